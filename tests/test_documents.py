@@ -64,7 +64,9 @@ GPU_BLOCKS = 3
 STEPS = 2  # of PPO, in place of a hundred
 ROWS = 16  # of each data file, in place of two
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + {'name': c.function.name, "
+    "'arguments': c.function.arguments} | tojson + '</tool_call>' }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _FENCE = re.compile(

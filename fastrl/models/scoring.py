@@ -23,7 +23,7 @@ class PolicyObjective(NamedTuple):
     Other aggregates, over sequences, are weights of tokens and a denominator.
     """
 
-    old_logprobs: Tensor  # [N]
+    old_logprobs: Tensor | None  # [N]; None: those of the policy that is scored
     advantages: Tensor  # [N]
     cliprange: float | tuple[float, float]  # (low, high)
     kl: fastrl_kernels.KLTerm | None = None  # its reference's log-probs [N]
@@ -119,9 +119,10 @@ def _policy_loss(
         assert entropies is not None
         top = of_top_entropy(entropies.detach(), every, objective.top_entropy).float()
         options["weights"] = top if objective.weights is None else top * objective.weights
+    old = objective.old_logprobs
     loss, stats = fastrl_kernels.ppo_loss(
         logprobs,
-        objective.old_logprobs,
+        logprobs.detach() if old is None else old,
         objective.advantages,
         every,
         **options,

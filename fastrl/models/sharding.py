@@ -18,8 +18,8 @@ _whole: weakref.WeakSet[Any] = weakref.WeakSet()  # units whose weights are whol
 def whole_weights(model: nn.Module) -> Iterator[None]:
     """Context in which each process has all weights of a model; they are gathered at its beginning
     by all processes, and spread again at its end. Forwards within do not wait for other processes.
-    Without effect where weights are not spread."""
-    units = _units(model)
+    Without effect where weights are not spread, or are whole already."""
+    units = [unit for unit in _units(model) if unit not in _whole]
     if not units:
         yield
         return
@@ -54,6 +54,13 @@ def of_fsdp(hook: Any) -> bool:
     """Whether FSDP2 has put this hook on a module: it gathers and spreads weights, and changes no
     result."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+def wrapped_by_fsdp(method: Any) -> bool:
+    """Whether FSDP2 has put itself around a method, which bears the name of what it was."""
+    function = getattr(method, "__func__", method)
+    within = getattr(function, "__globals__", {}).get("__name__", "")
+    return within.startswith("torch.distributed.fsdp.")
 
 
 @contextmanager

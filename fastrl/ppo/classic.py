@@ -115,9 +115,9 @@ class ClassicMethods:
         def flat(x: Tensor) -> Tensor:
             return torch.atleast_2d(x).expand_as(mask)[mask]
 
-        new = flat(logprobs)
+        new, old = flat(logprobs), flat(old_logprobs)
         objective = PolicyObjective(
-            flat(old_logprobs),
+            old,
             flat(advantages),
             update.cliprange,
             token_weights=None if weights is None else flat(weights[:, None]),
@@ -127,7 +127,7 @@ class ClassicMethods:
         )
         policy_loss, policy_stats = fastrl_kernels.ppo_loss(
             new,
-            objective.old_logprobs,
+            old,
             objective.advantages,
             torch.ones_like(new, dtype=torch.bool),
             **objective.options,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from fastrl.data.batch import need_pad_token, pad
 from fastrl.data.prompt_ids import Prompt, check_prompts
 from fastrl.models.layout import layout_of
 from fastrl.models.products import Products
+from fastrl.models.sharding import is_spread_unit, wrapped_by_fsdp
 from fastrl.models.utils import evaluating
 from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
 from fastrl.rollout.rescoring import Rescorer
@@ -212,7 +214,11 @@ class GenerateEngine:
         """The tokens that ``generate`` appends to each prompt, with padding at their end."""
         padded = pad(prompts, kwargs["pad_token_id"], self._layout.prompts_padded)
         inputs = {name: x.to(self.model.device) for name, x in padded.items()}
-        generated = self.model.generate(**inputs, **kwargs)
+        generate = self.model.generate
+        if wrapped_by_fsdp(generate) and not is_spread_unit(self.model):
+            # With whole weights no process waits for another's call.
+            generate = MethodType(type(self.model).generate, self.model)
+        generated = generate(**inputs, **kwargs)
         return generated[:, self._layout.in_front(inputs["input_ids"].shape[1]) :].cpu()
 
 

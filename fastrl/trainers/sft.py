@@ -38,6 +38,7 @@ from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import SFT
 from fastrl.trainers.passes import fill
 from fastrl.trainers.planning import plan_sft
+from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import (
     SupervisedArguments,
@@ -324,7 +325,8 @@ class SFTTrainer(SupervisedTrainer):
         settle_model(model, self._tokenizer, self._settings, adapts)
         model = with_adapter(model, self._peft_config, self._settings)
         self._virtual = virtual_tokens(model)
-        self.aux_loss_enabled, self.router_aux_loss_coef = _aux_loss(model, self._settings)
+        found = router_loss(model, self._settings.router_aux_loss_coef, as_configured=True)
+        self.aux_loss_enabled, self.router_aux_loss_coef = found
         if hasattr(model, "add_model_tags"):
             model.add_model_tags([*self._tag_names])
         return model
@@ -613,27 +615,6 @@ def _predictions(scores: TokenScores) -> tuple[Tensor, Tensor]:
     assert extras is not None
     assert extras.is_top1 is not None
     return entropies.detach(), extras.is_top1.float()
-
-
-def _aux_loss(model: Any, args: Any) -> tuple[bool, float]:
-    """Whether a mixture of experts' router has a loss of its own here, and that one's weight.
-
-    Raises:
-        ValueError: a weight for a model that is no such mixture.
-    """
-    config = model.config.get_text_config()
-    weight = args.router_aux_loss_coef
-    if not hasattr(config, "output_router_logits"):
-        if weight:
-            raise ValueError(
-                f"router_aux_loss_coef={weight}, but {type(model).__name__} is no mixture of "
-                "experts with a router's loss: leave it out"
-            )
-        return False, 0.0
-    if weight is None:
-        own = getattr(config, "router_aux_loss_coef", 0.0) or 0.0
-        weight = own if config.output_router_logits else 0.0
-    return weight != 0, weight
 
 
 def _split_collator(given: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from fastrl.models.sharding import whole_weights
+from fastrl.models.sharding import whole_weights, wrapped_by_fsdp
 from fastrl.ppo.rollouts import GenerateBackend, Request, make_backend
 from fastrl.rollout import RolloutOutput
 
@@ -44,7 +44,13 @@ class PolicySampler:
         self._plain = GenerateBackend(tokenizer, autocast, process)
 
     def __call__(
-        self, wrapped: Any, model: Any, prompts: Sequence[Tensor], group: int, first: int
+        self,
+        wrapped: Any,
+        model: Any,
+        prompts: Sequence[Tensor],
+        group: int,
+        first: int,
+        seed: int | None = None,
     ) -> RolloutOutput:
         """A response to each prompt; those of a group share a prefill.
 
@@ -52,6 +58,7 @@ class PolicySampler:
             wrapped: the model as accelerate has prepared it.
             group: how many prompts in a row may be the same.
             first: the number of the first prompt, in the batch of all processes.
+            seed: of the draws; None: from torch's own generator.
         """
         size = samples_per_prompt(prompts, group)
         request = Request(
@@ -60,7 +67,32 @@ class PolicySampler:
             self.arguments,
             len(prompts),
             samples=size,
+            seed=seed,
         )
+        return self._run(wrapped, model, request)
+
+    def further(
+        self,
+        wrapped: Any,
+        model: Any,
+        prompts: Sequence[Tensor],
+        numbers: Sequence[int],
+        limits: Sequence[int],
+        seed: int,
+    ) -> RolloutOutput:
+        """What responses go on with, each behind a prompt of its own.
+
+        Args:
+            numbers: of the responses, in the batch of all processes.
+            limits: most tokens of each.
+            seed: of the draws; another one than of earlier turns, so that no draw comes twice.
+        """
+        most = self.arguments.get("max_new_tokens")
+        limits = [limit if most is None else min(limit, most) for limit in limits]
+        request = Request(prompts, numbers, self.arguments, len(prompts), limits, seed=seed)
+        return self._run(wrapped, model, request)
+
+    def _run(self, wrapped: Any, model: Any, request: Request) -> RolloutOutput:
         with whole_weights(wrapped):
             backend = self._plain if _own_generate(model) else self._backend
             return backend(model, request)
@@ -88,6 +120,8 @@ def samples_per_prompt(prompts: Sequence[Tensor], group: int) -> int:
 def _own_generate(model: Any) -> bool:
     """Whether a model's ``generate`` was replaced, on it or on its class."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if "generate" in vars(model) or "generate" in vars(inner):
-        return True
+    for owner in (model, inner):
+        found = vars(owner).get("generate")
+        if found is not None and not wrapped_by_fsdp(found):
+            return True
     return getattr(type(inner), "generate", None) is not _GENERATE

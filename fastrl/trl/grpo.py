@@ -8,22 +8,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from fastrl.data.tool_calls import Reader, ToolChat, find_reader
+from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.models.sharding import whole_weights
+from fastrl.models.utils import context_length
 from fastrl.ppo.advantages import centred, standardised
+from fastrl.rollout import RolloutOutput, draw_seed
+from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.model_card import policy_gradient
+from fastrl.trl.environments import Environments
 from fastrl.trl.grpo_config import GRPOConfig
-from fastrl.trl.online import Judged, OnlineTrainer, nanstd
-from fastrl.trl.policy_loss import (
-    LOSS_TYPES,
-    PolicyTokens,
-    Ratios,
-    aggregated,
-    high_of,
-    kl_of,
-    ratios_of,
-)
-from fastrl.trl.sampled import SampledResponses
+from fastrl.trl.metric_means import mean_of
+from fastrl.trl.online import OnlineTrainer
+from fastrl.trl.policy_loss import GroupLoss, LearnedTokens, high_of, note_clips, ratios_of
+from fastrl.trl.responses import Judged, Responses, nanstd
+from fastrl.trl.tools import Toolbox, ToolLoop, check_chats
 
 _LOGGER = logging.getLogger(__name__)
 _EPS = 1e-4  # added to deviations
@@ -52,7 +52,11 @@ class GRPOTrainer(OnlineTrainer):
         peft_config: adds an adapter; the reference is then the model without it.
         rollout_func: of the prompts and this trainer, returns ``prompt_ids``, ``completion_ids``
             and ``logprobs``, and further columns for reward functions; in place of sampling.
-        tools, environment_factory: not supported.
+        tools: functions that the policy may call, with type hints and docstrings in Google's
+            format; ``async def`` too. See :class:`fastrl.trl.tools.ToolLoop`.
+        environment_factory: makes objects whose methods are tools, or a dict of such functions by
+            the names in the column ``environment``; ``train_dataset`` may then be left out. See
+            :class:`fastrl.trl.environments.Environments`.
 
     Raises:
         ValueError, TypeError: what cannot be honoured, named with what to do.
@@ -80,12 +84,26 @@ class GRPOTrainer(OnlineTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ):
-        for name, value in (("tools", tools), ("environment_factory", environment_factory)):
-            if value:
-                raise ValueError(
-                    f"{name} is not supported by GRPOTrainer: run the conversation in a "
-                    "rollout_func, whose env_mask marks the tokens that the policy wrote"
-                )
+        if rollout_func is not None and (tools or environment_factory):
+            raise ValueError(
+                "rollout_func takes the place of sampling, and tools and environment_factory are "
+                "part of it: leave them out, and mark the policy's tokens by an env_mask"
+            )
+        self.tools = list(tools or ())
+        self._box = Toolbox(self.tools)
+        self._reader: Reader | None = None
+        environments = None
+        if environment_factory:
+            environments = Environments(environment_factory, self.tools)
+            self.tools = environments.tools
+            self._env_tools = {
+                name: list(found.functions.values()) for name, found in environments.boxes.items()
+            }
+            self._environment_pool = environments.pool
+            if train_dataset is None:
+                train_dataset = environments.placeholder(args)
+        if self.tools or environments is not None:
+            check_chats(train_dataset)
         super().__init__(
             model,
             reward_funcs,
@@ -99,11 +117,26 @@ class GRPOTrainer(OnlineTrainer):
             quantization_config,
             peft_config,
             rollout_func,
+            environments,
         )
         args = self.args
         assert args is not None
+        if args.cast_lm_head_to_fp32:
+            _check_head(self.model, args)
+        self._loss = GroupLoss(args)
         self.loss_type, self.scale_rewards = args.loss_type, args.scale_rewards
-        self.tools: list = []
+        self._tool_loop: ToolLoop | None = None
+        if self._reader is not None:
+            own = self.accelerator.unwrap_model(self.model)
+            ends = end_tokens(own, self._tokenizer).tolist()
+            self._tool_loop = ToolLoop(
+                ToolChat(self._tokenizer, self._reader, ends, self.chat_template_kwargs),
+                self.rewards.event_loop,
+                args.max_tool_calling_iterations,
+                args.max_completion_length,
+                context_length(own),
+                args.temperature,
+            )
         self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
         self._last_entropy = math.inf  # of the last step
         self._entropy_of_step: Tensor | None = None  # its sum and tokens in the step so far
@@ -115,6 +148,53 @@ class GRPOTrainer(OnlineTrainer):
             )
         if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
             _LOGGER.warning("loss_type='luspo' is meant for importance_sampling_level='sequence'")
+
+    def _read_tools(self, args: Any) -> None:
+        if self.tools:
+            self._reader = find_reader(self._tokenizer, args.chat_template_kwargs or {})
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the latest responses; None before the first, or without a factory."""
+        return None if self._environments is None else self._environments.current
+
+    def _respond(self, prompts: list[Any], group: int) -> Responses:
+        converses = self._tool_loop is not None
+        found = (self._conversed if converses else super()._respond)(prompts, group)
+        if self.environments is not None:
+            found.columns["environments"] = list(self.environments)
+        return found
+
+    def _conversed(self, prompts: list[Any], group: int) -> Responses:
+        """Responses with the results of the tools that they call."""
+        assert self._tool_loop is not None
+        model = self.accelerator.unwrap_model(self.model)
+        first = self.processes_index * len(prompts)
+        seed = draw_seed()
+
+        def sample(
+            ids: list[Tensor], which: list[int], turn: int, limits: list[int] | None
+        ) -> RolloutOutput:
+            if limits is None:
+                return self._responder(self.model_wrapped, model, ids, group, first, seed)
+            numbers = [first + i for i in which]
+            # Another seed for each turn: the number of a response keys its draws.
+            own = seed ^ turn << 32
+            return self._responder.further(self.model_wrapped, model, ids, numbers, limits, own)
+
+        boxes = [self._box] * len(prompts)
+        if self._environments is not None:
+            boxes = self._environments.current_boxes()
+        # The processes take as many turns as each needs.
+        with torch.no_grad(), whole_weights(self.model_wrapped):
+            found = self._tool_loop(sample, prompts, boxes)
+        calls, failures, count = (
+            torch.tensor(float(x)) for x in (found.calls, found.failures, len(prompts))
+        )
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics.add({"tools/call_frequency": (calls, count)})
+        metrics.add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)
+        return Responses(*found[:5], {})
 
     def advantages_of(
         self, judged: Judged, kl: Tensor | None, group: int, mode: str
@@ -143,30 +223,40 @@ class GRPOTrainer(OnlineTrainer):
         advantages = torch.where(counts, advantages, 0.0).flatten()
         return advantages, torch.isclose(spread, torch.zeros_like(spread))
 
-    def policy_loss(self, tokens: PolicyTokens, part: SampledResponses, mode: str) -> Tensor:
+    def fused_loss(self, tokens: LearnedTokens) -> PolicyObjective | None:
+        coef = self._coefficient()
+        return self._loss.in_one_pass(tokens, coef, self.accelerator.num_processes)
+
+    def policy_loss(self, tokens: LearnedTokens, scores: TokenScores, mode: str) -> Tensor:
+        """See :class:`fastrl.trl.policy_loss.GroupLoss`."""
         args, metrics = self.args, self._metrics[mode]
-        kind = LOSS_TYPES[args.loss_type]
-        ratios = ratios_of(tokens, args.importance_sampling_level)
-        per_token = kind.of_token(ratios.tokens, tokens.advantages[tokens.of], tokens, args)
-        if args.off_policy_mask_threshold is not None:
-            per_token = per_token * self._on_policy(tokens)
-        chosen = None
-        if args.top_entropy_quantile < 1:
-            every = torch.ones_like(tokens.entropies)
+        logprobs, entropies = scores.logprobs, scores.entropies
+        assert entropies is not None
+        chosen, loss, coef = None, scores.loss, self._coefficient()
+        if args.top_entropy_quantile < 1 and (loss is None or self._has_bonus):
+            every = torch.ones_like(entropies)
             chosen = self.get_high_entropy_mask(
-                tokens.entropies.detach(), every, 1 - args.top_entropy_quantile
-            )
-            per_token = per_token * chosen
+                entropies.detach(), every, 1 - args.top_entropy_quantile
+            ).float()
+        weights = torch.ones_like(entropies) if chosen is None else chosen
+        total, count = (entropies * weights).sum(), weights.sum()
+        bonus = coef * total / count.clamp(min=1)
+        if loss is None:
+            if args.off_policy_mask_threshold is not None:
+                kept = self._on_policy(tokens, logprobs)
+                chosen = kept if chosen is None else chosen * kept
+            policy_loss = self._loss(tokens, scores, chosen)
+            loss = policy_loss - bonus if coef else policy_loss
+        else:
+            policy_loss = loss.detach() + bonus.detach()
+        if self._has_bonus:
+            metrics.add({"policy_loss": mean_of(policy_loss[None])})
+            if mode == "train":
+                self._adapt_entropy(total.detach(), count)
+        detached = logprobs.detach()
         if self.beta:
-            kl = kl_of(tokens, ratios.tokens, args.use_bias_correction_kl)
-            per_token = per_token + self.beta * kl
-            metrics["kl"].append(self._mean_of_tokens(kl))
-        uses = args.steps_per_generation if mode == "train" else 1
-        generated = torch.tensor(part.generated / self.accelerator.num_processes / uses)
-        loss = aggregated(per_token, tokens, kind.aggregate, self.max_completion_length, generated)
-        if self.entropy_coef != 0 or self.use_adaptive_entropy:
-            loss = self._with_entropy(loss, tokens, chosen, mode)
-        self._note_clips(kind.clips, ratios, tokens, mode)
+            metrics.add({"kl": mean_of(self._loss.kl(tokens, detached))}, of_none=0.0)
+        self._note_clips(tokens, detached, mode)
         return loss
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
@@ -206,33 +296,30 @@ class GRPOTrainer(OnlineTrainer):
         mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         return ((advantages >= 0) | (mean <= off_policy_threshold)).to(mask.dtype)
 
-    def _on_policy(self, tokens: PolicyTokens) -> Tensor:
+    def _on_policy(self, tokens: LearnedTokens, logprobs: Tensor) -> Tensor:
         """That mask of the tokens, [N]."""
-        sizes = tokens.counts.tolist()
-        columns = (tokens.logprobs, tokens.old, torch.ones_like(tokens.old))
-        new, old, mask = (pad_sequence(list(x.split(sizes)), batch_first=True) for x in columns)
-        threshold = self.args.off_policy_mask_threshold
-        kept = self.get_off_policy_mask(tokens.advantages[:, None], new, old, mask, threshold)
-        return kept[tokens.of, 0]
+        mean = tokens.mean(-tokens.differences(logprobs.detach()).nan_to_num(nan=0.0))
+        near = mean <= self.args.off_policy_mask_threshold
+        return ((tokens.advantages >= 0) | near).float()[tokens.of]
 
-    def _with_entropy(
-        self, loss: Tensor, tokens: PolicyTokens, chosen: Tensor | None, mode: str
-    ) -> Tensor:
-        """The loss less the coefficient times the mean entropy of the tokens that it is of."""
-        args, metrics = self.args, self._metrics[mode]
-        chosen = torch.ones_like(tokens.entropies) if chosen is None else chosen.float()
-        total, count = (tokens.entropies * chosen).sum(), chosen.sum()
-        metrics["policy_loss"].append(self._mean_of_all(loss))
-        coef = self.entropy_coef
-        if self.use_adaptive_entropy and self._last_entropy > args.entropy_target:
-            coef = 0.0
-        loss = loss - coef * total / count.clamp(min=1)
-        if mode != "train":
-            return loss
-        ends_step = self.accelerator.sync_gradients
+    @property
+    def _has_bonus(self) -> bool:
+        return self.entropy_coef != 0 or self.use_adaptive_entropy
+
+    def _coefficient(self) -> float:
+        """Of the mean entropy, which the loss is less."""
+        above = self._last_entropy > self.args.entropy_target
+        return 0.0 if self.use_adaptive_entropy and above else self.entropy_coef
+
+    def _adapt_entropy(self, total: Tensor, count: Tensor) -> None:
+        """Moves the coefficient of entropies once for each optimizer step, where it is adaptive.
+
+        Args:
+            total, count: sum and number of a batch's entropies.
+        """
+        args, ends_step = self.args, self.accelerator.sync_gradients
         if self.use_adaptive_entropy:
-            own = torch.stack([total, count]).detach()
-            before = self._entropy_of_step
+            own, before = torch.stack([total, count]), self._entropy_of_step
             self._entropy_of_step = own if before is None else before + own
             if ends_step:
                 every = self._sum_of_all(self._entropy_of_step)
@@ -244,28 +331,21 @@ class GRPOTrainer(OnlineTrainer):
                     max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max
                 )
         if ends_step:
-            metrics["entropy_coef"].append(self.entropy_coef)
-        return loss
+            self._metrics["train"].add_number("entropy_coef", self.entropy_coef)
 
-    def _note_clips(self, clips: bool, ratios: Ratios, tokens: PolicyTokens, mode: str) -> None:
+    def _note_clips(self, tokens: LearnedTokens, logprobs: Tensor, mode: str) -> None:
         args, metrics = self.args, self._metrics[mode]
-        rho, advantages = ratios.units.detach(), ratios.advantages
+        ratios = ratios_of(tokens, logprobs, args.importance_sampling_level)
+        rho, advantages = ratios.units, ratios.advantages
         if args.loss_type == "cispo":
             cut = (rho > high_of(args)) & (advantages > 0)
-            metrics["cispo_clip_ratio"].append(self._mean_of_tokens(cut))
-        if not clips:
+            metrics.add({"cispo_clip_ratio": mean_of(cut)}, of_none=0.0)
+        if not self._loss.type.clips:
             return
         if args.delta is not None:
             rho = rho.clamp(max=args.delta)
-        low = ((rho < 1 - args.epsilon) & (advantages < 0)).float()
-        high = ((rho > 1 + high_of(args)) & (advantages > 0)).float()
-        for name, cut in (("low", low), ("high", high), ("region", low + high)):
-            metrics[f"clip_ratio/{name}_mean"].append(self._mean_of_tokens(cut))
-        for name, cut, extreme in (("low_min", low, torch.min), ("high_max", high, torch.max)):
-            per_response = cut if ratios.by_sequence else tokens.sum(cut) / tokens.counts
-            every = self._gathered(per_response)
-            known = every[~every.isnan()]
-            metrics[f"clip_ratio/{name}"].append(float(extreme(known)) if len(known) else math.nan)
+        means = None if ratios.by_sequence else lambda x: tokens.sum(x) / tokens.counts
+        note_clips(metrics, rho, advantages, args, means)
 
     def own_state(self) -> dict[str, Any]:
         entropy = [self.entropy_coef, self._last_entropy]
@@ -275,6 +355,21 @@ class GRPOTrainer(OnlineTrainer):
         super().begin_training(resumed)
         if resumed is not None:
             self.entropy_coef, self._last_entropy = resumed["own"]["entropy"]
+
+
+def _check_head(model: Any, args: Any) -> None:
+    """
+    Raises:
+        ValueError: a head whose products are not in float32.
+    """
+    dtype = model.get_output_embeddings().weight.dtype
+    lower = next((name for name in ("bf16", "fp16") if getattr(args, name)), None)
+    if dtype != torch.float32 or lower is not None:
+        found = f"{lower}=True" if lower else f"a head in {str(dtype).removeprefix('torch.')}"
+        raise ValueError(
+            f"cast_lm_head_to_fp32=True, but {found}: load the model in float32 and set "
+            "bf16=False; or leave it out, as log-probs are summed in float32 all the same"
+        )
 
 
 def _groups(rewards: Tensor, size: int) -> tuple[Tensor, Tensor]:

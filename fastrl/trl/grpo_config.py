@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastrl.config import refused, setting
 from fastrl.trl.online_config import OnlineConfig
-from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES
+from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
 
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -44,14 +44,17 @@ class GRPOConfig(OnlineConfig):
     )
     sapo_temperature_neg: float = setting("Of loss_type='sapo', for negative advantages.", 1.05)
     sapo_temperature_pos: float = setting("Of loss_type='sapo', for positive advantages.", 1.0)
-    cast_lm_head_to_fp32: bool = refused(
-        False, "log-probs are computed in fp32 from the head's products; load the model in float32"
+    cast_lm_head_to_fp32: bool = setting(
+        "Have the head's products in float32, that is refuse a head or mixed precision in less.",
+        False,
     )
     vespo_k_pos: float = refused(2.0, "loss_type='vespo' is not supported")
     vespo_lambda_pos: float = refused(3.0, "loss_type='vespo' is not supported")
     vespo_k_neg: float = refused(3.0, "loss_type='vespo' is not supported")
     vespo_lambda_neg: float = refused(2.0, "loss_type='vespo' is not supported")
-    max_tool_calling_iterations: int | None = refused(None, "tools are not supported")
+    max_tool_calling_iterations: int | None = setting(
+        "Most turns of tools in a response; None: any number.", None
+    )
     vllm_importance_sampling_correction: bool = refused(True, _SAMPLER)
     vllm_importance_sampling_mode: str = refused("sequence_mask", _SAMPLER)
     vllm_importance_sampling_clip_max: float | None = refused(3.0, _SAMPLER)
@@ -72,8 +75,14 @@ class GRPOConfig(OnlineConfig):
                 raise ValueError(
                     f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(known)}"
                 )
+        if (self.max_tool_calling_iterations or 0) < 0:
+            raise ValueError(
+                "max_tool_calling_iterations must not be negative, got "
+                f"{self.max_tool_calling_iterations}: 0 runs no tools"
+            )
         if not 0 < self.top_entropy_quantile <= 1:
             raise ValueError(
                 f"top_entropy_quantile must lie in (0, 1], got {self.top_entropy_quantile}"
             )
         super().__post_init__()
+        GroupLoss(self)

@@ -3,72 +3,53 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
-import os
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from fastrl.core import set_seed
 from fastrl.data.chat import as_answer
 from fastrl.data.chat_prompts import encode_prompts
-from fastrl.data.choose_padding import logprobs_of_labels, runs_packed
-from fastrl.data.padding_free import PaddingFree
-from fastrl.data.token_batch import Padded, Padding
-from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
-from fastrl.models.attention import replaced
-from fastrl.models.lm_head import Head, choose_head, corner_of
-from fastrl.models.load import load_language_model, with_adapter
+from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
-from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.utils import check_trainable, evaluating
-from fastrl.ppo.old_logprobs import AUDITED, LOW_PRECISION, TOLERANCES
-from fastrl.ref_model.adapter import trained_before
-from fastrl.ref_model.copy import frozen_copy, mix
+from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.models.utils import check_trainable, without_dropout
+from fastrl.ref_model import RefModel
+from fastrl.rollout import draw_seed
 from fastrl.rollout.sampling_params import end_tokens
+from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.trainers.low_memory import LowMemoryTrainer
+from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.sharded import ShardedTrainer
-from fastrl.trainers.supervised import load_if_path, settings_of, tokenizer_of, trained_identity
+from fastrl.trainers.supervised import is_path, settings_of, trained_identity
+from fastrl.trl.completions_table import CompletionsTable
+from fastrl.trl.environments import Environments
 from fastrl.trl.generation import PolicySampler
 from fastrl.trl.group_sampler import GroupSampler, in_groups
-from fastrl.trl.metrics import CompletionsTable, MetricLists
-from fastrl.trl.policy_loss import PolicyTokens
+from fastrl.trl.log_probs import ResponseScorer
+from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
+from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
+from fastrl.trl.policy_loss import LearnedTokens
+from fastrl.trl.reference import Follow, model_of, reference_of
+from fastrl.trl.responses import Judged, Responses, note_lengths, note_rewards, rolled_out
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.sampled import SampledResponses
 
 _LOGGER = logging.getLogger(__name__)
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-_OF_ROLLOUTS = ("prompt_ids", "completion_ids", "logprobs")
-
-
-class Responses(NamedTuple):
-    """Responses to a batch of prompts."""
-
-    prompt_ids: list[Tensor]
-    completion_ids: list[Tensor]
-    completions: list[Any]  # texts, or lists of one message
-    masks: list[Tensor]  # bool: the tokens that the policy wrote
-    logprobs: list[Tensor] | None  # at the sampling temperature
-    columns: dict[str, Any]  # further ones, for reward functions
-
-
-class Judged(NamedTuple):
-    """The rewards of the responses of all processes."""
-
-    by_function: Tensor  # [B, K]; NaN where a function does not apply
-    rewards: Tensor  # [B], weighted sums; NaN where none applies
 
 
 class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsTrainer, ABC):
@@ -102,6 +83,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         quantization_config: Any = None,
         peft_config: Any = None,
         rollout_func: Callable[..., dict[str, Any]] | None = None,
+        environments: Environments | None = None,
     ):
         name = type(self).__name__
         if args is None:
@@ -117,7 +99,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "prompt-learning adapters shift the positions of tokens and are not supported: use "
                 "LoRA"
             )
-        _check_data(train_dataset, eval_dataset, args)
+        _check_data(train_dataset, eval_dataset, args, asked=environments is None)
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
         load.setdefault("trust_remote_code", args.trust_remote_code)
@@ -127,15 +109,18 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             reward_processing_classes,
             dict(load),
             dict(args.chat_template_kwargs or {}),
+            () if environments is None else environments.rewards,
         )
-        self._tokenizer = _padding_tokenizer(processing_class, model)
-        model = self._prepared(model, args, load, quantization_config, peft_config)
-        if args.sync_ref_model and (args.beta == 0 or _is_peft(model)):
-            raise (ValueError if args.beta == 0 else NotImplementedError)(
-                "sync_ref_model moves a reference model, and there is none "
-                + ("with beta=0.0" if args.beta == 0 else "beside an adapter: its base is shared")
-                + ": leave sync_ref_model out"
-            )
+        self._environments = environments
+        self._tokenizer = padding_tokenizer(processing_class, model, args)
+        self._read_tools(args)
+        model = self._prepared(model, args, quantization_config, peft_config)
+        if args.use_liger_kernel:
+            _refuse_liger(name)
+        self._policy = CausalLMPolicy(model)
+        self._reference: RefModel | None = None
+        if args.beta:
+            self._reference = reference_of(args, self._policy, fresh=peft_config is not None)
         self.rewards = rewards
         self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
         self.reward_processing_classes = rewards.processing_classes
@@ -151,8 +136,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self.max_completion_length = args.max_completion_length
         self.chat_template_kwargs = dict(args.chat_template_kwargs or {})
         self.log_completions = args.log_completions
-        self.aux_loss_enabled, self.router_aux_loss_coef = _router_loss(model, args)
-        self._metrics = MetricLists()
+        router = router_loss(model, args.router_aux_loss_coef)
+        self.aux_loss_enabled, self.router_aux_loss_coef = router
+        self._metrics = {name: MetricMeans() for name in ("train", "eval")}
         self._logs = CompletionsTable(args.generation_batch_size)
         self._extra_columns: defaultdict[str, list] = defaultdict(list)
         self._extra_metrics: defaultdict[str, list[float]] = defaultdict(list)
@@ -160,10 +146,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._seconds = 0.0  # of this optimizer step's
         self._buffer: list[SampledResponses] | None = None
         self._sampler: GroupSampler | None = None
-        self._padding: Padding | None = None
-        self._head: Head | None = None
-        self._ref_head: Head | None = None
-        self._reuses: bool | None = None  # rollouts' log-probs, once compared
         args.remove_unused_columns = False
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         super().__init__(
@@ -184,9 +166,17 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         # Losses are means over a batch: transformers divides them by the batches of a step.
         self.model_accepts_loss_kwargs = False
         self.loss_is_scaled_for_ga = None
-        self.ref_model = self._make_reference()
+        if self._reference is not None:
+            self._reference.place(self._policy, self.accelerator)
         if args.sync_ref_model:
-            self.add_callback(_SyncReference(self))
+            self.add_callback(Follow(self._reference, args))
+        self._scorer = ResponseScorer(
+            self.args,
+            self._tokenizer.pad_token_id,
+            self.accelerator,
+            self._autocast,
+            self.processes,
+        )
         rewards.to(self.args.device)
         self.products = Products(self.processes)
         ends = end_tokens(self.accelerator.unwrap_model(self.model), self._tokenizer).tolist()
@@ -204,66 +194,42 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def _autocast(self) -> Any:
         return self.compute_loss_context_manager()
 
-    def _prepared(
-        self, model: Any, args: Any, load: dict[str, Any], quantization: Any, peft_config: Any
-    ) -> Any:
+    @property
+    def ref_model(self) -> Any:
+        """The reference as a model of its own; None where there is no KL, or the policy's base is
+        it."""
+        return model_of(self._reference, self.accelerator)
+
+    def _prepared(self, model: Any, args: Any, quantization: Any, peft_config: Any) -> Any:
         """The model, checked, with an adapter if there is a ``peft_config``."""
-        if isinstance(model, str | os.PathLike):
-            if quantization is not None:
-                if "quantization_config" in load:
-                    raise ValueError(
-                        "quantization_config is set as an argument and in model_init_kwargs: set "
-                        "it in one place"
-                    )
-                load["quantization_config"] = quantization
-            options = copy.copy(args)
-            options.model_init_kwargs = load
-            model = load_if_path(model, load_language_model, options, trainable=True)
-        elif args.model_init_kwargs or quantization is not None:
+        if args.model_init_kwargs and not is_path(model):
             warnings.warn(
-                "the model is loaded already: model_init_kwargs and quantization_config change "
-                "nothing",
-                stacklevel=4,
+                "the model is loaded already: model_init_kwargs change nothing", stacklevel=4
             )
+        model = loaded(model, args, quantization)
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False) or not model.get_output_embeddings():
             raise ValueError(
                 f"{type(model).__name__} is no causal language model: load it with "
                 "AutoModelForCausalLM"
             )
-        fresh = peft_config is not None
-        model = with_adapter(model, peft_config, args)
-        if _is_peft(model):
-            if any(c.is_prompt_learning for c in model.peft_config.values()):
-                raise ValueError("prompt-learning adapters are not supported: use LoRA")
-            if type(model.get_output_embeddings()) is not nn.Linear and any(
-                "lora_" in name for name, _ in model.get_output_embeddings().named_parameters()
-            ):
-                raise ValueError(
-                    "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
-                )
-            # An adapter that is new changes nothing: its reference is the model without it.
-            if not fresh and args.beta != 0 and trained_before(model):
-                _copy_adapter(model)
-            if args.gradient_checkpointing:
-                model.enable_input_require_grads()
-        model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
-        model.generation_config.pad_token_id = self._tokenizer.pad_token_id
+        adapts = peft_config is not None or hasattr(model, "peft_config")
+        settle_tokens(model, self._tokenizer, args, adapts)
+        model = adapted(model, peft_config, args)
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear and any("lora_" in x for x, _ in head.named_parameters()):
+            raise ValueError(
+                "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
+            )
         if args.disable_dropout:
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+            without_dropout(model)
         check_trainable(model)
         return model
 
-    def _make_reference(self) -> Any:
-        """A frozen copy of the model; None where there is no KL, or an adapter can be switched."""
-        if self.beta == 0 or _is_peft(self.accelerator.unwrap_model(self.model)):
-            return None
-        reference = frozen_copy(self.accelerator.unwrap_model(self.model))
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)
-
     # What subclasses do.
+
+    def _read_tools(self, args: Any) -> None:
+        """Looks whether the tokenizer is one for tools, before anything changes."""
 
     @abstractmethod
     def advantages_of(
@@ -276,8 +242,13 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             kl: Σ_t (log π_old - log π_ref) of each response, [B], where there is a reference.
         """
 
+    def fused_loss(self, tokens: LearnedTokens) -> PolicyObjective | None:
+        """The loss of a batch as the LM head computes it; None: from log-probs, by
+        :meth:`policy_loss`."""
+        return None
+
     @abstractmethod
-    def policy_loss(self, tokens: PolicyTokens, part: SampledResponses, mode: str) -> Tensor:
+    def policy_loss(self, tokens: LearnedTokens, scores: TokenScores, mode: str) -> Tensor:
         """The loss of a batch; logs what is known of it."""
 
     # Data.
@@ -354,7 +325,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._step += 1
         self._seconds += time.perf_counter() - begin
         if self.accelerator.sync_gradients:
-            self._metrics["train"]["step_time"].append(self._seconds)
+            self._metrics["train"].add_number("step_time", self._seconds)
             self._seconds = 0.0
         return loss
 
@@ -367,8 +338,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     ) -> tuple[Tensor | None, Any, Any]:
         part = self._prepare_inputs(inputs)
         with torch.no_grad(), self._autocast():
-            loss = self.compute_loss(model, part)
-        return loss.detach(), None, None
+            loss = self.compute_loss(model, part).detach()
+        if self.accelerator.num_processes > 1:
+            # Of all, as transformers takes a last batch for longer than the data set, and cuts it.
+            loss = self.accelerator.reduce(loss, reduction="mean")
+        return loss, None, None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Responses to a batch of rows, in training those of this step's turn."""
@@ -379,7 +353,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         steps = self.args.steps_per_generation
         if self._buffer is None or self._step % (steps * self.num_iterations) == 0:
             whole = self._learnable(inputs, "train")
-            order = torch.randperm(len(whole)).tolist()
+            # With a generator of its own: torch's must not depend on the number of processes.
+            generator = torch.Generator().manual_seed(draw_seed())
+            order = torch.randperm(len(whole), generator=generator).tolist()
             size = len(whole) // steps
             self._buffer = [whole.select(order[i * size : (i + 1) * size]) for i in range(steps)]
             self._responder.before_update()
@@ -395,69 +371,66 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if return_outputs:
             raise ValueError(f"{type(self).__name__} returns no outputs beside the loss")
         mode = "train" if self.model.training else "eval"
-        scores, aux = self._scores(model, inputs, aux=self.aux_loss_enabled)
-        device = self.args.device
-        counts = torch.tensor(inputs.counts)
-        of = torch.arange(len(inputs)).repeat_interleave(counts).to(device)
-        old = scores.logprobs.detach()
-        if inputs.old is not None:
-            old = inputs.learned(inputs.old).to(device)
-        entropies = scores.entropies
-        assert entropies is not None
-        tokens = PolicyTokens(
-            scores.logprobs,
-            entropies,
-            old,
-            inputs.advantages.to(device),
-            of,
-            counts.to(device),
-            None if inputs.ref is None else inputs.learned(inputs.ref).to(device),
-        )
-        loss = self.policy_loss(tokens, inputs, mode)
+        tokens = self._tokens(inputs, mode)
+        objective = self.fused_loss(tokens)
+        scores, aux = self._scorer.policy(model, inputs, objective, self.aux_loss_enabled)
+        loss = self.policy_loss(tokens, scores, mode)
+        assert scores.entropies is not None
+        noted = {"entropy": mean_of(scores.entropies)}
         if aux is not None:
             loss = loss + self.router_aux_loss_coef * aux
-            self._metrics[mode]["aux_loss"].append(self._mean_of_all(aux))
-        self._metrics[mode]["entropy"].append(self._mean_of_tokens(entropies))
+            noted["aux_loss"] = mean_of(aux[None])
+        self._metrics[mode].add(noted, of_none=0.0)
         return loss
+
+    def _tokens(self, part: SampledResponses, mode: str) -> LearnedTokens:
+        """What is known of a batch's tokens before the policy scores them, on the device."""
+        uses = self.args.steps_per_generation if mode == "train" else 1
+        generated = max(part.generated, 1.0) / self.accelerator.num_processes / uses
+        return LearnedTokens.of_responses(
+            part, self.max_completion_length, generated, self.args.device
+        )
 
     # Responses and rewards.
 
     def _learnable(self, rows: list[dict[str, Any]], mode: str) -> SampledResponses:
         """Responses to the prompts of some rows, judged."""
-        prompts = [row["prompt"] for row in rows]
+        prompts = self._prompts_of(rows)
         group = self.num_generations if mode == "train" else self.num_generations_eval
         found = self._respond(prompts, group)
-        self._note_lengths(found, mode)
         masks = found.masks
         if self.args.mask_truncated_completions:
             masks = [
                 mask & self._is_whole(ids)
                 for mask, ids in zip(masks, found.completion_ids, strict=True)
             ]
-        total = self._sum_of_all(torch.tensor(float(sum(int(m.sum()) for m in masks))))
         learnable = SampledResponses(
             found.prompt_ids,
             found.completion_ids,
             masks,
             torch.zeros(len(rows)),
-            float(total),
+            self._note_lengths(found, masks, mode),
         )
         args = self.args
         behind = args.gradient_accumulation_steps % (
             args.steps_per_generation * self.num_iterations
         )
+        model, size = self.model, args.eval_batch_size
+        if mode == "train":
+            model, size = self.model_wrapped, args.per_device_train_batch_size
         if self.needs_old or behind:
-            learnable.old = self._old(learnable, found.logprobs, mode)
+            # Those of a rollout_func may be another policy's.
+            sampled = found.logprobs if self.rollout_func is None else None
+            learnable.old = self._scorer.old(model, learnable, sampled, size)
         kl = None
-        if self.beta:
-            with self._as_reference() as model:
-                learnable.ref = self._scored(model, learnable, mode)
+        if self._reference is not None:
+            learnable.ref = self._scorer.reference(model, self._reference, learnable, size)
             if learnable.old is not None:
                 triples = zip(learnable.old, learnable.ref, masks, strict=True)
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
         judged = self._judge(rows, prompts, found)
         if kl is not None:
-            self._metrics[mode]["kl"] += self._kl_metric(learnable)
+            self._metrics[mode].add(self._kl_metric(learnable))
             kl = self._gathered(kl)
         advantages, spreadless = self.advantages_of(judged, kl, group, mode)
         self._note_rewards(judged, spreadless, mode)
@@ -466,13 +439,19 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         learnable.advantages = advantages[first : first + len(rows)].clone()
         return learnable
 
-    def _kl_metric(self, learnable: SampledResponses) -> list[float]:
+    def _kl_metric(self, learnable: SampledResponses) -> Parts:
         """What is logged as "kl" once for all responses of a generation."""
-        return []
+        return {}
+
+    def _prompts_of(self, rows: list[dict[str, Any]]) -> list[Any]:
+        if self._environments is None:
+            return [row["prompt"] for row in rows]
+        return self._environments.begin(rows, self.rewards.event_loop)
 
     def _respond(self, prompts: list[Any], group: int) -> Responses:
         if self.rollout_func is not None:
-            return self._rolled_out(prompts)
+            given = self.rollout_func(copy.deepcopy(prompts), self)
+            return rolled_out(given, len(prompts), lambda ids: self._as_said(prompts, ids))
         ids = encode_prompts(prompts, self._tokenizer, self.chat_template_kwargs)
         model = self.accelerator.unwrap_model(self.model)
         first = self.processes_index * len(prompts)
@@ -486,37 +465,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             [torch.ones(len(x), dtype=torch.bool) for x in responses],
             output.logprobs_at(self.temperature),
             {},
-        )
-
-    def _rolled_out(self, prompts: list[Any]) -> Responses:
-        """What ``rollout_func`` returns for copies of the prompts."""
-        assert self.rollout_func is not None
-        output = dict(self.rollout_func(copy.deepcopy(prompts), self))
-        missing = sorted({*_OF_ROLLOUTS} - output.keys())
-        if missing:
-            raise ValueError(f"rollout_func must return keys {missing} in its output dict")
-        lists = {name: output.pop(name) for name in _OF_ROLLOUTS}
-        for name in ("prompt_ids", "completion_ids"):
-            if len(lists[name]) != len(prompts):
-                raise ValueError(
-                    f"rollout_func returned {len(lists[name])} {name} for {len(prompts)} prompts: "
-                    "return one for each; every prompt is there as often as it has responses"
-                )
-        responses = [torch.as_tensor(x, dtype=torch.long).cpu() for x in lists["completion_ids"]]
-        masks = output.pop("env_mask", None)
-        own = [torch.ones(len(x), dtype=torch.bool) for x in responses]
-        if masks is not None:
-            own = [torch.as_tensor(x).bool().cpu() for x in masks]
-        logprobs = lists["logprobs"]
-        if logprobs is not None:
-            logprobs = [torch.as_tensor(x, dtype=torch.float32).cpu() for x in logprobs]
-        return Responses(
-            [torch.as_tensor(x, dtype=torch.long).cpu() for x in lists["prompt_ids"]],
-            responses,
-            self._as_said(prompts, responses),
-            own,
-            logprobs,
-            output,
         )
 
     def _as_said(self, prompts: list[Any], responses: list[Tensor]) -> list[Any]:
@@ -557,138 +505,31 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def _log_metric(self, name: str, value: float) -> None:
         self._extra_metrics[name].append(value)
 
-    # Log-probs.
-
-    def _old(
-        self, learnable: SampledResponses, sampled: list[Tensor] | None, mode: str
-    ) -> list[Tensor]:
-        """Log-probs of the policy as it is: the rollout's, where a few that are computed again
-        agree with them."""
-        model = self.model_wrapped if mode == "train" else self.model
-        if sampled is None or self.rollout_func is not None or self._reuses is False:
-            return self._scored(model, learnable, mode)
-        if self._reuses is None:
-            step = max(1, len(learnable) // AUDITED)
-            chosen = list(range(0, len(learnable), step))[:AUDITED]
-            part = learnable.select(chosen)
-            found = torch.cat(self._scored(model, part, mode))
-            off = (torch.cat([sampled[i].float().cpu() for i in chosen]) - found).abs()
-            low = self.args.bf16 or self.args.fp16
-            dtype = torch.bfloat16 if low else next(self.model.parameters()).dtype
-            kind, tolerance = TOLERANCES.get(dtype, LOW_PRECISION)
-            worst = float(off.max() if kind == "max" else off.mean()) if len(off) else 0.0
-            self._reuses = not self.processes.any(not worst <= tolerance)
-            if not self._reuses:
-                return self._scored(model, learnable, mode)
-        return [x.float().cpu() for x in sampled]
-
-    @torch.no_grad()
-    def _scored(self, model: nn.Module, learnable: SampledResponses, mode: str) -> list[Tensor]:
-        """Log-probs of all tokens of the responses, on the host; 0 where they are not learned."""
-        args = self.args
-        size = args.per_device_train_batch_size if mode == "train" else args.eval_batch_size
-        found: list[Tensor] = []
-        with evaluating(model), self._autocast():
-            for start in range(0, len(learnable), size):
-                part = learnable.select(range(start, min(start + size, len(learnable))))
-                flat = self._scores(model, part)[0].logprobs.float().cpu()
-                for mask, values in zip(part.masks, flat.split(part.counts), strict=True):
-                    found.append(torch.zeros(len(mask)).masked_scatter(mask, values))
-        return found
-
-    def _scores(
-        self, model: nn.Module, part: SampledResponses, aux: bool = False
-    ) -> tuple[TokenScores, Tensor | None]:
-        """Scores of the learned tokens, in the order of the responses; and the load-balancing loss
-        of a mixture of experts, where it is asked for."""
-        counting = [i for i, count in enumerate(part.counts) if count]
-        if not counting:  # no token to learn: a gradient of 0 for each weight
-            zero = torch.zeros(0, device=self.args.device)
-            for weight in model.parameters():
-                if weight.requires_grad:
-                    zero = zero + weight.flatten()[:0].sum()
-            return TokenScores(zero, zero.detach(), None, None), None
-        padding = self._chosen_padding() if not aux else Padded()
-        batch = part.select(counting).batch(self._tokenizer.pad_token_id, padding)
-        batch = batch.to(self.args.device)
-        model_pass = batch.model_pass
-        labels = batch.input_ids.flatten()[batch.rows() + 1]
-        given = {**model_pass.inputs, "use_cache": False}
-        attention = given.pop("attention", None)
-        if aux:
-            given["output_router_logits"] = True
-        plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        head = self._scoring_head(plain, given)
-        request = ScoringRequest(
-            model_pass.rows, labels, self.temperature, entropy=True, values=False
-        )
-        with replaced(plain, attention), head.scoring(plain, request) as results:
-            out = model(**given, **head.options)
-            return results(out)[0], out.aux_loss if aux else None
-
-    def _chosen_padding(self) -> Padding:
-        if self._padding is None:
-            self._padding = Padded()
-            if self.args.padding_free:
-                lowest = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
-                with self._autocast():
-                    packs = runs_packed(
-                        [self.model_wrapped],
-                        self.args.device,
-                        lowest,
-                        logprobs_of_labels,
-                        anywhere=self.processes.any,
-                    )
-                if packs:
-                    self._padding = PaddingFree()
-        return self._padding
-
-    def _scoring_head(self, plain: Any, given: Mapping[str, Any]) -> Head:
-        if self._head is None:
-            corner = {**corner_of({"input_ids": given["input_ids"]}), "use_cache": False}
-            with evaluating(plain):
-                self._head = choose_head(plain, corner)
-        return self._head
-
-    def _as_reference(self) -> Any:
-        """Context of the reference model: the copy, or the policy with its adapter switched."""
-        if self.ref_model is not None:
-            return _Given(self.ref_model)
-        return _Switched(self.accelerator.unwrap_model(self.model), self.model_wrapped)
-
     # Logs.
 
     def _is_whole(self, ids: Tensor) -> bool:
         return bool(len(ids)) and int(ids[-1]) in self._ends
 
-    def _note_lengths(self, found: Responses, mode: str) -> None:
-        prompts = self._gathered(torch.tensor([len(x) for x in found.prompt_ids]))
-        lengths = self._gathered(torch.tensor([int(mask.sum()) for mask in found.masks])).float()
-        cut = self._gathered(torch.tensor([not self._is_whole(x) for x in found.completion_ids]))
+    def _note_lengths(self, found: Responses, masks: list[Tensor], mode: str) -> float:
+        """Logs the lengths; returns the learned tokens of all processes' responses."""
+        own = [
+            [len(prompt), int(written.sum()), not self._is_whole(ids), int(mask.sum())]
+            for prompt, ids, written, mask in zip(
+                found.prompt_ids, found.completion_ids, found.masks, masks, strict=True
+            )
+        ]
+        prompts, lengths, cut, learned = self._gathered(torch.tensor(own)).t()
         if mode == "train":
             self.state.num_input_tokens_seen += int(prompts.sum() + lengths.sum())
-        metrics = self._metrics[mode]
-        metrics["num_tokens"] = [float(self.state.num_input_tokens_seen)]
-        whole = lengths[~cut] if bool((~cut).any()) else torch.zeros(1)
-        for name, of in (("", lengths), ("terminated_", whole)):
-            metrics[f"completions/mean_{name}length"].append(float(of.mean()))
-            metrics[f"completions/min_{name}length"].append(float(of.min()))
-            metrics[f"completions/max_{name}length"].append(float(of.max()))
-        metrics["completions/clipped_ratio"].append(float(cut.float().mean()))
+        note_lengths(self._metrics[mode], lengths, cut.bool())
+        return float(learned.sum())
 
     def _note_rewards(self, judged: Judged, spreadless: Tensor, mode: str) -> None:
         metrics = self._metrics[mode]
-        for name, column in zip(self.reward_func_names, judged.by_function.t(), strict=True):
-            metrics[f"rewards/{name}/mean"].append(float(column.nanmean()))
-            metrics[f"rewards/{name}/std"].append(nanstd(column))
-        metrics["reward"].append(float(judged.rewards.nanmean()))
-        metrics["reward_std"].append(nanstd(judged.rewards))
-        metrics["frac_reward_zero_std"].append(float(spreadless.float().mean()))
+        note_rewards(metrics, self.reward_func_names, judged, spreadless)
         values = self._extra_metrics
         for name in sorted(set(gather_object(list(values)))):
-            own = values.get(name, [])
-            total = self._sum_of_all(torch.tensor([float(sum(own)), float(len(own))]))
-            metrics[name].append(float(total[0] / total[1]))
+            metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
         values.clear()
 
     def _note_responses(
@@ -709,13 +550,16 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         """With the means of what was noted since the last log, by TRL's names."""
         mode = "train" if self.model.training else "eval"
         prefix = "eval_" if mode == "eval" else ""
-        noted: Any = self._metrics.taken(mode)
+        noted: Any = self._metrics[mode].take(self.processes)
+        if noted:
+            noted = {"num_tokens": float(self.state.num_input_tokens_seen), **noted}
         logs.update({f"{prefix}{name}": value for name, value in noted.items()})
         super().log(logs, start_time)
         if self.log_completions and self.accelerator.is_main_process and self._logs["prompt"]:
             step = self.state.global_step
             self._logs.show(step, self.args.num_completions_to_print)
             self._logs.save(Path(str(self.args.output_dir)), step)
+            self._logs.report(self.args.report_to, step, self.args.log_unique_prompts)
 
     def _gathered(self, own: Tensor) -> Tensor:
         """Of all processes, one after the other, on the host."""
@@ -728,15 +572,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             return own.detach().cpu()
         return self.accelerator.reduce(own.detach().to(self.args.device), reduction="sum").cpu()
 
-    def _mean_of_all(self, own: Tensor) -> float:
-        return float(self._gathered(own.detach().float().reshape(1)).nanmean())
-
-    def _mean_of_tokens(self, own: Tensor) -> float:
-        """The mean of what is there per token or response, over all processes."""
-        own = own.detach().float()
-        total = self._sum_of_all(torch.stack([own.sum(), own.new_tensor(float(len(own)))]))
-        return float(total[0] / total[1].clamp(min=1))
-
     # Checkpoints.
 
     def identity(self) -> dict[str, Any]:
@@ -744,46 +579,66 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def own_state(self) -> dict[str, Any]:
         reference = {}
-        if self.args.sync_ref_model:
-            model = self.accelerator.unwrap_model(self.ref_model)
-            reference = {name: p.detach().cpu() for name, p in model.named_parameters()}
+        if self.args.sync_ref_model and self._reference is not None:
+            weights = self._reference.own_weights()
+            reference = {name: x.detach().cpu() for name, x in weights.items()}
         return {
             **super().own_state(),
             "online": {
                 "step": self._step,
+                "uses": self.args.steps_per_generation * self.num_iterations,
                 "buffer": None if self._buffer is None else [x.state() for x in self._buffer],
-                "metrics": self._metrics.state(),
+                "metrics": self._metrics["train"].state(),
                 "responder": self._responder.state(),
-                "reuses": self._reuses,
+                "reuses": self._scorer.reuses,
                 "reference": reference,
             },
         }
 
+    @torch.no_grad()
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
         self._step, self._buffer = 0, None
         if resumed is None:
             return
         own = resumed["own"]["online"]
-        self._step, self._reuses = own["step"], own["reuses"]
+        self._step, self._scorer.reuses = own["step"], own["reuses"]
         if own["buffer"] is not None:
             self._buffer = [SampledResponses.of_state(x) for x in own["buffer"]]
-        self._metrics.resume(own["metrics"])
+        self._metrics["train"].load(own["metrics"], self.args.device)
         self._responder.resume(own["responder"])
         if own["reference"]:
-            model = self.accelerator.unwrap_model(self.ref_model)
-            with torch.no_grad():
-                for name, weight in model.named_parameters():
-                    weight.copy_(own["reference"][name])
+            assert self._reference is not None
+            weights = self._reference.own_weights()
+            for name, x in own["reference"].items():
+                weights[name].copy_(x)
+
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Where responses are sampled next, without the metrics since the last log.
+
+        Raises:
+            BadCheckpoint: in the midst of responses that the processes have sampled.
+        """
+        own, args = states[0]["online"], self.args
+        uses = own["uses"]
+        if own["step"] % uses:
+            raise BadCheckpoint(
+                f"the checkpoint is {own['step'] % uses} of {uses} batches into what each process "
+                "has sampled: resume it with as many processes, or from a checkpoint between two "
+                f"generations (save_steps × {args.gradient_accumulation_steps} a multiple of "
+                f"{uses})"
+            )
+        online = {**own, "step": 0, "buffer": None, "metrics": MetricMeans().state()}
+        return {**super().joined_state(states), "online": online}
 
     def own_mark(self) -> dict[str, Any]:
-        kept = self._step, self._buffer, self._metrics.state(), self._responder.state()
+        kept = self._step, self._buffer, len(self._metrics["train"]), self._responder.state()
         return {**super().own_mark(), "online": kept}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         super().own_rewind(mark)
         self._step, self._buffer, metrics, responder = mark["online"]
-        self._metrics.resume(metrics)
+        self._metrics["train"].shorten(metrics)
         self._responder.resume(responder)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -792,100 +647,19 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
 
-class _Given:
-    """Context of a model that is there."""
-
-    def __init__(self, model: Any):
-        self.model = model
-
-    def __enter__(self) -> Any:
-        return self.model
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-
-class _Switched:
-    """Context of a PEFT model as its own reference: with the copy of its first adapter, or none."""
-
-    def __init__(self, plain: Any, wrapped: Any):
-        self.wrapped = wrapped
-        if REFERENCE_ADAPTER in plain.peft_config:
-            self._contexts = [acting(plain, REFERENCE_ADAPTER)]
-        else:
-            self._contexts = [trainability_kept(plain), plain.disable_adapter()]
-
-    def __enter__(self) -> Any:
-        for context in self._contexts:
-            context.__enter__()
-        return self.wrapped
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
-
-
-class _SyncReference(TrainerCallback):
-    """ref ← α·policy + (1 - α)·ref each ``ref_model_sync_steps``."""
-
-    def __init__(self, trainer: OnlineTrainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % args.ref_model_sync_steps == 0:
-            unwrap = self.trainer.accelerator.unwrap_model
-            own = dict(unwrap(self.trainer.model).named_parameters())
-            targets = dict(unwrap(self.trainer.ref_model).named_parameters())
-            mix(
-                [p.data for p in targets.values()],
-                [own[name].data for name in targets],
-                args.ref_model_mixup_alpha,
-            )
-
-
-def nanstd(values: Tensor) -> float:
-    """The unbiased deviation of the numbers that are not NaN; NaN of fewer than two."""
-    known = values[~values.isnan()]
-    return float(known.std()) if len(known) > 1 else float("nan")
-
-
 def _as_it_is(rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _is_peft(model: Any) -> bool:
-    return hasattr(model, "peft_config")
-
-
-def _copy_adapter(model: Any) -> None:
-    """A frozen copy of a trained adapter, as the reference."""
-    trained = model.active_adapter
-    add_adapter(model, REFERENCE_ADAPTER, model.peft_config[trained])
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, weight in weights.items():
-            if f".{REFERENCE_ADAPTER}." in name:
-                weight.copy_(weights[name.replace(f".{REFERENCE_ADAPTER}.", f".{trained}.")])
-
-
-def _padding_tokenizer(given: Any, model: Any) -> Any:
-    """The tokenizer, whose EOS pads where it has no pad token."""
-    if given is not None and given.pad_token is None:
-        given.pad_token = given.eos_token
-    return tokenizer_of(None, given, model)
-
-
-def _router_loss(model: Any, args: Any) -> tuple[bool, float]:
-    """Whether there is a load-balancing loss, and its coefficient."""
-    config, asked = model.config.get_text_config(), args.router_aux_loss_coef
-    there = hasattr(config, "output_router_logits")
-    if asked and not there:
-        raise ValueError(
-            f"router_aux_loss_coef={asked}: {type(model).__name__} is no mixture of experts that "
-            "returns its router's logits; leave it out"
-        )
-    coef = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
-    return there and coef != 0, float(coef or 0.0)
+def _refuse_liger(name: str) -> None:
+    """
+    Raises:
+        ImportError, ValueError: always; Liger's kernels are not there, or not for this trainer.
+    """
+    remedy = f"leave use_liger_kernel out, as {name} computes losses by kernels of its own"
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ImportError(f"use_liger_kernel=True needs the package liger-kernel: {remedy}")
+    raise ValueError(f"use_liger_kernel=True replaces the model's layers: {remedy}")
 
 
 def _refuse_dispatch(args: Any) -> None:
@@ -896,8 +670,11 @@ def _refuse_dispatch(args: Any) -> None:
         )
 
 
-def _check_data(train: Any, evaluation: Any, args: Any) -> None:
+def _check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> None:
     """Settles the loader's settings for streams.
+
+    Args:
+        asked: whether each row needs a prompt.
 
     Raises:
         TypeError: training data of another kind.
@@ -923,5 +700,5 @@ def _check_data(train: Any, evaluation: Any, args: Any) -> None:
         )
         args.dataloader_num_workers = 0
     columns = train.column_names
-    if columns is not None and "prompt" not in columns:
+    if asked and columns is not None and "prompt" not in columns:
         raise ValueError(f"train_dataset needs a column prompt, it has {', '.join(columns)}")

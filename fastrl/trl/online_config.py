@@ -23,7 +23,6 @@ class OnlineConfig(SupervisedArguments):
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
         "Compute layers again in the backward pass, in place of keeping their activations.", True
     )
-    trust_remote_code: bool = setting("Run code that comes with a model.", False)
     remove_unused_columns: bool = setting_like(SupervisedArguments, "remove_unused_columns", False)
     disable_dropout: bool = setting("Set all dropout of the model to 0.", False)
     router_aux_loss_coef: float | None = setting(
@@ -54,9 +53,6 @@ class OnlineConfig(SupervisedArguments):
     )
     chat_template_kwargs: dict | str | None = setting(
         "Further arguments of the chat template (JSON).", None
-    )
-    pad_to_multiple_of: int | str | None = setting(
-        "TRL's; batches have no padding here, so that it changes nothing.", "auto"
     )
     rollout_backend: str = setting_like(PPOConfig, "rollout_backend")
     rollout_slots: int = setting_like(PPOConfig, "rollout_slots")
@@ -124,6 +120,11 @@ class OnlineConfig(SupervisedArguments):
         for name in ("num_generations", "max_completion_length", "num_iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError(
+                "sync_ref_model moves a reference model, and there is none with beta=0.0: leave "
+                "sync_ref_model out"
+            )
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
         if self.num_generations < 2:

@@ -1,4 +1,4 @@
-"""The losses of GRPO and its kin, from the log-probs of response tokens.
+"""The losses of GRPO and its kin, by the kernels' table of policy losses.
 
 Tokens of B responses lie one after the other, [N]; ``of`` says which response each is of.
 """
@@ -11,19 +11,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import fastrl_kernels
+from fastrl.models.host_memory import to_device
+from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.trl.metric_means import MetricMeans, mean_of
+from fastrl.trl.sampled import SampledResponses
+
 LEVELS = ("token", "sequence")
 
 
-class PolicyTokens(NamedTuple):
-    """Response tokens that are learned from."""
+class LearnedTokens(NamedTuple):
+    """Response tokens that are learned from, before the policy scores them."""
 
-    logprobs: Tensor  # [N], of the policy
-    entropies: Tensor  # [N]
-    old: Tensor  # [N], log-probs of the policy that sampled them
     advantages: Tensor  # [B]
-    of: Tensor  # [N] int64
     counts: Tensor  # [B] int64, tokens of each response
-    ref: Tensor | None = None  # [N], log-probs of the reference model
+    of: Tensor  # [N] int64
+    old: Tensor | None  # [N], log-probs of the policy that sampled them; None: of this one
+    ref: Tensor | None  # [N], log-probs of the reference model
+    longest: int  # the most tokens that a response may have
+    generated: float  # tokens of a batch, in the mean over those that were generated together
+
+    @classmethod
+    def of_responses(
+        cls, part: SampledResponses, longest: int, generated: float, device: torch.device
+    ) -> LearnedTokens:
+        """On a device, in one upload of integers and one of numbers."""
+        counts = torch.tensor(part.counts)
+        of = torch.arange(len(part)).repeat_interleave(counts)
+        columns = [x if x is None else part.learned(x) for x in (part.old, part.ref)]
+        there = [part.advantages, *(x for x in columns if x is not None)]
+        numbers = to_device(torch.cat(there), device).split([len(x) for x in there])
+        integers = to_device(torch.cat([counts, of]), device)
+        behind = iter(numbers[1:])
+        old, ref = (None if x is None else next(behind) for x in columns)
+        first = len(part)
+        return cls(numbers[0], integers[:first], integers[first:], old, ref, longest, generated)
 
     def mean(self, x: Tensor) -> Tensor:
         """Means [B] over the tokens of each response; 0 of none."""
@@ -31,6 +53,10 @@ class PolicyTokens(NamedTuple):
 
     def sum(self, x: Tensor) -> Tensor:
         return x.new_zeros(len(self.counts)).index_add(0, self.of, x)
+
+    def differences(self, logprobs: Tensor) -> Tensor:
+        """log π - log π_old, [N]."""
+        return logprobs - (logprobs.detach() if self.old is None else self.old)
 
 
 class Ratios(NamedTuple):
@@ -42,9 +68,9 @@ class Ratios(NamedTuple):
     by_sequence: bool
 
 
-def ratios_of(tokens: PolicyTokens, level: str) -> Ratios:
+def ratios_of(tokens: LearnedTokens, logprobs: Tensor, level: str) -> Ratios:
     """ρ_t = π(y_t)/π_old(y_t), or (GSPO) a response's geometric mean, exp(mean_t log ρ_t)."""
-    log_ratio = tokens.logprobs - tokens.old
+    log_ratio = tokens.differences(logprobs)
     if level == "token":
         ratio = log_ratio.exp()
         return Ratios(ratio, ratio, tokens.advantages[tokens.of], False)
@@ -52,51 +78,33 @@ def ratios_of(tokens: PolicyTokens, level: str) -> Ratios:
     return Ratios(units[tokens.of], units, tokens.advantages, True)
 
 
-def clipped(ratio: Tensor, advantages: Tensor, tokens: PolicyTokens, args: Any) -> Tensor:
-    """-min(ρ·A, clip(ρ, 1 - ε, 1 + ε_high)·A); with ``delta`` the first ρ is at most that."""
-    near = ratio.clamp(1 - args.epsilon, 1 + high_of(args))
-    first = ratio if args.delta is None else ratio.clamp(max=args.delta)
-    return -torch.min(first * advantages, near * advantages)
-
-
-def cispo(ratio: Tensor, advantages: Tensor, tokens: PolicyTokens, args: Any) -> Tensor:
-    """-sg[min(ρ, ε_high)]·A·log π (MiniMax-M1, 2025)."""
-    return -ratio.clamp(max=high_of(args)).detach() * advantages * tokens.logprobs
-
-
-def sapo(ratio: Tensor, advantages: Tensor, tokens: PolicyTokens, args: Any) -> Tensor:
-    """-4·σ(τ(ρ - 1))/τ·A, τ by the sign of A (soft adaptive policy optimisation, 2025)."""
-    warm, cold = args.sapo_temperature_pos, args.sapo_temperature_neg
-    tau = torch.where(advantages > 0, warm, cold)
-    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
-
-
 class LossType(NamedTuple):
     """A row of the table of losses.
 
     Attributes:
-        of_token: ℓ_t from ρ_t, A_t, the tokens and the configuration.
-        aggregate: how the ℓ_t become one number, see :func:`aggregated`.
-        clips: whether shares of clipped ratios are logged.
+        kind: ℓ_t, by its name in ``fastrl_kernels.POLICY_LOSSES``.
+        aggregate: how the ℓ_t become one number, see :class:`GroupLoss`.
         formula: for the documents.
     """
 
-    of_token: Callable[[Tensor, Tensor, PolicyTokens, Any], Tensor]
+    kind: str
     aggregate: str
-    clips: bool
     formula: str
+
+    @property
+    def clips(self) -> bool:
+        """Whether shares of clipped ratios are logged."""
+        return self.kind == "clip"
 
 
 LOSS_TYPES = {
-    "grpo": LossType(clipped, "sequence-mean", True, "mean over responses of mean_t ℓ_t"),
-    "bnpo": LossType(clipped, "batch-mean", True, "Σ ℓ_t / tokens of the batch"),
-    "dr_grpo": LossType(clipped, "constant", True, "Σ ℓ_t / (responses·max_completion_length)"),
-    "dapo": LossType(clipped, "generation-mean", True, "Σ ℓ_t / tokens of the optimizer step"),
-    "luspo": LossType(clipped, "sequence-sum", True, "mean over responses of Σ_t ℓ_t"),
-    "cispo": LossType(
-        cispo, "generation-mean", False, "as dapo, ℓ_t = -sg[min(ρ, ε_high)]·A·log π"
-    ),
-    "sapo": LossType(sapo, "sequence-mean", False, "as grpo, ℓ_t = -4·σ(τ(ρ - 1))/τ·A"),
+    "grpo": LossType("clip", "sequence-mean", "mean over responses of mean_t ℓ_t"),
+    "bnpo": LossType("clip", "batch-mean", "Σ ℓ_t / tokens of the batch"),
+    "dr_grpo": LossType("clip", "constant", "Σ ℓ_t / (responses·max_completion_length)"),
+    "dapo": LossType("clip", "generation-mean", "Σ ℓ_t / tokens of the optimizer step"),
+    "luspo": LossType("clip", "sequence-sum", "mean over responses of Σ_t ℓ_t"),
+    "cispo": LossType("cispo", "generation-mean", "as dapo, ℓ_t = -sg[min(ρ, ε_high)]·A·log π"),
+    "sapo": LossType("sapo", "sequence-mean", "as grpo, ℓ_t = -4·σ(τ(ρ - 1))/τ·A"),
 }
 
 
@@ -104,32 +112,155 @@ def high_of(args: Any) -> float:
     return args.epsilon if args.epsilon_high is None else args.epsilon_high
 
 
-def kl_of(tokens: PolicyTokens, ratio: Tensor, corrected: bool) -> Tensor:
-    """exp(r) - r - 1 of r = log π_ref - log π, [N]; ``corrected``, times ρ (DeepSeek-V3.2)."""
-    assert tokens.ref is not None
-    r = tokens.ref - tokens.logprobs
-    kl = r.exp() - r - 1
-    return kl * ratio if corrected else kl
+class GroupLoss:
+    """Σ_t v_t·(u_t·ℓ_t + β·KL_t) / D - c·mean_t H_t over the tokens of a batch.
 
-
-def aggregated(
-    per_token: Tensor, tokens: PolicyTokens, kind: str, longest: int, generated: Tensor
-) -> Tensor:
-    """The loss of a batch of B responses, whose mean over the batches of an optimizer step is the
-    step's.
+    ℓ is the kernels' policy loss. v and D are by ``args.loss_type``'s aggregate, so that the mean
+    over the batches of an optimizer step is the step's loss: "sequence-mean": the mean over the B
+    responses of the means over their tokens; "sequence-sum": of the sums; "batch-mean": the mean
+    over all tokens; "constant": the sum over B·longest; "generation-mean": the sum over
+    ``generated``. KL_t = exp(r) - r - 1 of r = log π_ref - log π, times ρ_t where
+    ``args.use_bias_correction_kl`` says so (DeepSeek-V3.2).
 
     Args:
-        kind: "sequence-mean": mean over the B of the means over tokens; "sequence-sum": of the
-            sums; "batch-mean": mean over all tokens; "constant": sum over B·longest;
-            "generation-mean": sum over ``generated``.
-        generated: learned tokens of a batch, in the mean over those that were generated together.
+        args: a :class:`fastrl.trl.grpo_config.GRPOConfig`.
+
+    Raises:
+        ValueError: a ``delta`` or temperatures out of range.
     """
-    if kind == "sequence-mean":
-        return tokens.mean(per_token).mean()
-    if kind == "sequence-sum":
-        return tokens.sum(per_token).mean()
-    if kind == "batch-mean":
-        return per_token.sum() / tokens.counts.sum().clamp(min=1)
-    if kind == "constant":
-        return per_token.sum() / (len(tokens.counts) * longest)
-    return per_token.sum() / generated.clamp(min=1e-9)
+
+    def __init__(self, args: Any):
+        self.type = LOSS_TYPES[args.loss_type]
+        self.level, self.beta = args.importance_sampling_level, args.beta
+        self.corrects_kl = args.use_bias_correction_kl
+        kind, high = self.type.kind, high_of(args)
+        # CISPO's ratios have one bound, ε_high itself.
+        self.cliprange = (float("inf"), high - 1) if kind == "cispo" else (args.epsilon, high)
+        self.objective = fastrl_kernels.PolicyLoss(
+            kind,
+            self.level,
+            args.delta if kind == "clip" else None,
+            (args.sapo_temperature_pos, args.sapo_temperature_neg),
+        )
+        self.objective.check(None)
+        # The fused loss's gradients are rounded before GradScaler's factor reaches them.
+        self.fuses = not args.fp16
+        self.threshold = args.off_policy_mask_threshold
+        self.top_entropy = args.top_entropy_quantile
+
+    def in_one_pass(
+        self, tokens: LearnedTokens, entropy_coef: float, processes: int
+    ) -> PolicyObjective | None:
+        """The loss as the LM head computes it together with its gradient; None where it needs
+        something else.
+
+        That is a KL times a ratio other than 1, which the kernels do not have; the mask of
+        responses that are off the policy, and thresholds of entropy over several processes, which
+        are known behind all log-probs; a mean of entropies that weighs tokens otherwise than the
+        loss; and a loss that is scaled.
+
+        Args:
+            entropy_coef: c, as it is now.
+            processes: how many there are.
+        """
+        on_policy, kl = tokens.old is None, None
+        weights, denominator, count = *self._aggregate(tokens), len(tokens.of)
+        masks = self.threshold is not None and not (on_policy and self.threshold >= 0)
+        top = self.top_entropy < 1
+        bonus = entropy_coef != 0 and (top or weights is not None)
+        if not self.fuses or not count or masks or bonus or (top and processes > 1):
+            return None
+        level = "token" if on_policy else self.level  # a sequence's ratio is 1, too
+        if self.beta:
+            assert tokens.ref is not None
+            kind = "k3"
+            if self.corrects_kl:
+                if not on_policy or self.level != "token":
+                    return None
+                kind = "k3+"  # the derivative of ρ·KL at ρ = 1 is log π - log π_ref
+            kl = fastrl_kernels.KLTerm(tokens.ref, self.beta, kind)
+        return PolicyObjective(
+            tokens.old,
+            tokens.advantages[tokens.of],
+            self.cliprange,
+            kl,
+            weights,
+            denominator,
+            self.objective._replace(ratio_level=level),
+            None if level == "token" else tokens.counts,
+            entropy_coef=entropy_coef * denominator / count,
+            top_entropy=self.top_entropy,
+        )
+
+    def __call__(
+        self, tokens: LearnedTokens, scores: TokenScores, weights: Tensor | None
+    ) -> Tensor:
+        """The same from log-probs, without entropies.
+
+        Args:
+            scores: the policy's.
+            weights: u, [N].
+        """
+        logprobs = scores.logprobs
+        of_tokens, denominator = self._aggregate(tokens)
+        loss, _ = fastrl_kernels.ppo_loss(
+            logprobs,
+            logprobs.detach() if tokens.old is None else tokens.old,
+            tokens.advantages[tokens.of],
+            torch.ones_like(tokens.of, dtype=torch.bool),
+            cliprange=self.cliprange,
+            weights=weights,
+            token_weights=of_tokens,
+            denominator=denominator,
+            objective=self.objective,
+            lengths=None if self.level == "token" else tokens.counts,
+        )
+        if self.beta:
+            kl = self.kl(tokens, logprobs)
+            kl = kl if of_tokens is None else kl * of_tokens
+            loss = loss + self.beta * kl.sum() / denominator
+        return loss
+
+    def kl(self, tokens: LearnedTokens, logprobs: Tensor) -> Tensor:
+        """KL_t, [N]."""
+        assert tokens.ref is not None
+        r = tokens.ref - logprobs
+        kl = torch.expm1(r) - r
+        return kl * ratios_of(tokens, logprobs, self.level).tokens if self.corrects_kl else kl
+
+    def _aggregate(self, tokens: LearnedTokens) -> tuple[Tensor | None, float]:
+        """v [N], None where all are 1; and D."""
+        responses, kind = len(tokens.counts), self.type.aggregate
+        if kind == "sequence-mean":
+            inverse = tokens.counts.clamp(min=1).to(torch.float32).reciprocal()
+            return inverse[tokens.of], float(responses)
+        denominators = {
+            "sequence-sum": responses,
+            "batch-mean": len(tokens.of),
+            "constant": responses * tokens.longest,
+            "generation-mean": tokens.generated,
+        }
+        return None, max(float(denominators[kind]), 1e-9)
+
+
+def note_clips(
+    metrics: MetricMeans,
+    ratio: Tensor,
+    advantages: Tensor,
+    args: Any,
+    per_response: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Logs the shares of ratios that are clipped, by TRL's names.
+
+    Args:
+        ratio, advantages: of tokens, or of responses.
+        per_response: means of what tokens have over each response, [B].
+    """
+    low = ((ratio < 1 - args.epsilon) & (advantages < 0)).float()
+    high = ((ratio > 1 + high_of(args)) & (advantages > 0)).float()
+    parts = {"low": low, "high": high, "region": low + high}
+    means = {f"clip_ratio/{name}_mean": mean_of(cut) for name, cut in parts.items()}
+    metrics.add(means, of_none=0.0)
+    for name, cut, most in (("low_min", low, False), ("high_max", high, True)):
+        of_each = cut if per_response is None else per_response(cut)
+        metrics.add_extreme(f"clip_ratio/{name}", of_each, most)

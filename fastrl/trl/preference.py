@@ -9,30 +9,24 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
-from fastrl.config import PPOConfig, check_refused
+from fastrl.config import check_refused
 from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.preferences import PairCollator
 from fastrl.data.tables import is_stream
 from fastrl.models import CausalLMPolicy
 from fastrl.models.attention import replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
-from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating, without_dropout
-from fastrl.ref_model import RefModel, choose_ref_model
-from fastrl.trainers.special_tokens import settle_model
-from fastrl.trainers.supervised import (
-    SupervisedTrainer,
-    is_path,
-    length_limit,
-    load_if_path,
-    tokenizer_of,
-)
+from fastrl.ref_model import RefModel
+from fastrl.trainers.router_loss import router_loss
+from fastrl.trainers.supervised import SupervisedTrainer, is_path, length_limit
 from fastrl.trl.completions import Completions
 from fastrl.trl.metric_means import MetricMeans
+from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.preference_config import PreferenceConfig
+from fastrl.trl.reference import Follow, model_of, reference_of
 from fastrl_kernels.types import Extras
 
 EXTRAS = ("mean_logit", "is_top1")
@@ -96,20 +90,19 @@ class PreferenceTrainer(SupervisedTrainer):
             )
         self._peft_config = peft_config
         path = model
-        model = self._loaded(model, args, quantization_config)
-        tokenizer = _with_padding(processing_class, path, model, args)
+        model = loaded(model, args, quantization_config)
+        tokenizer = padding_tokenizer(processing_class, path if is_path(path) else model, args)
         adapts = peft_config is not None or hasattr(model, "peft_config")
-        settle_model(model, tokenizer, args, adapts)
-        _set_padding(model, tokenizer)
-        model = self.prepare_model_of(model, args)
+        settle_tokens(model, tokenizer, args, adapts)
+        model = adapted(model, peft_config, args)
         self._policy = CausalLMPolicy(model)
-        reference = None if ref_model is None else CausalLMPolicy(self._loaded(ref_model, args))
+        reference = None if ref_model is None else CausalLMPolicy(loaded(ref_model, args))
         if args.disable_dropout:
             for each in (model, reference):
                 without_dropout(each)
         self._reference = self._choose_reference(args, reference)
-        coefficient, self.aux_loss_enabled = _router_loss(model, args.router_aux_loss_coef)
-        self.router_aux_loss_coef = coefficient
+        found = router_loss(model, args.router_aux_loss_coef)
+        self.aux_loss_enabled, self.router_aux_loss_coef = found
         self._tokenizer = tokenizer
         self._settings = args
         self._max_length = length_limit(args, model, tokenizer)
@@ -138,7 +131,7 @@ class PreferenceTrainer(SupervisedTrainer):
         if self.args.precompute_ref_log_probs:
             self._precompute_all()
         if self.args.sync_ref_model:
-            self.add_callback(_Follow(self._reference, self.args))
+            self.add_callback(Follow(self._reference, self.args))
         self.model.add_model_tags(self._tag_names)
 
     # What subclasses add.
@@ -176,56 +169,21 @@ class PreferenceTrainer(SupervisedTrainer):
         check_refused(args)  # again: scripts set attributes of parsed arguments
         return args
 
-    def _loaded(self, model: Any, args: Any, quantization_config: Any = None) -> Any:
-        """A model; of a path the one that is saved there."""
-        if not is_path(model):
-            if quantization_config is not None:
-                raise ValueError(
-                    "quantization_config is for a model that the trainer loads: pass the model's "
-                    "path, or load the model with it"
-                )
-            return model
-        options: dict[str, Any] = {"trainable": True}
-        if args.trust_remote_code:
-            options["trust_remote_code"] = True
-        if quantization_config is not None:
-            if "quantization_config" in (args.model_init_kwargs or {}):
-                raise ValueError(
-                    "quantization_config is also in model_init_kwargs: give it in one place"
-                )
-            options["quantization_config"] = quantization_config
-        return load_if_path(model, load_language_model, args, **options)
-
-    def prepare_model_of(self, model: Any, args: Any) -> Any:
-        """The model, with an adapter if there is a peft_config."""
-        model = with_adapter(model, self._peft_config, args)
-        if hasattr(model, "peft_config") and args.gradient_checkpointing:
-            model.enable_input_require_grads()
-        return model
-
     def prepare_model(self, model: Any) -> Any:
-        return self.prepare_model_of(model, self._settings)
+        return adapted(model, self._peft_config, self._settings)
 
     def _choose_reference(self, args: Any, reference: CausalLMPolicy | None) -> RefModel | None:
         """None where log-probs are computed before training by the policy itself."""
         has_adapter = self._policy.is_peft_model
         if args.precompute_ref_log_probs and reference is None and not has_adapter:
             return None
-        follows = {}
-        if args.sync_ref_model:
-            follows = {
-                "sync_ref_every": args.ref_model_sync_steps,
-                "ref_ema": args.ref_model_mixup_alpha,
-            }
-        return choose_ref_model(PPOConfig(**follows), self._policy, reference)
+        return reference_of(args, self._policy, reference, self._peft_config is not None)
 
     @property
     def ref_model(self) -> Any:
         """The reference as a model of its own; None where the policy's base is it, or its log-probs
         are computed before training."""
-        if self._reference is None or self._reference.model is None:
-            return None
-        return self.accelerator.unwrap_model(self._reference.model).pretrained_model
+        return model_of(self._reference, self.accelerator)
 
     # Data.
 
@@ -413,7 +371,8 @@ class PreferenceTrainer(SupervisedTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the metrics' means since the last log."""
         mode = "train" if self.model.training else "eval"
-        found = self._metrics[mode].take(self.processes)
+        taken = self._metrics[mode].take(self.processes)
+        found = {name: x for name, x in taken.items() if x is not None}
         logs |= found if mode == "train" else {f"eval_{name}": x for name, x in found.items()}
         super().log(logs, start_time)
 
@@ -457,19 +416,6 @@ class PreferenceTrainer(SupervisedTrainer):
         self._metrics["train"].shorten(mark["preferences"])
 
 
-class _Follow(TrainerCallback):
-    """Moves the reference towards the policy."""
-
-    def __init__(self, reference: RefModel | None, args: Any):
-        assert reference is not None
-        self.reference, self.every = reference, args.ref_model_sync_steps
-        self.weight = args.ref_model_mixup_alpha
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.every == 0:
-            self.reference.follow(self.weight)
-
-
 def token_parts(
     scored: CompletionScores, completions: Completions, sides: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
@@ -487,34 +433,3 @@ def token_parts(
         of_side = which[sample]
         parts[f"logits/{name}"] = ((mean_logits * of_side).sum(), of_side.sum())
     return parts
-
-
-def _router_loss(model: Any, asked: float | None) -> tuple[float, bool]:
-    """The weight of experts' load-balancing loss, and whether there is one."""
-    config = model.config.get_text_config()
-    known = hasattr(config, "output_router_logits")
-    if asked and not known:
-        raise ValueError(
-            f"router_aux_loss_coef={asked}, but {type(model).__name__} has no experts that say how "
-            "they are chosen: leave it out"
-        )
-    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
-    return coefficient, known and coefficient != 0
-
-
-def _with_padding(processing_class: Any, path: Any, model: Any, args: Any) -> Any:
-    """The tokenizer, which pads with EOS unless it has a pad token."""
-    if getattr(processing_class, "tokenizer", None) is not None:
-        raise TypeError(
-            f"processing_class is a {type(processing_class).__name__}, and only texts are learned "
-            "from: pass its tokenizer"
-        )
-    if processing_class is not None and processing_class.pad_token is None:
-        processing_class.pad_token = processing_class.eos_token
-    return tokenizer_of(None, processing_class, path if is_path(path) else model, args)
-
-
-def _set_padding(model: Any, tokenizer: Any) -> None:
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.pad_token_id = tokenizer.pad_token_id

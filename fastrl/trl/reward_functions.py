@@ -33,6 +33,7 @@ class RewardFunctions:
         processing_classes: the classifiers' tokenizers, in the same order; None: their own.
         load: keyword arguments to load a classifier with.
         chat_template_kwargs: of the classifiers' chat templates.
+        further: functions of weight 1 behind these.
 
     Attributes:
         functions, names, processing_classes: lists of K.
@@ -50,9 +51,12 @@ class RewardFunctions:
         processing_classes: Any,
         load: dict[str, Any],
         chat_template_kwargs: dict[str, Any],
+        further: Sequence[Callable[..., Any]] = (),
     ):
         given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        if reward_funcs is None or not given:
+        if reward_funcs is None:
+            given = []
+        if not given and not further:
             raise ValueError("No reward source provided: pass reward_funcs, a function or a list")
         count = len(given)
         if weights is not None and len(weights) != count:
@@ -70,6 +74,7 @@ class RewardFunctions:
                 f"The number of reward processing classes ({len(tokenizers)}) must match the "
                 f"number of reward functions ({count})"
             )
+        given, tokenizers = [*given, *further], [*tokenizers, *[None] * len(further)]
         for function in given:
             if not isinstance(function, str | nn.Module) and not callable(function):
                 raise TypeError(
@@ -84,7 +89,8 @@ class RewardFunctions:
         self.names = [
             _name(function, asked) for function, asked in zip(self.functions, given, strict=True)
         ]
-        self.weights = torch.tensor([1.0] * count if weights is None else list(weights))
+        own = [1.0] * count if weights is None else list(weights)
+        self.weights = torch.tensor([*own, *[1.0] * len(further)])
         self._chat = chat_template_kwargs
         self._loop: EventLoop | None = None
 
@@ -123,15 +129,19 @@ class RewardFunctions:
                 with running(self._who(k)):
                     answers[k] = function(**arguments)
         if waiting:
-            self._loop = self._loop or EventLoop()
             calls = [self.functions[k](**arguments) for k in waiting]
-            for k, answer in zip(waiting, self._loop.gather(calls), strict=True):
+            for k, answer in zip(waiting, self.event_loop().gather(calls), strict=True):
                 answers[k] = answer
         rewards = []
         for k, answer in enumerate(answers):
             row = read_rewards(answer, range(len(prompts)), self._who(k))
             rewards.append([math.nan if r is None else r for r in row])
         return torch.tensor(rewards, dtype=torch.float32).t().contiguous()
+
+    def event_loop(self) -> EventLoop:
+        """The one that coroutine functions run on, the same for all calls."""
+        self._loop = self._loop or EventLoop()
+        return self._loop
 
     def _who(self, k: int) -> str:
         return name_of(self.functions[k], f"the reward function {self.names[k]}")

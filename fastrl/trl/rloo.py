@@ -7,11 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastrl.models.scoring import TokenScores
 from fastrl.ppo.advantages import leave_one_out
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo import _groups
-from fastrl.trl.online import Judged, OnlineTrainer, nanstd
-from fastrl.trl.policy_loss import PolicyTokens, high_of
+from fastrl.trl.metric_means import Parts, mean_of
+from fastrl.trl.online import OnlineTrainer
+from fastrl.trl.policy_loss import LearnedTokens, high_of, note_clips
+from fastrl.trl.responses import Judged, nanstd
 from fastrl.trl.rloo_config import RLOOConfig
 from fastrl.trl.sampled import SampledResponses
 
@@ -77,22 +80,16 @@ class RLOOTrainer(OnlineTrainer):
         spread = torch.tensor([nanstd(row) for row in rewards.view(-1, group)]).nan_to_num()
         return advantages.nan_to_num(nan=0.0), torch.isclose(spread, torch.zeros_like(spread))
 
-    def _kl_metric(self, learnable: SampledResponses) -> list[float]:
+    def _kl_metric(self, learnable: SampledResponses) -> Parts:
         assert learnable.old is not None
         assert learnable.ref is not None
         of_tokens = learnable.learned(learnable.old) - learnable.learned(learnable.ref)
-        return [self._mean_of_tokens(of_tokens)]
+        return {"kl": mean_of(of_tokens)}
 
-    def policy_loss(self, tokens: PolicyTokens, part: SampledResponses, mode: str) -> Tensor:
+    def policy_loss(self, tokens: LearnedTokens, scores: TokenScores, mode: str) -> Tensor:
         args, metrics, advantages = self.args, self._metrics[mode], tokens.advantages
-        ratio = tokens.sum(tokens.logprobs - tokens.old).exp()
+        ratio = tokens.sum(tokens.differences(scores.logprobs)).exp()
         near = ratio.clamp(1 - args.epsilon, 1 + high_of(args))
         loss = -torch.min(ratio * advantages, near * advantages).mean()
-        low = self._gathered(((ratio < 1 - args.epsilon) & (advantages < 0)).float())
-        high = self._gathered(((ratio > 1 + high_of(args)) & (advantages > 0)).float())
-        metrics["clip_ratio/low_mean"].append(float(low.mean()))
-        metrics["clip_ratio/low_min"].append(float(low.min()))
-        metrics["clip_ratio/high_mean"].append(float(high.mean()))
-        metrics["clip_ratio/high_max"].append(float(high.max()))
-        metrics["clip_ratio/region_mean"].append(float((low + high).mean()))
+        note_clips(metrics, ratio.detach(), advantages, args)
         return loss

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fastrl_kernels import KLTerm, PolicyLoss, linear_ppo_loss, ppo_loss
+from fastrl_kernels import KLTerm, PolicyLoss, linear_logprobs, linear_ppo_loss, ppo_loss
 from fastrl_kernels.policy_losses import POLICY_LOSSES, RATIO_LEVELS, sequence_means
 from tests.kernels import test_linear_ppo_loss as linear
 from tests.kernels.test_linear_logprobs import assert_same_bits
@@ -55,6 +55,27 @@ def test_fused_with_the_head(backend, device, name):
     inputs = linear.batch(*linear.SMALL, device=device, bias=True)
     for workspace in (None, linear.ROWS):
         linear.check(inputs, backend, workspace, objective=objective, **options)
+
+
+@EACH
+def test_without_old_logprobs_nothing_was_learned_since(backend, device, name):
+    objective, options = OBJECTIVES[name]
+    inputs = linear.batch(*linear.SMALL, device=device, bias=True)
+    names = ("hidden", "weight", "labels", "bias")
+    hidden, weight, labels, bias = (inputs[name].detach() for name in names)
+    own = linear_logprobs(hidden, weight, labels, bias=bias, backend=backend)
+    mask = labels != -100
+    for workspace in (None, linear.ROWS):
+        found = []
+        for old in (None, own):
+            leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+            loss, stats = linear_ppo_loss(
+                *leaves, labels, old, inputs["advantages"], mask, bias=bias, objective=objective,
+                backend=backend, workspace_bytes=workspace, **options,
+            )  # fmt: skip
+            loss.backward()
+            found.append([loss.detach(), stats.logprobs, *(x.grad for x in leaves)])
+        assert_same_bits(*found)
 
 
 def test_chunks_of_rows_may_cut_sequences(backend, device):

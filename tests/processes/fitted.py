@@ -14,9 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
-from fastrl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from fastrl import (
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from fastrl.alignment import AlignmentConfig, make_loss
 from fastrl.alignment import Trainer as AlignmentTrainer
 from fastrl.data.columns import ANSWERS, FEEDBACK, PAIRS, PROMPTS
@@ -117,6 +127,26 @@ def rewarding(
     )
 
 
+def low_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that differs within a group."""
+    return [sum(token % 7 for token in ids) / 7 for ids in completion_ids]
+
+
+def online(folder: str, trainer: type, config: type, **settings: Any) -> Any:
+    data = Dataset.from_dict({"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(8)]})
+    part = BATCH // process_count()
+    sizes = {"per_device_train_batch_size": part, "per_device_eval_batch_size": part}
+    given = {"num_generations": 4, "max_completion_length": 6, "logging_steps": 1, "max_steps": 3}
+    return trainer(
+        tiny_models.language_model(),
+        low_tokens,
+        config(output_dir=folder, **{**_FIT, **_SGD, **sizes, **given, **settings}),
+        train_dataset=data,
+        eval_dataset=data.select(range(2)),
+        processing_class=tiny.tokenizer(),
+    )
+
+
 def _sizes(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     parts = process_count() * settings.get("gradient_accumulation_steps", 1)
     sizes = {"per_device_train_batch_size": BATCH // parts, "per_device_eval_batch_size": 4}
@@ -155,6 +185,7 @@ def _of_speed(name: str) -> bool:
         name.startswith(("time/", "perf/", "train_", "total_flos"))
         or "_per_" in name
         or "runtime" in name
+        or "step_time" in name
     )
 
 
@@ -185,6 +216,19 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "dpo, weights by likelihood": lambda: done(
         aligned, "dpo", "offline-pairwise", PAIRS, 18, reweighter=_by_likelihood
     ),
+    "grpo": lambda: done(
+        online, GRPOTrainer, GRPOConfig, beta=0.1, num_iterations=2, learning_rate=0.01
+    ),
+    # Some processes have no token to learn.
+    "grpo, without those that are cut": lambda: done(
+        online,
+        GRPOTrainer,
+        GRPOConfig,
+        mask_truncated_completions=True,
+        top_entropy_quantile=0.5,
+        learning_rate=0.01,
+    ),
+    "rloo": lambda: done(online, RLOOTrainer, RLOOConfig, learning_rate=0.01),
     "sft": lambda: done(supervised),
     "sft, packed": lambda: done(supervised, packing=True, max_length=24),
     "sft, fewer texts than processes": lambda: done(supervised, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,12 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastrl import (
     AutoModelForCausalLMWithValueHead,
+    GRPOConfig,
+    GRPOTrainer,
     PPOTrainer,
     SFTConfig,
     SFTTrainer,
@@ -27,7 +31,7 @@ from fastrl.models.load import load_language_model
 from fastrl.models.master_weights import MASTER
 from fastrl.models.sharding import own_share, spread, whole
 from fastrl.run.launcher import launched_accelerator, process_count
-from tests import tiny_models
+from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
 from tests.processes import fitted
 from tests.processes.jobs import (
@@ -304,6 +308,60 @@ def _masters(model: Any, optimizer: Any) -> dict[str, Tensor]:
     return {name: whole(x) for name, x in found.items()}
 
 
+def echo() -> str:
+    """Says a word."""
+    return "w"
+
+
+def read_by_chance(prompt: str, response: str, tools: Any) -> dict[str, Any]:
+    """Two of three responses call a tool."""
+    calls = [{"name": "echo"}] if zlib.crc32(response.encode()) % 3 else []
+    return {"tool_calls": calls, "content": response}
+
+
+def converse(folder: Path, backend: str) -> dict[str, Any]:
+    """A step of GRPO with a tool: the processes take other numbers of turns."""
+    tokenizer = chat_tokenizer.tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape = {"vocab_size": chat_tokenizer.VOCABULARY, "n_positions": 1024, "bos_token_id": None}
+    trainer = GRPOTrainer(
+        tiny_models.language_model("gpt2", **shape, **ids),
+        lambda completion_ids, **_: [sum(x) % 7 / 7 for x in completion_ids],
+        GRPOConfig(
+            output_dir=str(folder / "unused"),
+            per_device_train_batch_size=8 // process_count(),
+            num_generations=4,
+            max_completion_length=150,
+            generation_kwargs={"max_new_tokens": 4},
+            rollout_backend=backend,
+            max_steps=1,
+            logging_steps=1,
+            optim="sgd",
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            **{"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"},
+        ),
+        Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(8)]),
+        processing_class=tokenizer,
+        tools=[echo],
+    )
+    assert trainer._tool_loop is not None
+    trainer._tool_loop.chat.reader = read_by_chance
+    trainer.train()
+    names = ("loss", "reward", "tools/call_frequency", "completions/mean_length")
+    return {
+        "weights": weights_of(trainer.accelerator.unwrap_model(trainer.model)),
+        "logged": [trainer.state.log_history[0][name] for name in names],
+    }
+
+
+def conversations(folder: Path) -> dict[str, Any]:
+    with fsdp() if process_count() > 1 else nullcontext():
+        done = converse(folder, "engine")
+        converse(folder, "generate")  # whose draws are each process's own
+    return {"done": done}
+
+
 _LOADS_ONCE = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
@@ -354,6 +412,7 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "sft, in passes": lambda folder: supervised(folder, micro_batch_tokens=16),
     "sft, checkpoints": supervised_checkpoints,
     "masters of weights in bf16": masters,
+    "conversations": conversations,
     **{name: lambda _, job=job: job() for name, job in POLICIES.items()},
 }
 

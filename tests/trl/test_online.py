@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.group_sampler import GroupSampler, in_groups
-from fastrl.trl.policy_loss import PolicyTokens
+from fastrl.trl.metric_means import MetricMeans
 from fastrl.trl.sampled import SampledResponses
 from tests import tiny_models
 from tests.golden import tiny
@@ -38,6 +42,7 @@ GRADIENT_STEP: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,
 }
+_ARGUMENTS = ("eval_dataset", "peft_config", "rollout_func")
 KINDS: dict[str, tuple[type, type]] = {
     "grpo": (GRPOTrainer, GRPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig),
@@ -57,7 +62,7 @@ def small_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def make(folder: Path, kind: str = "grpo", rewards: Any = small_tokens, **settings: Any) -> Any:
     trainer, config = KINDS[kind]
-    own = {k: settings.pop(k) for k in ("eval_dataset", "peft_config") if k in settings}
+    own = {k: settings.pop(k) for k in _ARGUMENTS if k in settings}
     data = settings.pop("train_dataset", None)
     return trainer(
         settings.pop("model", None) or tiny_models.language_model(),
@@ -212,6 +217,17 @@ def test_what_no_function_judges_is_not_learned(tmp_path: Path, caplog: Any) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_responses_that_are_all_cut_teach_nothing(kind: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, kind, mask_truncated_completions=True, max_completion_length=1)
+    trainer._ends = set()
+    before = copy.deepcopy(trainer.model)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(0, abs=1e-7)  # Σ A is rounded
+    for old, new in zip(before.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_from_any_checkpoint(kind: str, tmp_path: Path) -> None:
     def again(folder: Path) -> Any:
         return make(
@@ -252,6 +268,11 @@ def test_settings_that_are_not_honoured_are_named(
         GRPOConfig(output_dir=str(tmp_path), **{**SETTINGS, **settings})
 
 
+def test_ligers_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises((ImportError, ValueError), match="leave use_liger_kernel out"):
+        make(tmp_path, use_liger_kernel=True)
+
+
 def test_bad_rewards_and_prompts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="returned 1 rewards for 4"):
         make(tmp_path, rewards=lambda **_: [1.0]).train()
@@ -262,38 +283,6 @@ def test_bad_rewards_and_prompts_are_named(tmp_path: Path) -> None:
         make(tmp_path, train_dataset=chats).train()
     with pytest.raises(ValueError, match="train_dataset"):
         GRPOTrainer(tiny_models.language_model(), small_tokens, GRPOConfig(str(tmp_path)))
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "sapo"])
-def test_losses_far_from_the_old_policy(name: str, tmp_path: Path) -> None:
-    trainer = make(tmp_path, loss_type=name, beta=0.1, delta=1.5, epsilon_high=0.3)
-    counts = torch.tensor([3, 0, 2])
-    new, old, ref = (torch.randn(3, 5, dtype=torch.float64) * 0.5 - 2).unbind()
-    new.requires_grad_()
-    a = torch.tensor([0.7, -1.0, -0.4], dtype=torch.float64)
-    of = torch.arange(3).repeat_interleave(counts)
-    tokens = PolicyTokens(new, torch.ones(5).double(), old, a, of, counts, ref)
-    part = SampledResponses([], [], [], a, generated=5.0)
-    found = trainer.policy_loss(tokens, part, "train")
-    each = []
-    for t in range(5):
-        ratio, advantage = (new[t] - old[t]).exp(), a[of[t]]
-        if name == "cispo":
-            loss = -ratio.detach().clamp(max=0.3) * advantage * new[t]
-        elif name == "sapo":
-            tau = 1.0 if advantage > 0 else 1.05
-            loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
-        else:
-            loss = -min(ratio.clamp(max=1.5) * advantage, ratio.clamp(0.8, 1.3) * advantage)
-        r = ref[t] - new[t]
-        each.append(loss + 0.1 * (r.exp() - r - 1) * ratio)
-    if name in ("grpo", "sapo"):
-        expected = (sum(each[:3]) / 3 + sum(each[3:]) / 2) / 3
-    else:
-        expected = sum(each) / 5
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(x, new, retain_graph=True)[0] for x in (found, expected)]
-    torch.testing.assert_close(*gradients)
 
 
 def test_a_stream_of_prompts_is_learned_from(tmp_path: Path) -> None:
@@ -321,3 +310,109 @@ def test_an_adapter_alone_is_trained_beside_its_base(tmp_path: Path) -> None:
     first, second = (row["kl"] for row in trainer.state.log_history[:2])
     assert first == pytest.approx(0, abs=1e-6)
     assert second > 1e-6
+
+
+@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+def test_a_reference_beside_an_adapter_follows_it(tmp_path: Path) -> None:
+    trainer = make(
+        tmp_path,
+        beta=0.1,
+        learning_rate=1e-2,
+        max_steps=2,
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+        ref_model_mixup_alpha=1.0,
+        peft_config=tiny_models.lora(init_lora_weights=True),
+    )
+    trainer.train()
+    weights = dict(trainer.model.named_parameters())
+    followed = trainer._reference.own_weights()
+    assert followed
+    for name, weight in followed.items():
+        assert torch.equal(weight, weights[name.replace(".reference.", ".default.")])
+
+
+def test_trackers_get_one_response_to_each_prompt(monkeypatch: Any) -> None:
+    sent: list[Any] = []
+    tracker = SimpleNamespace(
+        run=object(),
+        log=lambda row: sent.append(row["completions"]),
+        Table=lambda dataframe: dataframe,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "wandb" or None)
+    table = CompletionsTable(4)
+    for i, prompt in enumerate(["a", "a", [{"role": "user"}], [{"role": "user"}]]):
+        table["prompt"].append(prompt)
+        table["completion"].append(f"c{i}")
+        table["advantages"].append(float(i))
+    for unique in (True, False):
+        table.report(["wandb"], 7, unique)
+    table.report(["tensorboard"], 7, False)
+    assert [list(x["completion"]) for x in sent] == [["c0", "c2"], ["c0", "c1", "c2", "c3"]]
+    assert list(sent[0]["step"]) == [7, 7]
+
+
+def test_a_head_in_less_than_float32_is_refused_where_float32_is_asked_for(tmp_path: Path) -> None:
+    make(tmp_path, cast_lm_head_to_fp32=True)
+    with pytest.raises(ValueError, match="head in bfloat16"):
+        make(
+            tmp_path,
+            cast_lm_head_to_fp32=True,
+            model=tiny_models.language_model().to(torch.bfloat16),
+            master_weights=True,
+        )
+
+
+def test_another_number_of_processes_begins_with_new_responses(tmp_path: Path) -> None:
+    trainer = make(tmp_path, num_iterations=2, max_steps=3)
+    trainer.train()
+    state = trainer.own_state()
+    with pytest.raises(BadCheckpoint, match="1 of 2 batches into"):
+        trainer.joined_state([state] * 2)
+    trainer._step = 4
+    joined = trainer.joined_state([trainer.own_state()] * 2)
+    assert joined["online"]["buffer"] is None
+    assert joined["online"]["metrics"] == MetricMeans().state()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"logprobs": ...}, r"must return keys \['logprobs'\]"),
+        ({"completion_ids": [[4, 5]]}, "1 completion_ids for 4 prompts"),
+        ({"env_mask": [[1]] * 4}, r"env_mask of 1 tokens .* of 2 \(response 0\)"),
+        ({"logprobs": [[-1.0]] * 4}, "logprobs of 1 tokens"),
+    ],
+)
+def test_rollouts_of_other_lengths_are_named(changed: dict, named: str, tmp_path: Path) -> None:
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        whole = {"prompt_ids": [[3]] * 4, "completion_ids": [[4, 5]] * 4, "logprobs": None}
+        return {k: x for k, x in {**whole, **changed}.items() if x is not ...}
+
+    trainer = make(tmp_path, rollout_func=rollout)
+    with pytest.raises(ValueError, match=named):
+        trainer.train()
+
+
+def test_a_rollout_function_takes_the_place_of_sampling(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return {
+            "prompt_ids": [[3, 4]] * len(prompts),
+            "completion_ids": [[5, 6, 7 + i] for i in range(len(prompts))],
+            "logprobs": None,
+            "env_mask": [[1, 0, 1]] * len(prompts),
+            "turns": list(range(len(prompts))),
+        }
+
+    def judge(completion_ids: list[list[int]], turns: list[int], **_: Any) -> list[float]:
+        seen.append((completion_ids, turns))
+        return [float(x) for x in turns]
+
+    trainer = make(tmp_path, rewards=judge, rollout_func=rollout)
+    trainer.train()
+    assert seen == [([[5, 6, 7 + i] for i in range(4)], list(range(4)))]
+    assert trainer.state.log_history[0]["completions/mean_length"] == 2.0
+    assert trainer._buffer[0].counts == [2] * 4

@@ -394,7 +394,7 @@ def _apply(
 
 def _checked(
     logprobs: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
     cliprange: float | tuple[float, float],
@@ -426,13 +426,15 @@ def _checked(
                 "cliprange, dual_clip, value.cliprange, value.coef and kl.coef must be Python "
                 "numbers: a tensor would wait"
             )
-    for name, number in (
-        ("cliprange", low),
-        ("cliprange", high),
-        ("value.cliprange", value_cliprange),
+    # The ratios of "cispo" have a bound, which may be less than 1.
+    least = -1 if objective.kind == "cispo" else 0
+    for name, number, bound in (
+        ("cliprange", low, 0),
+        ("cliprange", high, least),
+        ("value.cliprange", value_cliprange, 0),
     ):
-        if not number >= 0:
-            raise ValueError(f"{name} must be at least 0, got {number}")
+        if not number >= bound:
+            raise ValueError(f"{name} must be at least {bound}, got {number}")
     for name, number in (("value.coef", value_coef), ("kl.coef", kl_coef)):
         if not -math.inf < number < math.inf:
             raise ValueError(f"{name} must be finite, got {number}")
@@ -554,6 +556,7 @@ def _all_slopes(
         for _ in scored:
             pass
     logprobs, mask = scored.statistics.logprobs.view(constants.mask.shape), constants.mask
+    constants = _with_old(constants, logprobs)
     if entropies.top_share < 1:
         assert scored.statistics.entropies is not None
         constants = _of_top(constants, scored.statistics.entropies.view(mask.shape), entropies)
@@ -574,6 +577,13 @@ def _of_top(constants: PPOConstants, entropies: Tensor, terms: EntropyTerms) -> 
     return constants._replace(
         weights=top if constants.weights is None else top * constants.weights.float()
     )
+
+
+def _with_old(constants: PPOConstants, logprobs: Tensor) -> PPOConstants:
+    """With the log-probs as the old ones, where there are none."""
+    if constants.old_logprobs is not None:
+        return constants
+    return constants._replace(old_logprobs=logprobs.detach())
 
 
 @torch.no_grad()
@@ -614,6 +624,7 @@ def _linear_forward(
         else:
             logprobs = head.statistics.logprobs[rows]
             part = PPOConstants(*(x if x is None or x.dim() == 0 else x[rows] for x in flat))  # type: ignore[arg-type]
+            part = _with_old(part, logprobs)
             if passes is None:
                 slopes = _slopes(
                     _policy_terms(logprobs, part, settings).slope, logprobs, None, part, settings
@@ -627,6 +638,7 @@ def _linear_forward(
     if terms.top_share < 1:
         assert entropies is not None
         constants = _of_top(constants, entropies, terms)
+    constants = _with_old(constants, logprobs)
     loss, numbers = _apply(logprobs, None, constants, settings, inputs.backend)
     if terms.coef:
         assert entropies is not None
@@ -636,7 +648,7 @@ def _linear_forward(
 
 
 @operator(
-    f"({HEAD_SCHEMA}, Tensor old_logprobs, Tensor advantages, Tensor mask, Tensor? weights, "
+    f"({HEAD_SCHEMA}, Tensor? old_logprobs, Tensor advantages, Tensor mask, Tensor? weights, "
     "Tensor? ref_logprobs, Tensor? denominator, Tensor? token_weights, Tensor? lengths, float low, "
     "float high, float? dual_clip, str aggregate, float? denominator_number, float kl_coef, "
     "str kl_kind, str objective, str ratio_level, float? delta, float[] sapo_temperatures, "
@@ -702,7 +714,7 @@ def linear_ppo_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -746,6 +758,7 @@ def linear_ppo_loss(
             ``workspace_bytes`` and these.
         old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, token_weights, aggregate,
             denominator: as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
+            Without old log-probs (None) these weights are the policy that sampled, and ρ = 1.
         objective, lengths: as for ``ppo_loss``. Where the ratios are those of sequences, and with
             several chunks of rows, log-probs are computed in a pass of their own first.
         entropy: also compute entropies, as a statistic.
@@ -775,9 +788,12 @@ def linear_ppo_loss(
     )  # fmt: skip
     if labels.dim() == 0:
         raise ValueError("labels has no time dimension: pass hidden [..., T, H], labels [..., T]")
-    check_like("old_logprobs", old_logprobs, labels_name(shift), inputs.scored)
+    name, like = "advantages", advantages
+    if old_logprobs is not None:
+        name, like = "old_logprobs", old_logprobs
+    check_like(name, like, labels_name(shift), inputs.scored)
     _, constants, settings = _checked(
-        old_logprobs, old_logprobs, advantages, inputs.scored, cliprange, None, kl, dual_clip,
+        like, old_logprobs, advantages, inputs.scored, cliprange, None, kl, dual_clip,
         weights, token_weights, aggregate, denominator, objective, lengths,
     )  # fmt: skip
     for name, tensor in constants._asdict().items():

@@ -127,7 +127,7 @@ class KLTerm(NamedTuple):
 class PPOConstants(NamedTuple):
     """The PPO loss's tensors that get no gradient."""
 
-    old_logprobs: Tensor
+    old_logprobs: Any  # None only until the log-probs are known which are their own old ones
     advantages: Tensor
     mask: Tensor
     weights: Tensor | None

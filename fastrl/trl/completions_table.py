@@ -1,42 +1,25 @@
-"""What a trainer logs between two logs, and the table of its latest responses."""
+"""The table of a trainer's latest responses."""
 
 from __future__ import annotations
 
-import math
+import importlib
+import importlib.util
+import json
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 
-class MetricLists:
-    """Numbers by name, of training and of evaluation, which a log averages."""
-
-    def __init__(self) -> None:
-        self.lists: dict[str, defaultdict[str, list[float]]] = {
-            "train": defaultdict(list),
-            "eval": defaultdict(list),
-        }
-
-    def __getitem__(self, mode: str) -> defaultdict[str, list[float]]:
-        return self.lists[mode]
-
-    def taken(self, mode: str) -> dict[str, float | None]:
-        """Means without NaN, None where nothing else is there; forgets them."""
-        found = {}
-        for name, values in self.lists[mode].items():
-            known = [x for x in values if not math.isnan(x)]
-            found[name] = sum(known) / len(known) if known else None
-        self.lists[mode].clear()
-        return found
-
-    def state(self) -> dict[str, Any]:
-        return {name: list(values) for name, values in self.lists["train"].items()}
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        self.lists["train"] = defaultdict(list, {name: list(x) for name, x in state.items()})
+def _as_column(completions: Iterable[Any]) -> list[Any]:
+    """Completions of one type: as JSON where some call tools, whose arguments have none in
+    common."""
+    column = list(completions)
+    if any("tool_calls" in m for said in column if not isinstance(said, str) for m in said):
+        return [json.dumps(said, default=str, ensure_ascii=False) for said in column]
+    return column
 
 
 class CompletionsTable(dict):
@@ -56,11 +39,33 @@ class CompletionsTable(dict):
         return {
             "step": [step] * count,
             "prompt": list(self["prompt"]),
-            "completion": list(self["completion"]),
+            "completion": _as_column(self["completion"]),
             **{name: list(values) for name, values in self["rewards"].items()},
             **{name: list(x) for name, x in self["extra"].items() if len(x) == count},
             "advantage": list(self["advantages"]),
         }
+
+    def report(self, trackers: Sequence[str], step: int, unique: bool) -> None:
+        """Sends the table to those of wandb and trackio that a run reports to.
+
+        Args:
+            unique: only the first response to each prompt.
+        """
+        columns = self.columns(step)
+        if unique:
+            first: dict[str, int] = {}
+            for i, prompt in enumerate(columns["prompt"]):
+                first.setdefault(str(prompt), i)
+            columns = {name: [x[i] for i in first.values()] for name, x in columns.items()}
+        for name in ("wandb", "trackio"):
+            if name not in trackers or importlib.util.find_spec(name) is None:
+                continue
+            import pandas
+
+            tracker = importlib.import_module(name)
+            if name == "wandb" and tracker.run is None:
+                continue
+            tracker.log({"completions": tracker.Table(dataframe=pandas.DataFrame(columns))})
 
     def save(self, folder: Path, step: int) -> None:
         """Writes ``completions/completions_STEP.parquet``."""

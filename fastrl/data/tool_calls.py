@@ -1,0 +1,427 @@
+"""Calls of tools in chats: read out of responses, and their results as tokens."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fastrl.data.chat import render
+
+_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
+_REST = {"content": "text"}  # what no other field is
+
+# What stands for a name, an argument and a result where a chat template is tried out.
+_NAME, _KEY, _VALUE, _RESULT = "toolnamefkq", "toolkeywzx", "toolvaluevjq", "toolresultqzj"
+
+
+class Syntax(NamedTuple):
+    """How calls of tools are written, by a family of models.
+
+    Attributes:
+        written: a pattern of a call of the tool NAME with KEY=VALUE.
+        fields: of a transformers' response template; without the token that ends a turn.
+        thinks: what begins a thought, which some templates write in front of the response.
+    """
+
+    written: str
+    fields: dict[str, Any]
+    thinks: tuple[str, str] = ("<think>", "</think>")
+
+
+def _tagged(opening: str, argument: str, guesses: bool) -> dict[str, Any]:
+    """Calls whose arguments stand between tags, as text: the tool's schema has their types, or they
+    are guessed where transformers does not look there."""
+    values: dict[str, Any] = {"name": "text", "args": {"strip": False}}
+    if guesses:
+        values = {"name": "json", "args": {"allow_non_json": True}}
+    calls = {
+        "open_pattern": opening,
+        "close_pattern": r"</tool_call>\s*",
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": argument, "value_parser": values},
+        "transform": _CALL,
+    }
+    return {"reasoning_content": _THOUGHT, "tool_calls": calls, "content": _REST}
+
+
+def _known(guesses: bool) -> dict[str, Syntax]:
+    """By family.
+
+    Args:
+        guesses: whether the types of arguments in tags are guessed.
+    """
+    return {
+        "Hermes, Qwen 2.5 and 3": Syntax(
+            r'<tool_call>\s*{\s*"name":\s*"NAME",\s*"arguments":\s*{"KEY": "VALUE"',
+            {
+                "reasoning_content": _THOUGHT,
+                "tool_calls": {
+                    "open": "<tool_call>",
+                    "close_pattern": r"</tool_call>\s*",
+                    "repeats": True,
+                    "content": "json",
+                    "transform": {"type": "function", "function": "{content}"},
+                },
+                "content": _REST,
+            },
+        ),
+        "Qwen 3.5, Nemotron 3": Syntax(
+            r"<tool_call>\s*<function=NAME>\s*<parameter=KEY>\s*VALUE\s*</parameter>",
+            _tagged(
+                r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+                r"<parameter=(?P<key>[^\n>]+)>\n?(?P<value>.*?)\n?</parameter>",
+                guesses,
+            ),
+        ),
+        "GLM 4": Syntax(
+            r"<tool_call>NAME\s*<arg_key>KEY</arg_key>\s*<arg_value>VALUE</arg_value>",
+            _tagged(
+                r"<tool_call>(?P<name>[^\s<]+)\s*",
+                r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+                guesses,
+            ),
+        ),
+        "Llama 3": Syntax(
+            r'{"name":\s*"NAME",\s*"parameters":\s*{"KEY": "VALUE"',
+            {
+                "tool_calls": {
+                    "open_pattern": r'^\s*{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+                    "close_pattern": r"}\s*$",
+                    "repeats": True,
+                    "content": "json",
+                    "transform": _CALL,
+                },
+                "content": _REST,
+            },
+        ),
+        "gpt-oss": Syntax(
+            r'to=functions\.NAME<\|channel\|>commentary json<\|message\|>{"KEY": "VALUE"',
+            {
+                "thinking": {
+                    "open": "<|channel|>analysis<|message|>",
+                    "close_pattern": r"<\|end\|>\s*",
+                    "content": "text",
+                },
+                "tool_calls": {
+                    # The chat template names the tool before the channel, the models behind it.
+                    "open_pattern": (
+                        r"to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary)?\s*"
+                        r"(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+                    ),
+                    "close_pattern": r"<\|call\|>\s*",
+                    "repeats": True,
+                    "content": "json",
+                    "transform": _CALL,
+                },
+                "content": {
+                    "open": "<|channel|>final<|message|>",
+                    "close_pattern": r"<\|return\|>\s*",
+                    "content": "text",
+                },
+            },
+        ),
+        "Gemma 4": Syntax(
+            r'<\|tool_call>call:NAME{KEY:<\|"\|>VALUE<\|"\|>}',
+            {
+                "reasoning_content": {
+                    "open": "<|channel>thought\n",
+                    "close_pattern": r"<channel\|>\s*",
+                    "content": "text",
+                },
+                "tool_calls": {
+                    "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{]+)",
+                    "close_pattern": r"<tool_call\|>\s*",
+                    "repeats": True,
+                    "content": "json",
+                    "content_args": {
+                        "string_delims": [['<|"|>', '<|"|>']],
+                        "unquoted_keys": True,
+                    },
+                    "transform": _CALL,
+                },
+                "content": _REST,
+            },
+            ("<|channel>thought\n", "<channel|>"),
+        ),
+    }
+
+
+class Reader(Protocol):
+    """A way of reading an assistant's message out of a response."""
+
+    def __call__(self, prompt: str, response: str, tools: Sequence[Any]) -> dict[str, Any]:
+        """The message of a response without its last token if that ends turns.
+
+        Args:
+            tools: the schemas of the tools that the prompt names.
+        """
+
+
+class _ByTemplate:
+    """Of a tokenizer that has a ``response_template``."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.takes_tools = "tools" in inspect.signature(tokenizer.parse_response).parameters
+
+    def __call__(self, prompt: str, response: str, tools: Sequence[Any]) -> dict[str, Any]:
+        further = {"tools": list(tools)} if self.takes_tools and tools else {}
+        return self.tokenizer.parse_response(response, prefix=prompt, **further)
+
+
+class _BySchema:
+    """Of a tokenizer that has a ``response_schema``, as transformers knew it up to 5.12."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def __call__(self, prompt: str, response: str, tools: Sequence[Any]) -> dict[str, Any]:
+        return self.tokenizer.parse_response(response)
+
+
+class _BySyntax:
+    """Of a tokenizer whose chat template writes calls as a known family does."""
+
+    def __init__(self, tokenizer: Any, syntax: Syntax):
+        self.tokenizer = tokenizer
+        self.takes_tools = "tools" in inspect.signature(tokenizer.parse_response).parameters
+        self.thinks = syntax.thinks
+        # The response alone is parsed: no anchor has to be found in the prompt.
+        self.template = {
+            "defaults": {"role": "assistant"},
+            "start_anchor_pattern": r"\A",
+            "fields": syntax.fields,
+        }
+
+    def __call__(self, prompt: str, response: str, tools: Sequence[Any]) -> dict[str, Any]:
+        opening, closing = self.thinks
+        begun = prompt.rstrip().endswith(opening.rstrip())
+        # A thought that the template began and nothing ends is no thought: the call is in it.
+        prefix = opening if begun and closing in response else ""
+        further = {"tools": list(tools)} if self.takes_tools and tools else {}
+        return self.tokenizer.parse_response(response, self.template, prefix=prefix, **further)
+
+
+def find_reader(tokenizer: Any, template: Mapping[str, Any]) -> Reader:
+    """What reads the calls of tools in the responses of a tokenizer's model: by the tokenizer's
+    ``response_template``, else by how its chat template writes a call.
+
+    Args:
+        template: further arguments of the chat template.
+
+    Raises:
+        ValueError: a chat template that does not write calls or their results; calls that nothing
+            can read.
+    """
+    alone, whole = _tried(tokenizer, template)
+    missing = [
+        what
+        for what, sign, text in (
+            ("the name of a call", _NAME, alone),
+            ("the arguments of a call", _VALUE, alone),
+            ("the result of a call", _RESULT, whole),
+        )
+        if sign not in text
+    ]
+    if missing:
+        raise ValueError(
+            f"the tokenizer's chat template does not write {' or '.join(missing)}: tools need one "
+            "that renders an assistant's tool_calls and messages of the role tool, set "
+            "tokenizer.chat_template"
+        )
+    front = render([_ASKS], tokenizer, answered=False, template=template)
+    turn = alone[_shared(front, alone) :]
+    end = turn.rfind(tokenizer.eos_token) if tokenizer.eos_token else -1
+    turn = turn.rstrip() if end < 0 else turn[:end]
+    reader = _reader(tokenizer, alone)
+    try:
+        calls = as_message(reader(front, turn, [_TOOL])).get("tool_calls") or []
+    except Exception as error:
+        raise ValueError(_unread(turn)) from error
+    found = [call["function"] for call in calls]
+    if [x["name"] for x in found] != [_NAME] or found[0]["arguments"] != {_KEY: _VALUE}:
+        raise ValueError(_unread(turn))
+    return reader
+
+
+def _unread(turn: str) -> str:
+    return (
+        f"tokenizer.response_template does not read {turn!r}, which is how the chat template "
+        f"writes a call of the tool {_NAME}: set one that does"
+    )
+
+
+def _reader(tokenizer: Any, written: str) -> Reader:
+    if getattr(tokenizer, "response_template", None) is not None:
+        return _ByTemplate(tokenizer)
+    parameters = inspect.signature(tokenizer.parse_response).parameters
+    if "prefix" not in parameters:
+        if getattr(tokenizer, "response_schema", None) is None:
+            raise ValueError(
+                "tools need tokenizer.response_schema with this version of transformers: set it, "
+                "or upgrade transformers to 5.13"
+            )
+        return _BySchema(tokenizer)
+    signs = {"NAME": _NAME, "KEY": _KEY, "VALUE": _VALUE}
+    known = _known(guesses="tools" not in parameters)
+    for syntax in known.values():
+        pattern = re.sub("NAME|KEY|VALUE", lambda m: signs[m[0]], syntax.written)
+        if re.search(pattern, written):
+            return _BySyntax(tokenizer, syntax)
+    raise ValueError(
+        "tools need tokenizer.response_template, which says how calls are read out of a response: "
+        f"the chat template writes them otherwise than the families that are known "
+        f"({', '.join(known)})"
+    )
+
+
+_ASKS = {"role": "user", "content": "-"}
+_ARGUMENTS = {"type": "object", "properties": {_KEY: {"type": "string"}}}
+_TOOL = {"type": "function", "function": {"name": _NAME, "parameters": _ARGUMENTS}}
+
+
+def _calls(names: Sequence[str]) -> dict[str, Any]:
+    """An assistant's message that calls those tools."""
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": {_KEY: _VALUE}}}
+        for name in names
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _tried(tokenizer: Any, template: Mapping[str, Any]) -> tuple[str, str]:
+    """A chat that ends with a call, and the same with the call's result."""
+    from jinja2 import TemplateError
+
+    chat = [_ASKS, _calls([_NAME])]
+    result = {"role": "tool", "name": _NAME, "content": _RESULT}
+    try:
+        alone = render(chat, tokenizer, template=template)
+        return alone, render([*chat, result], tokenizer, answered=False, template=template)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"the tokenizer's chat template refuses calls of tools ({error}): set a "
+            "tokenizer.chat_template that renders an assistant's tool_calls and messages of the "
+            "role tool"
+        ) from error
+
+
+def _shared(text: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+
+
+def as_message(parsed: Any) -> dict[str, Any]:
+    """A message that a response was parsed to: with a text, and with calls that each have a type,
+    a name and arguments.
+
+    Raises:
+        ValueError: it has none of that.
+    """
+    if not isinstance(parsed, Mapping):
+        raise ValueError(f"a response was parsed to {parsed!r:.80}")
+    message = {"role": "assistant", **parsed}
+    message["content"] = message.get("content") or ""
+    calls = message.pop("tool_calls", None)
+    if not isinstance(calls, list | None):
+        raise ValueError(f"tool_calls is {calls!r:.80}, no list")
+    if calls:
+        message["tool_calls"] = [_as_call(call) for call in calls]
+    return message
+
+
+def _as_call(call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{call!r:.80} names no tool")
+    arguments = function.get("arguments")
+    return {
+        "type": call.get("type", "function"),
+        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
+    }
+
+
+class ToolChat:
+    """Conversations in which an assistant calls tools, as tokens. What was sampled stays as it is:
+    only results are rendered, behind it.
+
+    Args:
+        ends: ids of tokens that end a response.
+        template: further arguments of the chat template.
+    """
+
+    def __init__(
+        self, tokenizer: Any, reader: Reader, ends: Collection[int], template: Mapping[str, Any]
+    ):
+        self.tokenizer, self.reader, self.template = tokenizer, reader, dict(template)
+        self.ends = {i: tokenizer.decode([i]) for i in ends if i is not None}
+
+    def read(
+        self, prompt: Sequence[int], response: Sequence[int], tools: Sequence[Any]
+    ) -> tuple[dict[str, Any], bool]:
+        """An assistant's message, and whether it could be read; its text if not, as of calls that
+        are no JSON.
+
+        Args:
+            tools: the schemas of the tools that the prompt names.
+        """
+        ids = list(response)
+        said = ids[:-1] if ids and ids[-1] in self.ends else ids
+        try:
+            decode: Callable[..., str] = self.tokenizer.decode
+            return as_message(self.reader(decode(list(prompt)), decode(said), tools)), True
+        except Exception:  # whatever a policy writes, and a pattern or a parser makes of it
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": text}, False
+
+    def results(self, response: Sequence[int], results: Sequence[dict[str, Any]]) -> list[int]:
+        """The tokens between a response that calls tools and the next: the results, up to where
+        the assistant is to go on.
+
+        Args:
+            results: a message of the role tool for each call.
+
+        Raises:
+            ValueError: a chat template that changes the end of a turn with what follows.
+        """
+        call = _calls([result["name"] for result in results])
+        alone = render([_ASKS, call], self.tokenizer, template=self.template)
+        whole = render(
+            [_ASKS, call, *results], self.tokenizer, answered=False, template=self.template
+        )
+        # What a template writes in front of the last call, such as thoughts that it leaves out of
+        # turns in the past, does not matter here.
+        count = alone.count(_VALUE)
+        closing = alone.rpartition(_VALUE)[2]
+        behind = whole.split(_VALUE, count)[-1]
+        placed = [(closing.rfind(text) + len(text), i) for i, text in self.ends.items()]
+        at, end = max((x for x in placed if self.ends[x[1]] in closing), default=(0, None))
+        if end is None:
+            at = _shared(closing, behind)
+        if whole.count(_VALUE) < count or not behind.startswith(closing[:at]):
+            raise ValueError(
+                f"the chat template ends a call of the tool {results[0]['name']} with {closing!r}, "
+                f"and before its result with {behind[: len(closing)]!r}: set a "
+                "tokenizer.chat_template that writes both alike"
+            )
+        ids = self._behind(whole[: len(whole) - len(behind) + at], behind[at:])
+        if end is not None and response[-1] not in self.ends:
+            return [end, *ids]
+        # Some turns end with the token that begins a result.
+        return ids[1:] if ids and ids[0] == response[-1] and end is None else ids
+
+    def _behind(self, front: str, text: str) -> list[int]:
+        """The tokens of a text as they are behind another one."""
+        before = self._encode(front)
+        both = self._encode(front + text)
+        if both[: len(before)] == before:
+            return both[len(before) :]
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text=text, add_special_tokens=False)["input_ids"]

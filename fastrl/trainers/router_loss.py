@@ -1,0 +1,30 @@
+"""The load-balancing loss of mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def router_loss(model: Any, asked: float | None, as_configured: bool = False) -> tuple[bool, float]:
+    """Whether a mixture of experts' router has a loss of its own, and that one's weight.
+
+    Args:
+        asked: the settings' ``router_aux_loss_coef``; None: the model's own.
+        as_configured: by default there is none unless the model's ``output_router_logits`` is on.
+
+    Raises:
+        ValueError: a weight for a model that is no such mixture.
+    """
+    config = model.config.get_text_config()
+    if not hasattr(config, "output_router_logits"):
+        if asked:
+            raise ValueError(
+                f"router_aux_loss_coef={asked}, but {type(model).__name__} is no mixture of "
+                "experts with a router's loss: leave it out"
+            )
+        return False, 0.0
+    weight = asked
+    if weight is None:
+        off = as_configured and not config.output_router_logits
+        weight = 0.0 if off else getattr(config, "router_aux_loss_coef", 0.0) or 0.0
+    return weight != 0, weight

@@ -1,0 +1,54 @@
+"""The reference model of a trainer by TRL's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from fastrl.config import PPOConfig
+from fastrl.models import CausalLMPolicy
+from fastrl.ref_model import RefModel, choose_ref_model
+
+
+def reference_of(
+    args: Any, policy: CausalLMPolicy, given: CausalLMPolicy | None = None, fresh: bool = False
+) -> RefModel:
+    """``given``, or the policy as training begins, see :class:`fastrl.ref_model.RefModel`; with
+    ``args.sync_ref_model`` one that can follow the policy.
+
+    Args:
+        fresh: the policy's adapter, if it has one, is new: its base is the reference, however the
+            adapter begins.
+
+    Raises:
+        ValueError: a reference that the policy cannot have, or that cannot follow it.
+    """
+    settings: dict[str, Any] = {"reference_adapter": "off" if fresh else "auto"}
+    if args.sync_ref_model:  # of an adapter, a copy: the base has no weights that could follow
+        settings = {
+            "reference_adapter": "start",
+            "sync_ref_every": args.ref_model_sync_steps,
+            "ref_ema": args.ref_model_mixup_alpha,
+        }
+    return choose_ref_model(PPOConfig(**settings), policy, given)
+
+
+def model_of(reference: RefModel | None, accelerator: Any) -> Any:
+    """The reference as a plain model of its own; None where it is the policy's base."""
+    if reference is None or reference.model is None:
+        return None
+    return accelerator.unwrap_model(reference.model).pretrained_model
+
+
+class Follow(TrainerCallback):
+    """ref ← α·policy + (1 - α)·ref each ``ref_model_sync_steps``, α = ``ref_model_mixup_alpha``."""
+
+    def __init__(self, reference: RefModel | None, args: Any):
+        assert reference is not None
+        self.reference, self.every = reference, args.ref_model_sync_steps
+        self.weight = args.ref_model_mixup_alpha
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.every == 0:
+            self.reference.follow(self.weight)

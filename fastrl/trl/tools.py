@@ -1,0 +1,316 @@
+"""Responses in which a policy calls tools: turns of sampling and of running what it calls."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+)
+
+from fastrl.data.chat import is_chat
+from fastrl.data.chat_prompts import encode_prompts
+from fastrl.data.tool_calls import ToolChat
+from fastrl.rewards.calls import EventLoop, await_within
+from fastrl.rollout import RolloutOutput
+
+# Of the prompts, which responses they belong to, the number of the turn, and the most new tokens of
+# each; None: what the trainer's settings say.
+Sample = Callable[[list[Tensor], list[int], int, list[int] | None], RolloutOutput]
+
+
+class Toolbox:
+    """Tools by name.
+
+    Args:
+        functions: with type hints, and a docstring in Google's format that describes them and each
+            of their arguments; ``async def`` too.
+
+    Attributes:
+        functions: by name.
+        schemas: as chat templates take them.
+
+    Raises:
+        TypeError: something that is no function.
+        ValueError: a function that is not described, or two of one name.
+    """
+
+    def __init__(self, functions: Iterable[Callable[..., Any]]):
+        self.functions: dict[str, Callable[..., Any]] = {}
+        self.schemas: list[dict[str, Any]] = []
+        for function in functions:
+            name = getattr(function, "__name__", None)
+            if not callable(function) or name is None:
+                raise TypeError(f"tools holds {function!r:.80}: pass functions with a name")
+            if name in self.functions:
+                raise ValueError(
+                    f"two tools have the name {name!r}, and the policy calls them by that: rename "
+                    "one of them (methods of an environment are tools too)"
+                )
+            self.functions[name] = function
+            self.schemas.append(_schema(name, function))
+
+    def of(self, owner: Any, names: Iterable[str]) -> Toolbox:
+        """The same with the methods of another object, by their names."""
+        box = Toolbox(())
+        box.functions = {**self.functions, **{name: getattr(owner, name) for name in names}}
+        box.schemas = self.schemas
+        return box
+
+
+def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(
+            f"the tool {name} is not described: {error} It needs type hints, and a docstring that "
+            "says what it does and, below 'Args:', what each argument is"
+        ) from error
+
+
+def check_chats(rows: Any) -> None:
+    """
+    Args:
+        rows: a data set, of which the first row is looked at unless it is a stream.
+
+    Raises:
+        ValueError: its prompts are texts.
+    """
+    prompt = rows[0].get("prompt") if isinstance(rows, Dataset) and len(rows) else None
+    if isinstance(prompt, str):
+        raise ValueError(
+            f"train_dataset has the prompt {prompt!r:.80}: tools and environments need prompts "
+            "that are lists of messages, as the chat template tells the policy of them"
+        )
+
+
+def outcomes(calls: Sequence[Callable[[], Any]], loop: Callable[[], EventLoop]) -> list[Any]:
+    """What functions without arguments return, or the exceptions that they raise: one after the
+    other, and then the coroutines among their results at the same time.
+
+    Args:
+        loop: makes the event loop for these.
+    """
+    results: list[Any] = []
+    for call in calls:
+        try:
+            results.append(call())
+        except Exception as error:
+            results.append(error)
+    waiting = [i for i, result in enumerate(results) if inspect.iscoroutine(result)]
+    if waiting:
+        tasks = [_caught(results[i]) for i in waiting]
+        for i, result in zip(waiting, loop().gather(tasks), strict=True):
+            results[i] = result
+    return results
+
+
+async def _caught(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def call() -> Any:
+        return await coroutine
+
+    try:
+        return await await_within(None, call)
+    except (Exception, asyncio.CancelledError) as error:
+        return error
+
+
+class Conversed(NamedTuple):
+    """Responses with what tools said in between. Tensors of a response are as long as that."""
+
+    prompt_ids: list[Tensor]
+    completion_ids: list[Tensor]
+    completions: list[list[dict[str, Any]]]  # messages of the assistant and of tools
+    masks: list[Tensor]  # bool: the tokens that the policy wrote
+    logprobs: list[Tensor] | None  # fp32; 0 at tokens of tools
+    calls: int  # of tools
+    failures: int  # of these: unreadable, unknown or raised
+
+
+@dataclass
+class _Conversation:
+    """One response as it grows."""
+
+    prompt: Tensor
+    box: Toolbox
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    readable: bool = True
+
+    @property
+    def sequence(self) -> Tensor:
+        return torch.cat([self.prompt, torch.tensor(self.ids, dtype=torch.long)])
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Those of the latest message."""
+        return self.messages[-1].get("tool_calls", [])
+
+    def add(self, ids: list[int], own: bool, logprobs: Tensor | None) -> None:
+        self.ids += ids
+        self.mask += [own] * len(ids)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+
+class ToolLoop:
+    """Turns of a conversation: the policy writes, the tools that it calls run, their results stand
+    behind what it wrote, and it writes on; until it calls none, or a limit is reached.
+
+    A result that leaves no room for an answer is left out, with all of its turn. The tools of a
+    turn run one after the other, but for coroutines, which run at the same time. What a tool raises
+    is its result, as {'error': text}. A call that cannot be read ends a response.
+
+    Args:
+        event_loop: makes the one that coroutines run on.
+        most_turns: of tools; None: any number.
+        most_tokens: of a response with the results in it.
+        context: positions of the model; None: any number.
+        temperature: of the log-probs.
+    """
+
+    def __init__(
+        self,
+        chat: ToolChat,
+        event_loop: Callable[[], EventLoop],
+        most_turns: int | None,
+        most_tokens: int,
+        context: int | None,
+        temperature: float,
+    ):
+        self.chat, self.event_loop, self.temperature = chat, event_loop, temperature
+        self.most_turns, self.most_tokens, self.context = most_turns, most_tokens, context
+
+    def __call__(
+        self, sample: Sample, prompts: Sequence[Any], boxes: Sequence[Toolbox]
+    ) -> Conversed:
+        """
+        Args:
+            prompts: chats.
+            boxes: the tools of each.
+
+        Raises:
+            ValueError: a prompt that is no chat.
+        """
+        talks = [
+            _Conversation(self._encode(i, prompt, box), box)
+            for i, (prompt, box) in enumerate(zip(prompts, boxes, strict=True))
+        ]
+        going = list(range(len(talks)))
+        output = sample([talk.prompt for talk in talks], going, 0, None)
+        known = self._add(talks, output)
+        calls = failures = turn = 0
+        while turn != self.most_turns and (going := [i for i in going if talks[i].calls]):
+            results, failed = self._run([talks[i] for i in going])
+            calls, failures = calls + sum(map(len, results)), failures + failed
+            limits = {}
+            for i, said in zip(going, results, strict=True):
+                ids = self.chat.results(talks[i].ids, said)
+                room = self._room(talks[i]) - len(ids)
+                if room >= 1:
+                    talks[i].add(ids, False, torch.zeros(len(ids)))
+                    talks[i].messages += said
+                    limits[i] = room
+            turn, going = turn + 1, list(limits)
+            if going:
+                sequences = [talks[i].sequence for i in going]
+                output = sample(sequences, going, turn, list(limits.values()))
+                known = self._add([talks[i] for i in going], output) and known
+        unread = sum(not talk.readable for talk in talks)
+        return Conversed(
+            [talk.prompt for talk in talks],
+            [torch.tensor(talk.ids, dtype=torch.long) for talk in talks],
+            [talk.messages for talk in talks],
+            [torch.tensor(talk.mask, dtype=torch.bool) for talk in talks],
+            [torch.cat(talk.logprobs) for talk in talks] if known else None,
+            calls + unread,
+            failures + unread,
+        )
+
+    def _encode(self, i: int, prompt: Any, box: Toolbox) -> Tensor:
+        if not is_chat(prompt):
+            raise ValueError(
+                f"prompt {i} is {prompt!r:.80}: tools need prompts that are lists of messages, as "
+                "the chat template tells the policy of them"
+            )
+        # None in place of an empty list: some templates write of tools as soon as there is a list.
+        further = {**self.chat.template, "tools": box.schemas or None}
+        return encode_prompts([prompt], self.chat.tokenizer, further)[0]
+
+    def _room(self, talk: _Conversation) -> int:
+        """How many tokens may follow."""
+        room = self.most_tokens - len(talk.ids)
+        if self.context is not None:
+            room = min(room, self.context - len(talk.prompt) - len(talk.ids))
+        return room
+
+    def _add(self, talks: Sequence[_Conversation], output: RolloutOutput) -> bool:
+        """Adds what was sampled, and returns whether its log-probs are known."""
+        logprobs = output.logprobs_at(self.temperature)
+        for i, (talk, response) in enumerate(zip(talks, output.sequences, strict=True)):
+            ids, prompt = response.tolist(), talk.sequence.tolist()
+            message, talk.readable = self.chat.read(prompt, ids, talk.box.schemas)
+            talk.messages.append(message)
+            talk.add(ids, True, None if logprobs is None else logprobs[i].float().cpu())
+        return logprobs is not None
+
+    def _run(self, talks: Sequence[_Conversation]) -> tuple[list[list[dict[str, Any]]], int]:
+        """A message of the role tool for each call, and how many of the calls failed."""
+        asked = [(talk, call) for talk in talks for call in talk.calls]
+        calls = [functools.partial(_call, talk.box, call) for talk, call in asked]
+        found = iter(outcomes(calls, self.event_loop))
+        failures = 0
+        messages: list[list[dict[str, Any]]] = []
+        for talk in talks:
+            messages.append([])
+            for call in talk.calls:
+                result, name = next(found), call["function"]["name"]
+                if isinstance(result, Exception):
+                    failures, result = failures + 1, {"error": str(result)}
+                messages[-1].append({"role": "tool", "name": name, "content": _text(name, result)})
+        return messages, failures
+
+
+def _call(box: Toolbox, call: Mapping[str, Any]) -> Any:
+    """Runs a tool; the coroutine of an ``async def``.
+
+    Raises:
+        ValueError: there is none of that name, or the arguments are no dict.
+    """
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if call["type"] != "function":
+        raise ValueError(f"Unsupported tool call type: {call['type']}")
+    if name not in box.functions:
+        raise ValueError(f"Tool {name} not found.")
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"The arguments of {name} must be an object, got {arguments!r:.80}")
+    return box.functions[name](**copy.deepcopy(dict(arguments)))
+
+
+def _text(name: str, result: Any) -> str:
+    """A result as text; the texts of a list of content blocks.
+
+    Raises:
+        ValueError: content blocks of another kind, as images.
+    """
+    if not isinstance(result, list) or not result:
+        return str(result)
+    if not all(isinstance(block, Mapping) and "type" in block for block in result):
+        return str(result)
+    if any(block["type"] != "text" for block in result):
+        kinds = ", ".join(sorted({str(block["type"]) for block in result}))
+        raise ValueError(f"the tool {name} returned blocks of the types {kinds}: return texts")
+    return "".join(str(block.get("text", "")) for block in result)

@@ -1,0 +1,182 @@
+"""Calls of tools as chat templates write them: read out of responses, and their results."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from fastrl.data.chat import render
+from fastrl.data.tool_calls import ToolChat, find_reader
+from fastrl.trl.tools import Toolbox
+from tests import chat_tokenizer
+
+USER = {"role": "user", "content": "What is 3 times 4?"}
+ARGUMENTS = {"a": 3, "unit": "  7 of\n these"}
+CALL = {"type": "function", "function": {"name": "multiply", "arguments": ARGUMENTS}}
+RESULT = {"role": "tool", "name": "multiply", "content": "12"}
+
+
+def multiply(a: int, unit: str) -> int:
+    """Multiplies.
+
+    Args:
+        a: A number.
+        unit: What it counts.
+    """
+    return a
+
+
+BOX = Toolbox([multiply])
+
+
+def chat_of(tokenizer: Any) -> ToolChat:
+    return ToolChat(tokenizer, find_reader(tokenizer, {}), [tokenizer.eos_token_id], {})
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text=text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("family", "thinks"), [*((x, False) for x in chat_tokenizer.CALLS), ("hermes", 1), ("xml", 1)]
+)
+def test_a_call_and_its_result_are_those_of_the_template(family: str, thinks: bool) -> None:
+    tokenizer = chat_tokenizer.tokenizer(family, bool(thinks))
+    chat = chat_of(tokenizer)
+    front = render([USER], tokenizer, answered=False)
+    said = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    whole = render([*said, RESULT], tokenizer, answered=False)
+    text = chat_tokenizer.tokenizer(family).apply_chat_template(said, tokenize=False)
+    response = text[text.rindex("assistant\n") + len("assistant\n") :].removesuffix("\n")
+    if thinks:
+        response = "It is 12?\n</think>\n\n" + response
+    prompt, ids = encode(tokenizer, front), encode(tokenizer, response)
+    message, readable = chat.read(prompt, ids, BOX.schemas)
+    assert readable
+    assert message["tool_calls"] == [CALL]
+    if thinks:
+        assert message["reasoning_content"] == "It is 12?"
+    found = tokenizer.decode([*ids, *chat.results(ids, [RESULT])])
+    behind = whole[whole.rindex("<|end|>\n<|start|>tool") :]
+    assert found == response.removesuffix("<|end|>") + behind
+    cut = ids[:-1]  # as of a response that stop strings end
+    assert tokenizer.decode([*cut, *chat.results(cut, [RESULT])]) == found
+
+
+def test_each_call_has_its_result() -> None:
+    tokenizer = chat_tokenizer.tokenizer()
+    chat = chat_of(tokenizer)
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3}}\n</tool_call>'
+    ids = encode(tokenizer, f"Both:\n{call}{call}<|end|>")
+    message, _ = chat.read([], ids, BOX.schemas)
+    assert message["content"] == "Both:"
+    assert len(message["tool_calls"]) == 2
+    other = {**RESULT, "content": "13"}
+    assert tokenizer.decode(chat.results(ids, [RESULT, other])) == (
+        "\n<|start|>tool\n12<|end|>\n<|start|>tool\n13<|end|>\n<|start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"arguments": {"a": 3}}\n</tool_call>',
+        '<tool_call>\n{"name": "multiply", "arguments": {a: 3}}\n</tool_call>',
+        '<tool_call>\n{"name": 3}\n</tool_call>',
+        "<tool_call>\n[1]\n</tool_call>",
+        '<tool_call>\n{"name": "mul',
+        "<tool_call>" + "[" * 5000,
+    ],
+)
+def test_what_is_no_call_is_a_text(text: str) -> None:
+    tokenizer = chat_tokenizer.tokenizer()
+    ids = encode(tokenizer, f"{text}<|end|>")
+    message, readable = chat_of(tokenizer).read([], ids, BOX.schemas)
+    assert not readable
+    assert message == {"role": "assistant", "content": text}
+
+
+def test_a_turn_may_end_with_what_begins_its_result() -> None:
+    tokenizer = chat_tokenizer.tokenizer()
+    marked = tokenizer.chat_template.replace("'<|start|>' + role", "opening(role) + role")
+    marked = marked.replace("{{- '<|end|>\n' }}", "")
+    tokenizer.chat_template = (
+        "{%- macro opening(role) %}{{ '<|pad|>' if role == 'tool' else '<|start|>' }}{% endmacro %}"
+        + marked
+    )
+    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    chat = ToolChat(tokenizer, find_reader(tokenizer, {}), ends, {})
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3}}\n</tool_call>'
+    ids = encode(tokenizer, f"{call}<|pad|>")
+    assert tokenizer.decode(chat.results(ids, [RESULT])).startswith("tool\n12<|end|>")
+
+
+def test_templates_that_do_not_do_are_named() -> None:
+    tokenizer = chat_tokenizer.tokenizer()
+    whole = tokenizer.chat_template
+    tokenizer.chat_template = whole.replace("m.tool_calls or []", "[]")
+    with pytest.raises(ValueError, match="does not write the name of a call"):
+        find_reader(tokenizer, {})
+    tokenizer.chat_template = whole.replace("turn('tool', m.content)", "''")
+    with pytest.raises(ValueError, match="does not write the result of a call"):
+        find_reader(tokenizer, {})
+    tokenizer.chat_template = "{{ raise_exception('no roles') }}"
+    with pytest.raises(ValueError, match="refuses calls of tools"):
+        find_reader(tokenizer, {})
+    tokenizer.chat_template = whole.replace("<tool_call>", "<call>")
+    with pytest.raises(ValueError, match="tools need tokenizer"):
+        find_reader(tokenizer, {})
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|start|>assistant\n",
+        "fields": {"content": {"content": "text"}},
+    }
+    with pytest.raises(ValueError, match="does not read"):
+        find_reader(tokenizer, {})
+
+
+def test_a_response_template_of_the_tokenizer_is_used() -> None:
+    tokenizer = chat_tokenizer.tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "<call>")
+    calls = {
+        "open": "<call>",
+        "close": "</tool_call>",
+        "repeats": True,
+        "content": "json",
+        "transform": {"type": "function", "function": "{content}"},
+    }
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|start|>assistant\n",
+        "fields": {"tool_calls": calls, "content": {"content": "text"}},
+    }
+    text = '<call>\n{"name": "multiply", "arguments": {"a": 3}}\n</tool_call><|end|>'
+    prompt = encode(tokenizer, render([USER], tokenizer, answered=False))
+    message, _ = chat_of(tokenizer).read(prompt, encode(tokenizer, text), BOX.schemas)
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["multiply"]
+
+
+def test_a_response_schema_is_used_where_transformers_knows_no_templates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = chat_tokenizer.tokenizer()
+    seen = []
+
+    def parse_response(response: Any, schema: Any = None) -> dict[str, Any]:
+        seen.append(response)
+        found = re.search(r"<tool_call>(.*)</tool_call>", response, re.DOTALL)
+        assert found is not None
+        call = {"type": "function", "function": json.loads(found[1])}
+        return {"role": "assistant", "tool_calls": [call]}
+
+    monkeypatch.setattr(tokenizer, "parse_response", parse_response)
+    with pytest.raises(ValueError, match="response_schema"):
+        find_reader(tokenizer, {})
+    tokenizer.response_schema = {"type": "object"}
+    text = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3}}\n</tool_call>'
+    message, _ = chat_of(tokenizer).read([], encode(tokenizer, f"{text}<|end|>"), BOX.schemas)
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 3}
+    assert seen[-1] == text
