@@ -122,8 +122,6 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "reward_funcs": _REWARDS,
         "processing_class": _TOKENIZER,
         "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
-        "tools": _ROLLOUTS,
-        "environment_factory": _ROLLOUTS,
     },
     "RLOO": {
         "reward_funcs": _REWARDS,

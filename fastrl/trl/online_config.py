@@ -72,9 +72,6 @@ class OnlineConfig(SupervisedArguments):
     num_completions_to_print: int | None = setting("How many are printed; None: all.", None)
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
 
-    use_liger_kernel: bool = refused(
-        False, "log-probs are computed in chunks without it: leave it out"
-    )
     max_length: int | None = refused(None, _LENGTH)
     chat_template_path: str | None = refused(None, f"set chat_template of {_TOKENIZER}")
     eos_token: str | None = refused(None, f"set eos_token of {_TOKENIZER}")
