@@ -178,14 +178,14 @@ class Stepping:
         kept, run_again = self._kept(), 0
         update, device = self.trainer.update, torch.device(self.trainer.current_device)
 
-        def watched(batch: Any, experience: Any) -> Any:
+        def watched(batch: Any, *given: Any) -> Any:
             nonlocal run_again
             if batch.boundaries is not None:
                 kept["trunk activations"] = storage_bytes(batch.boundaries.stored())
                 run_again = len(batch.boundaries.missing())
             done: list[Any] = []
             kept["peak"] = footprint(
-                lambda: done.append(update(batch, experience)), lambda _: (), device
+                lambda: done.append(update(batch, *given)), lambda _: (), device
             )
             return done[0]
 

@@ -238,11 +238,11 @@ class UpdateSide(GRPOSide):
         trainer, device = self.trainer, next(self.model.parameters()).device
         update, found = trainer.update, {}
 
-        def watched(batch: Any, experience: Any) -> Any:
+        def watched(*given: Any) -> Any:
             done: list[Any] = []
 
             def gradients(_: None) -> Any:
-                done.append(update(batch, experience))
+                done.append(update(*given))
                 return self.gradients().values()
 
             # All of it in footprint's second part: on a GPU, what that returns counts in the first.

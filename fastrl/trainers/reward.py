@@ -349,8 +349,7 @@ class RewardTrainer(SupervisedTrainer):
         self.metrics.add("accuracy", (lead > 0).sum(), pairs)
         self.metrics.add("margin", lead.sum(), pairs)
         self.metrics.add("mean_reward", sides.sum(), 2 * pairs)
-        self.metrics.add("min_reward", sides.min())
-        self.metrics.add("max_reward", sides.max())
+        self.metrics.add_extremes("min_reward", "max_reward", sides)
 
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
         chosen, rejected = columns.T

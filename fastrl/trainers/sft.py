@@ -414,7 +414,7 @@ class SFTTrainer(SupervisedTrainer):
         loss = scores.loss
         if loss is None:
             loss = self._losses(scores.logprobs).sum() / tokens.clamp(min=1)
-        if training:
+        if training and self.share:  # else the batch does not count
             self._note(inputs, scores)
         if self.aux_loss_enabled:
             aux = outputs["aux_loss"]

@@ -32,6 +32,7 @@ from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
 from fastrl.trainers.logged import LoggedMetrics
+from fastrl.trainers.logged import joined as joined_metrics
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import check_sizes, on_all_processes, with_synchronised_last
 from fastrl.trainers.sharded import ShardedTrainer
@@ -269,22 +270,22 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         joined = super().joined_state(states)
-        if "metrics" in joined:  # each process now has its part of the tokens
-            tokens = float(sum(float(state["metrics"]["tokens"]) for state in states))
-            joined["metrics"] = {**joined["metrics"], "tokens": tokens / self.processes.count}
+        if "metrics" in joined:
+            states = [state["metrics"] for state in states]
+            joined["metrics"] = joined_metrics(states, self.processes.count)
         return joined
 
     def own_mark(self) -> dict[str, Any]:
-        return {**super().own_mark(), "metrics": self.metrics.state()}
+        return {**super().own_mark(), "metrics": self.metrics.mark()}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         super().own_rewind(mark)
-        self.metrics.load(mark["metrics"], self.args.device)
+        self.metrics.rewind(mark["metrics"])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With :attr:`metrics` of training."""
         if "loss" in logs or "train_loss" in logs:
-            logs.update(self.metrics.logged(self.accelerator))
+            logs.update(self.metrics.logged(self.processes))
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

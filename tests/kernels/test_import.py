@@ -56,6 +56,7 @@ CALLS = {
     "LiveTokens": "LiveTokens(torch.tensor([4, 4])).bias(4, 4, 1)",
     "LossStats": "LossStats(torch.zeros(len(LossStats.NAMES))).to_dict()",
     "Moments": "Moments(*torch.ones(3))",
+    "PolicyLoss": "ppo_loss(ref, old, old, mask, objective=PolicyLoss('sapo'))",
     "SampledTokens": "SampledTokens(*torch.zeros(6, 3))",
     "ValueTerm": "ValueTerm(values, old, old)",
     "VocabParallel": "linear_logprobs(hidden, weight, labels, vocab_parallel=alone())",
