@@ -12,10 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl import GRPOConfig
+from fastrl import GRPOConfig, GRPOTrainer
 from tests import tiny_models
+from tests.golden import tiny
 from tests.resuming import assert_resumes
-from tests.trl.test_online import GRADIENT_STEP, SETTINGS, advantages, logprobs, make, small_tokens
+from tests.trl.test_online import (
+    GRADIENT_STEP,
+    SETTINGS,
+    advantages,
+    logprobs,
+    make,
+    prompts,
+    small_tokens,
+)
 
 PROMPT = [3, 4]
 RESPONSES = [[5, 6, 7, 2], [8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
@@ -28,34 +37,33 @@ OFF: dict[str, Any] = {"vllm_importance_sampling_correction": False}
 class Engine:
     """A ``rollout_func`` whose log-probs lie APART from the policy's."""
 
-    def __init__(self, unknown: bool = True):
-        self.unknown = unknown
-        self.given: list[list[float | None]] | None = None
-
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         model = trainer.accelerator.unwrap_model(trainer.model)
         every = [torch.tensor(x) for x in RESPONSES]
         one = SimpleNamespace(prompt_ids=[torch.tensor(PROMPT)] * 4, completion_ids=every)
         with torch.no_grad():
             own = [logprobs(model, one, i) for i in range(4)]  # type: ignore[arg-type]
-        self.given = [(x - torch.tensor(d)).tolist() for x, d in zip(own, APART, strict=True)]
-        if self.unknown:
-            self.given[0][3] = None
+        given = [(x - torch.tensor(d)).tolist() for x, d in zip(own, APART, strict=True)]
+        given[0][3] = None
         count = len(prompts) // 4
         return {
             "prompt_ids": [PROMPT] * 4 * count,
             "completion_ids": RESPONSES * count,
-            "logprobs": self.given * count,
+            "logprobs": given * count,
             "env_mask": LEARNED * count,
         }
+
+
+def apart(i: int) -> Tensor:
+    """APART of a response's learned tokens."""
+    return torch.tensor(APART[i]).double()[torch.tensor(LEARNED[i]).bool()]
 
 
 def weights_of(mode: str, least: float | None, most: float | None) -> list[Tensor]:
     """As TRL's documentation has them, one response after the other."""
     level, limit = mode.split("_")
     found = []
-    for apart, mask in zip(APART, LEARNED, strict=True):
-        x = torch.tensor(apart).double()[torch.tensor(mask).bool()]
+    for x in map(apart, range(4)):
         ratio = (x.sum().expand_as(x) if level == "sequence" else x).exp()
         low, high = least or 0.0, math.inf if most is None else most
         kept = (ratio >= low) & (ratio <= high)
@@ -86,6 +94,18 @@ def corrected(model: Any, start: Any, name: str, weights: list[Tensor], **own: A
     return torch.cat(losses).sum() / sum(map(len, losses))
 
 
+def assert_stepped_by(start: Any, model: Any, exact: Any) -> None:
+    """A step of gradient descent at a rate of 1 by the gradients of a model in float64."""
+    moved = 0.0
+    for before, after, leaf in zip(
+        start.parameters(), model.parameters(), exact.parameters(), strict=True
+    ):
+        gradient = (before - after).detach().double()
+        torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=2e-6)
+        moved = max(moved, float(leaf.grad.abs().max()))
+    assert moved > 1e-3
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "bounds", "own"),
     [
@@ -100,7 +120,8 @@ def corrected(model: Any, start: Any, name: str, weights: list[Tensor], **own: A
 def test_a_step_weighs_what_another_engine_sampled(
     name: str, mode: str, bounds: tuple, own: dict, tmp_path: Path
 ) -> None:
-    """The gradient, to float32's rounding of log-ratios; the logs are those of the weights."""
+    """The gradient, to float32's rounding of log-ratios and of weights that differ by it; the logs
+    are those of the importance weights."""
     least, most = bounds
     given = {"clip_min": least, "clip_max": most, "mode": mode}
     given = {f"vllm_importance_sampling_{key}": value for key, value in given.items()}
@@ -110,16 +131,9 @@ def test_a_step_weighs_what_another_engine_sampled(
     exact = copy.deepcopy(start).double().eval()
     weights = weights_of(mode, least, most)
     corrected(exact, copy.deepcopy(exact), name, weights, **own).backward()
-    pairs = zip(start.parameters(), trainer.model.parameters(), exact.parameters(), strict=True)
-    moved = 0.0
-    for before, after, leaf in pairs:
-        gradient = (before - after).detach().double()
-        torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=2e-6)
-        moved = max(moved, float(leaf.grad.abs().max()))
-    assert moved > 1e-3
+    assert_stepped_by(start, trainer.model, exact)
     log = trainer.state.log_history[0]
-    apart = torch.cat([torch.tensor(x)[torch.tensor(m).bool()] for x, m in zip(APART, LEARNED)])
-    known = torch.cat([apart[:2], apart[3:]]).abs()
+    known = torch.cat([apart(0)[:2], *map(apart, (1, 2, 3))]).abs()
     units = torch.stack([x[0] for x in weights]) if mode[0] == "s" else torch.cat(weights)
     expected = {
         "sampling_logp_difference/mean": known.mean(),
@@ -170,17 +184,13 @@ def test_the_off_policy_mask_is_by_the_engine_that_sampled(tmp_path: Path) -> No
     )
     start = copy.deepcopy(trainer.model)
     a = advantages(torch.tensor(small_tokens(RESPONSES)), "grpo")
-    means = [-float(torch.tensor(x)[torch.tensor(m).bool()].mean()) for x, m in zip(APART, LEARNED)]
-    kept = [float(b >= 0 or mean <= 0.4) for b, mean in zip(a, means)]
+    kept = [float(a[i] >= 0 or -apart(i).mean() <= 0.4) for i in range(4)]
     assert kept == [1.0, 1.0, 0.0, 1.0]
     trainer.train()
     exact = copy.deepcopy(start).double().eval()
-    ones = [x / x * keep for x, keep in zip(weights_of("token_truncate", 0.1, None), kept)]
+    ones = [torch.full_like(apart(i), keep) for i, keep in enumerate(kept)]
     corrected(exact, copy.deepcopy(exact), "dapo", ones).backward()
-    pairs = zip(start.parameters(), trainer.model.parameters(), exact.parameters(), strict=True)
-    for before, after, leaf in pairs:
-        gradient = (before - after).detach().double()
-        torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=2e-6)
+    assert_stepped_by(start, trainer.model, exact)
 
 
 def test_a_run_resumes_in_the_midst_of_weighted_responses(tmp_path: Path) -> None:
@@ -217,22 +227,14 @@ def test_bounds_that_cannot_be_are_named(own: dict, named: str, tmp_path: Path) 
     for name, value in given.items():
         setattr(args, name, value)
     with pytest.raises(ValueError, match=named):
-        make_of(args)
-
-
-def make_of(args: GRPOConfig) -> Any:
-    from fastrl import GRPOTrainer
-    from tests.golden import tiny
-    from tests.trl.test_online import prompts
-
-    return GRPOTrainer(
-        tiny_models.language_model(),
-        small_tokens,
-        args,
-        prompts(),
-        processing_class=tiny.tokenizer(),
-        rollout_func=Engine(),
-    )
+        GRPOTrainer(
+            tiny_models.language_model(),
+            small_tokens,
+            args,
+            prompts(),
+            processing_class=tiny.tokenizer(),
+            rollout_func=Engine(),
+        )
 
 
 def test_weights_of_whole_responses_are_refused_with_vespo(tmp_path: Path) -> None:
