@@ -243,6 +243,12 @@ def test_weights_of_whole_responses_are_refused_with_vespo(tmp_path: Path) -> No
     make(tmp_path, rollout_func=Engine(), loss_type="vespo", **OFF)
 
 
+def test_log_probs_of_some_processes_alone_are_refused() -> None:
+    several: Any = SimpleNamespace(processes=SimpleNamespace(any=lambda own: True))
+    with pytest.raises(ValueError, match="return them in all, or in none"):
+        GRPOTrainer._of_all_or_none(several, None)
+
+
 def test_the_old_name_of_the_bound_is_the_bound(tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match="use vllm_importance_sampling_clip_max"):
         args = GRPOConfig(str(tmp_path), **SETTINGS, vllm_importance_sampling_cap=2.0)
