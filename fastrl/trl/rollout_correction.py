@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class RolloutCorrection:
         self.kind = mode.replace("_", "-")
         self.least = args.vllm_importance_sampling_clip_min
         self.most = args.vllm_importance_sampling_clip_max
+        self._has_warned = False
 
     def __call__(
         self, responses: SampledResponses, sampled: list[Tensor], metrics: MetricMeans
@@ -72,6 +74,14 @@ class RolloutCorrection:
         assert responses.old is not None
         counts = torch.tensor(responses.counts)
         old, given = responses.learned(responses.old), responses.learned(sampled)
+        if len(given) and not given.any() and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "rollout_func returned logprobs that are all 0, and the loss is weighted by "
+                "π_old/π_sampler of them: return None where the sampler gives none, or set "
+                f"{_NAME}correction=False",
+                stacklevel=2,
+            )
         every = torch.ones_like(old, dtype=torch.bool)
         weights, found = sampler_weights(
             old, given, every, self.kind, self.least, self.most, counts

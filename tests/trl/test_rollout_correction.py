@@ -243,6 +243,17 @@ def test_weights_of_whole_responses_are_refused_with_vespo(tmp_path: Path) -> No
     make(tmp_path, rollout_func=Engine(), loss_type="vespo", **OFF)
 
 
+def test_zeros_in_the_place_of_log_probs_are_warned_of_once(tmp_path: Path) -> None:
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        found = Engine()(prompts, trainer)
+        return {**found, "logprobs": [[0.0] * len(x) for x in found["completion_ids"]]}
+
+    trainer = make(tmp_path, rollout_func=rollout, max_steps=2)
+    with pytest.warns(UserWarning, match="logprobs that are all 0") as found:
+        trainer.train()
+    assert len(found) == 1
+
+
 def test_log_probs_of_some_processes_alone_are_refused() -> None:
     several: Any = SimpleNamespace(processes=SimpleNamespace(any=lambda own: True))
     with pytest.raises(ValueError, match="return them in all, or in none"):
