@@ -47,6 +47,7 @@ OPTIMIZERS = (
 )
 REFERENCE_DTYPES = ("auto", "float32", "bfloat16")
 _REFUSED = "Not supported: "  # before the remedy, in a setting's help
+_IDLE = "Changes nothing: "
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -115,6 +116,44 @@ def check_refused(config: Any) -> None:
             raise ValueError(
                 f"{name}={value!r} is not supported by {type(config).__name__}: {remedy}"
             )
+
+
+class _Likeness(str):
+    """The help of a setting that changes nothing, as :class:`_Remedy`."""
+
+
+def idle(default: Any, instead: str) -> Any:
+    """A dataclass field for a setting of TRL that is taken and changes nothing, as it chooses
+    how something is computed and not what.
+
+    Args:
+        default: TRL's; of another value :func:`warn_of_idle` warns.
+        instead: what has its meaning.
+    """
+    return field(default=default, metadata={"help": _Likeness(f"{_IDLE}{instead}.")})
+
+
+def idle_settings(config: Any) -> dict[str, tuple[Any, str]]:
+    """The settings of a configuration that change nothing: their defaults, and what to use."""
+    found = {}
+    for each in dataclasses.fields(config):
+        text = each.metadata.get("help")
+        if isinstance(text, _Likeness):
+            found[each.name] = (each.default, text[len(_IDLE) : -1])
+    return found
+
+
+def warn_of_idle(config: Any, stacklevel: int) -> None:
+    """Warns once of all settings that change nothing and were set, with what to use."""
+    given: dict[str, list[str]] = {}
+    for name, (default, instead) in idle_settings(config).items():
+        value = getattr(config, name)
+        if value != default:
+            given.setdefault(instead, []).append(f"{name}={value!r}")
+    if given:
+        parts = [f"{', '.join(names)} ({instead})" for instead, names in given.items()]
+        text = f"settings that change nothing in {type(config).__name__}: {'; '.join(parts)}"
+        warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 @dataclass

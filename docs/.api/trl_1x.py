@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from transformers import TrainingArguments
 
 import fastrl
-from fastrl.config import refusals
-from fastrl.trl.policy_loss import LOSS_TYPES
+from fastrl.config import idle_settings, refusals
 
 PAGE = Path(__file__).parents[1] / "trl_1x.md"
 NAMES = Path(__file__).with_suffix(".json")  # TRL's: settings with defaults, and arguments
@@ -86,6 +85,8 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "log_completions": "rows are printed as lines, and saved in `completions/`",
         "num_generations": "at least 2, in evaluation alone, too",
         "top_entropy_quantile": "0 is refused",
+        "vllm_importance_sampling_correction": "of the `logprobs` that a `rollout_func` returns, "
+        "without `use_vllm`, too; fastrl's own engine needs none",
     },
     "RLOO": {
         "pad_to_multiple_of": "changes nothing: batches have no padding",
@@ -95,8 +96,6 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "num_generations": "at least 2, in evaluation alone, too",
     },
 }
-if "vespo" not in LOSS_TYPES:
-    DIFFERENT["GRPO"]["loss_type"] = f"without `vespo`: {', '.join(f'`{x}`' for x in LOSS_TYPES)}"
 
 _OVERRIDE = "refused: override `compute_loss`; the loss is computed with the LM head"
 _OPTIMIZERS = "refused: pass `optimizers=(optimizer, None)`, or name it by `optim`"
@@ -139,6 +138,7 @@ class Setting(NamedTuple):
     ours: str
     note: str  # how it differs; "" where it does not
     remedy: str  # "" unless it is refused
+    instead: str  # "" unless it is taken and changes nothing
 
 
 def default_of(field: Any) -> str:
@@ -176,13 +176,17 @@ def settings(method: str) -> list[Setting]:
     config = getattr(fastrl, f"{method}Config")
     fields = {f.name: default_of(f) for f in dataclasses.fields(config)}
     theirs = dict(trl_names()["settings"][method])
-    refused = refusals(config)
+    refused, idle = refusals(config), idle_settings(config)
     notes = {**DIFFERENT["all"], **DIFFERENT[method]}
     for field in dataclasses.fields(TrainingArguments):  # what transformers has and we refuse
         if field.name in refused:
             theirs.setdefault(field.name, default_of(field))
     return [
-        Setting(n, d, fields[n], notes.get(n, ""), refused.get(n, ("", ""))[1])
+        Setting(
+            *(n, d, fields[n], notes.get(n, "")),
+            refused.get(n, ("", ""))[1],
+            idle.get(n, ("", ""))[1],
+        )
         for n, d in theirs.items()
     ]
 
@@ -200,9 +204,10 @@ def own_settings(method: str) -> list[str]:
 
 def settings_table(method: str) -> str:
     every = settings(method)
-    refused = [s for s in every if s.remedy]
-    differing = [s for s in every if not s.remedy and (s.note or s.ours != s.theirs)]
-    same = [s for s in every if s not in refused and s not in differing]
+    refused, idle = [s for s in every if s.remedy], [s for s in every if s.instead]
+    honoured = [s for s in every if not s.remedy and not s.instead]
+    differing = [s for s in honoured if s.note or s.ours != s.theirs]
+    same = [s for s in honoured if s not in differing]
     lines = [f"**As in TRL**: {', '.join(f'`{s.name}`' for s in same)}.", ""]
     lines += ["| differs | default in TRL | default here | how |", "| --- | --- | --- | --- |"]
     for s in differing:
@@ -215,6 +220,13 @@ def settings_table(method: str) -> str:
             "| --- | --- | --- |",
         ]
         lines += [f"| `{s.name}` | `{s.theirs}` | {s.remedy} |" for s in refused]
+    if idle:
+        lines += [
+            "",
+            "| taken with a warning, changes nothing | default | as |",
+            "| --- | --- | --- |",
+        ]
+        lines += [f"| `{s.name}` | `{s.theirs}` | {s.instead} |" for s in idle]
     lines += ["", f"**Here alone**: {', '.join(f'`{n}`' for n in own_settings(method))}."]
     return "\n".join(lines) + "\n"
 

@@ -23,6 +23,7 @@ from fastrl.trl.metric_means import mean_of
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.policy_loss import GroupLoss, LearnedTokens, high_of, note_clips, ratios_of
 from fastrl.trl.responses import Judged, Responses, nanstd
+from fastrl.trl.rollout_correction import RolloutCorrection
 from fastrl.trl.tools import Toolbox, ToolLoop, check_chats
 
 _LOGGER = logging.getLogger(__name__)
@@ -51,7 +52,10 @@ class GRPOTrainer(OnlineTrainer):
         quantization_config: for a model that is loaded here.
         peft_config: adds an adapter; the reference is then the model without it.
         rollout_func: of the prompts and this trainer, returns ``prompt_ids``, ``completion_ids``
-            and ``logprobs``, and further columns for reward functions; in place of sampling.
+            and ``logprobs``, and further columns for reward functions; in place of sampling. Where
+            ``logprobs`` is not None the loss is weighted by
+            ``vllm_importance_sampling_correction``, see
+            :class:`fastrl.trl.rollout_correction.RolloutCorrection`.
         tools: functions that the policy may call, with type hints and docstrings in Google's
             format; ``async def`` too. See :class:`fastrl.trl.tools.ToolLoop`.
         environment_factory: makes objects whose methods are tools, or a dict of such functions by
@@ -148,10 +152,22 @@ class GRPOTrainer(OnlineTrainer):
             )
         if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
             _LOGGER.warning("loss_type='luspo' is meant for importance_sampling_level='sequence'")
+        if args.loss_type == "vespo" and args.importance_sampling_level != "token":
+            _LOGGER.warning(
+                "loss_type='vespo' has a ratio of whole responses of its own: "
+                "importance_sampling_level is of the KL's ratio alone, leave it at 'token'"
+            )
 
     def _read_tools(self, args: Any) -> None:
         if self.tools:
             self._reader = find_reader(self._tokenizer, args.chat_template_kwargs or {})
+
+    def _corrected_by(self, args: Any) -> RolloutCorrection | None:
+        return RolloutCorrection(args) if args.vllm_importance_sampling_correction else None
+
+    @property
+    def _masks_by_sampler(self) -> bool:
+        return self.args.off_policy_mask_threshold is not None
 
     @property
     def environments(self) -> list[Any] | None:
@@ -298,7 +314,10 @@ class GRPOTrainer(OnlineTrainer):
 
     def _on_policy(self, tokens: LearnedTokens, logprobs: Tensor) -> Tensor:
         """That mask of the tokens, [N]."""
-        mean = tokens.mean(-tokens.differences(logprobs.detach()).nan_to_num(nan=0.0))
+        apart = tokens.differences(logprobs.detach())
+        if tokens.sampled is not None:
+            apart = logprobs.detach() - tokens.sampled
+        mean = tokens.mean(-apart.nan_to_num(nan=0.0))
         near = mean <= self.args.off_policy_mask_threshold
         return ((tokens.advantages >= 0) | near).float()[tokens.of]
 
@@ -340,6 +359,9 @@ class GRPOTrainer(OnlineTrainer):
         if args.loss_type == "cispo":
             cut = (rho > high_of(args)) & (advantages > 0)
             metrics.add({"cispo_clip_ratio": mean_of(cut)}, of_none=0.0)
+        if args.loss_type == "vespo":
+            gammas = tokens.mean(self._loss.gammas(tokens, logprobs))[tokens.counts > 0]
+            metrics.add({"vespo/phi_seq_mean": mean_of(gammas)}, of_none=0.0)
         if not self._loss.type.clips:
             return
         if args.delta is not None:

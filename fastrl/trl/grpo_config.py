@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from fastrl.config import refused, setting
 from fastrl.trl.online_config import OnlineConfig
 from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
+from fastrl.trl.rollout_correction import MODES, check_correction
 
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-_SAMPLER = "log-probs come from the same weights as the responses: there is nothing to correct"
 
 
 @dataclass
@@ -48,18 +49,26 @@ class GRPOConfig(OnlineConfig):
         "Have the head's products in float32, that is refuse a head or mixed precision in less.",
         False,
     )
-    vespo_k_pos: float = refused(2.0, "loss_type='vespo' is not supported")
-    vespo_lambda_pos: float = refused(3.0, "loss_type='vespo' is not supported")
-    vespo_k_neg: float = refused(3.0, "loss_type='vespo' is not supported")
-    vespo_lambda_neg: float = refused(2.0, "loss_type='vespo' is not supported")
+    vespo_k_pos: float = setting("Of loss_type='vespo': power k where A is 0 or more.", 2.0)
+    vespo_lambda_pos: float = setting("Of loss_type='vespo': decay λ where A is 0 or more.", 3.0)
+    vespo_k_neg: float = setting("Of loss_type='vespo': power k where A is negative.", 3.0)
+    vespo_lambda_neg: float = setting("Of loss_type='vespo': decay λ where A is negative.", 2.0)
     max_tool_calling_iterations: int | None = setting(
         "Most turns of tools in a response; None: any number.", None
     )
-    vllm_importance_sampling_correction: bool = refused(True, _SAMPLER)
-    vllm_importance_sampling_mode: str = refused("sequence_mask", _SAMPLER)
-    vllm_importance_sampling_clip_max: float | None = refused(3.0, _SAMPLER)
-    vllm_importance_sampling_clip_min: float | None = refused(None, _SAMPLER)
-    vllm_importance_sampling_cap: float | None = refused(None, _SAMPLER)
+    vllm_importance_sampling_correction: bool = setting(
+        "Weight the policy's loss by π_old/π_sampler where a rollout_func returns the log-probs of "
+        "the engine that sampled.",
+        True,
+    )
+    vllm_importance_sampling_mode: str = setting(
+        f"Of these weights: {', '.join(MODES)}.", "sequence_mask"
+    )
+    vllm_importance_sampling_clip_max: float | None = setting("Their upper bound.", 3.0)
+    vllm_importance_sampling_clip_min: float | None = setting("Their lower bound.", None)
+    vllm_importance_sampling_cap: float | None = setting(
+        "Deprecated name of vllm_importance_sampling_clip_max.", None
+    )
     log_completions_hub_repo: str | None = refused(None, "upload the folder completions yourself")
 
     def __post_init__(self) -> None:
@@ -84,5 +93,13 @@ class GRPOConfig(OnlineConfig):
             raise ValueError(
                 f"top_entropy_quantile must lie in (0, 1], got {self.top_entropy_quantile}"
             )
+        if self.vllm_importance_sampling_cap is not None:
+            warnings.warn(
+                "vllm_importance_sampling_cap is deprecated: use vllm_importance_sampling_clip_max",
+                FutureWarning,
+                stacklevel=3,
+            )
+            self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
+        check_correction(self)
         super().__post_init__()
         GroupLoss(self)

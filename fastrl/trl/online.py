@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from fastrl.config import warn_of_idle
 from fastrl.core import set_seed
 from fastrl.data.chat import as_answer
 from fastrl.data.chat_prompts import encode_prompts
@@ -46,6 +47,7 @@ from fastrl.trl.policy_loss import LearnedTokens
 from fastrl.trl.reference import Follow, model_of, reference_of
 from fastrl.trl.responses import Judged, Responses, note_lengths, note_rewards, rolled_out
 from fastrl.trl.reward_functions import RewardFunctions
+from fastrl.trl.rollout_correction import RolloutCorrection
 from fastrl.trl.sampled import SampledResponses
 
 _LOGGER = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if not isinstance(args, self.config):
             raise TypeError(f"args must be a {self.config.__name__}, got {type(args).__name__}")
         args = settings_of(args, self.config)
+        warn_of_idle(args, stacklevel=3)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: a data set with a column prompt")
         if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
@@ -114,6 +117,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._environments = environments
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._read_tools(args)
+        self._correction = None if rollout_func is None else self._corrected_by(args)
         model = self._prepared(model, args, quantization_config, peft_config)
         if args.use_liger_kernel:
             _refuse_liger(name)
@@ -230,6 +234,15 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def _read_tools(self, args: Any) -> None:
         """Looks whether the tokenizer is one for tools, before anything changes."""
+
+    def _corrected_by(self, args: Any) -> RolloutCorrection | None:
+        """What weighs the responses of a ``rollout_func``, checked before anything changes."""
+        return None
+
+    @property
+    def _masks_by_sampler(self) -> bool:
+        """Whether the loss reads the log-probs of a ``rollout_func``."""
+        return False
 
     @abstractmethod
     def advantages_of(
@@ -418,10 +431,17 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         model, size = self.model, args.eval_batch_size
         if mode == "train":
             model, size = self.model_wrapped, args.per_device_train_batch_size
-        if self.needs_old or behind:
-            # Those of a rollout_func may be another policy's.
-            sampled = found.logprobs if self.rollout_func is None else None
-            learnable.old = self._scorer.old(model, learnable, sampled, size)
+        # Those of a rollout_func may be another policy's.
+        own, others = found.logprobs, None
+        if self.rollout_func is not None:
+            own, others = None, self._of_all_or_none(found.logprobs)
+        correction = None if others is None else self._correction
+        if self.needs_old or behind or correction is not None:
+            learnable.old = self._scorer.old(model, learnable, own, size)
+        if others is not None:
+            if correction is not None:
+                correction(learnable, others, self._metrics[mode])
+            learnable.sampled = others if self._masks_by_sampler else None
         kl = None
         if self._reference is not None:
             learnable.ref = self._scorer.reference(model, self._reference, learnable, size)
@@ -438,6 +458,19 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         first = self.processes_index * len(rows)
         learnable.advantages = advantages[first : first + len(rows)].clone()
         return learnable
+
+    def _of_all_or_none(self, logprobs: list[Tensor] | None) -> list[Tensor] | None:
+        """
+        Raises:
+            ValueError: a ``rollout_func`` gave log-probs in one process and none in another.
+        """
+        given = logprobs is not None
+        if self.processes.any(given) and self.processes.any(not given):
+            raise ValueError(
+                "rollout_func returned logprobs in one process and None in another: return them in "
+                "all, or in none"
+            )
+        return logprobs
 
     def _kl_metric(self, learnable: SampledResponses) -> Parts:
         """What is logged as "kl" once for all responses of a generation."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastrl.config import PPOConfig, check_refused, refused, setting, setting_like
+from fastrl.config import PPOConfig, check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 
-_ENGINE = "the rollout engine generates in this process: leave it out"
+_ENGINE = "fastrl's rollout engine generates in this process"
+_BATCHES = "the rollout engine batches so by itself"
 _TOKENIZER = "the tokenizer (processing_class)"
 _LENGTH = "set max_completion_length, and cut prompts in the data set"
 
@@ -78,25 +79,31 @@ class OnlineConfig(SupervisedArguments):
     pad_token: str | None = refused(None, f"set pad_token of {_TOKENIZER}")
     dataset_num_proc: int | None = refused(None, "prompts are encoded as they are used")
     micro_batch_tokens: int | None = refused(None, "lower per_device_train_batch_size")
-    use_vllm: bool = refused(False, _ENGINE)
-    vllm_mode: str = refused("colocate", _ENGINE)
-    vllm_model_impl: str = refused("vllm", _ENGINE)
-    vllm_enable_sleep_mode: bool = refused(False, "set rollout_sleep")
     vllm_structured_outputs_regex: str | None = refused(
         None, "pass prefix_allowed_tokens_fn in generation_kwargs"
     )
-    vllm_server_base_url: str | None = refused(None, _ENGINE)
-    vllm_server_host: str = refused("0.0.0.0", _ENGINE)
-    vllm_server_port: int = refused(8000, _ENGINE)
-    vllm_server_timeout: float = refused(240.0, _ENGINE)
-    vllm_group_port: int = refused(51216, _ENGINE)
-    vllm_gpu_memory_utilization: float = refused(0.3, "set rollout_kv_cache_gib")
-    vllm_max_model_length: int | None = refused(None, _LENGTH)
-    vllm_tensor_parallel_size: int = refused(1, _ENGINE)
-    use_transformers_continuous_batching: bool = refused(False, "the rollout engine batches so")
-    transformers_continuous_batching_config: dict | str | None = refused(None, "set rollout_slots")
-    use_transformers_paged: bool = refused(False, "the rollout engine batches so")
-    cache_implementation: str | None = refused(None, "the rollout engine has a cache of its own")
+    use_vllm: bool = idle(False, _ENGINE)
+    vllm_mode: str = idle("colocate", _ENGINE)
+    vllm_model_impl: str = idle("vllm", _ENGINE)
+    vllm_enable_sleep_mode: bool = idle(False, "rollout_sleep frees the engine's memory")
+    vllm_server_base_url: str | None = idle(None, _ENGINE)
+    vllm_server_host: str = idle("0.0.0.0", _ENGINE)
+    vllm_server_port: int = idle(8000, _ENGINE)
+    vllm_server_timeout: float = idle(240.0, _ENGINE)
+    vllm_group_port: int = idle(51216, _ENGINE)
+    vllm_gpu_memory_utilization: float = idle(
+        0.3, "rollout_kv_cache_gib bounds the engine's memory"
+    )
+    vllm_max_model_length: int | None = idle(
+        None, "the model's context bounds prompts with their responses"
+    )
+    vllm_tensor_parallel_size: int = idle(1, _ENGINE)
+    use_transformers_continuous_batching: bool = idle(False, _BATCHES)
+    transformers_continuous_batching_config: dict | str | None = idle(
+        None, "rollout_slots and rollout_kv_cache_gib bound the engine's batch and memory"
+    )
+    use_transformers_paged: bool = idle(False, _BATCHES)
+    cache_implementation: str | None = idle(None, "the rollout engine has a cache of its own")
     ds3_gather_for_generation: bool = refused(True, "use FSDP2 in place of DeepSpeed")
     log_multimodal: bool = refused(True, "there are no images to log")
 

@@ -16,6 +16,7 @@ from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.trl.metric_means import MetricMeans, mean_of
 from fastrl.trl.sampled import SampledResponses
+from fastrl_kernels.sequence_ratios import log_gamma_weights
 
 LEVELS = ("token", "sequence")
 
@@ -30,6 +31,8 @@ class LearnedTokens(NamedTuple):
     ref: Tensor | None  # [N], log-probs of the reference model
     longest: int  # the most tokens that a response may have
     generated: float  # tokens of a batch, in the mean over those that were generated together
+    sampler_weights: Tensor | None = None  # [N], of another sampler; None: all 1
+    sampled: Tensor | None = None  # [N], log-probs of another sampler; None: old is the sampler's
 
     @classmethod
     def of_responses(
@@ -38,14 +41,25 @@ class LearnedTokens(NamedTuple):
         """On a device, in one upload of integers and one of numbers."""
         counts = torch.tensor(part.counts)
         of = torch.arange(len(part)).repeat_interleave(counts)
-        columns = [x if x is None else part.learned(x) for x in (part.old, part.ref)]
+        given = (part.old, part.ref, part.sampler_weights, part.sampled)
+        columns = [x if x is None else part.learned(x) for x in given]
         there = [part.advantages, *(x for x in columns if x is not None)]
         numbers = to_device(torch.cat(there), device).split([len(x) for x in there])
         integers = to_device(torch.cat([counts, of]), device)
         behind = iter(numbers[1:])
-        old, ref = (None if x is None else next(behind) for x in columns)
+        old, ref, weights, sampled = (None if x is None else next(behind) for x in columns)
         first = len(part)
-        return cls(numbers[0], integers[:first], integers[first:], old, ref, longest, generated)
+        return cls(
+            numbers[0],
+            integers[:first],
+            integers[first:],
+            old,
+            ref,
+            longest,
+            generated,
+            weights,
+            sampled,
+        )
 
     def mean(self, x: Tensor) -> Tensor:
         """Means [B] over the tokens of each response; 0 of none."""
@@ -105,6 +119,7 @@ LOSS_TYPES = {
     "luspo": LossType("clip", "sequence-sum", "mean over responses of Σ_t ℓ_t"),
     "cispo": LossType("cispo", "generation-mean", "as dapo, ℓ_t = -sg[min(ρ, ε_high)]·A·log π"),
     "sapo": LossType("sapo", "sequence-mean", "as grpo, ℓ_t = -4·σ(τ(ρ - 1))/τ·A"),
+    "vespo": LossType("vespo", "generation-mean", "as dapo, ℓ_t = -sg[φ(w)]·A·log π, w = Π_t ρ_t"),
 }
 
 
@@ -120,13 +135,14 @@ class GroupLoss:
     responses of the means over their tokens; "sequence-sum": of the sums; "batch-mean": the mean
     over all tokens; "constant": the sum over B·longest; "generation-mean": the sum over
     ``generated``. KL_t = exp(r) - r - 1 of r = log π_ref - log π, times ρ_t where
-    ``args.use_bias_correction_kl`` says so (DeepSeek-V3.2).
+    ``args.use_bias_correction_kl`` says so (DeepSeek-V3.2). Weights of another sampler are factors
+    of u, those of "vespo" of its ratio w in their place.
 
     Args:
         args: a :class:`fastrl.trl.grpo_config.GRPOConfig`.
 
     Raises:
-        ValueError: a ``delta`` or temperatures out of range.
+        ValueError: a ``delta``, temperatures, powers or decays out of range.
     """
 
     def __init__(self, args: Any):
@@ -138,9 +154,11 @@ class GroupLoss:
         self.cliprange = (float("inf"), high - 1) if kind == "cispo" else (args.epsilon, high)
         self.objective = fastrl_kernels.PolicyLoss(
             kind,
-            self.level,
+            "token" if kind == "vespo" else self.level,  # whose ratio is the response's anyway
             args.delta if kind == "clip" else None,
             (args.sapo_temperature_pos, args.sapo_temperature_neg),
+            (args.vespo_k_pos, args.vespo_k_neg),
+            (args.vespo_lambda_pos, args.vespo_lambda_neg),
         )
         self.objective.check(None)
         # The fused loss's gradients are rounded before GradScaler's factor reaches them.
@@ -165,12 +183,16 @@ class GroupLoss:
         """
         on_policy, kl = tokens.old is None, None
         weights, denominator, count = *self._aggregate(tokens), len(tokens.of)
-        masks = self.threshold is not None and not (on_policy and self.threshold >= 0)
+        no_kl = on_policy and tokens.sampled is None
+        masks = self.threshold is not None and not (no_kl and self.threshold >= 0)
         top = self.top_entropy < 1
         bonus = entropy_coef != 0 and (top or weights is not None)
         if not self.fuses or not count or masks or bonus or (top and processes > 1):
             return None
-        level = "token" if on_policy else self.level  # a sequence's ratio is 1, too
+        objective = self.objective
+        if on_policy:  # a sequence's ratio is 1, too
+            objective = objective._replace(ratio_level="token")
+        old, of_sampler = self._beside_sampler(tokens)
         if self.beta:
             assert tokens.ref is not None
             kind = "k3"
@@ -180,14 +202,15 @@ class GroupLoss:
                 kind = "k3+"  # the derivative of ρ·KL at ρ = 1 is log π - log π_ref
             kl = fastrl_kernels.KLTerm(tokens.ref, self.beta, kind)
         return PolicyObjective(
-            tokens.old,
+            old,
             tokens.advantages[tokens.of],
             self.cliprange,
             kl,
             weights,
             denominator,
-            self.objective._replace(ratio_level=level),
-            None if level == "token" else tokens.counts,
+            objective,
+            tokens.counts if objective.reads_sequences else None,
+            of_sampler,
             entropy_coef=entropy_coef * denominator / count,
             top_entropy=self.top_entropy,
         )
@@ -203,9 +226,12 @@ class GroupLoss:
         """
         logprobs = scores.logprobs
         of_tokens, denominator = self._aggregate(tokens)
+        old, of_sampler = self._beside_sampler(tokens)
+        if of_sampler is not None:
+            weights = of_sampler if weights is None else weights * of_sampler
         loss, _ = fastrl_kernels.ppo_loss(
             logprobs,
-            logprobs.detach() if tokens.old is None else tokens.old,
+            logprobs.detach() if old is None else old,
             tokens.advantages[tokens.of],
             torch.ones_like(tokens.of, dtype=torch.bool),
             cliprange=self.cliprange,
@@ -213,7 +239,7 @@ class GroupLoss:
             token_weights=of_tokens,
             denominator=denominator,
             objective=self.objective,
-            lengths=None if self.level == "token" else tokens.counts,
+            lengths=tokens.counts if self.objective.reads_sequences else None,
         )
         if self.beta:
             kl = self.kl(tokens, logprobs)
@@ -227,6 +253,24 @@ class GroupLoss:
         r = tokens.ref - logprobs
         kl = torch.expm1(r) - r
         return kl * ratios_of(tokens, logprobs, self.level).tokens if self.corrects_kl else kl
+
+    def gammas(self, tokens: LearnedTokens, logprobs: Tensor) -> Tensor:
+        """φ(w) of "vespo" at each token of a response, [N]."""
+        old, _ = self._beside_sampler(tokens)
+        log_ratio = logprobs - (logprobs if old is None else old)
+        every = torch.ones_like(tokens.of, dtype=torch.bool)
+        advantages = tokens.advantages[tokens.of]
+        found = log_gamma_weights(log_ratio, advantages, every, tokens.counts, self.objective)
+        return found.exp()
+
+    def _beside_sampler(self, tokens: LearnedTokens) -> tuple[Tensor | None, Tensor | None]:
+        """Log-probs [N] that ratios are taken to, and weights [N] of the policy's loss."""
+        weights = tokens.sampler_weights
+        if weights is None or self.type.kind != "vespo":
+            return tokens.old, weights
+        # The response's ratio is taken to the sampler: w·Π_t u_t, u at least 1e-8 as in TRL.
+        assert tokens.old is not None
+        return tokens.old - weights.clamp(min=1e-8).log(), None
 
     def _aggregate(self, tokens: LearnedTokens) -> tuple[Tensor | None, float]:
         """v [N], None where all are 1; and D."""

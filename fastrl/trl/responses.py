@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,9 @@ def rolled_out(
         written = [x.bool() for x in _tensors(masks, torch.long)]
         _check_lengths("env_mask", written, lengths)
     if logprobs is not None:
-        logprobs = _tensors(logprobs, torch.float32)
+        # vLLM gives None for a log-prob that is not finite.
+        known = [_with_nan(row) for row in logprobs]
+        logprobs = _tensors(known, torch.float32)
         _check_lengths("logprobs", logprobs, lengths)
     return Responses(
         _tensors(prompt_ids, torch.long), responses, said(responses), written, logprobs, output
@@ -71,6 +74,12 @@ def rolled_out(
 
 def _tensors(rows: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
     return [torch.as_tensor(row, dtype=dtype).cpu() for row in rows]
+
+
+def _with_nan(row: Any) -> Any:
+    if isinstance(row, list) and None in row:
+        return [math.nan if x is None else x for x in row]
+    return row
 
 
 def _check_lengths(name: str, found: Sequence[Tensor], lengths: Sequence[int]) -> None:

@@ -24,6 +24,8 @@ class SampledResponses:
     generated: float  # learned tokens of all that were generated together, by all processes
     old: list[Tensor] | None = None  # log-probs of the policy that sampled them
     ref: list[Tensor] | None = None  # of the reference model
+    sampler_weights: list[Tensor] | None = None  # of tokens that another engine sampled
+    sampled: list[Tensor] | None = None  # log-probs of that engine, NaN where it gave none
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -45,6 +47,8 @@ class SampledResponses:
             self.generated,
             some(self.old),
             some(self.ref),
+            some(self.sampler_weights),
+            some(self.sampled),
         )
 
     def learned(self, column: Sequence[Tensor]) -> Tensor:

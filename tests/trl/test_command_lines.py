@@ -37,8 +37,8 @@ def test_lists_and_json_are_read(tmp_path: Path) -> None:
 
 
 def test_a_flag_that_is_not_honoured_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="use_vllm=True is not supported by GRPOConfig: the roll"):
-        parsed(HfArgumentParser(fastrl.GRPOConfig), tmp_path, "--use_vllm")
+    with pytest.raises(ValueError, match="eos_token='x' is not supported by GRPOConfig: set eos"):
+        parsed(HfArgumentParser(fastrl.GRPOConfig), tmp_path, "--eos_token", "x")
 
 
 def test_trls_parser_reads_them_too(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def loss_of(
         each = -ratio * a[i]
         if name == "cispo":
             each = -min(1.0, 0.2) * a[i] * new
+        if name == "vespo":
+            each = -a[i] * new  # φ(1) = 1
         if name == "sapo":
             tau = 1.0 if a[i] > 0 else 1.05
             each = -4 * torch.sigmoid(tau * (ratio - 1)) / tau * a[i]
@@ -121,7 +123,7 @@ def loss_of(
         return torch.stack([x.sum() for x in losses]).mean()
     if name == "dr_grpo":
         return torch.cat(losses).sum() / (len(of) * SETTINGS["max_completion_length"])
-    return torch.cat(losses).sum() / tokens  # bnpo; dapo and cispo with one batch in a step
+    return torch.cat(losses).sum() / tokens  # bnpo; dapo, cispo and vespo with one batch in a step
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,7 @@ def loss_of(
         ("dapo", {"beta": 0.1}),
         ("cispo", {}),
         ("sapo", {}),
+        ("vespo", {}),
         ("luspo", {"importance_sampling_level": "sequence"}),
         ("grpo", {"importance_sampling_level": "sequence"}),
         ("rloo", {"beta": 0.1}),
@@ -253,7 +256,7 @@ def test_groups_are_repeated_in_order() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"use_vllm": True}, "use_vllm"),
+        ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         ({"max_length": 3}, "max_length"),
         ({"num_generations": 3}, "num_generations"),
         ({"num_generations": 1}, "num_generations"),

@@ -19,6 +19,9 @@ from fastrl.models.scoring import TokenScores
 from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss, LearnedTokens
 
 COUNTS = [3, 0, 2, 6]
+# How the policy is to the responses: one that has moved since it sampled them, the one that sampled
+# them, or one whose responses another engine sampled.
+POLICIES = ("moved", "same", "corrected")
 LONGEST, GENERATED, VOCABULARY, WIDTH = 8, 9.0, 13, 6
 CASES: dict[str, dict[str, Any]] = {
     **{
@@ -27,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
         for level in LEVELS
     },
     "delta": {"loss_type": "grpo", "delta": 1.1},
+    "KL, vespo": {"loss_type": "vespo", "beta": 0.3},
+    "top entropy, vespo": {"loss_type": "vespo", "top_entropy_quantile": 0.55},
     "KL": {"beta": 0.3, "use_bias_correction_kl": False},
     "KL, grpo": {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False},
     "KL times ratio": {"beta": 0.3},
@@ -40,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 class Batch:
     """Hidden states and a head, on log-probs of which the losses are."""
 
-    def __init__(self, on_policy: bool):
+    def __init__(self, policy: str):
         torch.manual_seed(3)
         self.counts, n = torch.tensor(COUNTS), sum(COUNTS)
         self.hidden = torch.randn(n, WIDTH)
@@ -49,8 +54,12 @@ class Batch:
         self.advantages = torch.tensor([0.7, -1.0, -0.4, 0.9])
         self.of = torch.arange(len(COUNTS)).repeat_interleave(self.counts)
         own = self.exact()[0].detach().float()
-        self.old = None if on_policy else own + 0.3 * torch.randn(n)
+        self.old = None if policy == "same" else own + 0.3 * torch.randn(n)
         self.ref = own + 0.3 * torch.randn(n)
+        self.weights = None
+        if policy == "corrected":
+            self.weights = (0.3 * torch.randn(n)).exp()
+            self.weights[1] = 0.0  # beyond a bound
 
     def exact(self, *leaves: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies in float64."""
@@ -60,9 +69,8 @@ class Batch:
 
     @property
     def tokens(self) -> LearnedTokens:
-        return LearnedTokens(
-            self.advantages, self.counts, self.of, self.old, self.ref, LONGEST, GENERATED
-        )
+        given = (self.advantages, self.counts, self.of, self.old, self.ref, LONGEST, GENERATED)
+        return LearnedTokens(*given, self.weights)
 
     def leaves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         hidden, weight = self.hidden.to(dtype), self.weight.to(dtype)
@@ -70,7 +78,8 @@ class Batch:
 
 
 def settings(folder: Path, **own: Any) -> GRPOConfig:
-    given = {"epsilon": 0.15, "epsilon_high": 0.25, "sapo_temperature_neg": 1.5, **own}
+    given = {"epsilon": 0.15, "epsilon_high": 0.25, "sapo_temperature_neg": 1.5, "vespo_k_neg": 2.5}
+    given |= own
     return GRPOConfig(str(folder), use_cpu=True, report_to=None, **given)
 
 
@@ -81,14 +90,21 @@ def formula(batch: Batch, args: GRPOConfig, leaves: tuple[Tensor, Tensor]) -> Te
     low, high, name = args.epsilon, args.epsilon_high, args.loss_type
     least = torch.quantile(entropies, 1 - args.top_entropy_quantile)
     chosen = (entropies >= least).double()
+    weights = logprobs.new_ones(len(logprobs))
+    if batch.weights is not None:
+        weights = batch.weights.double()
     losses = []
     for i, a in enumerate(batch.advantages.double()):
         at = batch.of == i
-        new, ratio = logprobs[at], (logprobs[at] - old[at]).exp()
+        new, ratio, u = logprobs[at], (logprobs[at] - old[at]).exp(), weights[at]
         if args.importance_sampling_level == "sequence" and at.any():
             ratio = (logprobs[at] - old[at]).mean().exp().expand_as(new)
         if name == "cispo":
             each = -ratio.detach().clamp(max=high) * a * new
+        elif name == "vespo":
+            k, decay = (2.0, 3.0) if a >= 0 else (args.vespo_k_neg, 2.0)
+            w = ((new - old[at]).exp() * u.clamp(min=1e-8)).prod().clamp(min=1e-8)
+            each, u = -(w**k * (decay * (1 - w)).exp()).detach() * a * new, torch.ones_like(u)
         elif name == "sapo":
             tau = 1.0 if a > 0 else args.sapo_temperature_neg
             each = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * a
@@ -97,7 +113,7 @@ def formula(batch: Batch, args: GRPOConfig, leaves: tuple[Tensor, Tensor]) -> Te
             each = -torch.minimum(first * a, ratio.clamp(1 - low, 1 + high) * a)
         r = batch.ref[at].double() - new
         kl = (r.exp() - r - 1) * (ratio if args.use_bias_correction_kl else 1)
-        losses.append(each * chosen[at] + args.beta * kl)
+        losses.append(each * u * chosen[at] + args.beta * kl)
     every, size = torch.cat(losses), len(COUNTS)
     loss = {
         "grpo": sum(x.sum() / max(len(x), 1) for x in losses) / size,
@@ -106,7 +122,7 @@ def formula(batch: Batch, args: GRPOConfig, leaves: tuple[Tensor, Tensor]) -> Te
         "dapo": every.sum() / GENERATED,
         "luspo": every.sum() / size,
     }
-    loss |= {"sapo": loss["grpo"], "cispo": loss["dapo"]}
+    loss |= {"sapo": loss["grpo"], "cispo": loss["dapo"], "vespo": loss["dapo"]}
     return loss[name] - args.entropy_coef * entropies.mean()
 
 
@@ -140,10 +156,10 @@ def assert_as_exact(found: Tensor, leaves: Any, exact: Tensor, exact_leaves: Any
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
-def test_losses_follow_their_formulas(name: str, on_policy: bool, tmp_path: Path) -> None:
-    args, batch = settings(tmp_path, **CASES[name]), Batch(on_policy)
+def test_losses_follow_their_formulas(name: str, policy: str, tmp_path: Path) -> None:
+    args, batch = settings(tmp_path, **CASES[name]), Batch(policy)
     exact_leaves = batch.leaves(torch.float64)
     exact, loss = formula(batch, args, exact_leaves), GroupLoss(args)
     for way in (
@@ -157,15 +173,15 @@ def test_losses_follow_their_formulas(name: str, on_policy: bool, tmp_path: Path
             exact = formula(batch, args, exact_leaves)
 
 
-@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
-def test_most_losses_come_out_of_the_head(name: str, on_policy: bool, tmp_path: Path) -> None:
+def test_most_losses_come_out_of_the_head(name: str, policy: str, tmp_path: Path) -> None:
     args = settings(tmp_path, **CASES[name])
-    found = GroupLoss(args).in_one_pass(Batch(on_policy).tokens, args.entropy_coef, 1)
+    found = GroupLoss(args).in_one_pass(Batch(policy).tokens, args.entropy_coef, 1)
     needs_more = {
         "entropy, grpo",
         "KL times sequence ratio",
-        *(() if on_policy else ("KL times ratio", "top entropy")),
+        *(() if policy == "same" else ("KL times ratio", "KL, vespo", "top entropy")),
     }
     assert (found is None) == (name in needs_more)
 
@@ -184,17 +200,17 @@ def test_what_is_known_behind_all_logprobs_is_left_to_them(
 ) -> None:
     args = settings(tmp_path, **{k: x for k, x in own.items() if k != "fp16"})
     args.fp16 = own.get("fp16", False)
-    found = GroupLoss(args).in_one_pass(Batch(False).tokens, args.entropy_coef, processes)
+    found = GroupLoss(args).in_one_pass(Batch("moved").tokens, args.entropy_coef, processes)
     assert found is None
 
 
-@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_trls(name: str, on_policy: bool, tmp_path: Path) -> None:
+def test_losses_are_trls(name: str, policy: str, tmp_path: Path) -> None:
     grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
     if not hasattr(grpo_trainer.GRPOTrainer, "get_gamma_weights"):
         pytest.skip("another version of TRL")
-    args, batch = settings(tmp_path, **CASES[name]), Batch(on_policy)
+    args, batch = settings(tmp_path, **CASES[name]), Batch(policy)
     leaves = batch.leaves(torch.float64)
     theirs = _trl_loss(grpo_trainer.GRPOTrainer, batch, args, leaves)
     mine = formula(batch, args, leaves)
@@ -224,7 +240,9 @@ def _trl_loss(trainer: Any, batch: Batch, args: GRPOConfig, leaves: Any) -> Tens
         accelerator=accelerator,
         model=SimpleNamespace(training=True),
         aux_loss_enabled=False,
-        use_vllm=False,
+        use_vllm=batch.weights is not None,
+        vllm_importance_sampling_correction=True,
+        get_gamma_weights=trainer.get_gamma_weights,
         current_gradient_accumulation_steps=1,
         max_completion_length=LONGEST,
         epsilon_low=args.epsilon,
@@ -253,6 +271,9 @@ def _trl_loss(trainer: Any, batch: Batch, args: GRPOConfig, leaves: Any) -> Tens
     }
     if batch.old is not None:
         inputs["old_per_token_logps"] = padded(batch.old.double())
+    if batch.weights is not None:
+        each = list(batch.weights.double().split(COUNTS))
+        inputs["importance_sampling_ratio"] = pad_sequence(each, True, padding_value=1.0)
     return trainer._compute_loss(host, None, inputs)
 
 

@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 import fastrl
-from fastrl.config import refusals
+from fastrl.config import idle_settings, refusals
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import pairs, texts
@@ -27,6 +27,7 @@ REFUSED = [
     for method in METHODS
     for name, (default, remedy) in refusals(getattr(fastrl, f"{method}Config")).items()
 ]
+IDLE = [(m, n) for m in ("GRPO", "RLOO") for n in idle_settings(getattr(fastrl, f"{m}Config"))]
 # As TRL's documentation writes them, and what they are then.
 LINES: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT": (
@@ -126,6 +127,8 @@ def test_every_setting_has_a_text_for_its_flag(method: str) -> None:
     for name, (_, remedy) in refusals(config_of(method)).items():
         assert f"Not supported: {remedy}." in help_of[name]
         assert "Not supported" in shown
+    for name, (_, instead) in idle_settings(config_of(method)).items():
+        assert help_of[name] == f"Changes nothing: {instead}."
 
 
 def another(default: Any) -> Any:
@@ -174,6 +177,24 @@ def test_it_is_refused_where_a_script_sets_it_after_parsing(method: str, name: s
         make(method, args)
 
 
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+def test_settings_of_other_engines_change_nothing_and_are_named_in_one_warning(
+    method: str,
+) -> None:
+    own = dict.fromkeys([name for m, name in IDLE if m == method])
+    values = {name: another(getattr(parsed(method), name)) for name in own}
+    args = parsed(method, "--use_vllm", "--vllm_mode", "server")
+    for name, value in values.items():
+        setattr(args, name, value)
+    with pytest.warns(UserWarning, match="settings that change nothing") as found:
+        make(method, args)
+    (text,) = [str(x.message) for x in found]
+    assert [name for name, value in values.items() if f"{name}={value!r}" not in text] == []
+    assert "rollout_kv_cache_gib" in text
+    assert text.count("generates in this process") == 1
+    make(method, parsed(method))  # without a warning
+
+
 @pytest.mark.parametrize(
     ("method", "name"),
     [
@@ -201,7 +222,7 @@ def test_the_page_says_why_a_default_differs_and_of_nothing_that_is_not_there() 
         every = {s.name: s for s in module.settings(method)}
         assert [s.name for s in every.values() if s.ours != s.theirs and not s.note] == []
         assert set(module.DIFFERENT[method]) <= set(every)
-        assert [s.name for s in every.values() if s.note and s.remedy] == []
+        assert [s.name for s in every.values() if s.note and (s.remedy or s.instead)] == []
         assert set(module.ARGUMENTS[method]) <= set(module.trl_names()["arguments"][method])
         taken = inspect.signature(getattr(fastrl, f"{method}Trainer").__init__).parameters
         refused = {n for n, note in module.ARGUMENTS[method].items() if note.startswith("refused")}

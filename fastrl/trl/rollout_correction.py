@@ -1,0 +1,114 @@
+"""Importance weights of responses that a ``rollout_func`` had from another engine."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.config import SAMPLER_CORRECTIONS
+from fastrl.ppo.sampler_correction import SamplerStats, sampler_weights
+from fastrl.trl.metric_means import MetricMeans
+from fastrl.trl.sampled import SampledResponses
+
+# TRL's names.
+MODES = tuple(kind.replace("-", "_") for kind in SAMPLER_CORRECTIONS if kind != "off")
+_NAME = "vllm_importance_sampling_"
+
+
+def check_correction(args: Any) -> None:
+    """
+    Raises:
+        ValueError: an unknown mode; bounds that are none, or that leave nothing between them.
+    """
+    mode = args.vllm_importance_sampling_mode
+    if mode not in MODES:
+        raise ValueError(f"unknown {_NAME}mode {mode!r}: choose one of {', '.join(MODES)}")
+    least, most = (getattr(args, f"{_NAME}clip_{end}") for end in ("min", "max"))
+    if most is not None and not most > 0:
+        raise ValueError(f"{_NAME}clip_max must be positive, got {most}: no response would count")
+    if least is not None and most is not None and not least < most:
+        raise ValueError(f"{_NAME}clip_min ({least}) must be less than {_NAME}clip_max ({most})")
+    corrects = args.vllm_importance_sampling_correction
+    if corrects and mode.endswith("truncate") and least is None and most is None:
+        raise ValueError(f"{_NAME}mode={mode!r} without a bound: set {_NAME}clip_max (3 is usual)")
+
+
+class RolloutCorrection:
+    """Weights w = π_old/π_sampler of the policy's loss, see
+    :func:`fastrl.ppo.sampler_correction.sampler_weights`.
+
+    Args:
+        args: a :class:`fastrl.trl.grpo_config.GRPOConfig`.
+
+    Raises:
+        ValueError: as :func:`check_correction`, as scripts set attributes of parsed arguments;
+            weights of whole responses with ``loss_type="vespo"``.
+    """
+
+    def __init__(self, args: Any):
+        check_correction(args)
+        mode = args.vllm_importance_sampling_mode
+        if args.loss_type == "vespo" and mode.startswith("sequence"):
+            raise ValueError(
+                f"{_NAME}mode={mode!r} with loss_type='vespo', whose ratio of whole responses "
+                "takes the weights of its tokens: choose token_truncate or token_mask, or set "
+                f"{_NAME}correction=False"
+            )
+        self.kind = mode.replace("_", "-")
+        self.least = args.vllm_importance_sampling_clip_min
+        self.most = args.vllm_importance_sampling_clip_max
+        self._has_warned = False
+
+    def __call__(
+        self, responses: SampledResponses, sampled: list[Tensor], metrics: MetricMeans
+    ) -> None:
+        """Gives responses their weights, and logs them by TRL's names.
+
+        Args:
+            responses: with the log-probs of the policy before its update.
+            sampled: of the engine, of all tokens of each response; NaN: not known.
+        """
+        assert responses.old is not None
+        counts = torch.tensor(responses.counts)
+        old, given = responses.learned(responses.old), responses.learned(sampled)
+        if len(given) and not given.any() and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "rollout_func returned logprobs that are all 0, and the loss is weighted by "
+                "π_old/π_sampler of them: return None where the sampler gives none, or set "
+                f"{_NAME}correction=False",
+                stacklevel=2,
+            )
+        every = torch.ones_like(old, dtype=torch.bool)
+        weights, found = sampler_weights(
+            old, given, every, self.kind, self.least, self.most, counts
+        )
+        each = zip(responses.masks, weights.split(responses.counts), strict=True)
+        responses.sampler_weights = [
+            torch.ones(len(mask)).masked_scatter(mask, own) for mask, own in each
+        ]
+        units = (counts > 0).sum() if self.kind.startswith("sequence") else counts.sum()
+        _note(metrics, found, units, (~given.isnan()).sum())
+
+
+def _note(metrics: MetricMeans, found: SamplerStats, units: Tensor, known: Tensor) -> None:
+    """
+    Args:
+        units: how many tokens or responses have weights.
+        known: tokens with a log-prob of the sampler.
+    """
+    difference, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+    means = {
+        f"{difference}/mean": (found.difference_mean.nan_to_num() * known, known),
+        f"{ratio}/mean": (found.weight_mean.nan_to_num() * units, units),
+    }
+    metrics.add(means, of_none=0.0)
+    for name, value, most in (
+        (f"{difference}/max", found.difference_max, True),
+        (f"{ratio}/min", found.weight_min, False),
+        (f"{ratio}/max", found.weight_max, True),
+    ):
+        metrics.add_extreme(name, value[None], most)
