@@ -184,7 +184,8 @@ class Phantoms(TorchDispatchMode):
 
     def _written(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What an operation returns that writes to its arguments. Numbers that would be written
-        over are zeros then."""
+        over are ones then, whose logarithm and inverse are finite: small tensors beside phantoms
+        are computed with."""
         schema, by_alias = func._schema, dict[str, Any]()
         for i, argument in enumerate(schema.arguments):
             info = argument.alias_info
@@ -193,7 +194,7 @@ class Phantoms(TorchDispatchMode):
             target = args[i] if i < len(args) else kwargs.get(argument.name)
             by_alias.update(dict.fromkeys(info.before_set, target))
             if (argument.is_out or func in _OVERWRITING) and self._holds_numbers(target):
-                target.zero_()
+                target.fill_(1.0)
         found = []
         for result in schema.returns:
             names = result.alias_info.before_set if result.alias_info else ()
