@@ -24,8 +24,10 @@ from fastrl.plan.memory import MemoryLog
 
 aten = torch.ops.aten
 
-# Elements from which a new floating-point tensor is a phantom, and one of another type.
-_SMALLEST = 4096
+# Elements from which a new floating-point tensor is a phantom, and one of another type. So few that
+# not even a tiny model's logits are numbers where the sums over them, from a longer workspace, are
+# a phantom's zeros, whose logarithm is infinite.
+_SMALLEST = 512
 _SMALLEST_OF_INTEGERS = 1 << 24
 # Linux then lets addresses be had for more than all memory; older Pythons do not name it.
 _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -184,8 +186,7 @@ class Phantoms(TorchDispatchMode):
 
     def _written(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What an operation returns that writes to its arguments. Numbers that would be written
-        over are ones then, whose logarithm and inverse are finite: small tensors beside phantoms
-        are computed with."""
+        over are zeros then."""
         schema, by_alias = func._schema, dict[str, Any]()
         for i, argument in enumerate(schema.arguments):
             info = argument.alias_info
@@ -194,7 +195,7 @@ class Phantoms(TorchDispatchMode):
             target = args[i] if i < len(args) else kwargs.get(argument.name)
             by_alias.update(dict.fromkeys(info.before_set, target))
             if (argument.is_out or func in _OVERWRITING) and self._holds_numbers(target):
-                target.fill_(1.0)
+                target.zero_()
         found = []
         for result in schema.returns:
             names = result.alias_info.before_set if result.alias_info else ()

@@ -274,10 +274,10 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path, capsys):
     assert "config.json" in refused(capsys, tmp_path)
 
 
-def _model():
+def _model(**changes):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | changes))
 
 
 @pytest.mark.parametrize("settings", [{}, {"sampler_correction": "token-mask"}], ids=str)
@@ -299,10 +299,8 @@ def test_a_trainer_plans_itself_and_stays_as_it_is(settings):
 
 @pytest.mark.parametrize("tokens", [8, 16, 24])
 def test_a_model_is_planned_for_that_is_smaller_than_its_activations(tokens):
-    small = LlamaConfig(**{**SIZES, "vocab_size": 97, "hidden_size": 16, "intermediate_size": 32})
-    policy = AutoModelForCausalLMWithValueHead.from_pretrained(
-        AutoModelForCausalLM.from_config(small)
-    )
+    small = _model(vocab_size=97, hidden_size=16, intermediate_size=32)
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(small)
     config = PPOConfig(batch_size=4, mini_batch_size=2, accelerator_kwargs={"cpu": True})
     trainer = PPOTrainer(config, policy, tokenizer=blank_tokenizer())
     # The weights are real tensors, and the logits of 16 tokens and more have no memory.

@@ -131,11 +131,11 @@ def test_pairs_of_two_kinds_are_refused(row: dict, named: str, tmp_path: Path) -
 def test_an_unpaired_completion_is_named_by_its_pairs_row(tmp_path: Path) -> None:
     rows = [*rows_of("DPO", SOUND[:1]) * 2, *rows_of("DPO", SOUND[:1])]
     rows[2] = {**rows[2], "rejected": [SOUND[0], {"role": "asistant", "content": "w7"}]}
-    with pytest.raises(ValueError, match="rejected of row 2, message 1 .*'assistant'"):
+    with pytest.raises(ValueError, match=r"rejected of row 2, message 1 .*'assistant'"):
         make("KTO", tmp_path, rows)
     prompts = [{"prompt": SOUND[:1], "chosen": SOUND[1:], "rejected": SOUND[1:]}] * 2
     prompts[1] = {**prompts[1], "rejected": [{"role": "asistant", "content": "w7"}]}
-    with pytest.raises(ValueError, match="completion of row 1, message 0 .*'assistant'"):
+    with pytest.raises(ValueError, match=r"completion of row 1, message 0 .*'assistant'"):
         make("KTO", tmp_path, prompts)
     rows = make("KTO", tmp_path, rows_of("DPO", SOUND[:1])).train_dataset
     assert not any(name.startswith("__") for name in rows.column_names)
@@ -205,5 +205,5 @@ def test_a_generation_that_no_function_judges_is_reported_by_its_functions(
 
 def test_chats_need_a_template(tmp_path: Path) -> None:
     for kind in ("SFT", "DPO"):
-        with pytest.raises(ValueError, match="has no chat template: set tokenizer.chat_template"):
+        with pytest.raises(ValueError, match=r"has no chat template: set tokenizer\.chat_template"):
             make(kind, tmp_path, rows_of(kind, SOUND[:1]), tokenizer=tiny.tokenizer())
