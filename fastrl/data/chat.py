@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -12,12 +13,8 @@ TextOrMessages = str | list[dict[str, Any]]
 PromptAndAnswers = tuple[TextOrMessages, tuple[TextOrMessages, ...]]
 
 _TURN = "\n\nAssistant:"
-
-
-def is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(
-        isinstance(message.get(name), str) for name in ("role", "content")
-    )
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_MISSPELT = 0.8  # difflib's ratio from which an unknown role is taken for a known one
 
 
 def is_chat(said: Any) -> bool:
@@ -25,9 +22,51 @@ def is_chat(said: Any) -> bool:
     return isinstance(said, list | tuple) and any(isinstance(each, Mapping) for each in said)
 
 
-def has_role(message: Any) -> bool:
-    """Whether something is a message, whatever its content: a tool call has no text."""
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+def check_messages(messages: Sequence[Any], where: str, *, texts: bool = False) -> None:
+    """Checks that messages have a role and a content. Roles that no other is close to are left to
+    the chat template.
+
+    Args:
+        where: the messages are from, for errors.
+        texts: contents must be texts; else they may be content blocks, or missing beside
+            ``tool_calls``.
+
+    Raises:
+        ValueError: something that is no message, a role that is missing, blank or misspelt, a
+            content that is missing or of another type; names the message.
+    """
+    for i, message in enumerate(messages):
+        at = f"{where}, message {i}"
+        if not isinstance(message, Mapping):
+            raise ValueError(
+                f"{at} is {message!r:.80}: chat messages are dicts with a role and a content"
+            )
+        _check_role(message, at)
+        content = message.get("content")
+        if texts and not isinstance(content, str):
+            raise ValueError(f"{at} has the content {content!r:.80}: it must be a text")
+        if content is None and not message.get("tool_calls"):
+            raise ValueError(
+                f"{at} ({message['role']}) has no content: give it a text, or tool_calls"
+            )
+        if not isinstance(content, str | list | Mapping | None):
+            raise ValueError(
+                f"{at} has the content {content!r:.80}: it must be a text, or content blocks"
+            )
+
+
+def _check_role(message: Mapping[str, Any], at: str) -> None:
+    role = message.get("role")
+    if role in ROLES:
+        return
+    if not isinstance(role, str) or not role.strip():
+        found = f"the role {role!r:.80}" if "role" in message else "no role"
+        raise ValueError(f"{at} has {found}: a role is a text, one of {', '.join(ROLES)}")
+    # Of words alone: templates may tell "user_1" from "user_2".
+    word = role.strip().lower()
+    close = get_close_matches(word, ROLES, 1, _MISSPELT) if word.isalpha() else []
+    if close:
+        raise ValueError(f"{at} has the role {role!r}: did you mean {close[0]!r}?")
 
 
 def is_blank(said: TextOrMessages) -> bool:
@@ -78,14 +117,52 @@ def render(
     Raises:
         ValueError: a tokenizer without a chat template.
     """
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"the tokenizer ({type(tokenizer).__name__} {tokenizer.name_or_path!r}) has no chat "
-            "template, and the data hold chat messages: set tokenizer.chat_template, or bring texts"
-        )
+    _check_template(tokenizer, "the data hold chat messages")
     return tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=not answered, **template
     )
+
+
+def chat_ids(
+    messages: Sequence[Any],
+    tokenizer: Any,
+    *,
+    answered: bool = True,
+    template: Mapping[str, Any] = MappingProxyType({}),
+) -> list[int]:
+    """The token ids of what :func:`render` writes; arguments and errors are its."""
+    return chat_ids_and_marks(messages, tokenizer, False, answered=answered, template=template)[0]
+
+
+def chat_ids_and_marks(
+    messages: Sequence[Any],
+    tokenizer: Any,
+    marks: bool = True,
+    *,
+    answered: bool = True,
+    template: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[list[int], list[bool]]:
+    """The token ids of a chat, and which of them the chat template marks as the assistant's; none
+    of them without ``marks``. Further arguments and errors are those of :func:`render`."""
+    _check_template(tokenizer, "the data hold chat messages")
+    made = tokenizer.apply_chat_template(
+        messages,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=marks,
+        add_generation_prompt=not answered,
+        **template,
+    )
+    ids = list(made["input_ids"])
+    return ids, [bool(x) for x in made["assistant_masks"]] if marks else [False] * len(ids)
+
+
+def _check_template(tokenizer: Any, held: str) -> None:
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{held}, and the tokenizer ({type(tokenizer).__name__} {tokenizer.name_or_path!r}) "
+            "has no chat template: set tokenizer.chat_template, or bring texts"
+        )
 
 
 def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
@@ -166,12 +243,7 @@ def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
     """
     if isinstance(prompt, str):
         return prompt
-    for message in prompt:
-        if not is_message(message):
-            raise ValueError(
-                f"{name} holds {message!r:.80}: chat messages are dicts with a role and a content "
-                "of text"
-            )
+    check_messages(prompt, name, texts=True)
     if is_blank(prompt):
         raise ValueError(f"{name} is empty: nothing is said in its messages")
     if prompt[-1]["role"] == "assistant":
@@ -179,12 +251,7 @@ def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
             f"{name} ends with an assistant's message, which the policy is to write: leave it out "
             "of the prompt"
         )
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{name} holds chat messages, and the tokenizer ({type(tokenizer).__name__} "
-            f"{tokenizer.name_or_path!r}) has no chat template: set tokenizer.chat_template, or "
-            "bring texts"
-        )
+    _check_template(tokenizer, f"{name} holds chat messages")
     from jinja2 import TemplateError
 
     try:

@@ -8,7 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import has_role, is_chat, render
+from fastrl.data.chat import chat_ids, check_messages, is_chat, render
+
+
+def check_prompt(prompt: Any, where: str) -> None:
+    """
+    Raises:
+        ValueError: neither a text nor chat messages, or messages that
+            :func:`fastrl.data.chat.check_messages` refuses; names where the prompt is from.
+    """
+    if isinstance(prompt, str):
+        return
+    if not is_chat(prompt):
+        raise ValueError(
+            f"{where} is {prompt!r:.80}: the column prompt holds texts, or lists of messages"
+        )
+    check_messages(prompt, where)
 
 
 def encode_prompts(
@@ -17,36 +32,17 @@ def encode_prompts(
     """Token ids of texts, or of chats by the tokenizer's template up to where the answer begins.
 
     Raises:
-        ValueError: a prompt that is neither; messages without a role; a tokenizer without a chat
-            template.
+        ValueError: a prompt that :func:`check_prompt` refuses, or without a token; chats and a
+            tokenizer without a chat template.
     """
+    for i, prompt in enumerate(prompts):
+        check_prompt(prompt, f"prompt {i}")
     encoded: list[Tensor] = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             ids = tokenizer(text=prompt)["input_ids"]
-        elif is_chat(prompt):
-            for message in prompt:
-                if not has_role(message):
-                    raise ValueError(
-                        f"prompt {i} holds {message!r:.80}: chat messages are dicts with a role "
-                        "and a content"
-                    )
-            if tokenizer.chat_template is None:
-                raise ValueError(
-                    f"prompt {i} is a chat, and the tokenizer has no chat template: set "
-                    "tokenizer.chat_template, or bring texts"
-                )
-            ids = tokenizer.apply_chat_template(
-                prompt,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **chat_template_kwargs,
-            )["input_ids"]
         else:
-            raise ValueError(
-                f"prompt {i} is {prompt!r:.80}: the column prompt holds texts, or lists of messages"
-            )
+            ids = chat_ids(prompt, tokenizer, answered=False, template=chat_template_kwargs)
         if not len(ids):
             raise ValueError(f"prompt {i} is empty: it needs at least one token")
         encoded.append(torch.tensor(ids, dtype=torch.long))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,9 +10,9 @@ from fastrl.data.chat import (
     PromptAndAnswers,
     TextOrMessages,
     as_messages,
-    has_role,
+    check_messages,
     is_blank,
-    is_message,
+    is_chat,
     is_whole,
     split_conversations,
     split_dialogues,
@@ -100,9 +100,8 @@ def read_row(
     """
     sides = (roles.chosen, roles.rejected) if kind == PAIRS else (roles.response,)
     columns = [] if kind == PROMPTS else [column for column in sides if column is not None]
-    message = has_role if alone else is_message
-    answers = tuple(read_text_or_chat(row, i, column, message) for column in columns)
-    given = "" if roles.prompt is None else read_text_or_chat(row, i, roles.prompt, message)
+    answers = tuple(read_text_or_chat(row, i, column, not alone) for column in columns)
+    given = "" if roles.prompt is None else read_text_or_chat(row, i, roles.prompt, not alone)
     unprompted = roles.prompt is None or (alone and not given)
     if answers and unprompted and all(is_blank(answer) for answer in answers):
         return "", answers  # the caller drops empty answers
@@ -139,19 +138,24 @@ def read_label(row: Mapping[str, Any], i: int, column: str) -> bool:
 
 
 def read_text_or_chat(
-    row: Mapping[str, Any], i: int, column: str, message: Callable[[Any], bool] = is_message
+    row: Mapping[str, Any], i: int, column: str, texts: bool = True
 ) -> TextOrMessages:
     """The text or the chat messages in a column of row ``i``; "" for None.
 
+    Args:
+        texts: contents of messages must be texts.
+
     Raises:
-        ValueError: something else; names the row and the column.
+        ValueError: something else, or messages that :func:`fastrl.data.chat.check_messages`
+            refuses; names the row and the column.
     """
     value = row.get(column)
     if value is None:
         return ""
     if isinstance(value, str):
         return value
-    if isinstance(value, list | tuple) and all(message(each) for each in value):
+    if is_chat(value) or value in ([], ()):
+        check_messages(value, f"column {column!r} of row {i}", texts=texts)
         return list(value)
     raise ValueError(
         f"column {column!r} of row {i} holds {value!r:.80}: it must hold text, or chat messages "

@@ -13,6 +13,7 @@ from fastrl.data.chat import (
     TextOrMessages,
     as_messages,
     assistant_spans,
+    chat_ids_and_marks,
     is_blank,
     marks_answers,
     prompt_text,
@@ -142,17 +143,10 @@ class Encoder:
             learned = [True] * len(ids)
         else:
             marks = assistant_only and marks_answers(self.tokenizer)
-            made = self.tokenizer.apply_chat_template(
-                said,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=marks,
-                **self.template,
-            )
-            ids = list(made["input_ids"])
+            ids, marked = chat_ids_and_marks(said, self.tokenizer, marks, template=self.template)
             ids = ids[: self._end(ids)]
             if marks:
-                learned = [bool(x) for x in made["assistant_masks"]][: len(ids)]
+                learned = marked[: len(ids)]
             elif assistant_only:
                 spans = assistant_spans(said, self.tokenizer, self.template)
                 learned = self._within(said, spans)[: len(ids)]

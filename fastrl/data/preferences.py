@@ -9,7 +9,6 @@ template.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import is_chat, is_message
-from fastrl.data.tables import is_stream
+from fastrl.data.chat import chat_ids, check_messages, is_chat, template_arguments
+from fastrl.data.tables import ROW, is_stream, row_number
 
 PAIR = ("chosen", "rejected")
 OF_A_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -47,8 +46,10 @@ def prepare_pairs_of_ids(
         return dataset
     _check(row, PAIR)
     if "prompt" not in row:
-        dataset = dataset.map(split_prompt, **options)
-    dataset = dataset.map(_encode_pair, fn_kwargs={"tokenizer": tokenizer}, **options)
+        dataset = dataset.map(_split_row, with_indices=True, **options)
+    dataset = dataset.map(
+        _encode_pair, with_indices=True, fn_kwargs={"tokenizer": tokenizer}, **options
+    )
     return _within(dataset, longest_prompt, options)
 
 
@@ -71,14 +72,24 @@ def prepare_completions_of_ids(
     options = _map_options(dataset, num_proc)
     row = _first(dataset)
     if not all(name in row for name in OF_A_COMPLETION):
+        numbers = []
         if all(name in row for name in PAIR):
             _check(row, PAIR)
             if "prompt" not in row:
-                dataset = dataset.map(split_prompt, **options)
-            dataset = dataset.map(_unpair, batched=True, remove_columns=list(PAIR), **options)
+                dataset = dataset.map(_split_row, with_indices=True, **options)
+            dataset = dataset.map(
+                _unpair, with_indices=True, batched=True, remove_columns=list(PAIR), **options
+            )
+            numbers = [ROW]
         else:
             _check(row, ("prompt", "completion", "label"))
-        dataset = dataset.map(_encode_completion, fn_kwargs={"tokenizer": tokenizer}, **options)
+        dataset = dataset.map(
+            _encode_completion,
+            with_indices=True,
+            fn_kwargs={"tokenizer": tokenizer},
+            remove_columns=numbers,
+            **options,
+        )
         dataset = _within(dataset, longest_prompt, options)
     if mismatched is not None and "KL_completion_ids" not in row:
         dataset = dataset.map(_rotate, batched=True, batch_size=mismatched, **options)
@@ -211,22 +222,34 @@ def _fits(row: Mapping[str, Any], longest: int) -> bool:
     return len(row["prompt_ids"]) <= longest
 
 
-def _encode_pair(row: Mapping[str, Any], tokenizer: Any) -> dict[str, list[int]]:
-    prompt, sides = _encode(row, [row[side] for side in PAIR], tokenizer)
+def _split_row(row: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """:func:`split_prompt` of a row that is fit for it."""
+    _check_parts(row, PAIR, i)
+    split = split_prompt(row)
+    if not split["prompt"] and is_chat(row["chosen"]):
+        raise ValueError(
+            f"chosen and rejected of row {i} do not begin with the same message: bring a prompt"
+        )
+    return split
+
+
+def _encode_pair(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[str, list[int]]:
+    prompt, sides = _encode(row, PAIR, tokenizer, i)
     return dict(zip(OF_A_PAIR, [prompt, *sides], strict=True))
 
 
-def _encode_completion(row: Mapping[str, Any], tokenizer: Any) -> dict[str, list[int]]:
-    prompt, (completion,) = _encode(row, [row["completion"]], tokenizer)
+def _encode_completion(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[str, list[int]]:
+    prompt, (completion,) = _encode(row, ("completion",), tokenizer, row_number(row, i))
     return {"prompt_ids": prompt, "completion_ids": completion}
 
 
-def _unpair(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """All chosen sides, then all rejected ones."""
+def _unpair(rows: Mapping[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+    """All chosen sides, then all rejected ones, with the numbers of their rows."""
     count = len(rows["chosen"])
     others = {name: column * 2 for name, column in rows.items() if name not in PAIR}
     both = [*rows["chosen"], *rows["rejected"]]
-    return {**others, "completion": both, "label": [True] * count + [False] * count}
+    label = [True] * count + [False] * count
+    return {**others, "completion": both, "label": label, ROW: numbers * 2}
 
 
 def _rotate(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -235,16 +258,16 @@ def _rotate(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _encode(
-    row: Mapping[str, Any], completions: Sequence[Any], tokenizer: Any
+    row: Mapping[str, Any], sides: Sequence[str], tokenizer: Any, i: int
 ) -> tuple[list[int], list[list[int]]]:
-    """The prompt's ids, and those of the completions behind it."""
-    prompt = row["prompt"]
+    """The ids of row ``i``'s prompt, and those of the completions behind it in the columns
+    ``sides``."""
+    _check_parts(row, ("prompt", *sides), i)
+    prompt, completions = row["prompt"], [row[side] for side in sides]
     if is_chat(prompt):
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
-        alone = _chat_ids(prompt, tokenizer, add_generation_prompt=True, **options)
-        whole = [_chat_ids([*prompt, *said], tokenizer, **options) for said in completions]
+        template = template_arguments(row, i)
+        alone = chat_ids(prompt, tokenizer, answered=False, template=template)
+        whole = [chat_ids([*prompt, *said], tokenizer, template=template) for said in completions]
     else:
         end = tokenizer.eos_token or ""
         alone = _text_ids(prompt, tokenizer)
@@ -264,6 +287,26 @@ def _encode(
     return alone[:shared], [ids[shared:] for ids in whole]
 
 
+def _check_parts(row: Mapping[str, Any], columns: Sequence[str], i: int) -> None:
+    """
+    Raises:
+        ValueError: columns of row ``i`` that are neither all texts nor all chats, or messages that
+            :func:`fastrl.data.chat.check_messages` refuses.
+    """
+    for name in columns:
+        where = f"{name} of row {i}"
+        if is_chat(row[name]):
+            check_messages(row[name], where)
+        elif not isinstance(row[name], str):
+            raise ValueError(
+                f"{where} is {row[name]!r:.80}: bring a text, or a list of chat messages"
+            )
+    if len({isinstance(row[name], str) for name in columns}) > 1:
+        raise ValueError(
+            f"{', '.join(columns)} of row {i} hold texts and chat messages: make all the same"
+        )
+
+
 def _shared(ids: list[int], others: list[int]) -> int:
     """How many tokens both begin with."""
     pairs = enumerate(zip(ids, others, strict=False))
@@ -272,20 +315,3 @@ def _shared(ids: list[int], others: list[int]) -> int:
 
 def _text_ids(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text=text)["input_ids"])
-
-
-def _chat_ids(messages: Sequence[Any], tokenizer: Any, **options: Any) -> list[int]:
-    for message in messages:
-        calls = isinstance(message, Mapping) and message.get("tool_calls")
-        if not calls and not is_message(message):
-            raise ValueError(
-                f"a chat holds {message!r:.80}: messages are dicts with a role and a content of "
-                "text"
-            )
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"the tokenizer ({type(tokenizer).__name__} {tokenizer.name_or_path!r}) has no chat "
-            "template, and the data hold chat messages: set tokenizer.chat_template, or bring texts"
-        )
-    made = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-    return list(made["input_ids"])

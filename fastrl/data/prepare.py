@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastrl.data.chat import as_chatml, has_role, template_arguments
+from fastrl.data.chat import as_chatml, check_messages, template_arguments
 from fastrl.data.collators import (
     ID_COLUMNS,
     IGNORED,
@@ -234,11 +234,12 @@ def _row_encoder(
         said = row[chats]
         if isinstance(said, list) and chats == _SHAREGPT:
             said = [as_chatml(each) if isinstance(each, Mapping) else each for each in said]
-        if not (isinstance(said, list) and all(has_role(message) for message in said)):
+        if not isinstance(said, list):
             raise TypeError(
                 f"column {chats!r} of row {i} holds {str(said)[:60]!r}: it must hold chat "
                 "messages (dicts with a role and a content)"
             )
+        check_messages(said, f"column {chats!r} of row {i}")
         templated = encoder.with_template(template_arguments(row, i))
         ids, learned = templated.alone(said, assistant_only)
         return ids, _labels(ids, learned)

@@ -24,8 +24,10 @@ from fastrl.plan.memory import MemoryLog
 
 aten = torch.ops.aten
 
-# Elements from which a new floating-point tensor is a phantom, and one of another type.
-_SMALLEST = 4096
+# Elements from which a new floating-point tensor is a phantom, and one of another type. So few that
+# not even a tiny model's logits are numbers where the sums over them, from a longer workspace, are
+# a phantom's zeros, whose logarithm is infinite.
+_SMALLEST = 512
 _SMALLEST_OF_INTEGERS = 1 << 24
 # Linux then lets addresses be had for more than all memory; older Pythons do not name it.
 _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)

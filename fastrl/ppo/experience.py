@@ -33,9 +33,13 @@ class Scored:
     @property
     def kl_operands(self) -> tuple[Tensor, Tensor]:
         """What ``KLPenalty.rewards`` takes: both log-probs, or the KL itself and zeros."""
-        if self.kls is None:
-            return self.logprobs, self.ref_logprobs
-        return self.kls, torch.zeros_like(self.kls)
+        return _kl_operands(self.logprobs, self.ref_logprobs, self.kls)
+
+
+def _kl_operands(
+    logprobs: Tensor, ref_logprobs: Tensor, kls: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return (logprobs, ref_logprobs) if kls is None else (kls, torch.zeros_like(kls))
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,19 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, batch: TokenBatch, rollout: LogprobsAndValues | None = None) -> Scored:
         """With ``rollout``, of the response tokens, the policy itself is not run."""
-        score = self._score if rollout is None else self._score_reference
+        if rollout is None:
+            return Scored(**self._in_passes(batch, self._score))
+        known = {name: batch.scatter(x, batch.rows()) for name, x in rollout._asdict().items()}
+        return Scored(**{**known, **self._in_passes(batch, self._score_reference)})
+
+    @torch.no_grad()
+    def kl_operands(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """:attr:`Scored.kl_operands` alone: no values are computed, a critic is not run."""
+        return _kl_operands(**self._in_passes(batch, self._score_both))
+
+    def _in_passes(
+        self, batch: TokenBatch, score: Callable[[TokenBatch], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
         samples = batch.counting() or range(len(batch))
         shares = shares_of(batch, samples, self.processes)
         order = shares  # of the samples in what is found
@@ -168,15 +184,9 @@ class Scorer:
         tokens = batch.response_mask.sum(-1).tolist()
         rows = batch.rows_of(i for share in order for i in share)
         counts = [sum(tokens[i] for i in share) for share in order]
-        scored: dict[str, Tensor] = {}
-        if rollout is not None:
-            scored |= {
-                name: batch.scatter(x, batch.rows()) for name, x in rollout._asdict().items()
-            }
-        scored |= {
+        return {
             name: batch.scatter(self.processes.joined(x, counts), rows) for name, x in found.items()
         }
-        return Scored(**scored)
 
     def policy_scores(self, batch: TokenBatch) -> LogprobsAndValues:
         """By the policy alone, each [B, T-1]."""
@@ -196,21 +206,23 @@ class Scorer:
         return {"values": self.critic(**model_pass.inputs, scoring=request).values}
 
     def _score(self, part: TokenBatch) -> dict[str, Tensor]:
+        return self._score_both(part, values=True)
+
+    def _score_both(self, part: TokenBatch, values: bool = False) -> dict[str, Tensor]:
+        """By policy and reference."""
         model_pass = part.model_pass
-        request = self._request(part, model_pass, logits=self.penalty.needs_logits)
+        request = self._request(part, model_pass, logits=self.penalty.needs_logits, values=values)
         policy = self.policy(**model_pass.inputs, scoring=request)
         reference = self.reference.score(model_pass.inputs, request._replace(values=False))
-        scored = {
-            "logprobs": policy.logprobs,
-            "values": policy.values,
-            "ref_logprobs": reference.logprobs,
-        }
+        scored = {"logprobs": policy.logprobs, "ref_logprobs": reference.logprobs}
+        if values:
+            scored["values"] = policy.values
         if self.penalty.needs_logits:
             assert reference.logits is not None
             scored["kls"] = fastrl_kernels.full_kl(
                 policy.logits, reference.logits, temperature=self.temperature
             )
-        return {**scored, **self._values(model_pass, request)}
+        return {**scored, **self._values(model_pass, request)} if values else scored
 
     def _request(self, part: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:
         return scoring_request(part, model_pass, temperature=self.temperature, **options)

@@ -836,9 +836,9 @@ class PPOTrainer(ClassicMethods):
             return math.nan
         batch = self.make_batch(list(queries), list(responses), None)
         with self._evaluating():
-            scored = self.scorer(batch)
+            operands = self.scorer.kl_operands(batch)
         no_scores = torch.zeros(len(batch), device=self.current_device)
-        _, _, kls = self.compute_rewards(no_scores, *scored.kl_operands, batch.mask)
+        _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())
 
     @contextmanager

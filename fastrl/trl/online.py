@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fastrl.config import warn_of_idle
 from fastrl.core import set_seed
 from fastrl.data.chat import as_answer
-from fastrl.data.chat_prompts import encode_prompts
+from fastrl.data.chat_prompts import check_prompt, encode_prompts
 from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
@@ -44,6 +44,7 @@ from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.policy_loss import LearnedTokens
+from fastrl.trl.prompt_data import check_data, refuse_dispatch
 from fastrl.trl.reference import Follow, model_of, reference_of
 from fastrl.trl.responses import Judged, Responses, note_lengths, note_rewards, rolled_out
 from fastrl.trl.reward_functions import RewardFunctions
@@ -94,6 +95,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if not isinstance(args, self.config):
             raise TypeError(f"args must be a {self.config.__name__}, got {type(args).__name__}")
         args = settings_of(args, self.config)
+        if args.label_smoothing_factor:
+            raise ValueError(f"{name} does not smooth labels: leave label_smoothing_factor at 0")
         warn_of_idle(args, stacklevel=3)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: a data set with a column prompt")
@@ -102,7 +105,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "prompt-learning adapters shift the positions of tokens and are not supported: use "
                 "LoRA"
             )
-        _check_data(train_dataset, eval_dataset, args, asked=environments is None)
+        check_data(train_dataset, eval_dataset, args, asked=environments is None)
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
         load.setdefault("trust_remote_code", args.trust_remote_code)
@@ -304,7 +307,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
         try:
             if not hasattr(data, "__len__"):
-                _refuse_dispatch(args)
+                refuse_dispatch(args)
                 self.accelerator.dataloader_config.dispatch_batches = False
                 data = in_groups(data.shuffle(seed=args.seed), group)
                 args.dataloader_num_workers = 0
@@ -483,6 +486,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def _respond(self, prompts: list[Any], group: int) -> Responses:
         if self.rollout_func is not None:
+            for i, prompt in enumerate(prompts):
+                check_prompt(prompt, f"prompt {i}")
             given = self.rollout_func(copy.deepcopy(prompts), self)
             return rolled_out(given, len(prompts), lambda ids: self._as_said(prompts, ids))
         ids = encode_prompts(prompts, self._tokenizer, self.chat_template_kwargs)
@@ -528,6 +533,13 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 row,
             )
         by_function = self._gathered(own)
+        if by_function.isnan().all():
+            _LOGGER.warning(
+                "Nothing is learned from this generation: no reward function returned a number for "
+                "any of its %d responses (%s)",
+                len(by_function),
+                ", ".join(self.reward_func_names),
+            )
         rewards = (by_function * self.reward_weights).nansum(1)
         rewards[by_function.isnan().all(1)] = torch.nan
         return Judged(by_function, rewards)
@@ -693,45 +705,3 @@ def _refuse_liger(name: str) -> None:
     if importlib.util.find_spec("liger_kernel") is None:
         raise ImportError(f"use_liger_kernel=True needs the package liger-kernel: {remedy}")
     raise ValueError(f"use_liger_kernel=True replaces the model's layers: {remedy}")
-
-
-def _refuse_dispatch(args: Any) -> None:
-    if args.accelerator_config.dispatch_batches:
-        raise ValueError(
-            "Iterable datasets require `dispatch_batches=False`, as rows hold texts: leave it out "
-            "of accelerator_config"
-        )
-
-
-def _check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> None:
-    """Settles the loader's settings for streams.
-
-    Args:
-        asked: whether each row needs a prompt.
-
-    Raises:
-        TypeError: training data of another kind.
-        ValueError: a stream whose batches one process is to send to the others, or without
-            ``max_steps``.
-    """
-    from datasets import Dataset, IterableDataset
-
-    if not isinstance(train, Dataset | IterableDataset):
-        raise TypeError(
-            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got "
-            f"{type(train).__name__}: Dataset.from_list makes one of rows"
-        )
-    held_out = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
-    if any(isinstance(data, IterableDataset) for data in (train, *held_out)):
-        _refuse_dispatch(args)
-        args.accelerator_config.dispatch_batches = False
-    if isinstance(train, IterableDataset) and args.dataloader_num_workers:
-        warnings.warn(
-            "dataloader_num_workers is set to 0, as several workers would break the groups of "
-            "a stream",
-            stacklevel=4,
-        )
-        args.dataloader_num_workers = 0
-    columns = train.column_names
-    if asked and columns is not None and "prompt" not in columns:
-        raise ValueError(f"train_dataset needs a column prompt, it has {', '.join(columns)}")

@@ -384,7 +384,7 @@ def test_chats_and_dialogues_without_a_side_are_dropped() -> None:
         ({"prompt": None}, "column 'prompt' of row 1 is empty"),
         ({"prompt": 3}, "column 'prompt' of row 1 holds 3: it must hold text"),
         ({"response": ["w6"]}, r"column 'response' of row 1 holds \['w6'\]"),
-        ({"response": [{"role": "user"}]}, "column 'response' of row 1 .* or chat messages"),
+        ({"response": [{"role": "user"}]}, "column 'response' of row 1, message 0 .* a text"),
         ({"label": "yes"}, "column 'label' of row 1 holds 'yes': labels are True or False"),
         ({"label": None}, "column 'label' of row 1 holds None"),
         ({"label": 0.5}, "column 'label' of row 1 holds 0.5"),

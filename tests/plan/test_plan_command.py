@@ -274,10 +274,10 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path, capsys):
     assert "config.json" in refused(capsys, tmp_path)
 
 
-def _model():
+def _model(**changes):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | changes))
 
 
 @pytest.mark.parametrize("settings", [{}, {"sampler_correction": "token-mask"}], ids=str)
@@ -295,6 +295,16 @@ def test_a_trainer_plans_itself_and_stays_as_it_is(settings):
     assert torch.equal(torch.get_rng_state(), draws)
     assert trainer.accelerator.state is state
     assert all(torch.equal(p, weights[name]) for name, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 24])
+def test_a_model_is_planned_for_that_is_smaller_than_its_activations(tokens):
+    small = _model(vocab_size=97, hidden_size=16, intermediate_size=32)
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(small)
+    config = PPOConfig(batch_size=4, mini_batch_size=2, accelerator_kwargs={"cpu": True})
+    trainer = PPOTrainer(config, policy, tokenizer=blank_tokenizer())
+    # The weights are real tensors, and the logits of 16 tokens and more have no memory.
+    assert trainer.plan(16, tokens).peak > sum(p.nbytes for p in policy.parameters())
 
 
 def test_a_four_bit_base_is_counted_as_it_is_stored(folder, capsys):

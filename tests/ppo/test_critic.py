@@ -320,6 +320,24 @@ def test_a_step_with_a_critic_follows_the_formulas_in_float64(warmup, padding_fr
     assert math.isfinite(stats["ppo/val/explained_variance"])
 
 
+def test_a_kl_alone_is_the_same_without_the_critics_forward() -> None:
+    trainer = critic_trainer()
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            weight.mul_(1.1)  # the reference stays as it was
+    sequences = batch_of_tokens()
+    queries, responses = sequences["queries"], sequences["responses"]
+    batch = trainer.make_batch(queries, responses, None)
+    with trainer._evaluating():
+        scored = trainer.scorer(batch)
+    expected = (scored.logprobs - scored.ref_logprobs).sum(-1).mean()
+    ran: list[Any] = []
+    trainer.critic.model.register_forward_pre_hook(lambda *_: ran.append(1))
+    assert trainer.sequence_kl(queries, responses) == pytest.approx(float(expected), abs=1e-6)
+    assert expected.abs() > 1e-3
+    assert not ran
+
+
 def test_a_critic_in_parts_of_a_mini_batch_learns_the_same() -> None:
     batch = make_batch()
     whole, parts = critic_trainer(), critic_trainer(micro_batch_tokens=20)

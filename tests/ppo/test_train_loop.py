@@ -427,8 +427,8 @@ def test_a_text_that_begins_with_bos_gets_no_other():
 @pytest.mark.parametrize(
     ("chat", "message"),
     [
-        ([{"role": "user"}], r"prompts\[1\] holds {'role': 'user'}: chat messages are dicts"),
-        ([{"role": "user", "content": None}], r"prompts\[1\] holds .*content of text"),
+        ([{"role": "user"}], r"prompts\[1\], message 0 has the content None: it must"),
+        ([{"role": "Usr", "content": "w5"}], r"prompts\[1\], message 0 .*did you mean 'user'"),
         ([{"role": "user", "content": " "}], r"prompts\[1\] is empty: nothing is said"),
         (CHATS[2][:2], r"prompts\[1\] ends with an assistant's message"),
         (CHATS[1][::-1], r"prompts\[1\]: the chat template refuses .* system comes first"),

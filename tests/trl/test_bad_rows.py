@@ -1,0 +1,209 @@
+"""What the trainers by TRL's names refuse of their rows, before anything changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+import fastrl
+from fastrl.data.chat import check_messages
+from tests import tiny_models
+from tests.golden import tiny
+from tests.trainers.conftest import SETTINGS, reward_model
+from tests.trainers.test_trl_1x_names import chats, said
+
+SOUND = said("w5", "w6")
+# Roles and contents, and what is said of them.
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"content": "w5"}, "has (no role|the role None)"),
+    "not a text": ({"role": 3, "content": "w5"}, "has the role 3"),
+    "blank": ({"role": " ", "content": "w5"}, "has the role ' '"),
+    "misspelt": ({"role": "usr", "content": "w5"}, "'usr': did you mean 'user'"),
+    "capital": ({"role": "User", "content": "w5"}, "'User': did you mean 'user'"),
+    "without content": ({"role": "user", "content": None}, r"\(user\) has no content"),
+}
+TRAINERS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO")
+
+
+def rows_of(kind: str, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    answer = [{"role": "assistant", "content": "w6"}]
+    other = [{"role": "assistant", "content": "w7"}]
+    return [
+        {
+            "SFT": {"messages": [*prompt, *answer]},
+            "Reward": {"chosen": [*prompt, *answer], "rejected": [*prompt, *other]},
+            "DPO": {"chosen": [*prompt, *answer], "rejected": [*prompt, *other]},
+            "KTO": {"prompt": prompt, "completion": answer, "label": True},
+            "GRPO": {"prompt": prompt},
+            "RLOO": {"prompt": prompt},
+        }[kind]
+    ]
+
+
+def make(kind: str, folder: Path, rows: Any, **settings: Any) -> Any:
+    online = kind in ("GRPO", "RLOO")
+    own = {"num_generations": 4, "max_completion_length": 4} if online else {}
+    given = {"reward_funcs": settings.pop("reward_funcs", numbers)} if online else {}
+    given |= {k: settings.pop(k) for k in ("eval_dataset",) if k in settings}
+    tokenizer = settings.pop("tokenizer", None) or chats()
+    model = settings.pop("model", None)
+    if model is None:
+        model = reward_model() if kind == "Reward" else tiny_models.language_model("llama")
+    return getattr(fastrl, f"{kind}Trainer")(
+        model,
+        args=getattr(fastrl, f"{kind}Config")(str(folder), **{**SETTINGS, **own, **settings}),
+        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
+        processing_class=tokenizer,
+        **given,
+    )
+
+
+def numbers(completions: list[Any], **_: Any) -> list[float]:
+    return [float(i) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("broken", ["missing", "misspelt", "without content"])
+def test_broken_messages_are_refused_as_the_trainer_is_made(
+    kind: str, broken: str, tmp_path: Path
+) -> None:
+    message, named = BROKEN[broken]
+    rows = [*rows_of(kind, [SOUND[0]]) * 2, *rows_of(kind, [message])]
+    with pytest.raises(ValueError, match=rf"(?s)row 2\b.*message 0 .*{named}"):
+        make(kind, tmp_path, rows)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_message_is_named_with_what_is_wrong(broken: str) -> None:
+    message, named = BROKEN[broken]
+    with pytest.raises(ValueError, match=f"column 'x', message 1 .*{named}"):
+        check_messages([SOUND[0], message], "column 'x'")
+
+
+def test_roles_of_templates_are_theirs() -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    blocks = [{"type": "text", "text": "w5"}]
+    named = ("ipython", "model", "observation", "environment", "critic", "user_1", "tool_response")
+    check_messages(
+        [
+            {"role": "developer", "content": blocks},
+            {"role": "assistant", "tool_calls": calls},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            *({"role": role, "content": ""} for role in named),
+        ],
+        "x",
+    )
+    with pytest.raises(ValueError, match="must be a text"):
+        check_messages([{"role": "user", "content": blocks}], "x", texts=True)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO"])
+def test_a_streams_broken_messages_change_no_weight(kind: str, tmp_path: Path) -> None:
+    rows = rows_of(kind, [BROKEN["misspelt"][0]]) * 4
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    model = tiny_models.language_model("llama")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="did you mean 'user'"):
+        make(kind, tmp_path, stream, model=model, dataloader_num_workers=0).train()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "w5", "chosen": SOUND, "rejected": SOUND}, "row 0 hold texts and chat"),
+        ({"prompt": None, "chosen": "w5", "rejected": "w6"}, "prompt of row 0 is None"),
+        ({"chosen": SOUND, "rejected": said("w7", "w8")}, "row 0 do not begin with the same"),
+        ({"prompt": SOUND[:1], "chosen": [], "rejected": SOUND[1:]}, r"chosen of row 0 is \[\]"),
+    ],
+)
+def test_pairs_of_two_kinds_are_refused(row: dict, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=named):
+        make("DPO", tmp_path, [row])
+
+
+def test_an_unpaired_completion_is_named_by_its_pairs_row(tmp_path: Path) -> None:
+    rows = [*rows_of("DPO", SOUND[:1]) * 2, *rows_of("DPO", SOUND[:1])]
+    rows[2] = {**rows[2], "rejected": [SOUND[0], {"role": "asistant", "content": "w7"}]}
+    with pytest.raises(ValueError, match=r"rejected of row 2, message 1 .*'assistant'"):
+        make("KTO", tmp_path, rows)
+    prompts = [{"prompt": SOUND[:1], "chosen": SOUND[1:], "rejected": SOUND[1:]}] * 2
+    prompts[1] = {**prompts[1], "rejected": [{"role": "asistant", "content": "w7"}]}
+    with pytest.raises(ValueError, match=r"completion of row 1, message 0 .*'assistant'"):
+        make("KTO", tmp_path, prompts)
+    rows = make("KTO", tmp_path, rows_of("DPO", SOUND[:1])).train_dataset
+    assert not any(name.startswith("__") for name in rows.column_names)
+
+
+def test_prompts_to_evaluate_with_are_checked_too(tmp_path: Path) -> None:
+    sound = Dataset.from_list([{"prompt": "w5"}])
+    wrong = Dataset.from_list([{"prompt": [BROKEN["misspelt"][0]]}])
+    with pytest.raises(ValueError, match=r"row 0 of eval_dataset\['b'\], message 0"):
+        make("GRPO", tmp_path, sound, eval_dataset={"a": sound, "b": wrong})
+    with pytest.raises(ValueError, match="eval_dataset needs a column prompt, it has other"):
+        make("RLOO", tmp_path, sound, eval_dataset=Dataset.from_list([{"other": "w5"}]))
+    with pytest.raises(ValueError, match="row 1 of train_dataset is None"):
+        make("GRPO", tmp_path, [{"prompt": "w5"}, {"prompt": None}])
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_smoothed_labels_are_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{kind}Trainer .*leave label_smoothing_factor at 0"):
+        make(kind, tmp_path, rows_of(kind, SOUND[:1]), label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize(
+    ("reward", "named"),
+    [
+        (lambda completions, **_: [1.0], "short returned 1 rewards for 4 completions"),
+        (lambda completions, **_: [1.0] * 5, "short returned 5 rewards for 4 completions"),
+        (lambda completions, **_: [[1.0, 2.0]] * 4, "short"),
+    ],
+)
+def test_rewards_of_another_length_change_no_weight(
+    kind: str, reward: Callable[..., Any], named: str, tmp_path: Path
+) -> None:
+    reward.__name__ = reward.__qualname__ = "short"
+    model = tiny_models.language_model("llama")
+    before = copy.deepcopy(model.state_dict())
+    trainer = make(kind, tmp_path, [{"prompt": "w5"}], model=model, reward_funcs=reward)
+    with pytest.raises(ValueError, match=named):
+        trainer.train()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_groups_that_do_not_divide_a_batch_are_refused(kind: str, tmp_path: Path) -> None:
+    config = getattr(fastrl, f"{kind}Config")
+    with pytest.raises(ValueError, match=r"divisible by num_generations \(3\)"):
+        config(str(tmp_path), **{**SETTINGS, "num_generations": 3})
+    with pytest.raises(ValueError, match=r"divisible by num_generations_eval \(3\)"):
+        config(
+            str(tmp_path),
+            **{**SETTINGS, "num_generations": 4},
+            num_generations_eval=3,
+            eval_strategy="steps",
+        )
+
+
+def test_a_generation_that_no_function_judges_is_reported_by_its_functions(
+    tmp_path: Path, caplog: Any
+) -> None:
+    def silent(completions: list[str], **_: Any) -> list[None]:
+        return [None] * len(completions)
+
+    make("GRPO", tmp_path, [{"prompt": "w5"}], reward_funcs=silent).train()
+    assert "no reward function returned a number for any of its 4 responses (silent)" in caplog.text
+
+
+def test_chats_need_a_template(tmp_path: Path) -> None:
+    for kind in ("SFT", "DPO"):
+        with pytest.raises(ValueError, match=r"has no chat template: set tokenizer\.chat_template"):
+            make(kind, tmp_path, rows_of(kind, SOUND[:1]), tokenizer=tiny.tokenizer())
