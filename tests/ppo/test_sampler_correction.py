@@ -15,8 +15,8 @@ from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import OneProcess
 from tests import tiny_models
 from tests.golden import tiny
-from tests.ppo.test_policy_gradients import by_formula, groups, make_trainer
 from tests.ppo.test_losses_of_a_step import objective, scores_of
+from tests.ppo.test_policy_gradients import by_formula, groups, make_trainer
 
 KINDS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
 MASK = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
