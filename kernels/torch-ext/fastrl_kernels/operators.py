@@ -13,13 +13,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
-# The Kernel Hub imports the package under names of its own, perhaps beside an installed one.
-NAMESPACE = re.sub(r"\W", "_", __package__ or "fastrl_kernels")
+
+def _claimed(package: str) -> Library:
+    """The namespace of this copy of the package, which no other copy registers in: the Kernel Hub
+    imports it under names of its own, perhaps beside an installed one, and the same name may be
+    imported again. An operator registered twice frees the first, and graphs traced by functions
+    of the earlier copy would still call it."""
+    name = re.sub(r"\W", "_", package)
+    for free in (name, *(f"{name}_{copy}" for copy in range(2, 1000))):
+        with suppress(RuntimeError):  # another copy's
+            return Library(free, "DEF")  # what custom_op makes are fragments of it
+    raise RuntimeError(f"the operators' namespace {name} and 998 more are taken")
+
+
+_LIBRARY = _claimed(__package__ or "fastrl_kernels")
+NAMESPACE = _LIBRARY.ns
 
 
 def operator(schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
