@@ -48,7 +48,7 @@ _TESTS = (*_PYTEST, "--numprocesses", "{jobs}", "--maxfail", "40",
 _SAVED = ("--minutes", "{minutes}", "--results", "{results}")
 _MEASURE = (*_PYTEST, "--device", "cuda", *_SAVED)
 _THRICE = (*_MEASURE, "--rounds", "3")
-_FOLDERS = ("rollout", "ref_model", "models", "ppo", "trainers", "alignment")
+_FOLDERS = ("rollout", "ref_model", "models", "ppo", "trainers", "alignment", "trl")
 
 STAGES = (
     Stage("kernels", "the kernels' tests, compiled", 9, (*_TESTS, "tests/kernels")),
@@ -61,9 +61,10 @@ STAGES = (
     Stage("ref_model", "PPO's reference, by the way it is kept", 6,
           (*_THRICE, "benchmarks/test_ref_model.py")),
     Stage("run", "what a run writes, beside its steps", 5, (*_THRICE, "benchmarks/test_run.py")),
-    Stage("training", "SFT, DPO and GRPO beside TRL, where it is installed", 6,
-          (*_THRICE, "benchmarks/test_training.py", "benchmarks/test_grpo.py",
-           "benchmarks/test_scripts.py")),
+    Stage("grpo", "GRPO steps beside TRL, where it is installed", 9,
+          (*_THRICE, "benchmarks/test_grpo.py")),
+    Stage("training", "SFT, DPO and scripts of TRL 1.x beside TRL, where it is installed", 9,
+          (*_THRICE, "benchmarks/test_training.py", "benchmarks/test_scripts.py")),
 )  # fmt: skip
 
 

@@ -77,6 +77,9 @@ class Update(Step):
         )
 
 
+ON_GPU = {"prompt": 128, "completion": 256, "batch": 32}
+
+
 def cases(run: Run) -> list[Case]:
     """Short and long prompts beside TRL, and updates beside padded ones."""
     if run.toy:
@@ -96,6 +99,12 @@ def cases(run: Run) -> list[Case]:
     wide_half = _beside_padded(
         dataclasses.replace(wide.of, model=dataclasses.replace(_WIDE, dtype="bf16"))
     )
+    if run.device.type == "cuda":
+        return [
+            _beside_trl(Step(models.QWEN, **ON_GPU)),
+            _beside_trl(Step(models.GPT2, **ON_GPU)),
+            wide_half,
+        ]
     return [
         _beside_trl(Step(small, 16), Goal("speedup", 2.7, against=TRL)),
         _beside_trl(Step(small, 256), faster, less),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import models, test_training, worker
+from benchmarks import models, test_grpo, test_training, worker
 from benchmarks.cases import OURS, Case
 from benchmarks.environments import TRL
 from benchmarks.harness import Measurement, Run
@@ -49,6 +49,10 @@ def cases(run: Run) -> list[Case]:
         DPOScript("dpo_script", model, 40, 16, 128, 4, reference)
         for model, reference in ((small, "copy"), (half, "copy"), (small, "cached"))
     ]
+    if run.device.type == "cuda":
+        steps = [GRPOScript(models.QWEN, **test_grpo.ON_GPU)]
+        on_gpu = dataclasses.asdict(test_training.PAIRS_ON_GPU)
+        pairs = [DPOScript(**on_gpu | {"kind": "dpo_script", "model": models.QWEN})]
     if run.toy:
         toy = models.TOY
         steps = [GRPOScript(toy, 6, completion=5, batch=4, group=2)]

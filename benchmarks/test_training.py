@@ -81,6 +81,9 @@ class Data(worker.WorkerShape):
         return ["tokens", sum(map(len, texts(self.shape)))]
 
 
+PAIRS_ON_GPU = Data("dpo", models.QWEN, 40, 64, 1024, 4, "copy")
+
+
 def cases(run: Run) -> list[Case]:
     """SFT, and DPO by how the reference is kept."""
     small = dataclasses.replace(models.SMALL, context=128)
@@ -92,6 +95,8 @@ def cases(run: Run) -> list[Case]:
         Data("dpo", half, 40, 16, 128, 4, "copy"),
         Data("dpo", small, 40, 16, 128, 4, "cached"),
     ]
+    if run.device.type == "cuda":
+        found = [Data("sft", models.QWEN, 80, 128, 1024, 8), PAIRS_ON_GPU]
     if run.toy:
         toy = models.TOY
         found = [Data("sft", toy, 20, 4, 12, 2), Data("dpo", toy, 20, 4, 24, 2, "copy")]

@@ -16,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import fastrl
-from benchmarks import environments, test_grpo, test_ppo, test_training, worker
+from benchmarks import environments, test_grpo, test_ppo, test_scripts, test_training, worker
 from benchmarks.cases import OURS, Case
 from benchmarks.environments import Uninstallable, peer_python
 from benchmarks.harness import Measurement, Red, Run
@@ -322,6 +322,14 @@ def test_a_shape_is_compared_in_fp32_on_a_smaller_batch() -> None:
     exact = case.of.exact.shape
     assert (exact["dtype"], exact["batch"], exact["mini_batch"]) == ("fp32", 8, 4)
     assert exact["layers"] == case.of.shape["layers"]
+
+
+@pytest.mark.parametrize("module", [test_ppo, test_grpo, test_training, test_scripts])
+def test_a_gpu_is_measured_with_a_model_that_people_train(module: Any) -> None:
+    found = module.cases(Run(torch.device("cuda")))
+    assert len({str(case) for case in found}) == len(found)
+    assert "Qwen2.5 0.5B" in {case.of.model.name for case in found}
+    assert {case.of.model.dtype for case in found} == {"bf16"}
 
 
 def a_side(library: Any, work: test_ppo.Iteration, reference: str = "copy", **changes: Any):
