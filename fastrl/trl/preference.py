@@ -114,6 +114,7 @@ class PreferenceTrainer(SupervisedTrainer):
         self._max_length = length_limit(args, model, tokenizer)
         self._head: Head | None = None
         self._packs: bool | None = None
+        # Of batches, as TRL's; the base's ``metrics`` count the tokens of the run.
         self._metrics = {name: MetricMeans(MARGINS) for name in ("train", "eval")}
         super().__init__(
             model=model,
