@@ -32,9 +32,22 @@ _BLOCK = re.compile(
 
 _CLASSIC = "transformers' default, as in TRL's classic trainers"
 _NEW_TOKENS = "new tokens beside an adapter are refused: TRL trains their embeddings"
-_ENGINE = "for the rollout engine, or `model.generate` where it cannot run the model"
 _LIMITS = "at most the limits of model and tokenizer, too"
 _PADDING = "no multiple: TRL's `auto` is one on Neuron alone"
+_OF_PREFERENCES = {
+    "pad_to_multiple_of": _PADDING,
+    "max_length": _LIMITS,
+    "beta": "0 is refused: nothing would be learned",
+    "precompute_ref_log_probs": "refused with FSDP and DeepSpeed",
+}
+_ONLINE = {
+    "pad_to_multiple_of": "changes nothing: batches have no padding",
+    "remove_unused_columns": "changes nothing: all columns go to the reward functions",
+    "generation_kwargs": "for the rollout engine, or `model.generate` where it cannot run the "
+    "model",
+    "log_completions": "rows are printed as lines, and saved in `completions/`",
+    "num_generations": "at least 2, in evaluation alone, too",
+}
 # How a setting differs, by trainer; those of "all" hold wherever there is such a setting.
 DIFFERENT: dict[str, dict[str, str]] = {
     "all": {
@@ -66,35 +79,17 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "chat_template_path": _NEW_TOKENS,
     },
     "DPO": {
-        "pad_to_multiple_of": _PADDING,
-        "max_length": _LIMITS,
-        "beta": "0 is refused: nothing would be learned",
+        **_OF_PREFERENCES,
         "padding_free": "honoured, where TRL 1.16 warns and pads",
-        "precompute_ref_log_probs": "refused with FSDP and DeepSpeed",
     },
-    "KTO": {
-        "pad_to_multiple_of": _PADDING,
-        "max_length": _LIMITS,
-        "beta": "0 is refused: nothing would be learned",
-        "precompute_ref_log_probs": "refused with FSDP and DeepSpeed",
-    },
+    "KTO": _OF_PREFERENCES,
     "GRPO": {
-        "pad_to_multiple_of": "changes nothing: batches have no padding",
-        "remove_unused_columns": "changes nothing: all columns go to the reward functions",
-        "generation_kwargs": _ENGINE,
-        "log_completions": "rows are printed as lines, and saved in `completions/`",
-        "num_generations": "at least 2, in evaluation alone, too",
+        **_ONLINE,
         "top_entropy_quantile": "0 is refused",
         "vllm_importance_sampling_correction": "of the `logprobs` that a `rollout_func` returns, "
         "without `use_vllm`, too; fastrl's own engine needs none",
     },
-    "RLOO": {
-        "pad_to_multiple_of": "changes nothing: batches have no padding",
-        "remove_unused_columns": "changes nothing: all columns go to the reward functions",
-        "generation_kwargs": _ENGINE,
-        "log_completions": "rows are printed as lines, and saved in `completions/`",
-        "num_generations": "at least 2, in evaluation alone, too",
-    },
+    "RLOO": _ONLINE,
 }
 
 _OVERRIDE = "refused: override `compute_loss`; the loss is computed with the LM head"

@@ -60,12 +60,14 @@ def hidden_width(config: Any) -> int:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module | None) -> Iterator[None]:
     """Context of evaluation mode (dropout off); afterwards, and after an error, every module gets
     its own mode back."""
+    found = [model for model in models if model is not None]
     # A new adapter is in training mode on a base that is not: the model has no single mode.
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    modes = [(module, module.training) for model in found for module in model.modules()]
+    for model in found:
+        model.eval()
     try:
         yield
     finally:

@@ -35,53 +35,54 @@ class Advantages(Protocol):
         """Statistics of a batch's scores [B], of which NaN are missing; 0-d tensors."""
 
 
-class GAE:
-    """Generalised advantage estimates, whitened over the batch (Schulman et al., 2016)."""
+class PerToken:
+    """What estimates from the rewards of single tokens have in common."""
 
     per_token = True
 
-    def __init__(self, config: PPOConfig):
-        self.gamma, self.lam = config.gamma, config.lam
-        self.whiten_rewards = config.whiten_rewards
-
     def check(self, queries: Sequence[Tensor]) -> None:
         """Any order is right."""
-
-    def __call__(
-        self, values: Tensor, rewards: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        values = torch.where(mask, values, 0.0)
-        if self.whiten_rewards:
-            rewards = fastrl_kernels.masked_whiten(rewards, mask, shift_mean=False)
-        advantages, returns = fastrl_kernels.gae(
-            rewards, values, mask, gamma=self.gamma, lam=self.lam, whiten=True
-        )
-        return values, advantages, returns
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
         return {}
 
 
-class DecoupledGAE:
-    """Generalised advantage estimates, whitened, and returns by another λ (Yue et al., "VAPO",
-    2025): A by ``lam``, or by 1 - 1/(α·l) for a response of l tokens, and R by ``lam_value``."""
-
-    per_token = True
+class GAE(PerToken):
+    """Generalised advantage estimates, whitened over the batch (Schulman et al., 2016)."""
 
     def __init__(self, config: PPOConfig):
-        self.gamma, self.lam, self.alpha = config.gamma, config.lam, config.lam_length_alpha
-        self.lam_value = config.lam if config.lam_value is None else config.lam_value
+        self.gamma, self.lam = config.gamma, config.lam
         self.whiten_rewards = config.whiten_rewards
-
-    def check(self, queries: Sequence[Tensor]) -> None:
-        """Any order is right."""
 
     def __call__(
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        values = torch.where(mask, values, 0.0)
+        values, rewards = self._given(values, rewards, mask)
+        advantages, returns = fastrl_kernels.gae(
+            rewards, values, mask, gamma=self.gamma, lam=self.lam, whiten=True
+        )
+        return values, advantages, returns
+
+    def _given(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Values, zero where masked, and rewards, whitened where that is asked for."""
         if self.whiten_rewards:
             rewards = fastrl_kernels.masked_whiten(rewards, mask, shift_mean=False)
+        return torch.where(mask, values, 0.0), rewards
+
+
+class DecoupledGAE(GAE):
+    """Generalised advantage estimates, whitened, and returns by another λ (Yue et al., "VAPO",
+    2025): A by ``lam``, or by 1 - 1/(α·l) for a response of l tokens, and R by ``lam_value``."""
+
+    def __init__(self, config: PPOConfig):
+        super().__init__(config)
+        self.alpha = config.lam_length_alpha
+        self.lam_value = config.lam if config.lam_value is None else config.lam_value
+
+    def __call__(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        values, rewards = self._given(values, rewards, mask)
         _, returns = fastrl_kernels.gae(rewards, values, mask, gamma=self.gamma, lam=self.lam_value)
         return values, self._advantages(values, rewards, mask), returns
 
@@ -95,9 +96,6 @@ class DecoupledGAE:
         lam_of_each = (1 - 1 / (self.alpha * mask.sum(-1).clamp(min=1))).clamp(min=0)
         sums = discounted_sums(found, mask, self.gamma * lam_of_each)
         return fastrl_kernels.masked_whiten(sums, mask)
-
-    def statistics(self, scores: Tensor) -> dict[str, Tensor]:
-        return {}
 
 
 def discounted_sums(x: Tensor, mask: Tensor, discounts: Tensor) -> Tensor:
@@ -117,17 +115,12 @@ def discounted_sums(x: Tensor, mask: Tensor, discounts: Tensor) -> Tensor:
     return torch.zeros_like(sums).scatter(-1, order, sums)
 
 
-class BatchReturns:
+class BatchReturns(PerToken):
     """Sums of the rewards to come, Σ_{u≥t} γ^{u-t}·r_u, whitened over the batch's tokens; no values
     are learned (Hu et al., "REINFORCE++", 2025). The KL belongs in the rewards."""
 
-    per_token = True
-
     def __init__(self, config: PPOConfig):
         self.gamma = config.gamma
-
-    def check(self, queries: Sequence[Tensor]) -> None:
-        """Any order is right."""
 
     def __call__(
         self, values: Tensor, rewards: Tensor, mask: Tensor
@@ -138,9 +131,6 @@ class BatchReturns:
             rewards, values, mask, gamma=self.gamma, lam=1.0, whiten=True
         )
         return values, advantages, returns
-
-    def statistics(self, scores: Tensor) -> dict[str, Tensor]:
-        return {}
 
 
 class GroupBaseline:

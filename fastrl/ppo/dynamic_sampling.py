@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,31 +16,33 @@ from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import Processes
 
-Take = Callable[[int], list[int]]
-Draw = Callable[[list[int], list[int]], RewardedSamples | None]
-Scores = Callable[[RewardedSamples], Tensor]
+
+class Redraw(NamedTuple):
+    """How groups of new prompts come about.
+
+    Attributes:
+        take: gives the numbers of so many new prompts.
+        draw: samples this process's responses to prompts, and rewards them; with the keys of their
+            draws; None of no prompts.
+        scores: [B] of samples.
+    """
+
+    take: Callable[[int], list[int]]
+    draw: Callable[[list[int], list[int]], RewardedSamples | None]
+    scores: Callable[[RewardedSamples], Tensor]
 
 
 class Resampling(Protocol):
     """What becomes of groups without spread."""
 
     def __call__(
-        self,
-        samples: RewardedSamples,
-        chosen: list[int],
-        take: Take,
-        draw: Draw,
-        scores: Scores,
+        self, samples: RewardedSamples, chosen: list[int], redraw: Redraw
     ) -> tuple[RewardedSamples, list[int], dict[str, float]]:
         """This process's samples, the prompts of all processes' groups, and statistics.
 
         Args:
             samples: this process's.
             chosen: the prompts of all processes' groups.
-            take: gives the numbers of so many new prompts.
-            draw: samples this process's responses to prompts, and rewards them; with the keys of
-                their draws; None of no prompts.
-            scores: [B] of samples.
         """
 
 
@@ -48,12 +50,7 @@ class NoResampling:
     """They stay."""
 
     def __call__(
-        self,
-        samples: RewardedSamples,
-        chosen: list[int],
-        take: Take,
-        draw: Draw,
-        scores: Scores,
+        self, samples: RewardedSamples, chosen: list[int], redraw: Redraw
     ) -> tuple[RewardedSamples, list[int], dict[str, float]]:
         return samples, chosen, {}
 
@@ -66,25 +63,20 @@ class DynamicSampling:
         self.group_size, self.rounds, self.processes = group_size, rounds, processes
 
     def __call__(
-        self,
-        samples: RewardedSamples,
-        chosen: list[int],
-        take: Take,
-        draw: Draw,
-        scores: Scores,
+        self, samples: RewardedSamples, chosen: list[int], redraw: Redraw
     ) -> tuple[RewardedSamples, list[int], dict[str, float]]:
         chosen, replaced, rounds = list(chosen), 0, 0
         shares = self.processes.shares(range(len(chosen)))
         keys = len(chosen)  # of the draws of prompts, all different
         for _ in range(self.rounds):
-            flat = self.processes.objects(without_spread(scores(samples), self.group_size))
+            flat = self.processes.objects(without_spread(redraw.scores(samples), self.group_size))
             if not any(flat):
                 break
             count = sum(map(len, flat))
-            new = take(count)
+            new = redraw.take(count)
             first = sum(map(len, flat[: self.processes.index]))
             mine = slice(first, first + len(flat[self.processes.index]))
-            drawn = draw(new[mine], list(range(keys, keys + count))[mine])
+            drawn = redraw.draw(new[mine], list(range(keys, keys + count))[mine])
             if drawn is not None:
                 samples = with_groups(samples, flat[self.processes.index], drawn, self.group_size)
             places = [share[j] for share, own in zip(shares, flat, strict=True) for j in own]

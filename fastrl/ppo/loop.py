@@ -16,7 +16,7 @@ from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.data.vocabulary import check_vocabulary
 from fastrl.models.layout import EncoderDecoder
-from fastrl.ppo.dynamic_sampling import make_resampling
+from fastrl.ppo.dynamic_sampling import Redraw, make_resampling
 from fastrl.ppo.experience import check_tokens
 from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
@@ -284,9 +284,11 @@ class Loop:
         own, chosen, resampled = self.resampling(
             self._sampled(self.prompts.take(chosen), size, seed),
             chosen,
-            stream.take,
-            lambda more, keys: self._drawn(self.prompts.take(more), size, seed, keys),
-            self._scores,
+            Redraw(
+                stream.take,
+                lambda more, keys: self._drawn(self.prompts.take(more), size, seed, keys),
+                self._scores,
+            ),
         )
         batch, scores = self.prompts.take(chosen), self._scores(own)
         of_tokens = self._scores_of_tokens(own)

@@ -189,6 +189,18 @@ def prepared(
     return (model, *accelerator.prepare(*others))
 
 
+def fill_in_config(
+    config: PPOConfig, accelerator: Accelerator, model: PreTrainedModelWrapper
+) -> None:
+    """Sets what the configuration says of the run: its processes and the kind of its model."""
+    processes = accelerator.num_processes
+    config.world_size = processes
+    config.is_encoder_decoder = model.is_encoder_decoder
+    config.is_peft_model = model.is_peft_model
+    config.global_backward_batch_size = config.backward_batch_size * processes
+    config.global_batch_size = config.batch_size * processes
+
+
 def loads_once(accelerator: Accelerator) -> bool:
     """Whether FSDP2 gets all weights from the main process."""
     return accelerator.is_fsdp2 and bool(accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)

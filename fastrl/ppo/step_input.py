@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fastrl.data import batch as data
 from fastrl.data.batch import to_host, without_tokens
+from fastrl.data.token_batch import TokenBatch
+from fastrl.models.host_memory import to_device
 from fastrl.ppo.experience import LogprobsAndValues
+from fastrl.ppo.nonfinite import check_a_sample_is_left, samples_left_out
 from fastrl.ppo.old_logprobs import with_zeros, zero_left_out
+from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
+from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import Processes
+
+if TYPE_CHECKING:
+    from fastrl.ppo.trainer import PPOTrainer
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,21 @@ class StepInput:
             token_scores=with_zeros(self.token_scores, responses, left_out),
         )
 
+    def placed(
+        self, scores: Tensor, moments: RunningMoments, transform: ScoreTransform, batch: TokenBatch
+    ) -> Tensor:
+        """The scores as ``PPOTrainer.compute_rewards`` takes them, 0 for samples without one: [B],
+        or of tokens [B, T-1].
+
+        Args:
+            scores: [B], transformed; ``moments`` are those that they come with.
+        """
+        if self.token_scores is None:
+            return scores.nan_to_num()
+        counted = torch.cat(list(self.token_scores))[batch.mask_of_responses()]
+        on_device = to_device(transform.of_tokens(counted, moments), scores.device)
+        return batch.scatter(on_device, batch.rows())
+
     def _masks_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
         """All tokens count where another process has masks, and this one none."""
         if self.masks is None and any(part.masks is not None for part in parts):
@@ -97,6 +121,82 @@ class StepInput:
                 )
             return list(self.scores.view(-1, 1))
         return self.token_scores
+
+
+class StepInputs:
+    """Checks and completes what a trainer's ``step`` is given.
+
+    Args:
+        trainer: whole but for this.
+    """
+
+    def __init__(self, trainer: PPOTrainer):
+        self.trainer = trainer
+
+    def __call__(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        masks: list[Tensor] | None,
+        rollout: RolloutOutput | None,
+        weights: Tensor | Sequence[float] | None,
+    ) -> StepInput:
+        """The samples of all processes.
+
+        Raises:
+            ValueError, FloatingPointError: as ``step``, in all processes.
+        """
+        trainer, size = self.trainer, self.trainer.config.batch_size
+        with trainer.processes.together():
+            data.check_batch_size(queries, responses, size)
+            queries, responses, masks = data.on_host(queries, responses, masks)
+            known = trainer.rollouts.logprobs(queries, responses, rollout)
+            starts = trainer.batches.starts(responses)
+            totals, of_tokens = data.check_scores(scores, size, responses, masks, starts)
+            if not trainer.advantages.per_token:
+                of_tokens = None
+            trainer.transform_scores.check(of_tokens is not None)
+            own = StepInput(
+                queries,
+                responses,
+                totals,
+                masks,
+                self._weights(data.check_weights(weights, size, trainer.current_device), rollout),
+                known,
+                self._nan_samples(queries, rollout),
+                None if rollout is None else rollout.finish_reasons,
+                trainer.sampler_correction.sampled(rollout, known),
+                of_tokens,
+            )
+        given = own.of_all(trainer.processes)
+        check_a_sample_is_left(len(given.nan), len(given.queries))
+        return given
+
+    def _weights(self, weights: Tensor | None, rollout: RolloutOutput | None) -> Tensor | None:
+        """The samples' weights, 0 where ``mask_truncated_completions`` leaves them out.
+
+        Raises:
+            ValueError: it is not known how the responses ended.
+        """
+        if not self.trainer.config.mask_truncated_completions:
+            return weights
+        if rollout is None:
+            raise ValueError(
+                "mask_truncated_completions needs to know how responses ended: pass rollout= to "
+                "step(), or turn it off"
+            )
+        whole = torch.tensor([float(reason != "length") for reason in rollout.finish_reasons])
+        whole = to_device(whole, self.trainer.current_device)
+        return whole if weights is None else whole * weights
+
+    def _nan_samples(self, queries: Sequence[Tensor], rollout: RolloutOutput | None) -> list[int]:
+        """Indices of samples that ended in NaN logits."""
+        trainer = self.trainer
+        if rollout is None or len(rollout.finish_reasons) != len(queries):
+            return []
+        name = trainer._name_in(queries)
+        return samples_left_out(rollout, trainer.nonfinite, name, trainer.processes)
 
 
 def _on_host(known: LogprobsAndValues) -> LogprobsAndValues:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastrl.config import PPOConfig, json_object
+from fastrl.config import PPOConfig
 from fastrl.core import PPODecorators, set_seed
 from fastrl.data import batch as data
 from fastrl.data.batch import make_batches
@@ -34,7 +32,6 @@ from fastrl.models.optimizers import (
 )
 from fastrl.models.products import Products
 from fastrl.models.scoring import PassLimit
-from fastrl.models.sharding import gathered_state_dict
 from fastrl.models.utils import evaluating, warn_of_fp16, warn_of_lost_updates
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
@@ -43,16 +40,12 @@ from fastrl.ppo.advantages import make_advantages
 from fastrl.ppo.classic import ClassicMethods
 from fastrl.ppo.critic import CriticLearner, checked_critic
 from fastrl.ppo.experience import Experience, LastExperience, Scorer, check_tokens
-from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
+from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place, warn_of_negative_kl
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
-from fastrl.ppo.nonfinite import (
-    NonFiniteExperience,
-    NonFiniteNumbers,
-    check_a_sample_is_left,
-    samples_left_out,
-)
+from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
 from fastrl.ppo.old_logprobs import OldLogprobs
+from fastrl.ppo.persistence import Persistence
 from fastrl.ppo.planning import plan_ppo
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.sampler_correction import make_sampler_correction
@@ -63,6 +56,7 @@ from fastrl.ppo.setup import (
     checked_policies,
     choose_heads,
     choose_precision,
+    fill_in_config,
     loads_once,
     make_accelerator,
     precision_of,
@@ -70,28 +64,18 @@ from fastrl.ppo.setup import (
     warn_of_a_single_response,
 )
 from fastrl.ppo.state import TrainerState, deciding
-from fastrl.ppo.step_input import StepInput
+from fastrl.ppo.step_input import StepInput, StepInputs
 from fastrl.ppo.update import GradientStep, PPOUpdate
 from fastrl.ppo.warmup import CriticWarmup
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
 from fastrl.rollout import RolloutOutput
-from fastrl.run import hub
 from fastrl.run.callbacks import TrainCallback, TrainResult
-from fastrl.run.checkpoints import (
-    KEEP_LAST,
-    SAVE_EVERY,
-    Checkpoints,
-    find_checkpoint,
-    verify,
-    warn_of_another_machine,
-)
+from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Ledger
-from fastrl.run.model_card import policy_gradient, write_model_card
 from fastrl.run.precision import refuse_fp16_twice
 from fastrl.run.processes import processes_of
-from fastrl.run.state import load_tree, save_tree
 from fastrl.timing import start_clock
 
 _MIXED_PRECISION = (
@@ -101,7 +85,7 @@ _MIXED_PRECISION = (
 _LOOP_COLUMNS = ("label", "query", "response")
 
 
-class PPOTrainer(ClassicMethods):
+class PPOTrainer(ClassicMethods, Persistence):
     """Proximal policy optimisation of a language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
@@ -211,7 +195,7 @@ class PPOTrainer(ClassicMethods):
         self.reference.place(self.model, self.accelerator)
         self.ref_model = self.reference.model
         self.current_device = self.accelerator.device
-        self._fill_in_config()
+        fill_in_config(config, self.accelerator, model)
         PPODecorators.optimize_device_cache = config.optimize_device_cache
 
         self.kl_ctl = make_kl_controller(config)
@@ -287,6 +271,7 @@ class PPOTrainer(ClassicMethods):
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
         self._best_mean_score = -float("inf")
+        self._inputs = StepInputs(self)
         self._state = TrainerState(self)
         if self.processes.count > 1:
             self.processes.check_same("PPOTrainer", self._state.identity)
@@ -339,30 +324,7 @@ class PPOTrainer(ClassicMethods):
         the order of the samples are as before the call. Optimizer steps that were taken until then
         stay.
         """
-        with self.processes.together():
-            size = self.config.batch_size
-            data.check_batch_size(queries, responses, size)
-            queries, responses, response_masks = data.on_host(queries, responses, response_masks)
-            known = self.rollouts.logprobs(queries, responses, rollout)
-            starts = self.batches.starts(responses)
-            totals, of_tokens = data.check_scores(scores, size, responses, response_masks, starts)
-            if not self.advantages.per_token:
-                of_tokens = None
-            self.transform_scores.check(of_tokens is not None)
-            own = StepInput(
-                queries,
-                responses,
-                totals,
-                response_masks,
-                self._weights(data.check_weights(weights, size, self.current_device), rollout),
-                known,
-                self._nan_samples(queries, rollout),
-                None if rollout is None else rollout.finish_reasons,
-                self.sampler_correction.sampled(rollout, known),
-                of_tokens,
-            )
-        given = own.of_all(self.processes)
-        check_a_sample_is_left(len(given.nan), len(given.queries))
+        given = self._inputs(queries, responses, scores, response_masks, rollout, weights)
         nonfinite = self.nonfinite.scores(given.scores, given.nan, self._name_in(given.queries))
         while True:
             left_out = sorted({*given.nan, *nonfinite})
@@ -376,23 +338,6 @@ class PPOTrainer(ClassicMethods):
         result["ppo/nonfinite_samples"] += float(len(nonfinite))
         return result
 
-    def _weights(self, weights: Tensor | None, rollout: RolloutOutput | None) -> Tensor | None:
-        """The samples' weights, 0 where ``mask_truncated_completions`` leaves them out.
-
-        Raises:
-            ValueError: it is not known how the responses ended.
-        """
-        if not self.config.mask_truncated_completions:
-            return weights
-        if rollout is None:
-            raise ValueError(
-                "mask_truncated_completions needs to know how responses ended: pass rollout= to "
-                "step(), or turn it off"
-            )
-        whole = torch.tensor([float(reason != "length") for reason in rollout.finish_reasons])
-        whole = to_device(whole, self.current_device)
-        return whole if weights is None else whole * weights
-
     def _step(self, given: StepInput) -> dict[str, Any]:
         """The algorithm of :meth:`step`, on the samples of all processes. What is computed from
         them is the same in each; policy and reference run on its share of them.
@@ -403,14 +348,7 @@ class PPOTrainer(ClassicMethods):
         for count in self._positions:
             count.taken()  # of a step that failed
         batch = self.make_batch(given.queries, given.responses, given.masks)
-        most = self.config.micro_batch_tokens
-        check_tokens(most, batch.prompt_lengths, batch.response_lengths)
-        if self.critic is not None:
-            self.critic.unwrapped.check_lengths(batch.lengths)
-        self.advantages.check(given.queries)
-        self.score_or_reuse.check(given.logprobs)
-        self.sampler_correction.check(given.sampled)
-
+        self._check(batch, given)
         learning = self.warmup.learning(self.current_step)
         final_scores, moments = self.transform_scores(given.scores)
         self._push_if_best(final_scores)
@@ -426,7 +364,7 @@ class PPOTrainer(ClassicMethods):
                 )
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
-                    self._placed(given, final_scores, moments, batch),
+                    given.placed(final_scores, moments, self.transform_scores, batch),
                     *scored.kl_operands,
                     batch.mask,
                 )
@@ -466,7 +404,7 @@ class PPOTrainer(ClassicMethods):
         result.update(stats.position_stats(self._positions, self.processes))
         result.update(reuse_stats)
         result.update(self.warmup.statistics(learning))
-        self._warn_of_negative_kl(result["objective/kl"])
+        warn_of_negative_kl(result["objective/kl"])
 
         # Last, so that an exception leaves all of it unchanged.
         self.experience = LastExperience(batch.response_mask, experience)
@@ -479,6 +417,19 @@ class PPOTrainer(ClassicMethods):
         self.current_step += 1
         self._move_reference()
         return result
+
+    def _check(self, batch: TokenBatch, given: StepInput) -> None:
+        """
+        Raises:
+            ValueError: samples that are too long, in a wrong order, or lack what the step needs.
+        """
+        most = self.config.micro_batch_tokens
+        check_tokens(most, batch.prompt_lengths, batch.response_lengths)
+        if self.critic is not None:
+            self.critic.unwrapped.check_lengths(batch.lengths)
+        self.advantages.check(given.queries)
+        self.score_or_reuse.check(given.logprobs)
+        self.sampler_correction.check(given.sampled)
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
@@ -677,50 +628,6 @@ class PPOTrainer(ClassicMethods):
         with self.products.on(self.model, self.ref_model):
             return loop.run()
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that later steps depend on: trained weights, optimizer, schedule, KL coefficient,
-        moments of scores, orders of prompts and samples, random states. Tensors are not copies."""
-        return self._state.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another trainer was, which must have been made from the same model and
-        settings: frozen weights and a fixed reference are not in its state.
-
-        Raises:
-            BadCheckpoint: a ValueError: the state of another model, tokenizer, method or reference;
-                nothing has changed then.
-        """
-        self._state.load_state_dict(state)
-
-    def save_checkpoint(self, folder: str | Path) -> Path:
-        """Writes the state to ``folder/checkpoint-N``, N the number of steps; for a loop of your
-        own, whose position in its data is not part of it. :meth:`train` saves by itself.
-
-        Returns:
-            the checkpoint's path; it is there as a whole, or not at all.
-        """
-        checkpoints = Checkpoints(Path(folder))
-        state, new = self.state_dict(), checkpoints.new(self.current_step, processes=self.processes)
-        with self.products.on(), new as part:
-            save_tree(state, part, self.processes)
-        return checkpoints.path(self.current_step)
-
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Goes on from a checkpoint, or from the newest good one in a folder of them.
-
-        Raises:
-            BadCheckpoint: a ValueError: a damaged checkpoint, whose file is named; or as
-                :meth:`load_state_dict`. Nothing has changed then.
-            FileNotFoundError: there is none.
-        """
-        found = find_checkpoint(path, Checkpoints(Path(path)))
-        assert found is not None
-        manifest = verify(found)
-        self.load_state_dict(load_tree(found))
-        with self.products.on():
-            self.products.adopt(manifest["machine"])
-            warn_of_another_machine(manifest)
-
     def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
         """What a step with such prompts and responses needs of memory, rollouts included, phase by
         phase: from a rehearsal without memory, in which nothing of this trainer is run or changed.
@@ -770,62 +677,6 @@ class PPOTrainer(ClassicMethods):
             result.update(self.critic.statistics())
         return result
 
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Saves model with value head, tokenizer, and a model card where there is none; a critic of
-        its own in ``critic/``.
-
-        Raises:
-            ValueError: layers that are shared with the reference have changed.
-        """
-        self.reference.verify()
-        state_dict = gathered_state_dict(self._unwrapped, keep=self.processes.is_main)
-        if state_dict is None:
-            state_dict = self.accelerator.get_state_dict(self.model)
-        of_critic = None
-        if self.critic is not None:
-            of_critic = self.critic.gathered(keep=self.processes.is_main)
-        if not self.accelerator.is_main_process:
-            return
-        card = Path(save_directory) / "README.md"
-        own = card.read_bytes() if card.exists() else None
-        self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
-        if self.critic is not None:
-            self.critic.save_pretrained(save_directory, of_critic)
-        self.tokenizer.save_pretrained(save_directory)
-        # PEFT writes a card of its own.
-        if own is None:
-            self.create_model_card(save_directory)
-        else:
-            card.write_bytes(own)
-
-    def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
-        """Writes ``README.md``: the model's kind, how it was trained, and how to load it.
-
-        The base model is the one that the model itself names, else ``PPOConfig.model_name`` where
-        that was set.
-        """
-        name = model_name or Path(path).absolute().name
-        unset = PPOConfig.__dataclass_fields__["model_name"].default
-        given = None if self.config.model_name == unset else self.config.model_name
-        method = policy_gradient(self.config.method)
-        write_model_card(path, name, self._unwrapped, method, given)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Uploads model, tokenizer and model card, in one commit.
-
-        Args:
-            kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
-                ``commit_message``.
-        """
-        hub.check_options(kwargs)
-        with tempfile.TemporaryDirectory() as folder:
-            if self.accelerator.is_main_process:
-                self.create_model_card(folder, repo_id)
-            self.save_pretrained(folder)
-            if self.accelerator.is_main_process:
-                return hub.upload(folder, repo_id, **kwargs)
-        return None
-
     def sequence_kl(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
         """Mean over samples of Σ_t KL(policy || reference), by the configured penalty.
 
@@ -841,35 +692,9 @@ class PPOTrainer(ClassicMethods):
         _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def _evaluating(self) -> AbstractContextManager[None]:
         """Context in which policy and critic are in evaluation mode."""
-        with evaluating(self.model):
-            if self.critic is None:
-                yield
-            else:
-                with evaluating(self.critic.model):
-                    yield
-
-    def _placed(
-        self, given: StepInput, scores: Tensor, moments: RunningMoments, batch: TokenBatch
-    ) -> Tensor:
-        """The scores as :meth:`compute_rewards` takes them, 0 for samples without one.
-
-        Args:
-            scores: [B], transformed; ``moments`` are those that they come with.
-        """
-        if given.token_scores is None:
-            return scores.nan_to_num()
-        counted = torch.cat(list(given.token_scores))[batch.mask_of_responses()]
-        on_device = to_device(self.transform_scores.of_tokens(counted, moments), scores.device)
-        return batch.scatter(on_device, batch.rows())
-
-    def _nan_samples(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
-        """Indices of samples that ended in NaN logits."""
-        if rollout is None or len(rollout.finish_reasons) != len(queries):
-            return []
-        return samples_left_out(rollout, self.nonfinite, self._name_in(queries), self.processes)
+        return evaluating(self.model, None if self.critic is None else self.critic.model)
 
     def make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """Makes a checked, padded batch on the device."""
@@ -880,29 +705,3 @@ class PPOTrainer(ClassicMethods):
         every = self.config.sync_ref_every
         if every and self.current_step % every == 0:
             self.reference.follow(self.config.ref_ema)
-
-    def _fill_in_config(self) -> None:
-        processes = self.accelerator.num_processes
-        self.config.world_size = processes
-        self.config.is_encoder_decoder = self.is_encoder_decoder
-        self.config.is_peft_model = self.is_peft_model
-        self.config.global_backward_batch_size = self.config.backward_batch_size * processes
-        self.config.global_batch_size = self.config.batch_size * processes
-
-    def _push_if_best(self, scores: Tensor) -> None:
-        where = json_object(self.config.push_to_hub_if_best_kwargs)
-        if not where or self.current_step % self.config.compare_steps:
-            return
-        mean = float(scores.nanmean())
-        if mean > self._best_mean_score:
-            self.push_to_hub(**where)
-            self._best_mean_score = mean
-
-    def _warn_of_negative_kl(self, kl: float) -> None:
-        if kl < -1.0:
-            warnings.warn(
-                f"the KL estimate is negative ({kl:.2f}): the responses are unlikely under the "
-                "policy. Were they generated by it, with top_k=0, top_p=1 and no other change to "
-                "its distribution?",
-                stacklevel=3,
-            )

@@ -43,6 +43,7 @@ from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
+    check_one_gpu,
     length_limit,
     load_if_path,
     setting,
@@ -276,11 +277,7 @@ class SFTTrainer(SupervisedTrainer):
             optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"one process with {self.args.n_gpu} GPUs would split batches without the loss's "
-                "knowledge: start one process per GPU (accelerate launch, torchrun)"
-            )
+        check_one_gpu(self.args)
         if packs or joins:
             self._prepare_weights()
             autocast = self.compute_loss_context_manager()

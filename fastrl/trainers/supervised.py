@@ -459,6 +459,18 @@ def _keep_batches_whole(args: Any) -> None:
     args.accelerator_config.dispatch_batches = False
 
 
+def check_one_gpu(args: TrainingArguments) -> None:
+    """
+    Raises:
+        ValueError: transformers would split batches over several GPUs.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process with {args.n_gpu} GPUs would split batches without the loss's "
+            "knowledge: start one process per GPU (accelerate launch, torchrun)"
+        )
+
+
 def _check_optimizer(args: TrainingArguments) -> None:
     check_optimizer(optimizer_name(args), arguments=args.optim_args, decay_is_a_setting=True)
 

@@ -96,9 +96,10 @@ class GRPOTrainer(OnlineTrainer):
         self.tools = list(tools or ())
         self._box = Toolbox(self.tools)
         self._reader: Reader | None = None
-        environments = None
+        self.rollout_func = rollout_func
         if environment_factory:
             environments = Environments(environment_factory, self.tools)
+            self._environments = environments
             self.tools = environments.tools
             self._env_tools = {
                 name: list(found.functions.values()) for name, found in environments.boxes.items()
@@ -106,7 +107,7 @@ class GRPOTrainer(OnlineTrainer):
             self._environment_pool = environments.pool
             if train_dataset is None:
                 train_dataset = environments.placeholder(args)
-        if self.tools or environments is not None:
+        if self.tools or self._environments is not None:
             check_chats(train_dataset)
         super().__init__(
             model,
@@ -120,8 +121,6 @@ class GRPOTrainer(OnlineTrainer):
             optimizers,
             quantization_config,
             peft_config,
-            rollout_func,
-            environments,
         )
         args = self.args
         assert args is not None

@@ -23,7 +23,8 @@ class _Rows(NamedTuple):
 
 
 class MetricMeans:
-    """Means over batches of each batch's mean over all processes, as TRL logs them.
+    """Means over batches of each batch's mean over all processes, as TRL logs them: each batch
+    weighs the same, where in :class:`fastrl.trainers.logged.LoggedMetrics` each number does.
 
     Batches leave their sums on the device; the processes join them, and the device is waited for,
     once for each log. All processes add the same names in the same order.

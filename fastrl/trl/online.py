@@ -35,7 +35,7 @@ from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.sharded import ShardedTrainer
-from fastrl.trainers.supervised import is_path, settings_of, trained_identity
+from fastrl.trainers.supervised import check_one_gpu, is_path, settings_of, trained_identity
 from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.environments import Environments
 from fastrl.trl.generation import PolicySampler
@@ -45,7 +45,13 @@ from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.policy_loss import LearnedTokens
 from fastrl.trl.prompt_data import check_data, refuse_dispatch
-from fastrl.trl.reference import Follow, model_of, reference_of
+from fastrl.trl.reference import (
+    Follow,
+    following_weights,
+    load_following_weights,
+    model_of,
+    reference_of,
+)
 from fastrl.trl.responses import Judged, Responses, note_lengths, note_rewards, rolled_out
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.rollout_correction import RolloutCorrection
@@ -62,7 +68,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     A batch of the loader has the prompts that are generated for at a time, and is there again in
     each of the steps that its responses serve, as in TRL. Runs are resumed bit for bit.
 
-    Subclasses turn rewards into advantages, and log-probs into a loss.
+    Subclasses turn rewards into advantages, and log-probs into a loss. What some have in the place
+    of sampling, or beside it, they set before ``super().__init__``.
     """
 
     args: Any
@@ -71,11 +78,13 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     config: ClassVar[type]
     _tag_names: ClassVar[list[str]]
     needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
+    rollout_func: Callable[..., dict[str, Any]] | None = None
+    _environments: Environments | None = None
 
     def __init__(
         self,
         model: Any,
-        reward_funcs: Any = None,
+        reward_funcs: Any,
         args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -85,8 +94,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
-        rollout_func: Callable[..., dict[str, Any]] | None = None,
-        environments: Environments | None = None,
     ):
         name = type(self).__name__
         if args is None:
@@ -105,7 +112,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "prompt-learning adapters shift the positions of tokens and are not supported: use "
                 "LoRA"
             )
-        check_data(train_dataset, eval_dataset, args, asked=environments is None)
+        check_data(train_dataset, eval_dataset, args, asked=self._environments is None)
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
         load.setdefault("trust_remote_code", args.trust_remote_code)
@@ -115,12 +122,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             reward_processing_classes,
             dict(load),
             dict(args.chat_template_kwargs or {}),
-            () if environments is None else environments.rewards,
+            () if self._environments is None else self._environments.rewards,
         )
-        self._environments = environments
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._read_tools(args)
-        self._correction = None if rollout_func is None else self._corrected_by(args)
+        self._correction = None if self.rollout_func is None else self._corrected_by(args)
         model = self._prepared(model, args, quantization_config, peft_config)
         if args.use_liger_kernel:
             _refuse_liger(name)
@@ -132,7 +138,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
         self.reward_processing_classes = rewards.processing_classes
         self.reward_weights = rewards.weights
-        self.rollout_func = rollout_func
         self.num_generations = args.num_generations
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.num_iterations, self.temperature, self.beta = (
@@ -165,11 +170,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"one process with {self.args.n_gpu} GPUs would split batches without the loss's "
-                "knowledge: start one process per GPU (accelerate launch, torchrun)"
-            )
+        check_one_gpu(self.args)
         # Losses are means over a batch: transformers divides them by the batches of a step.
         self.model_accepts_loss_kwargs = False
         self.loss_is_scaled_for_ga = None
@@ -623,10 +624,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return {**super().identity(), **trained_identity(self)}
 
     def own_state(self) -> dict[str, Any]:
-        reference = {}
-        if self.args.sync_ref_model and self._reference is not None:
-            weights = self._reference.own_weights()
-            reference = {name: x.detach().cpu() for name, x in weights.items()}
         return {
             **super().own_state(),
             "online": {
@@ -636,11 +633,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "metrics": self._metrics["train"].state(),
                 "responder": self._responder.state(),
                 "reuses": self._scorer.reuses,
-                "reference": reference,
+                "reference": following_weights(self._reference, self.args),
             },
         }
 
-    @torch.no_grad()
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
         self._step, self._buffer = 0, None
@@ -652,11 +648,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             self._buffer = [SampledResponses.of_state(x) for x in own["buffer"]]
         self._metrics["train"].load(own["metrics"], self.args.device)
         self._responder.resume(own["responder"])
-        if own["reference"]:
-            assert self._reference is not None
-            weights = self._reference.own_weights()
-            for name, x in own["reference"].items():
-                weights[name].copy_(x)
+        load_following_weights(self._reference, own["reference"])
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Where responses are sampled next, without the metrics since the last log.

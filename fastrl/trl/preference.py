@@ -21,12 +21,18 @@ from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating, without_dropout
 from fastrl.ref_model import RefModel
 from fastrl.trainers.router_loss import router_loss
-from fastrl.trainers.supervised import SupervisedTrainer, is_path, length_limit
+from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path, length_limit
 from fastrl.trl.completions import Completions
 from fastrl.trl.metric_means import MetricMeans
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.preference_config import PreferenceConfig
-from fastrl.trl.reference import Follow, model_of, reference_of
+from fastrl.trl.reference import (
+    Follow,
+    following_weights,
+    load_following_weights,
+    model_of,
+    reference_of,
+)
 from fastrl_kernels.types import Extras
 
 EXTRAS = ("mean_logit", "is_top1")
@@ -108,6 +114,7 @@ class PreferenceTrainer(SupervisedTrainer):
         self._max_length = length_limit(args, model, tokenizer)
         self._head: Head | None = None
         self._packs: bool | None = None
+        # Of batches, as TRL's; the base's ``metrics`` count the tokens of the run.
         self._metrics = {name: MetricMeans(MARGINS) for name in ("train", "eval")}
         super().__init__(
             model=model,
@@ -120,11 +127,7 @@ class PreferenceTrainer(SupervisedTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"one process with {self.args.n_gpu} GPUs would split batches without the loss's "
-                "knowledge: start one process per GPU (accelerate launch, torchrun)"
-            )
+        check_one_gpu(self.args)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
         if self._reference is not None:
             self._reference.place(self._policy, self.accelerator)
@@ -383,23 +386,19 @@ class PreferenceTrainer(SupervisedTrainer):
     # Checkpoints.
 
     def own_state(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"metrics": self._metrics["train"].state()}
-        if self.args.sync_ref_model and self._reference is not None:
-            weights = self._reference.own_weights()
-            found["reference"] = {name: x.detach().cpu() for name, x in weights.items()}
+        found = {
+            "metrics": self._metrics["train"].state(),
+            "reference": following_weights(self._reference, self.args),
+        }
         return {**super().own_state(), "preferences": found}
 
-    @torch.no_grad()
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
         if resumed is None:
             return
         own = resumed["own"]["preferences"]
         self._metrics["train"].load(own["metrics"], self.args.device)
-        if self.args.sync_ref_model and self._reference is not None:
-            weights = self._reference.own_weights()
-            for name, x in own["reference"].items():
-                weights[name].copy_(x)
+        load_following_weights(self._reference, own["reference"])
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Without the metrics since the last log."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import TrainerCallback
 
 from fastrl.config import PPOConfig
@@ -39,6 +42,24 @@ def model_of(reference: RefModel | None, accelerator: Any) -> Any:
     if reference is None or reference.model is None:
         return None
     return accelerator.unwrap_model(reference.model).pretrained_model
+
+
+def following_weights(reference: RefModel | None, args: Any) -> dict[str, Tensor]:
+    """For a checkpoint: the weights of a reference that follows the policy, on the host; none of
+    one that stays as it is."""
+    if reference is None or not args.sync_ref_model:
+        return {}
+    return {name: x.detach().cpu() for name, x in reference.own_weights().items()}
+
+
+@torch.no_grad()
+def load_following_weights(reference: RefModel | None, saved: Mapping[str, Tensor]) -> None:
+    """Gives the reference what :func:`following_weights` returned."""
+    if saved:
+        assert reference is not None
+        weights = reference.own_weights()
+        for name, x in saved.items():
+            weights[name].copy_(x)
 
 
 class Follow(TrainerCallback):

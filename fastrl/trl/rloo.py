@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,34 +34,6 @@ class RLOOTrainer(OnlineTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "rloo"]
     method = policy_gradient("RLOO")
     needs_old: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any,
-        args: RLOOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: list | None = None,
-        optimizers: tuple = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ):
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-        )
 
     def advantages_of(
         self, judged: Judged, kl: Tensor | None, group: int, mode: str

@@ -129,7 +129,7 @@ def test_a_lambda_of_its_own_is_one_more_scan(settings, calls, monkeypatch) -> N
     estimate = make_advantages(PPOConfig(**settings))
     estimate(*ragged())
     assert len(seen) == calls
-    assert isinstance(estimate, GAE) == (calls == 1)
+    assert (type(estimate) is GAE) == (calls == 1)
 
 
 def test_a_step_with_decoupled_lambdas_follows_the_formulas_in_float64() -> None:

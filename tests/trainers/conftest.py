@@ -22,16 +22,16 @@ from tests import tiny_models
 from tests.golden import tiny
 
 disable_progress_bars()
-SETTINGS: dict[str, Any] = {
+ONE_STEP: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 4,
     "max_steps": 1,
-    "learning_rate": 1e-3,
     "save_strategy": "no",
     "report_to": None,
     "disable_tqdm": True,
     "use_cpu": True,
 }
+SETTINGS: dict[str, Any] = {**ONE_STEP, "learning_rate": 1e-3}
 # One step changes every weight by its gradient.
 GRADIENT_STEP: dict[str, Any] = {
     "optim": "sgd",

@@ -22,25 +22,13 @@ from fastrl.trl.sampled import SampledResponses
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_resumes, with_dropout
+from tests.trainers.conftest import GRADIENT_STEP, ONE_STEP
 
 SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 4,
+    **ONE_STEP,
     "num_generations": 4,
     "max_completion_length": 6,
-    "max_steps": 1,
     "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": None,
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
-# One step changes every weight by its gradient.
-GRADIENT_STEP: dict[str, Any] = {
-    "optim": "sgd",
-    "learning_rate": 1.0,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
 }
 _ARGUMENTS = ("eval_dataset", "peft_config", "rollout_func")
 KINDS: dict[str, tuple[type, type]] = {

@@ -8,11 +8,12 @@ from .gae import gae
 from .kl import kl_penalty, kl_rewards
 from .linear_logprobs import linear_logprobs
 from .linear_nll import linear_nll_loss
+from .linear_ppo_loss import linear_ppo_loss
 from .linear_sample import linear_sample, linear_sample_pays
 from .logprob import token_logprobs
 from .moments import masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
 from .policy_losses import PolicyLoss
-from .ppo_loss import linear_ppo_loss, ppo_loss
+from .ppo_loss import ppo_loss
 from .preference import *  # noqa: F403
 from .rms_norm import rms_norm
 from .rng import sample_keys

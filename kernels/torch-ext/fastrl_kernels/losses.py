@@ -22,7 +22,8 @@ from .argument_types import misfit
 from .checks import check_choice
 from .dispatch import BACKENDS
 from .linear_nll import linear_nll_loss
-from .ppo_loss import linear_ppo_loss, ppo_loss
+from .linear_ppo_loss import linear_ppo_loss
+from .ppo_loss import ppo_loss
 
 __all__ = [
     "DPOLoss",
