@@ -8,11 +8,11 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastrl.core import flatten_dict
+from fastrl.settings import check_types, setting
 from fastrl_kernels.policy_losses import POLICY_LOSSES, RATIO_LEVELS
 from fastrl_kernels.types import AGGREGATES
 
@@ -46,114 +46,27 @@ OPTIMIZERS = (
     *("paged_ademamix_32bit", "stable_adamw", "grokadamw"),
 )
 REFERENCE_DTYPES = ("auto", "float32", "bfloat16")
-_REFUSED = "Not supported: "  # before the remedy, in a setting's help
-_IDLE = "Changes nothing: "
+# Settings that are read only where another one has a value: which it is, and that value.
+_READ_WITH = (
+    (("sapo_temperature_pos", "sapo_temperature_neg"), "policy_loss", ("sapo",)),
+    (
+        ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
+        "policy_loss",
+        ("vespo",),
+    ),
+    (("cliprange_high",), "policy_loss", ("clip", "cispo")),
+    (
+        ("sampler_correction_min", "sampler_correction_max"),
+        "sampler_correction",
+        SAMPLER_CORRECTIONS[1:],
+    ),
+)
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
     "project_kwargs",
     "push_to_hub_if_best_kwargs",
 )
-
-
-def setting(text: str, default: Any = dataclasses.MISSING, aliases: Sequence[str] = ()) -> Any:
-    """A field of a dataclass, with its text for ``--help``.
-
-    Args:
-        default: the default, or a function that makes it.
-        aliases: other flags for it, such as "--report-to", whose names YAML files may use, too.
-    """
-    metadata: dict[str, Any] = {"help": text}
-    if aliases:
-        both = [x for a in aliases for x in (a, f"--{a[2:].replace('-', '_')}")]
-        metadata["aliases"] = list(dict.fromkeys(both))
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def setting_like(kind: Any, name: str, default: Any = dataclasses.MISSING) -> Any:
-    """A field with the help of field ``name`` of the dataclass ``kind``, and its default unless
-    another is given."""
-    like = kind.__dataclass_fields__[name]
-    default = like.default if default is dataclasses.MISSING else default
-    return setting(like.metadata["help"], default)
-
-
-class _Remedy(str):
-    """The help of a setting that is not honoured. Parsers of command lines hand all of a field's
-    metadata to argparse, so that no key of its own can mark it."""
-
-
-def refused(default: Any, remedy: str) -> Any:
-    """A dataclass field for a setting of TRL that is not honoured.
-
-    Args:
-        default: TRL's, the only value that :func:`check_refused` lets pass.
-        remedy: what to use in its place.
-    """
-    return field(default=default, metadata={"help": _Remedy(f"{_REFUSED}{remedy}.")})
-
-
-def refusals(config: Any) -> dict[str, tuple[Any, str]]:
-    """The settings of a configuration that are not honoured: their defaults and remedies."""
-    found = {}
-    for each in dataclasses.fields(config):
-        text = each.metadata.get("help")
-        if isinstance(text, _Remedy):
-            found[each.name] = (each.default, text[len(_REFUSED) : -1])
-    return found
-
-
-def check_refused(config: Any) -> None:
-    """
-    Raises:
-        ValueError: a setting that is not honoured, named with its remedy.
-    """
-    for name, (default, remedy) in refusals(config).items():
-        value = getattr(config, name)
-        if value != default:
-            raise ValueError(
-                f"{name}={value!r} is not supported by {type(config).__name__}: {remedy}"
-            )
-
-
-class _Likeness(str):
-    """The help of a setting that changes nothing, as :class:`_Remedy`."""
-
-
-def idle(default: Any, instead: str) -> Any:
-    """A dataclass field for a setting of TRL that is taken and changes nothing, as it chooses
-    how something is computed and not what.
-
-    Args:
-        default: TRL's; of another value :func:`warn_of_idle` warns.
-        instead: what has its meaning.
-    """
-    return field(default=default, metadata={"help": _Likeness(f"{_IDLE}{instead}.")})
-
-
-def idle_settings(config: Any) -> dict[str, tuple[Any, str]]:
-    """The settings of a configuration that change nothing: their defaults, and what to use."""
-    found = {}
-    for each in dataclasses.fields(config):
-        text = each.metadata.get("help")
-        if isinstance(text, _Likeness):
-            found[each.name] = (each.default, text[len(_IDLE) : -1])
-    return found
-
-
-def warn_of_idle(config: Any, stacklevel: int) -> None:
-    """Warns once of all settings that change nothing and were set, with what to use."""
-    given: dict[str, list[str]] = {}
-    for name, (default, instead) in idle_settings(config).items():
-        value = getattr(config, name)
-        if value != default:
-            given.setdefault(instead, []).append(f"{name}={value!r}")
-    if given:
-        parts = [f"{', '.join(names)} ({instead})" for instead, names in given.items()]
-        text = f"settings that change nothing in {type(config).__name__}: {'; '.join(parts)}"
-        warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 @dataclass
@@ -447,7 +360,7 @@ class PPOConfig:
         0.0,
     )
     top_entropy_quantile: float = setting(
-        "Share of the tokens, those of the highest entropies of a forward, that get a policy "
+        "Share of a mini-batch's tokens, those of the highest entropies, that get a policy "
         "gradient; 1: all.",
         1.0,
     )
@@ -505,6 +418,7 @@ class PPOConfig:
         self._apply_deprecated_names()
         if self.mini_batch_size is None:
             self.mini_batch_size = min(128, self.batch_size)
+        check_types(self, PPOConfig)
         self._check_values()
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
@@ -514,6 +428,7 @@ class PPOConfig:
                 f"({self.gradient_accumulation_steps}): change one of the three"
             )
         self.total_ppo_epochs = math.ceil(self.steps / self.batch_size)
+        self._warn_of_unread()
 
     @property
     def needs_values(self) -> bool:
@@ -570,13 +485,17 @@ class PPOConfig:
             "target_kl",
             "ratio_threshold",
             "temperature",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in (
             "sapo_temperature_pos",
             "sapo_temperature_neg",
             "vespo_lambda_pos",
             "vespo_lambda_neg",
         ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         for name in (
             "learning_rate",
             "init_kl_coef",
@@ -659,6 +578,24 @@ class PPOConfig:
                 "tokens: choose another kl_penalty, or kl_in='reward'"
             )
         self._check_groups()
+
+    def _warn_of_unread(self) -> None:
+        """Warns of settings that were set and that nothing reads."""
+        unread = []
+        for names, by, values in _READ_WITH:
+            own = getattr(self, by)
+            if own not in values:
+                unread += [(name, f"{by}={own!r}, not {' or '.join(values)}") for name in names]
+        if self.overlong_buffer is None:
+            unread.append(("overlong_penalty", "overlong_buffer is None"))
+        defaults = type(self).__dataclass_fields__
+        given = [
+            f"{name}={getattr(self, name)!r} ({why})"
+            for name, why in unread
+            if getattr(self, name) != defaults[name].default
+        ]
+        if given:
+            warnings.warn(f"settings that nothing reads: {', '.join(given)}", stacklevel=4)
 
     def _check_policy_loss(self) -> None:
         if self.delta is not None:

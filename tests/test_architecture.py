@@ -20,7 +20,7 @@ PACKAGES = {
 }
 # From low to high; a room imports what stands in a lower line, and itself.
 LAYERS = (
-    {"config", "core", "timing", "user_code"},
+    {"config", "core", "settings", "timing", "user_code"},
     {"run"},
     {"models"},
     {"data"},

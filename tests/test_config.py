@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 
+import numpy as np
 import pytest
 from transformers import HfArgumentParser
 
@@ -120,8 +121,11 @@ GRPO = {"advantage": "grpo", "group_size": 4, "batch_size": 8}
         ({"delta": 4.0, "policy_loss": "sapo"}, "delta is for policy_loss='clip', not 'sapo'"),
         ({"entropy_coef": math.nan}, "entropy_coef must be finite, got nan"),
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must lie in"),
-        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be positive, got 0.0"),
-        ({"vespo_lambda_pos": 0.0}, "vespo_lambda_pos must be positive, got 0.0"),
+        (
+            {"sapo_temperature_neg": 0.0},
+            "sapo_temperature_neg must be positive and finite, got 0.0",
+        ),
+        ({"vespo_lambda_pos": 0.0}, "vespo_lambda_pos must be positive and finite, got 0.0"),
         ({"vespo_k_neg": -1.0}, "vespo_k_neg must be 0 or more"),
         (
             {"policy_loss": "vespo", "ratio_level": "sequence"},
@@ -254,10 +258,8 @@ MISTAKES = {
     "kl_penalty": ["kll", ""],
     "reference": ["clone", ""],
     "reference_adapter": ["sft"],
-    **{
-        name: [-1, NAN, float("inf")]
-        for name in ("trunk_cache_gib", "trunk_cache_host_gib", "sync_ref_every")
-    },
+    **{name: [-1, NAN, float("inf")] for name in ("trunk_cache_gib", "trunk_cache_host_gib")},
+    "sync_ref_every": [-1],
     "ref_ema": [0.0, -0.5, 1.1, NAN],
     "rollout_kv_cache_gib": [0.0, -1.0, NAN],
     "push_to_hub_if_best_kwargs": [{"private": True}],
@@ -270,6 +272,66 @@ MISTAKES = {
 def test_a_value_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         PPOConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("delta", "4", r"delta must be a number or None, got '4' \(str\)"),
+        ("learning_rate", True, "learning_rate must be a number, got True"),
+        (
+            "dynamic_sampling_rounds",
+            1.5,
+            r"dynamic_sampling_rounds must be a whole number, got 1.5",
+        ),
+        ("overlong_buffer", 2.5, "overlong_buffer must be a whole number or None, got 2.5"),
+        (
+            "critic_warmup_steps",
+            True,
+            r"critic_warmup_steps must be a whole number, got True \(bool\)",
+        ),
+        ("sync_ref_every", NAN, "sync_ref_every must be a whole number, got nan"),
+        ("batch_size", float("inf"), "batch_size must be a whole number, got inf"),
+        ("mask_truncated_completions", "yes", "must be True or False, got 'yes'"),
+        ("critic", 5, "critic must be a text or None, got 5"),
+        ("kl_penalty", None, "kl_penalty must be a text, got None"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name, value, message):
+    with pytest.raises(TypeError, match=message):
+        PPOConfig(**{name: value})
+
+
+def test_whole_floats_and_numpys_numbers_are_sizes(tmp_path):
+    config = PPOConfig(steps=1e5, batch_size=np.int64(8), lam=np.float32(0.5), critic=tmp_path)
+    assert (config.steps, config.batch_size, config.lam) == (100_000, 8, 0.5)
+    assert isinstance(config.steps, int)
+
+
+@pytest.mark.parametrize(
+    ("settings", "unread"),
+    [
+        ({"sapo_temperature_neg": 2.0}, "sapo_temperature_neg=2.0 .policy_loss='clip', not sapo"),
+        ({"policy_loss": "sapo", "vespo_k_pos": 1.0}, "vespo_k_pos=1.0 .policy_loss='sapo'"),
+        ({"policy_loss": "sapo", "cliprange_high": 0.3}, "cliprange_high=0.3 .*not clip or cispo"),
+        ({"sampler_correction_max": 2.0}, "sampler_correction_max=2.0 .sampler_correction='off'"),
+        ({"overlong_penalty": 0.5}, "overlong_penalty=0.5 .overlong_buffer is None"),
+    ],
+    ids=str,
+)
+def test_settings_that_nothing_reads_are_named(settings, unread):
+    with pytest.warns(UserWarning, match=f"settings that nothing reads: {unread}") as caught:
+        PPOConfig(**settings)
+    assert caught[0].filename == __file__
+
+
+def test_settings_that_are_read_are_not(recwarn):
+    PPOConfig(policy_loss="sapo", sapo_temperature_neg=2.0)
+    PPOConfig(policy_loss="vespo", vespo_lambda_neg=1.0)
+    PPOConfig(policy_loss="cispo", cliprange_high=0.3)
+    PPOConfig(sampler_correction="token-mask", sampler_correction_min=0.5, overlong_penalty=1)
+    PPOConfig(overlong_buffer=8, overlong_penalty=0.5)
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from transformers import TrainingArguments
 
 import fastrl
-from fastrl.config import idle_settings, refusals
+from fastrl.settings import idle_settings, refusals
 
 PAGE = Path(__file__).parents[1] / "trl_1x.md"
 NAMES = Path(__file__).with_suffix(".json")  # TRL's: settings with defaults, and arguments

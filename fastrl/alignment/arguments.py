@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastrl.config import REFERENCE_DTYPES, PPOConfig, setting, setting_like
+from fastrl.config import REFERENCE_DTYPES, PPOConfig
+from fastrl.settings import setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 
 REFERENCES = ("auto", "cached", "copy", "adapter", "trunk", "offload")

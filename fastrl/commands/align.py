@@ -11,8 +11,9 @@ from fastrl.alignment.losses.base import describe_losses
 from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.commands.memory import most_in_a_pass
-from fastrl.config import parse_json, setting, setting_like
+from fastrl.config import parse_json
 from fastrl.run.folder import RunFolder
+from fastrl.settings import setting, setting_like
 from fastrl.trainers.supervised import length_limit
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 
 import fastrl_kernels
 from fastrl.commands import measure_products
-from fastrl.config import setting
 from fastrl.run.machine import versions, write_products
+from fastrl.settings import setting
 from fastrl_kernels import gemm
 
 PACKAGES = (

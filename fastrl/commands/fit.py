@@ -16,7 +16,6 @@ from transformers import TrainingArguments
 from fastrl.commands.checks import check_seed
 from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
 from fastrl.commands.memory import RunMemory
-from fastrl.config import setting
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table, numbered
 from fastrl.models.load import load_tokenizer
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY, Checkpoints
@@ -24,6 +23,7 @@ from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import is_main_process
 from fastrl.run.metrics import check_trackers, split_trackers
 from fastrl.run.transformers_checkpoints import find_trainer_checkpoint
+from fastrl.settings import setting
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastrl.config import setting
 from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
 from fastrl.run.checkpoints import LATEST
 from fastrl.run.folder import STARTED_IN, RunFolder
 from fastrl.run.launcher import is_main_process
+from fastrl.settings import setting
 
 
 def resume_setting(aliases: Sequence[str]) -> Any:

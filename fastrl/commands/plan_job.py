@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from fastrl.commands.flags import UsageError, unknown_name
 from fastrl.commands.job import TrainingJob, check_adapter, check_weights
-from fastrl.config import setting, setting_like
 from fastrl.models.utils import need_peft
 from fastrl.plan.report import usable
 from fastrl.plan.skeleton import Skeleton
+from fastrl.settings import setting, setting_like
 
 POLICY_GRADIENTS = ("ppo", "grpo")
 FLAGS_OF = {

@@ -11,7 +11,7 @@ from fastrl.commands.checks import check_call, check_seed
 from fastrl.commands.fit import say_none_held_out
 from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
 from fastrl.commands.memory import RunMemory
-from fastrl.config import PPOConfig, json_object, setting, setting_like
+from fastrl.config import PPOConfig, json_object
 from fastrl.data.prompt_ids import token_ids
 from fastrl.data.tables import (
     LONG_PROMPTS,
@@ -32,6 +32,7 @@ from fastrl.rewards.weighted import check_reward_settings
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import check_trackers
+from fastrl.settings import setting, setting_like
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
 from fastrl.commands.memory import longest_text, most_in_a_pass
-from fastrl.config import setting, setting_like
 from fastrl.data.collators import ID_COLUMNS, SIDES
 from fastrl.run.folder import RunFolder
+from fastrl.settings import setting, setting_like
 from fastrl.trainers.reward import RewardConfig
 
 

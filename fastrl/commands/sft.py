@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.commands.memory import longest_text
-from fastrl.config import setting, setting_like
 from fastrl.run.folder import RunFolder
+from fastrl.settings import setting, setting_like
 from fastrl.trainers.sft import SFTConfig
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fastrl.config import PPOConfig, setting
+from fastrl.config import PPOConfig
 from fastrl.core import set_seed
 from fastrl.demo.criterion import KL_CEILING, failures, success, text_statistics
 from fastrl.demo.models import build_tokenizer, train_language_model, train_reward_model
@@ -28,6 +28,7 @@ from fastrl.rewards.classifier import ClassifierReward
 from fastrl.run.callbacks import TrainResult
 from fastrl.run.folder import RunFolder
 from fastrl.run.report import finish_training, run_console
+from fastrl.settings import setting
 
 GENERATION = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
 

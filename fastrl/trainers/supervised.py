@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from fastrl.config import PPOConfig, check_refused, setting, setting_like
+from fastrl.config import PPOConfig
 from fastrl.data.choose_padding import runs_packed
 from fastrl.data.tables import is_stream
 from fastrl.data.token_batch import TokenBatch
@@ -31,6 +31,7 @@ from fastrl.models.utils import check_trainable, context_length, model_identity
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
+from fastrl.settings import check_refused, setting, setting_like
 from fastrl.trainers.logged import LoggedMetrics
 from fastrl.trainers.logged import joined as joined_metrics
 from fastrl.trainers.low_memory import LowMemoryTrainer

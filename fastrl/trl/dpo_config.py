@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from fastrl.config import setting
+from fastrl.settings import setting
 from fastrl.trl.preference_config import PreferenceConfig
 from fastrl_kernels.preference import F_DIVERGENCES, PAIR_KINDS
 

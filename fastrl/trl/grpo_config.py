@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from fastrl.config import refused, setting
+from fastrl.settings import refused, setting
 from fastrl.trl.online_config import OnlineConfig
 from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
 from fastrl.trl.rollout_correction import MODES, check_correction

@@ -17,7 +17,6 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from fastrl.config import warn_of_idle
 from fastrl.core import set_seed
 from fastrl.data.chat import as_answer
 from fastrl.data.chat_prompts import check_prompt, encode_prompts
@@ -32,6 +31,7 @@ from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
+from fastrl.settings import warn_of_idle
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.sharded import ShardedTrainer

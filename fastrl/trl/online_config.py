@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastrl.config import PPOConfig, check_refused, idle, refused, setting, setting_like
+from fastrl.config import PPOConfig
+from fastrl.settings import check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 
 _ENGINE = "fastrl's rollout engine generates in this process"

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastrl.config import check_refused
 from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.preferences import PairCollator
 from fastrl.data.tables import is_stream
@@ -20,6 +19,7 @@ from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating, without_dropout
 from fastrl.ref_model import RefModel
+from fastrl.settings import check_refused
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path, length_limit
 from fastrl.trl.completions import Completions

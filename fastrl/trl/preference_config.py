@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from fastrl.config import check_refused, refused, setting
+from fastrl.settings import check_refused, refused, setting
 from fastrl.trainers.supervised import SupervisedArguments
 
 

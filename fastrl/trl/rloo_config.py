@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastrl.config import setting
+from fastrl.settings import setting
 from fastrl.trl.online_config import OnlineConfig
 
 

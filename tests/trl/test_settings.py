@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 import fastrl
-from fastrl.config import idle_settings, refusals
+from fastrl.settings import idle_settings, refusals
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import pairs, texts
