@@ -69,6 +69,7 @@ _POLICY_GRADIENTS = {
         "group relative policy optimisation without its biases (Dr. GRPO)",
         ("dr-grpo", "reinforcement-learning"),
     ),
+    "REINFORCE++": Method("REINFORCE++", ("reinforce-plus-plus", "reinforcement-learning")),
     "RLOO": Method("REINFORCE leave-one-out (RLOO)", ("rloo", "reinforcement-learning")),
 }
 

@@ -24,7 +24,8 @@ from fastrl import (
     SFTTrainer,
 )
 from fastrl.alignment import AlignmentConfig, BatchFactory, DatasLoader, Trainer
-from fastrl.run.model_card import SFT, write_model_card
+from fastrl.config import METHODS
+from fastrl.run.model_card import SFT, policy_gradient, write_model_card
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 
@@ -40,6 +41,13 @@ def base(tmp_path, monkeypatch):
     tiny_models.language_model().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")
     return "base"
+
+
+@pytest.mark.parametrize("name", METHODS.values())
+def test_every_method_of_ppos_settings_has_a_title(name):
+    method = policy_gradient(name)
+    assert name in method.title
+    assert method.tags[-1] == "reinforcement-learning"
 
 
 def lora(kind="CAUSAL_LM"):
