@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,11 +47,21 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
 
     Raises:
         TypeError: neither a path nor a model that can be a critic.
-        ValueError: an advantage that needs no values; an encoder–decoder as policy; a model that
-            cannot be a critic, or with fewer tokens than the tokenizer has.
+        ValueError: two critics; an advantage that needs no values; an encoder–decoder as policy; a
+            model that cannot be a critic, or with fewer tokens than the tokenizer has.
     """
+    if critic is not None and config.critic is not None:
+        raise ValueError(
+            f"critic is given, and PPOConfig.critic={config.critic!r} names another: leave one out"
+        )
     critic = config.critic if critic is None else critic
     if critic is None:
+        if config.critic_learning_rate is not None:
+            warnings.warn(
+                f"critic_learning_rate={config.critic_learning_rate} is of a critic of its own, "
+                "and there is none: set critic, or leave it out",
+                stacklevel=3,
+            )
         return None
     if not config.needs_values:
         raise ValueError(
@@ -144,7 +155,7 @@ class CriticLearner:
         """
         spread(self.unwrapped)
         own = trained_weights(self.unwrapped)
-        check_weights(describe_weights(state["weights"]), describe_weights(own))
+        check_weights(describe_weights(state["weights"]), describe_weights(own), "critic")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the critic continue where another was; :meth:`check` comes before."""
@@ -171,13 +182,18 @@ class CriticLearner:
         prefix = "pretrained_model."
         return None if found is None else {k.removeprefix(prefix): x for k, x in found.items()}
 
-    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor] | None) -> None:
-        """Saves the critic in a model's folder.
+    def save_pretrained(
+        self, folder: str | Path, state_dict: dict[str, Tensor] | None, tokenizer: Any
+    ) -> None:
+        """Saves the critic in a model's folder, with the tokenizer, so that it can be loaded as a
+        reward.
 
         Args:
             state_dict: as :meth:`gathered` returned it.
         """
-        self.unwrapped.save_pretrained(Path(folder) / FOLDER, state_dict=state_dict)
+        own = Path(folder) / FOLDER
+        self.unwrapped.save_pretrained(own, state_dict=state_dict)
+        tokenizer.save_pretrained(own)
 
 
 @contextmanager

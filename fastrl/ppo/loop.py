@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,12 @@ class Loop:
             self.generation_kwargs,
         )
         self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
+        if config.critic_warmup_steps >= self.begun_at + steps:
+            warnings.warn(
+                f"the policy does not learn in {steps} step(s): critic_warmup_steps="
+                f"{config.critic_warmup_steps} is for the critic alone, lower it or train longer",
+                stacklevel=4,
+            )
         self._began = time.perf_counter()  # less what earlier processes of the run took
         self.callbacks: list[TrainCallback] = [
             *([ProgressCallback(config.method)] if progress and self.processes.is_main else []),

@@ -110,7 +110,7 @@ class Persistence:
         own = card.read_bytes() if card.exists() else None
         self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
         if self.critic is not None:
-            self.critic.save_pretrained(save_directory, of_critic)
+            self.critic.save_pretrained(save_directory, of_critic, self.tokenizer)
         self.tokenizer.save_pretrained(save_directory)
         # PEFT writes a card of its own.
         if own is None:

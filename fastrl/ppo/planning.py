@@ -63,9 +63,9 @@ def plan_ppo(
         FileNotFoundError: a critic without a configuration.
     """
     skeleton.check_tokens(prompt_tokens=prompt_tokens, response_tokens=response_tokens)
-    rehearsed = _shortened(config)
     if critic is None and config.critic is not None:
         critic = Skeleton.read(config.critic, str(skeleton.dtype))
+    rehearsed = dataclasses.replace(_shortened(config), critic=None)
     with rehearsal(device) as found:
         base = skeleton.build()
         own_values = config.needs_values and critic is None

@@ -250,8 +250,11 @@ def describe_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-def check_weights(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
+def check_weights(theirs: Mapping[str, str], own: Mapping[str, str], what: str = "model") -> None:
     """Compares the weights that a checkpoint has with those of the model that it is loaded into.
+
+    Args:
+        what: the model, for messages.
 
     Raises:
         BadCheckpoint: a weight that only one of them has, or of another type or shape; names it.
@@ -260,8 +263,8 @@ def check_weights(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
         there, here = (x.get(name, "none") for x in (theirs, own))
         if there != here:
             raise BadCheckpoint(
-                f"resume: the checkpoint is of another model, whose {name} is {there}, here {here}"
-                ": resume with the model, adapter and dtype that the run began with"
+                f"resume: the checkpoint is of another {what}, whose {name} is {there}, here {here}"
+                f": resume with the {what}, adapter and dtype that the run began with"
             )
 
 

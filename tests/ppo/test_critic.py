@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import fastrl_kernels
 import fastrl_kernels.reference as exact
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.ppo.advantages import GAE, discounted_sums, make_advantages
+from fastrl.rewards.functions import ClassifierReward
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import BATCH, make_batch, make_policy, make_trainer, parameters, perturbed
@@ -210,6 +212,13 @@ def test_the_warm_up_leaves_policy_and_its_moments_as_they_are(policy, settings)
     }
 
 
+def in_the_warm_up(steps: int, warmup: int) -> Any:
+    """Context of a run that says so where it ends in the warm-up."""
+    if steps > warmup:
+        return nullcontext()
+    return pytest.warns(UserWarning, match=rf"does not learn in {steps} step.*_steps={warmup}")
+
+
 def lengths(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(len(ids)) for ids in completion_ids]
 
@@ -220,10 +229,11 @@ def test_a_run_goes_on_in_the_phase_in_which_it_stopped(tmp_path, stop: int) -> 
 
     def train(output: Any, steps: int, **arguments: Any) -> tuple[PPOTrainer, Any]:
         trainer = make_trainer(policy=tiny_models.policy(), critic_warmup_steps=2)
-        result = trainer.train(
-            lengths, prompts=TEXTS, steps=steps, output=output, progress=False,
-            generation_kwargs={"max_new_tokens": 5, "top_k": 0}, **arguments,
-        )  # fmt: skip
+        with in_the_warm_up(steps, 2):
+            result = trainer.train(
+                lengths, prompts=TEXTS, steps=steps, output=output, progress=False,
+                generation_kwargs={"max_new_tokens": 5, "top_k": 0}, **arguments,
+            )  # fmt: skip
         return trainer, result
 
     whole, result = train(tmp_path / "whole", 4)
@@ -381,10 +391,11 @@ def test_a_run_with_a_critic_is_resumed_bit_for_bit(tmp_path, stop: int) -> None
             critic=str(tmp_path / "reward"), critic_learning_rate=3e-3,
         )  # fmt: skip
         trainer = PPOTrainer(config, tiny_models.language_model(), None, tiny.tokenizer())
-        trainer.train(
-            lengths, prompts=TEXTS, steps=steps, output=output, progress=False,
-            generation_kwargs={"max_new_tokens": 5, "top_k": 0}, **arguments,
-        )  # fmt: skip
+        with in_the_warm_up(steps, 2):
+            trainer.train(
+                lengths, prompts=TEXTS, steps=steps, output=output, progress=False,
+                generation_kwargs={"max_new_tokens": 5, "top_k": 0}, **arguments,
+            )  # fmt: skip
         return trainer
 
     whole = train(tmp_path / "whole", 4)
@@ -397,6 +408,8 @@ def test_a_run_with_a_critic_is_resumed_bit_for_bit(tmp_path, stop: int) -> None
     again = critic_trainer(critic=str(tmp_path / "saved" / "critic"))
     expected = weights(whole.critic.unwrapped)
     assert all(torch.equal(x, expected[k]) for k, x in weights(again.critic.unwrapped).items())
+    reward = ClassifierReward.from_pretrained(tmp_path / "saved" / "critic")
+    assert len(reward(TEXTS[:2], TEXTS[:2])) == 2
 
 
 def test_a_checkpoint_with_a_critic_is_not_that_of_a_trainer_without(unchanged) -> None:
@@ -406,6 +419,8 @@ def test_a_checkpoint_with_a_critic_is_not_that_of_a_trainer_without(unchanged) 
         trainer.load_state_dict(state)
     with pytest.raises(ValueError, match="had no critic of its own"):
         critic_trainer().load_state_dict(trainer.state_dict())
+    with pytest.raises(ValueError, match=r"of another critic, whose .* resume with the critic"):
+        critic_trainer(classifier(num_hidden_layers=1)).load_state_dict(state)
 
 
 @pytest.mark.parametrize("after", ["policy", "critic"])
@@ -466,6 +481,19 @@ def without_pad_head() -> Any:
 def test_what_cannot_be_a_critic_is_refused(critic, settings, error, message) -> None:
     with pytest.raises(error, match=message):
         critic_trainer(critic(), **settings)
+
+
+def test_two_critics_are_refused() -> None:
+    config = PPOConfig(batch_size=BATCH, critic="reward")
+    with pytest.raises(ValueError, match=r"PPOConfig.critic='reward' names another: leave one out"):
+        PPOTrainer(config, make_policy(), None, tiny.tokenizer(), critic=classifier())
+
+
+def test_a_critics_learning_rate_without_a_critic_is_named() -> None:
+    config = PPOConfig(batch_size=BATCH, mini_batch_size=2, critic_learning_rate=1e-3)
+    with pytest.warns(UserWarning, match="critic_learning_rate=0.001 is of a critic") as caught:
+        PPOTrainer(config, make_policy(), None, tiny.tokenizer())
+    assert caught[0].filename == __file__
 
 
 def test_a_sample_beyond_the_critics_context_is_refused(unchanged) -> None:
