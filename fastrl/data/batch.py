@@ -270,6 +270,12 @@ def check_token_lists(
                 f"response_masks[{i}] has shape {tuple(mask.shape)}, responses[{i}] "
                 f"{tuple(responses[i].shape)}: they must be equal"
             )
+        other = mask[(mask != 0) & (mask != 1)] if mask.dtype != torch.bool else mask[:0]
+        if len(other):
+            raise ValueError(
+                f"response_masks[{i}] holds {other[0].item()}: a token counts (1 or True) or "
+                "does not (0 or False)"
+            )
     host_queries, host_responses = to_host(queries), to_host(responses)
     for name, tensors in (("queries", host_queries), ("responses", host_responses)):
         ids = torch.cat(tensors)
@@ -281,7 +287,13 @@ def check_token_lists(
                         f"{name}[{i}] holds token id {int(wrong[0])}, outside the vocabulary of "
                         f"{vocab_size}: was it made by another tokenizer?"
                     )
-    return host_queries, host_responses, to_host(response_masks) if response_masks else None
+    host_masks = to_host(response_masks) if response_masks else None
+    if host_masks is not None and not any(bool(mask.any()) for mask in host_masks):
+        warnings.warn(
+            "response_masks leave out every token of all responses: nothing is learned from them",
+            stacklevel=2,
+        )
+    return host_queries, host_responses, host_masks
 
 
 def check_batch_size(queries: Any, responses: Any, batch_size: int) -> None:
@@ -328,6 +340,8 @@ def check_scores(
                 f"scores[{i}] must be one number (0-D), or a number for each token of its response "
                 f"(1-D), got shape {tuple(score.shape)}"
             )
+        if score.is_complex():
+            raise ValueError(f"scores[{i}] must be real, got {score.dtype}")
     if all(score.numel() == 1 for score in scores):
         return torch.stack([s.detach().reshape(()).float() for s in scores]).cpu(), None
     flat = torch.cat([score.detach().reshape(-1).float() for score in scores]).cpu()

@@ -222,6 +222,25 @@ def _check_sequences(rollout: RolloutOutput, responses: Sequence[Tensor]) -> Non
     for i, (sequence, response) in enumerate(zip(rollout.sequences, responses, strict=True)):
         if not torch.equal(sequence.cpu(), response.cpu()):
             raise ValueError(f"rollout.sequences[{i}] is not responses[{i}]: pass both unchanged")
+    for name in ("finish_reasons", "logprobs", "logprobs_t1", "entropies", "values"):
+        column = getattr(rollout, name)
+        if column is not None and len(column) != len(responses):
+            raise ValueError(
+                f"rollout.{name} has {len(column)} elements for {len(responses)} responses: give "
+                "one for each"
+            )
+    for name in ("logprobs", "logprobs_t1", "values"):
+        for i, numbers in enumerate(getattr(rollout, name) or ()):
+            if not isinstance(numbers, Tensor):
+                raise TypeError(
+                    f"rollout.{name}[{i}] must be a tensor, got {type(numbers).__name__}: wrap it "
+                    "in torch.tensor(...)"
+                )
+            if numbers.shape != responses[i].shape:
+                raise ValueError(
+                    f"rollout.{name}[{i}] has shape {tuple(numbers.shape)}, responses[{i}] "
+                    f"{tuple(responses[i].shape)}: give one number for each token"
+                )
 
 
 class Request(NamedTuple):

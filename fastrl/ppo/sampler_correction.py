@@ -16,6 +16,8 @@ from fastrl.rollout import RolloutOutput
 from fastrl_kernels.policy_losses import at_tokens, sequence_sums
 from fastrl_kernels.types import LOG_RATIO_LIMIT
 
+_ROUNDING = 1e-2  # of log-probs in half precision, by which they may lie above 0
+
 
 class SamplerStats(NamedTuple):
     """What :func:`sampler_weights` found, [] fp32 each; NaN where no token counts."""
@@ -194,6 +196,12 @@ class ImportanceWeights:
                 f"the rollout has log-probs of {lengths[0]} tokens for sequences of {lengths[1]}: "
                 "give one for each token"
             )
+        for i, x in enumerate(found):
+            if (x > _ROUNDING).any():
+                raise ValueError(
+                    f"the rollout's log-probs of sequence {i} reach {float(x.nan_to_num().max())}, "
+                    "and none is above 0: give log-probs, not their negatives or probabilities"
+                )
         return found
 
     def check(self, sampled: Sequence[Tensor] | None) -> None:

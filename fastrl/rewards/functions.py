@@ -99,6 +99,11 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
         try:
             rewards.append(None if reward is None else float(reward))
         except (TypeError, ValueError, RuntimeError):  # as in as_number
+            if _is_of_tokens(reward):
+                raise ValueError(
+                    f"{who} returned {len(reward)} numbers for completion {i}: it must return one "
+                    "for each completion; rewards of tokens are for PPOTrainer"
+                ) from None
             raise _not_finite(reward, i, who) from None
     return rewards
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastrl import PPOConfig, PPOTrainer
+from fastrl.rollout import RolloutOutput
 from tests.golden import tiny
 from tests.ppo.conftest import make_batch, make_policy, make_trainer, perturbed
 
@@ -58,6 +59,12 @@ CASES = {
         make_batch() | {"response_masks": [torch.ones(2)] * 4},
         r"response_masks\[0\] has shape",
     ),
+    "mask between": (
+        make_batch()
+        | {"response_masks": [torch.full((len(r),), 0.5) for r in make_batch()["responses"]]},
+        r"response_masks\[0\] holds 0.5: a token counts",
+    ),
+    "complex score": (put("scores", 1, torch.tensor(1j)), r"scores\[1\] must be real"),
     "mask count": (
         make_batch() | {"response_masks": [torch.ones(2)] * 3},
         "response_masks has 3 elements",
@@ -67,6 +74,23 @@ CASES = {
         r"queries\[1\] and responses\[1\] have 48 \+ \d tokens, beyond the model's context of 48",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "error", "message"),
+    [
+        ("finish_reasons", ["eos"] * 3, ValueError, "rollout.finish_reasons has 3 elements for 4"),
+        ("logprobs", [[0.0]] * 4, TypeError, r"rollout.logprobs\[0\] must be a tensor, got list"),
+        ("values", [torch.zeros(1)] * 5, ValueError, "rollout.values has 5 elements for 4"),
+    ],
+)
+def test_a_rollout_of_other_sizes_is_refused(
+    name: str, column: Any, error: Any, message: str, shared_trainer: PPOTrainer, unchanged: Any
+) -> None:
+    batch = make_batch()
+    fields = {"sequences": batch["responses"], "finish_reasons": ["eos"] * 4, name: column}
+    with unchanged(shared_trainer), pytest.raises(error, match=message):
+        shared_trainer.step(**batch, rollout=RolloutOutput(**fields))
 
 
 @pytest.fixture(scope="module")

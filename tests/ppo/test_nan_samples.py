@@ -285,7 +285,9 @@ def test_a_batch_of_which_no_token_counts_changes_nothing():
     trainer, given = make_trainer(), batch()
     masks = [torch.zeros_like(r) for r in given["responses"]]
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    stats = trainer.step(**given, response_masks=masks)  # a warning would be an error
+    with pytest.warns(UserWarning, match="leave out every token of all responses") as caught:
+        stats = trainer.step(**given, response_masks=masks)
+    assert len(caught) == 1
     assert stats["ppo/optimizer_steps"] == 0
     assert math.isnan(stats["tokens/responses_len_mean"])
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())

@@ -341,7 +341,7 @@ def test_log_probs_of_all_processes_lie_one_after_the_other(known):
         assert joined.sampled is None
 
 
-@pytest.mark.parametrize("case", ["none", "no log-probs", "temperature", "length"])
+@pytest.mark.parametrize("case", ["none", "no log-probs", "temperature", "length", "negatives"])
 def test_log_probs_that_are_not_those_of_the_responses_are_refused(case):
     trainer = make_trainer(init_kl_coef=0.0, group_size=4, sampler_correction="token-mask")
     queries, responses, scores = groups(1, 4)
@@ -354,9 +354,12 @@ def test_log_probs_that_are_not_those_of_the_responses_are_refused(case):
         rollout.logprobs = None
     elif case == "temperature":
         rollout.temperature = 0.5
-    else:
+    elif case == "length":
         rollout.logprobs[1] = rollout.logprobs[1][:-1]
-        message = "give one for each token"
+        message = r"rollout.logprobs\[1\] has shape .* give one number for each token"
+    else:
+        rollout.logprobs[2] = -rollout.logprobs[2]
+        message = "log-probs of sequence 2 reach .* give log-probs, not their negatives"
     before = [p.detach().clone() for p in trainer.model.parameters()]
     with pytest.raises(ValueError, match=message):
         trainer.step(queries, responses, scores, rollout=rollout)

@@ -350,7 +350,7 @@ def test_lines_of_an_async_function_that_was_loaded_are_shown(tmp_path: Any) -> 
         (None, "returned None: it must return a list"),
         ({1: 2}, r"returned \{1: 2\}: it must return a list"),
         ([1.0, 1.0, "good", 1.0, 1.0], "returned 'good' for completion 2"),
-        ([[1.0, 2.0]] * 5, r"returned \[1\.0, 2\.0\] for completion 0"),
+        ([[1.0, 2.0]] * 5, "returned 2 numbers for completion 0"),
     ],
 )
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])

@@ -267,6 +267,8 @@ def test_ligers_layers_are_refused(tmp_path: Path) -> None:
 def test_bad_rewards_and_prompts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="returned 1 rewards for 4"):
         make(tmp_path, rewards=lambda **_: [1.0]).train()
+    with pytest.raises(ValueError, match=r"returned 2 numbers .* rewards of tokens are for PPOTr"):
+        make(tmp_path, rewards=lambda prompts, **_: [[1.0, 2.0]] * len(prompts)).train()
     with pytest.raises(ValueError, match="reward weights"):
         make(tmp_path, reward_weights=[1.0, 2.0])
     chats = Dataset.from_list([{"prompt": [{"content": "w3"}]}] * 2)
