@@ -121,7 +121,7 @@ class ClassicMethods:
             flat(advantages),
             update.cliprange,
             token_weights=None if weights is None else flat(weights[:, None]),
-            denominator=self.aggregate.denominator(mask.sum(-1), weights),
+            denominator=self.aggregate.denominator(mask.sum(-1), None),
             objective=update.policy_loss,
             lengths=update.lengths(mask),
         )

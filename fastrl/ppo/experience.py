@@ -54,6 +54,8 @@ class Experience:
     kl: fastrl_kernels.KLTerm | None = None  # to add to the loss
     weights: Tensor | None = None  # [B], of each sample's tokens; None: 1
     sampler_weights: Tensor | None = None  # importance weights of the policy's loss; None: 1
+    of_samples: Tensor | None = None  # [B], how often each sample counts; None: once
+    chosen: Tensor | None = None  # [N] 1 or 0, which tokens the policy learns from; None: not known
 
     def of_tokens(self, samples: Sequence[int], columns: slice, mask: Tensor) -> Experience:
         """Of some samples' response tokens, each [N].
@@ -79,6 +81,7 @@ class Experience:
 
     def _of(self, samples: Tensor, pick: Callable[[Tensor], Tensor]) -> Experience:
         kl, weights, of_sampler = self.kl, self.weights, self.sampler_weights
+        given, chosen = self.of_samples, self.chosen
         return Experience(
             pick(self.logprobs),
             pick(self.values),
@@ -87,6 +90,8 @@ class Experience:
             None if kl is None else kl._replace(ref_logprobs=pick(kl.ref_logprobs)),
             None if weights is None else weights[samples],
             None if of_sampler is None else pick(of_sampler),
+            None if given is None else given[samples],
+            None if chosen is None else pick(chosen),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,12 @@ class Aggregate:
     kernel, which sees flat tokens and not their sequences:
 
     "token-mean": w = 1; the number of tokens, weighted by their samples' weights.
-    "seq-mean-token-sum": w = 1; the number of samples with a token and a weight above 0.
+    "seq-mean-token-sum": w = 1; the number of samples with a token.
     "seq-mean-token-mean": w = 1/(the sample's tokens); the same number of samples.
-    "seq-mean-token-sum-norm": w = 1/length, the same for all; samples with a weight above 0.
+    "seq-mean-token-sum-norm": w = 1/length, the same for all; the number of samples.
+
+    A sample's own weight multiplies its tokens' w, and counts it as often: it is a factor of its
+    part of the denominator, too.
     """
 
     def __init__(self, config: PPOConfig):
@@ -45,17 +49,17 @@ class Aggregate:
             return given
         return own if given is None else own * given
 
-    def denominator(self, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    def denominator(self, lengths: Tensor, given: Tensor | None) -> Tensor:
         """Of some samples, from their numbers of response tokens and their weights, [b] each; that
         of several mini-batches is that of all their samples."""
         if self.kind == "token-mean":
-            return lengths.sum() if weights is None else (weights * lengths).sum()
-        counts = lengths > 0
-        if weights is not None:
-            counts = (
-                weights > 0 if self.kind == "seq-mean-token-sum-norm" else counts & (weights > 0)
-            )
-        return counts.sum().clamp(min=1)
+            counts = lengths
+        elif self.kind == "seq-mean-token-sum-norm":
+            counts = torch.ones_like(lengths)
+        else:
+            counts = (lengths > 0).long()
+        total = counts.sum() if given is None else (given * counts).sum()
+        return torch.where(total > 0, total, 1)
 
 
 class Minibatch(NamedTuple):
@@ -175,7 +179,7 @@ class UpdateLoss:
             (config.vespo_lambda_pos, config.vespo_lambda_neg),
         )
         self.in_ratio = config.policy_loss == "vespo"
-        self.entropy_terms = (config.entropy_coef, config.top_entropy_quantile)
+        self.entropy_coef, self.top_entropy = config.entropy_coef, config.top_entropy_quantile
         self.aggregate = Aggregate(config)
         self.has_values = config.needs_values if has_values is None else has_values
         self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
@@ -198,12 +202,28 @@ class UpdateLoss:
         S_j / (D / n), so that the step does not depend on how many mini-batches there are.
         """
         lengths = [minibatch.tokens.mask.sum(-1) for minibatch in minibatches]
-        weights = [minibatch.old.weights for minibatch in minibatches]
+        weights = [minibatch.old.of_samples for minibatch in minibatches]
         if self.per_step and len(minibatches) > 1:
             joined = None if weights[0] is None else torch.cat(weights)  # type: ignore[arg-type]
             whole = self.aggregate.denominator(torch.cat(lengths), joined)
             return [whole / len(minibatches)] * len(minibatches)
         return list(map(self.aggregate.denominator, lengths, weights))
+
+    def with_chosen(
+        self, parts: Sequence[Minibatch], entropies: Sequence[Tensor], every: Tensor
+    ) -> list[Minibatch]:
+        """Parts of a mini-batch that know which of their tokens are among those of the highest
+        entropies.
+
+        Args:
+            entropies: of each part's tokens, [N].
+            every: of all tokens of the mini-batch.
+        """
+        least = torch.nanquantile(every.float(), 1.0 - self.top_entropy)
+        return [
+            part._replace(old=replace(part.old, chosen=(x >= least).to(x.dtype)))
+            for part, x in zip(parts, entropies, strict=True)
+        ]
 
     def lengths(self, mask: Tensor) -> Tensor | None:
         """The numbers of response tokens, [B], where ratios are those of whole responses."""
@@ -223,6 +243,10 @@ class UpdateLoss:
             # The response's ratio is taken to the sampler: w·Π_t u_t, u at least 1e-8 as in TRL.
             old_logprobs = old_logprobs - of_sampler.clamp(min=1e-8).log()
             of_sampler = None
+        top_entropy = self.top_entropy
+        if old.chosen is not None:
+            of_sampler = old.chosen if of_sampler is None else old.chosen * of_sampler
+            top_entropy = 1.0
         objective = PolicyObjective(
             old_logprobs,
             old.advantages,
@@ -233,7 +257,8 @@ class UpdateLoss:
             self.policy_loss,
             self.lengths(tokens.mask),
             of_sampler,
-            *self.entropy_terms,
+            self.entropy_coef,
+            top_entropy,
         )
         return scoring_request(
             tokens,
@@ -334,6 +359,7 @@ class ValueLoss:
 
     def __init__(self, config: PPOConfig, policy: UpdateLoss):
         self.policy = policy
+        self.top_entropy = 1.0  # values are of all tokens
         self.denominators = policy.denominators
         self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
 

@@ -381,6 +381,7 @@ class PPOTrainer(ClassicMethods, Persistence):
                     self.kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
                     self.aggregate.weights(batch.mask, given.weights),
                     sampler_weights,
+                    given.weights,
                 )
                 try:
                     record = self.update(batch, experience, learning)

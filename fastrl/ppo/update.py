@@ -20,7 +20,7 @@ from fastrl.data.token_batch import TokenBatch
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.scoring import PassLimit
-from fastrl.ppo.experience import Experience, shares_of
+from fastrl.ppo.experience import Experience, scoring_request, shares_of
 from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss, ValueLoss
 from fastrl.ppo.memory import MicroBatches, PositionCount
 from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
@@ -251,6 +251,7 @@ class GradientStep:
         denominators = self.loss.denominators(minibatches)
         for minibatch, denominator in zip(minibatches, denominators, strict=True):
             own, parts, counts = self._share(minibatch, limit)
+            parts = self._with_chosen(parts, counts)
             found = []
             for i, part in enumerate(parts):
                 model_pass = part.tokens.model_pass
@@ -268,6 +269,31 @@ class GradientStep:
                 joined = self.loss.share(joined, own.old, minibatch.old, float(counts > 0))
             losses.append(joined)
         return losses
+
+    @torch.no_grad()
+    def _with_chosen(self, parts: list[Minibatch], counts: int) -> list[Minibatch]:
+        """The parts; where ``top_entropy_quantile`` chooses tokens and no forward sees them all,
+        those of the mini-batch's, by one more forward of each.
+
+        Args:
+            counts: how many of the parts are not there for nothing.
+        """
+        alone = len(parts) == 1 and self.processes.count == 1
+        if self.loss.top_entropy == 1 or alone:
+            return parts
+        assert isinstance(self.loss, UpdateLoss)
+        entropies = []
+        for part in parts:
+            model_pass = part.tokens.model_pass
+            self.positions.add(part.tokens)
+            temperature = self.loss.temperature
+            request = scoring_request(
+                part.tokens, model_pass, temperature=temperature, entropy=True
+            )
+            entropies.append(self.model(**model_pass.inputs, scoring=request).entropies)
+        own = torch.cat([entropies[0][:0], *entropies[:counts]])
+        every = self.processes.joined(own, self.processes.objects(len(own)))
+        return self.loss.with_chosen(parts, entropies, every)
 
     def _share(
         self, minibatch: Minibatch, limit: PassLimit

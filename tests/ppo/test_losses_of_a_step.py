@@ -116,7 +116,16 @@ def test_a_step_follows_the_formulas_gradient(case, fused, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"policy_loss": "sapo"}, {"policy_loss": "vespo"}, {"ratio_level": "sequence"}]
+    "settings",
+    [
+        {},
+        {"policy_loss": "sapo"},
+        {"policy_loss": "vespo"},
+        {"ratio_level": "sequence"},
+        {"top_entropy_quantile": 0.3},
+        {"top_entropy_quantile": 0.3, "policy_loss": "vespo"},
+    ],
+    ids=str,
 )
 def test_a_responses_ratio_is_the_same_in_mini_batches_of_any_parts(settings):
     """Forwards of a sample each give the gradient of one of all."""

@@ -125,17 +125,17 @@ def exact_loss(model, reference, old, batch, *, aggregate, kl_in, coef, clip, we
     lengths = [len(r) for r in responses]
     weighted = [w * s for w, s in zip(given, sums, strict=True)]
     if aggregate == "token-mean":
-        return sum(weighted) / sum(lengths)
+        return sum(weighted) / sum(w * n for w, n in zip(given, lengths, strict=True))
     if aggregate == "seq-mean-token-mean":
-        return sum(s / n for s, n in zip(weighted, lengths, strict=True)) / 4
-    return sum(weighted) / 4 / (max(lengths) if aggregate.endswith("norm") else 1)
+        return sum(s / n for s, n in zip(weighted, lengths, strict=True)) / sum(given)
+    return sum(weighted) / sum(given) / (max(lengths) if aggregate.endswith("norm") else 1)
 
 
 CASES = {
     "reward": {"kl_in": "reward"},
     "loss": {"kl_in": "loss"},
     "clip": {"kl_in": "loss", "cliprange": 0.01, "cliprange_high": 0.03},
-    "weights": {"kl_in": "loss"},
+    **{f"weights, {name}": {"kl_in": "loss", "loss_aggregate": name} for name in AGGREGATES},
     **{aggregate: {"kl_in": "loss", "loss_aggregate": aggregate} for aggregate in AGGREGATES[1:]},
 }
 
@@ -144,7 +144,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_follows_the_formulas_gradient(case, fused, monkeypatch):
     settings = {"init_kl_coef": 0.3, "adap_kl_ctrl": False, "group_size": 4, **CASES[case]}
-    weights = [0.5, 2.0, 0.0, 1.0] if case == "weights" else None
+    weights = [0.5, 2.0, 0.0, 0.25] if case.startswith("weights") else None
     if not fused:
         monkeypatch.setattr("fastrl.models.lm_head._why_not_linear", lambda _: "it is asked for")
     reference = tiny_models.language_model("gpt2", 0.05)

@@ -201,4 +201,6 @@ class PPO(Loss):
         )
         values, advantages, returns = GAE(config)(scored.values, rewards, tokens.mask)
         weights = batch.weights().to(values.device)
-        return Experience(scored.logprobs, values, advantages, returns, None, weights)
+        return Experience(
+            scored.logprobs, values, advantages, returns, None, weights, None, weights
+        )
