@@ -418,7 +418,7 @@ class PPOConfig:
         self._apply_deprecated_names()
         if self.mini_batch_size is None:
             self.mini_batch_size = min(128, self.batch_size)
-        check_types(self, PPOConfig)
+        check_types(self, PPOConfig, but=("log_with",))  # which may be a tracker
         self._check_values()
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:

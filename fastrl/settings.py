@@ -8,7 +8,7 @@ import os
 import types
 import typing
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import field
 from functools import cache
 from typing import Any
@@ -119,18 +119,21 @@ def warn_of_idle(config: Any, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
-def check_types(config: Any, kind: type) -> None:
+def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
     """Makes whole floats of ``int`` settings whole numbers, as in ``steps=1e5``.
 
     Args:
         config: an instance of a dataclass.
         kind: the dataclass, or one that it is made of, whose settings are checked: those that are
             truth values, numbers or texts.
+        but: settings that are not. Nor are those that change nothing or are not honoured.
 
     Raises:
         TypeError: a value of another type, named with the one that it must have.
     """
     for name, wanted in _plain_types(kind).items():
+        if name in but:
+            continue
         value = getattr(config, name)
         if int in wanted and float not in wanted and _is(value, float) and value == value // 1:
             setattr(config, name, int(value))
@@ -150,8 +153,10 @@ def _plain_types(kind: type) -> dict[str, tuple[type, ...]]:
     hints = typing.get_type_hints(kind)
     for each in dataclasses.fields(kind):
         hint = hints[each.name]
-        wanted = typing.get_args(hint) or (hint,)
-        if each.init and all(x in (*_NAMES, types.NoneType) for x in wanted):
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        wanted = typing.get_args(hint) if is_union else (hint,)
+        unread = isinstance(each.metadata.get("help"), (_Remedy, _Likeness))
+        if each.init and not unread and all(x in (*_NAMES, types.NoneType) for x in wanted):
             found[each.name] = wanted
     return found
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.chat import chat_ids, check_messages, is_chat, template_arguments
+from fastrl.data.columns import read_label
 from fastrl.data.tables import ROW, is_stream, row_number
 
 PAIR = ("chosen", "rejected")
@@ -176,7 +177,7 @@ class CompletionCollator(PairCollator):
         for name in ("ref_logps", "ref_KL_logps"):
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows])
-        batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
+        batch["label"] = torch.tensor([read_label(row, i, "label") for i, row in enumerate(rows)])
         return batch
 
 
@@ -238,9 +239,11 @@ def _encode_pair(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[str, li
     return dict(zip(OF_A_PAIR, [prompt, *sides], strict=True))
 
 
-def _encode_completion(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[str, list[int]]:
-    prompt, (completion,) = _encode(row, ("completion",), tokenizer, row_number(row, i))
-    return {"prompt_ids": prompt, "completion_ids": completion}
+def _encode_completion(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[str, Any]:
+    number = row_number(row, i)
+    prompt, (completion,) = _encode(row, ("completion",), tokenizer, number)
+    label = read_label(row, number, "label")
+    return {"prompt_ids": prompt, "completion_ids": completion, "label": label}
 
 
 def _unpair(rows: Mapping[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:

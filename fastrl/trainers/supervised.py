@@ -31,7 +31,7 @@ from fastrl.models.utils import check_trainable, context_length, model_identity
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
-from fastrl.settings import check_refused, setting, setting_like
+from fastrl.settings import check_refused, check_types, setting, setting_like
 from fastrl.trainers.logged import LoggedMetrics
 from fastrl.trainers.logged import joined as joined_metrics
 from fastrl.trainers.low_memory import LowMemoryTrainer
@@ -115,6 +115,7 @@ class SupervisedArguments(TrainingArguments):
         if self.report_to is None:
             self.report_to = "none"
         self._settle_checkpointing()
+        check_types(self, type(self), but=TrainingArguments.__dataclass_fields__)
         super().__post_init__()
         self._settle_checkpointing()  # what was JSON has been parsed
         if isinstance(self.pad_to_multiple_of, str):

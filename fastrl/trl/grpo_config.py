@@ -84,6 +84,10 @@ class GRPOConfig(OnlineConfig):
                 raise ValueError(
                     f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(known)}"
                 )
+        for name in ("epsilon", "epsilon_high"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
         if (self.max_tool_calling_iterations or 0) < 0:
             raise ValueError(
                 "max_tool_calling_iterations must not be negative, got "

@@ -207,3 +207,26 @@ def test_chats_need_a_template(tmp_path: Path) -> None:
     for kind in ("SFT", "DPO"):
         with pytest.raises(ValueError, match=r"has no chat template: set tokenizer\.chat_template"):
             make(kind, tmp_path, rows_of(kind, SOUND[:1]), tokenizer=tiny.tokenizer())
+
+
+@pytest.mark.parametrize("label", ["False", "no", 2, None])
+def test_labels_that_are_no_truth_values_are_refused(label: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "w3 w4", "completion": " w5", "label": x} for x in (label, label)]
+    with pytest.raises(ValueError, match=r"column 'label' of row 0 holds .* True or False"):
+        make("KTO", tmp_path, rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "error", "message"),
+    [
+        ("GRPO", {"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
+        ("GRPO", {"epsilon": -0.1}, ValueError, "epsilon must be 0 or more, got -0.1"),
+        ("DPO", {"beta": "0.1"}, TypeError, "beta must be a number, got '0.1'"),
+        ("SFT", {"packing": "no"}, TypeError, "packing must be True or False, got 'no'"),
+    ],
+)
+def test_settings_of_another_type_are_named(
+    kind: str, settings: dict[str, Any], error: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        getattr(fastrl, f"{kind}Config")(str(tmp_path), **settings)
