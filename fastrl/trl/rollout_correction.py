@@ -44,19 +44,13 @@ class RolloutCorrection:
         args: a :class:`fastrl.trl.grpo_config.GRPOConfig`.
 
     Raises:
-        ValueError: as :func:`check_correction`, as scripts set attributes of parsed arguments;
-            weights of whole responses with ``loss_type="vespo"``.
+        ValueError: as :func:`check_correction`, as scripts set attributes of parsed arguments.
     """
 
     def __init__(self, args: Any):
         check_correction(args)
         mode = args.vllm_importance_sampling_mode
-        if args.loss_type == "vespo" and mode.startswith("sequence"):
-            raise ValueError(
-                f"{_NAME}mode={mode!r} with loss_type='vespo', whose ratio of whole responses "
-                "takes the weights of its tokens: choose token_truncate or token_mask, or set "
-                f"{_NAME}correction=False"
-            )
+        self.refused = args.loss_type == "vespo" and mode.startswith("sequence")
         self.kind = mode.replace("_", "-")
         self.least = args.vllm_importance_sampling_clip_min
         self.most = args.vllm_importance_sampling_clip_max
@@ -70,7 +64,16 @@ class RolloutCorrection:
         Args:
             responses: with the log-probs of the policy before its update.
             sampled: of the engine, of all tokens of each response; NaN: not known.
+
+        Raises:
+            ValueError: weights of whole responses with ``loss_type="vespo"``.
         """
+        if self.refused:
+            raise ValueError(
+                f"{_NAME}mode='{self.kind.replace('-', '_')}' with loss_type='vespo', whose ratio "
+                "of whole responses takes the weights of its tokens: choose token_truncate or "
+                f"token_mask, or set {_NAME}correction=False"
+            )
         assert responses.old is not None
         counts = torch.tensor(responses.counts)
         old, given = responses.learned(responses.old), responses.learned(sampled)

@@ -239,7 +239,7 @@ def test_bounds_that_cannot_be_are_named(own: dict, named: str, tmp_path: Path) 
 
 def test_weights_of_whole_responses_are_refused_with_vespo(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="choose token_truncate or token_mask"):
-        make(tmp_path, rollout_func=Engine(), loss_type="vespo")
+        make(tmp_path, rollout_func=Engine(), loss_type="vespo").train()
     make(tmp_path, rollout_func=Engine(), loss_type="vespo", **OFF)
 
 
