@@ -203,7 +203,7 @@ class ClassicMethods:
         Args:
             stats: what ``step()`` returned.
             batch: columns of texts, such as query and response.
-            rewards: one number per sample.
+            rewards: one number per sample, or one for each of its tokens, which are added up.
             columns_to_log: the columns of ``batch`` that the table shows.
         """
         metrics.log_stats(

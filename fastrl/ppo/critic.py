@@ -48,7 +48,8 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
     Raises:
         TypeError: neither a path nor a model that can be a critic.
         ValueError: two critics; an advantage that needs no values; an encoder–decoder as policy; a
-            model that cannot be a critic, or with fewer tokens than the tokenizer has.
+            model that shares trained weights with the policy, that cannot be a critic, or with
+            fewer tokens than the tokenizer has.
     """
     if critic is not None and config.critic is not None:
         raise ValueError(
@@ -78,6 +79,14 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
         critic = Critic.from_pretrained(critic, dtype=weights.dtype)
     elif not isinstance(critic, Critic):
         critic = Critic(critic)
+    shared = {id(p) for p in policy.parameters()} & {id(p) for p in critic.parameters()}
+    trained = [p for m in (policy, critic) for p in m.parameters() if p.requires_grad]
+    if any(id(p) in shared for p in trained):
+        raise ValueError(
+            "the critic has trained weights in common with the policy, and each would move the "
+            "other's: pass a copy of the model (copy.deepcopy), or let the policy's value head "
+            "learn the values"
+        )
     known = critic.pretrained_model.get_input_embeddings().weight.shape[0]
     if known < len(tokenizer):
         raise ValueError(

@@ -214,6 +214,10 @@ class Rollouts:
 
 
 def _check_sequences(rollout: RolloutOutput, responses: Sequence[Tensor]) -> None:
+    if not isinstance(rollout, RolloutOutput):
+        raise TypeError(
+            f"rollout must be a fastrl.rollout.RolloutOutput, got {type(rollout).__name__}"
+        )
     if len(rollout.sequences) != len(responses):
         raise ValueError(
             f"rollout holds {len(rollout.sequences)} samples for {len(responses)} responses: pass "

@@ -239,7 +239,8 @@ def log_stats(
     """
     import torch
 
-    values = torch.as_tensor([float(r) for r in rewards], device=accelerator.device)
+    sums = [float(r.sum()) if isinstance(r, torch.Tensor) else float(r) for r in rewards]
+    values = torch.as_tensor(sums, device=accelerator.device)
     values = accelerator.gather(values).flatten().cpu()
     if not accelerator.is_main_process:
         return {}

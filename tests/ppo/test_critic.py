@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -481,6 +482,24 @@ def without_pad_head() -> Any:
 def test_what_cannot_be_a_critic_is_refused(critic, settings, error, message) -> None:
     with pytest.raises(error, match=message):
         critic_trainer(critic(), **settings)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_critic_of_the_policys_own_layers_is_refused(frozen: bool) -> None:
+    """Frozen ones, under adapters of both, may be the same."""
+    policy = make_policy()
+    from transformers import GPT2ForSequenceClassification
+
+    config = policy.pretrained_model.config
+    critic = GPT2ForSequenceClassification(copy.deepcopy(config))
+    critic.config.num_labels, critic.score = 1, torch.nn.Linear(config.n_embd, 1, bias=False)
+    critic.transformer.wte = policy.pretrained_model.transformer.wte
+    if frozen:
+        critic.transformer.wte.requires_grad_(False)
+        critic_trainer(critic, policy)
+        return
+    with pytest.raises(ValueError, match="trained weights in common with the policy"):
+        critic_trainer(critic, policy)
 
 
 def test_two_critics_are_refused() -> None:

@@ -143,6 +143,9 @@ def test_a_tracker_gets_the_settings_and_the_numbers_of_a_step(capsys):
     assert values["ppo/mean_scores"] == 1.5
     assert all(isinstance(value, (int, float)) for value in values.values())
     assert capsys.readouterr().out == ""
+    of_tokens = [torch.tensor([0.5, 2.0]), torch.tensor([1.5])]
+    trainer.log_stats(stats, {"query": ["a", "b"], "response": ["c", "d"]}, of_tokens)
+    assert tracker.logged[-1][1]["env/reward_mean"] == 2.0
 
 
 SAMPLING = {"max_new_tokens": 3, "do_sample": True}
