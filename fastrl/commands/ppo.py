@@ -94,8 +94,8 @@ class PPOJob(TrainingJob):
     )
     reward: list[str] = setting(
         "Sequence classifier (a directory, a run's too, or a Hub id), a function "
-        "(file.py:function), or math (a ready one: is the answer that of the column solution?); or "
-        "several. Functions are named as module:function or "
+        "(file.py:function), or math; or several. math is a ready one: is the answer that of the "
+        "column solution? Functions are named as module:function or "
         "path/to/file.py:function, and called with (prompts, completions, completion_ids, "
         "**columns). Of several the reward is the weighted sum."
     )
