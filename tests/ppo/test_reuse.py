@@ -141,7 +141,7 @@ def test_an_audit_that_fails_recomputes_the_step(what, wrong, policy_scores):
     out = trainer.rollouts.sample(queries, SAMPLING)
     out.sequences = [r.cpu() for r in responses]
     told = [torch.zeros(len(r)) for r in responses]
-    out.logprobs_t1, out.values = list(told), list(told)
+    out.logprobs, out.logprobs_t1, out.values = None, list(told), list(told)
     getattr(out, what)[1] = told[1] + wrong
     result = trainer.step(queries, responses, scores, rollout=out)
     assert policy_scores == [-4, 2, 2]
