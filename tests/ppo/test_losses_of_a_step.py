@@ -122,8 +122,8 @@ def test_a_step_follows_the_formulas_gradient(case, fused, monkeypatch):
         {"policy_loss": "sapo"},
         {"policy_loss": "vespo"},
         {"ratio_level": "sequence"},
-        {"top_entropy_quantile": 0.3},
-        {"top_entropy_quantile": 0.3, "policy_loss": "vespo"},
+        {"top_entropy_quantile": 0.6},
+        {"top_entropy_quantile": 0.6, "policy_loss": "vespo"},
     ],
     ids=str,
 )

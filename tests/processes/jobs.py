@@ -201,13 +201,14 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "ppo, a critic of its own": with_critic,
     "grpo": lambda: policy_gradient(advantage="grpo", group_size=4, kl_in="loss"),
-    "grpo, in passes of few tokens, those of the highest entropies": lambda: policy_gradient(
-        advantage="grpo", group_size=4, micro_batch_tokens=24, top_entropy_quantile=0.4
+    "grpo, in passes of few tokens": lambda: policy_gradient(
+        advantage="grpo", group_size=4, micro_batch_tokens=24
     ),
     "ppo, prompts that come again": lambda: policy_gradient(prompts=PROMPTS[:3] * 6),
-    "rloo, gradients accumulated": lambda: policy_gradient(
+    "rloo, gradients of tokens of high entropy accumulated": lambda: policy_gradient(
         advantage="rloo",
         group_size=4,
+        top_entropy_quantile=0.6,
         gradient_accumulation_steps=2,
         mini_batch_size=4 // process_count(),
     ),
