@@ -130,7 +130,7 @@ class SamplerCorrection(Protocol):
             known: what this trainer's own rollouts found, where these are its responses.
 
         Raises:
-            ValueError: log-probs of another length than their response.
+            ValueError: numbers that are no log-probs.
         """
 
     def check(self, sampled: Sequence[Tensor] | None) -> None:
@@ -190,12 +190,6 @@ class ImportanceWeights:
         if found is None:
             return None
         found = [torch.as_tensor(x, dtype=torch.float32).cpu() for x in found]
-        lengths = [len(x) for x in found], [len(x) for x in rollout.sequences]
-        if lengths[0] != lengths[1]:
-            raise ValueError(
-                f"the rollout has log-probs of {lengths[0]} tokens for sequences of {lengths[1]}: "
-                "give one for each token"
-            )
         for i, x in enumerate(found):
             if (x > _ROUNDING).any():
                 raise ValueError(
