@@ -29,6 +29,8 @@ class Choice(NamedTuple):
     reason: str
 
 
+# Found once: torch 2.11 cannot trace how it is found.
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _stands_for: str | None = None  # not a ContextVar, which torch.compile cannot trace
 
 
@@ -61,7 +63,7 @@ def interpreting() -> bool:
 
 
 def triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _TRITON_INSTALLED
 
 
 def explain(device: torch.device | str, backend: str = "auto") -> Choice:
