@@ -22,7 +22,7 @@ _HELP = (
 # Of an experience, where numbers that are not finite come from.
 _ORIGINS = {
     "log-probs": "the policy gives a token of the response no probability, or its logits are NaN",
-    "values": "the value head returns them",
+    "values": "the value head, or the critic, returns them",
     "rewards": "the scores are finite, so look at the reference model's log-probs of the response",
 }
 

@@ -44,7 +44,7 @@ from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.policy_loss import LearnedTokens
-from fastrl.trl.prompt_data import check_data, refuse_dispatch
+from fastrl.trl.prompt_data import PromptRoom, check_data, refuse_dispatch
 from fastrl.trl.reference import (
     Follow,
     following_weights,
@@ -127,9 +127,14 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._read_tools(args)
         self._correction = None if self.rollout_func is None else self._corrected_by(args)
-        model = self._prepared(model, args, quantization_config, peft_config)
         if args.use_liger_kernel:
             _refuse_liger(name)
+        model = self._loaded(model, args, quantization_config)
+        most = args.generation_arguments.get("max_new_tokens")
+        self._room = PromptRoom(model, most, self._tokenizer, args.chat_template_kwargs or {})
+        if self.rollout_func is None and self._environments is None:
+            self._room.check_data(train_dataset, eval_dataset)
+        model = self._adapted(model, args, peft_config)
         self._policy = CausalLMPolicy(model)
         self._reference: RefModel | None = None
         if args.beta:
@@ -208,8 +213,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         it."""
         return model_of(self._reference, self.accelerator)
 
-    def _prepared(self, model: Any, args: Any, quantization: Any, peft_config: Any) -> Any:
-        """The model, checked, with an adapter if there is a ``peft_config``."""
+    def _loaded(self, model: Any, args: Any, quantization: Any) -> Any:
+        """The model, checked."""
         if args.model_init_kwargs and not is_path(model):
             warnings.warn(
                 "the model is loaded already: model_init_kwargs change nothing", stacklevel=4
@@ -221,6 +226,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 f"{type(model).__name__} is no causal language model: load it with "
                 "AutoModelForCausalLM"
             )
+        return model
+
+    def _adapted(self, model: Any, args: Any, peft_config: Any) -> Any:
+        """The model as it is trained, with an adapter if there is a ``peft_config``."""
         adapts = peft_config is not None or hasattr(model, "peft_config")
         settle_tokens(model, self._tokenizer, args, adapts)
         model = adapted(model, peft_config, args)
@@ -492,6 +501,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             given = self.rollout_func(copy.deepcopy(prompts), self)
             return rolled_out(given, len(prompts), lambda ids: self._as_said(prompts, ids))
         ids = encode_prompts(prompts, self._tokenizer, self.chat_template_kwargs)
+        for i, prompt in enumerate(ids):
+            self._room.check(prompt, f"prompt {i}, {prompts[i]!r:.80},")
         model = self.accelerator.unwrap_model(self.model)
         first = self.processes_index * len(prompts)
         with torch.no_grad():

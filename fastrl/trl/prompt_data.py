@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastrl.data.chat_prompts import check_prompt
+from fastrl.data.chat_prompts import check_prompt, encode_prompts
 from fastrl.data.tables import each_row, is_stream
+from fastrl.models.layout import layout_of
 
 
 def refuse_dispatch(args: Any) -> None:
@@ -37,9 +39,7 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
             f"`train_dataset` must be a `Dataset` or `IterableDataset`, got "
             f"{type(train).__name__}: Dataset.from_list makes one of rows"
         )
-    held_out = {"": evaluation} if not isinstance(evaluation, dict) else evaluation
-    named = {f"eval_dataset[{x!r}]" if x else "eval_dataset": y for x, y in held_out.items()}
-    named = {"train_dataset": train, **named}
+    named = _named(train, evaluation)
     if asked:
         for name, data in named.items():
             _check_prompts(data, name)
@@ -55,15 +55,77 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
         args.dataloader_num_workers = 0
 
 
+class PromptRoom:
+    """The room that a model's context leaves for prompts, beside responses of full length.
+
+    Args:
+        most: tokens of a response; None: as many as there is room for.
+        template: further arguments of the chat template.
+    """
+
+    def __init__(self, model: Any, most: int | None, tokenizer: Any, template: Mapping[str, Any]):
+        self._layout, self._most = layout_of(model), most
+        self._tokenizer, self._template = tokenizer, template
+
+    def check_data(self, train: Any, evaluation: Any) -> None:
+        """Checks the rows whose texts alone have more bytes than there is room for tokens, of which
+        each has a byte at least. Those of streams, and what a chat template makes too long, are
+        found as they are learned from.
+
+        Raises:
+            ValueError: a prompt that is too long, by its row.
+        """
+        for name, data in _named(train, evaluation).items():
+            for i, prompt in _prompts(data):
+                if self._exceeded(_bytes_of(prompt)) is not None:
+                    ids = encode_prompts([prompt], self._tokenizer, self._template)
+                    self.check(ids[0], f"the prompt of row {i} of {name}")
+
+    def check(self, ids: Any, name: str) -> None:
+        """
+        Raises:
+            ValueError: the token ids of a prompt are too many; it is called by ``name``.
+        """
+        limit = self._exceeded(len(ids))
+        if limit is not None:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens; with {self._most or 1} of its response "
+                f"(max_completion_length) it exceeds the {limit}: leave such prompts out of the "
+                "data set, or lower max_completion_length"
+            )
+
+    def _exceeded(self, tokens: int) -> str | None:
+        return self._layout.exceeded(tokens, self._most or 1)
+
+
+def _named(train: Any, evaluation: Any) -> dict[str, Any]:
+    """Data sets by the arguments that they are."""
+    held_out = evaluation if isinstance(evaluation, dict) else {"": evaluation}
+    named = {f"eval_dataset[{x!r}]" if x else "eval_dataset": y for x, y in held_out.items()}
+    return {"train_dataset": train, **named}
+
+
 def _check_prompts(data: Any, name: str) -> None:
     """Checks the prompts of a data set; of a stream only that it has any."""
     columns = getattr(data, "column_names", None)
-    if columns is None:
-        return
-    if "prompt" not in columns:
+    if columns is not None and "prompt" not in columns:
         raise ValueError(f"{name} needs a column prompt, it has {', '.join(columns)}")
-    if is_stream(data) or data.format["type"] == "custom":  # whose rows a function makes
+    for i, prompt in _prompts(data):
+        check_prompt(prompt, f"the prompt of row {i} of {name}")
+
+
+def _prompts(data: Any) -> Iterator[tuple[int, Any]]:
+    """The prompts of a data set by row; none of a stream, nor where a function makes the rows."""
+    if getattr(data, "column_names", None) is None or is_stream(data):
         return
-    column = data.with_format(None).select_columns(["prompt"])
-    for i, row in enumerate(each_row(column)):
-        check_prompt(row["prompt"], f"the prompt of row {i} of {name}")
+    if data.format["type"] != "custom":
+        column = data.with_format(None).select_columns(["prompt"])
+        for i, row in enumerate(each_row(column)):
+            yield i, row["prompt"]
+
+
+def _bytes_of(prompt: Any) -> int:
+    """Bytes of a text, or of the contents of messages."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(str(message.get("content")).encode()) for message in prompt)

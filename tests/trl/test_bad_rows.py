@@ -152,6 +152,30 @@ def test_prompts_to_evaluate_with_are_checked_too(tmp_path: Path) -> None:
         make("GRPO", tmp_path, [{"prompt": "w5"}, {"prompt": None}])
 
 
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_prompts_too_long_for_the_context_are_refused_by_row(kind: str, tmp_path: Path) -> None:
+    """As the trainer is made, before an adapter is in the model; of streams as they come."""
+    longest = "w5 " * (tiny_models.CONTEXT - 4)  # and a response of 4 tokens
+    rows = [{"prompt": longest.strip()}, {"prompt": longest + "w6"}]
+    found = f"has {tiny_models.CONTEXT - 3} tokens; with 4 of its response .*context of"
+    held_out = Dataset.from_list(rows[1:])
+    with pytest.raises(ValueError, match=f"the prompt of row 1 of train_dataset {found}"):
+        make(kind, tmp_path, rows)
+    with pytest.raises(ValueError, match=r"the prompt of row 0 of eval_dataset\['b'\] has"):
+        make(kind, tmp_path, rows[:1], eval_dataset={"b": held_out})
+    said = [{"prompt": [{"role": "user", "content": longest}]}]
+    with pytest.raises(ValueError, match="the prompt of row 0 of train_dataset has"):
+        make(kind, tmp_path, said)
+    make(kind, tmp_path, rows[:1])
+    model = tiny_models.language_model("llama")
+    before = copy.deepcopy(model.state_dict())
+    stream = Dataset.from_list(rows[1:] * 4).to_iterable_dataset()
+    trainer = make(kind, tmp_path, stream, model=model, dataloader_num_workers=0)
+    with pytest.raises(ValueError, match=f"prompt 0, 'w5 w5 .*, {found}"):
+        trainer.train()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_smoothed_labels_are_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{kind}Trainer .*leave label_smoothing_factor at 0"):
