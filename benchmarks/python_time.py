@@ -112,6 +112,9 @@ def _calls() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any] | Non
     }
 
 
+_METADATA = ("of a kernel",)
+
+
 class Launched(NamedTuple):
     """What the driver would be told of a launch."""
 
@@ -122,7 +125,8 @@ class Launched(NamedTuple):
     @property
     def hook(self) -> Any:
         """What is to be called before; None where nothing is, without a look at hooks."""
-        return self.told[9]
+        # Behind both metadata, wherever this version of Triton has them.
+        return self.told[self.told.index(_METADATA) + 2]
 
 
 @contextmanager
@@ -147,7 +151,7 @@ def nothing_launched() -> Iterator[list[Launched]]:
 
     def without_compiling(self: Any, key: Any, *_: Any) -> CompiledKernel:
         kernel = CompiledKernel.__new__(CompiledKernel)
-        kernel.module = kernel.function = kernel.packed_metadata = None
+        kernel.module, kernel.function, kernel.packed_metadata = None, None, _METADATA
         kernel.name, kernel.src, kernel.hash = self.fn.__name__, None, key
         kernel._init_handles = lambda: None
         kernel._run = CudaLauncher.__new__(CudaLauncher)
