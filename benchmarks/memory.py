@@ -33,7 +33,7 @@ def footprint(forward: Forward, backward: Backward, device: torch.device) -> int
     # Otherwise the profiler logs its start and stop to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
-    profiler = torch.profiler.profile(activities=activities, profile_memory=True)
+    profiler = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
     with profiler:
         returned = tuple(backward(forward()))
     addresses = {tensor.untyped_storage().data_ptr() for tensor in returned}

@@ -229,18 +229,25 @@ class Continuous(Generator):
             **sampling(greedy), eos_token_id=-1, pad_token_id=PAD, max_new_tokens=max(work.limits)
         )
         config = ContinuousBatchingConfig(
-            page_size=PAGE,
+            **self._of_version(ContinuousBatchingConfig),
             num_blocks=(self.slots + 1) * (-(-work.longest // PAGE) + 1),
             max_batch_tokens=min(8192, max(256, self.slots * max(map(len, work.prompts)))),
             max_requests_per_batch=self.slots,
             allow_block_sharing=False,  # or only the first round would run the prompts
-            auto_switch_to_flash=importlib.util.find_spec("flash_attn") is not None,
             return_logprobs=True,
         )
         manager = self.loaded.init_continuous_batching(generation, config)
         manager.warmup()
         manager.start()
         return manager
+
+    @staticmethod
+    def _of_version(config: Any) -> dict[str, Any]:
+        """Settings that have another name up to transformers 5.17, or are not there."""
+        fields = config.__dataclass_fields__
+        flash = importlib.util.find_spec("flash_attn") is not None
+        switch = {"auto_switch_to_flash": flash} if "auto_switch_to_flash" in fields else {}
+        return {"page_size" if "page_size" in fields else "block_size": PAGE, **switch}
 
     def __call__(self, work: Workload, greedy: bool = False) -> Generated:
         if not greedy:

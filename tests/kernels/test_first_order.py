@@ -58,6 +58,9 @@ def test_a_derivative_of_a_gradient_is_an_error(case, backend):
         torch.autograd.grad(result.sum(), leaves, create_graph=True, allow_unused=True)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch takes gradients of constants for constants"
+)
 @pytest.mark.parametrize("case", [case for case in FUSED if case == op_of(case)])
 def test_compiled_code_has_no_second_derivatives(case):
     function = torch.compile(lambda x: CASES[case](x, "torch"), backend="aot_eager", fullgraph=True)

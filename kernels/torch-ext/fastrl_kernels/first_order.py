@@ -18,7 +18,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     that a gradient depends on an op's inputs where the upstream gradient is a constant, as below a
     sum; and autograd does not run what leads to none of the tensors that it is asked about.
 
-    In compiled code it is ``torch.compile`` that refuses second derivatives.
+    In compiled code it is ``torch.compile`` that refuses second derivatives; before torch 2.13 it
+    takes gradients for constants where the upstream gradient is one, whatever the function.
     """
 
     @functools.wraps(backward)
