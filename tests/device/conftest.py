@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from tests.device.pretended import PretendedDevice, pretended_device
+from tests.device.pretended import PretendedDevice, absent, pretended_device
 
 
 @pytest.fixture
 def device() -> Iterator[PretendedDevice]:
-    if torch.cuda.is_available():
-        pytest.skip("there is a real one")
+    reason = absent()
+    if reason is not None:
+        pytest.skip(reason)
     with pretended_device() as found:
         yield found
