@@ -1,7 +1,7 @@
 """How a kernel is judged: by PyTorch's own error against float64.
 
 A kernel's error may be at most twice that of the plain PyTorch formula (`fastrl_kernels.reference`)
-on the same values in fp32, plus 1e-7 of the exact result's norm; 4e-7 where kernels are compiled,
+on the same values in fp32, plus 1e-7 of the exact result's norm; 6e-7 where kernels are compiled,
 for a GPU's exp2 is exact to 2^-22.5 and its quotient to 2^-22, and PyTorch's error over few numbers
 may be 0 by luck. Gradients come back in the inputs' dtypes on both sides, so both are rounded once
 at the end.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FACTOR = 2.0
-FLOOR = 4e-7 if torch.cuda.is_available() else 1e-7
+FLOOR = 6e-7 if torch.cuda.is_available() else 1e-7
 
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
 
