@@ -1,8 +1,10 @@
 """How a kernel is judged: by PyTorch's own error against float64.
 
 A kernel's error may be at most twice that of the plain PyTorch formula (`fastrl_kernels.reference`)
-on the same values in fp32, plus 1e-7 of the exact result's norm. Gradients come back in the
-inputs' dtypes on both sides, so both are rounded once at the end.
+on the same values in fp32, plus 1e-7 of the exact result's norm; 6e-7 where kernels are compiled,
+for a GPU's exp2 is exact to 2^-22.5 and its quotient to 2^-22, and PyTorch's error over few numbers
+may be 0 by luck. Gradients come back in the inputs' dtypes on both sides, so both are rounded once
+at the end.
 
 Ops with matrix products are judged by the formula in the inputs' own dtypes (``own_dtypes``).
 A model's head rounds its logits to bf16, and log-probs have to be those of the model, not of a
@@ -19,7 +21,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FACTOR, FLOOR = 2.0, 1e-7
+FACTOR = 2.0
+FLOOR = 6e-7 if torch.cuda.is_available() else 1e-7
 
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -32,7 +35,7 @@ def names(dtypes: Sequence[torch.dtype]) -> list[str]:
 def assert_close_to_exact(
     actual: Tensor, peer: Tensor, exact: Tensor, what: str, slack: float = 0.0
 ) -> None:
-    """‖actual - exact‖ ≤ 2‖peer - exact‖ + 1e-7‖exact‖ + slack, infinities at the same places."""
+    """‖actual - exact‖ ≤ 2‖peer - exact‖ + FLOOR·‖exact‖ + slack, infinities at the same places."""
     assert actual.shape == exact.shape, f"{what}: shape {actual.shape}, expected {exact.shape}"
     actual, peer, exact = (x.detach().double().flatten() for x in (actual, peer, exact))
     infinite = exact.isinf()

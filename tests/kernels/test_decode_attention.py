@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastrl_kernels import LiveTokens, decode_attention, reference
+from fastrl_kernels.dispatch import interpreting
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import constants, floats_arrive_as_double, interpreted, watched
 
@@ -116,8 +117,10 @@ def test_scores_far_apart(backend, device):
     query[:] = 5.0
     keys[0, 3], keys[1, 300], keys[2, 519] = 3.0, 3.0, 3.0
     keys[3] *= 30
-    judge(query, keys, values, lengths, backend)
-    judge(query, keys - 20, values, lengths, backend)
+    # Scores of some hundreds have steps of 2⁻¹⁵, by which weights are off; how many of them depends
+    # on the order of the products' sums.
+    judge(query, keys, values, lengths, backend, slack=2.0**-15)
+    judge(query, keys - 20, values, lengths, backend, slack=2.0**-15)
 
 
 # A few roundings in fp32, and one of a weight in the dtypes of tensor cores.
@@ -286,14 +289,17 @@ def of_many_splits(dtype, device, lengths=LENGTHS, **options):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
 @pytest.mark.parametrize("options", [{}, {"window": SMALL * 16 + 3, "softcap": 2.0}], ids=str)
-def test_one_launch_and_two_give_the_same_bits(device, dtype, options, small_splits, monkeypatch):
+def test_one_launch_and_two_give_the_same(device, dtype, options, small_splits, monkeypatch):
+    """To the bit in the interpreter. They are compiled for warps of other numbers of heads: sums
+    have other orders, and multiply-adds other pairs."""
     inputs = of_many_splits(dtype, device)
     options = {**options, "span": SMALL * 18, "backend": "triton"}
     found = []
     for itself in (True, False):
         monkeypatch.setattr(small_splits, "_merges_itself", lambda itself=itself: itself)
         found.append(decode_attention(*inputs, **options))
-    assert torch.equal(found[0][:-1], found[1][:-1])
+    close = 0.0 if interpreting() else 4 * ROUNDINGS[dtype]
+    torch.testing.assert_close(found[0][:-1], found[1][:-1], rtol=close, atol=close)
     assert (found[0][2] == 0).all()
     for out in found:
         assert out[-1].isnan().all()  # longer than the span

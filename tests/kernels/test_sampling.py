@@ -328,6 +328,32 @@ def test_more_candidates_than_there_is_room_for(device, monkeypatch, options, sh
     assert results[0].cutoffs[1] == -INF
 
 
+@interpreted
+def test_offsets_of_rows_of_candidates_have_64_bits(monkeypatch):
+    """A million rows have 2³¹ places for them."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    made, widths = set(), []
+    empty, add = torch.empty, InterpreterBuilder.create_addptr
+
+    def remembering(*args, **kwargs):
+        x = empty(*args, **kwargs)
+        if x.dim() == 2:
+            made.add(x.data_ptr())
+        return x
+
+    def recording(self, pointer, offset):
+        if offset.data.size == 1 and int(pointer.data.flat[0]) in made:
+            widths.append(8 * offset.data.dtype.itemsize)
+        return add(self, pointer, offset)
+
+    monkeypatch.setattr(torch, "empty", remembering)
+    monkeypatch.setattr(InterpreterBuilder, "create_addptr", recording)
+    sample(batch(1, 90), top_k=5, backend="triton")
+    assert len(made) == 1
+    assert widths == [64, 64]  # where they are stored, and where they are read
+
+
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 400, "top_p": 0.9}])
 def test_few_logits_of_a_row_are_finite(backend, device, options):
     """Fewer than top-k asks for, in fewer groups than there are."""

@@ -159,6 +159,7 @@ def _lm_head_fwd_kernel(
         q_sum += q_before
         if TOTAL:
             sum_x += tl.load(mean_logit_ptr + row)
+        tl.debug_barrier()  # other threads may still read the sums, which these replace
 
     if is_top1_ptr is not None:
         tl.store(is_top1_ptr + row, top)

@@ -93,7 +93,8 @@ def load_end(ptr, columns, low, high, VEC: tl.constexpr):
     """A window at a row's end as fp32, -inf outside columns [low, high): exp gives 0 there.
 
     Vectors are read whole, neighbouring rows' elements with them: one that holds an element of the
-    row lies within its memory, since allocations end at a multiple of 16 bytes.
+    row lies within its memory, since allocations end at a multiple of 16 bytes; of 32, those of a
+    GPU, as VEC elements of fp32 need that are walked together with a narrower dtype's.
     """
     mask = (columns >= low // VEC * VEC) & (columns < (high + VEC - 1) // VEC * VEC)
     x = tl.load(ptr + columns, mask=mask, other=float("-inf")).to(tl.float32)

@@ -208,6 +208,7 @@ def _sample_candidates_kernel(
 
     listed = ordered_code(group_max, 0) >= bound
     rank, number = ranks(listed)
+    candidates_ptr += row.to(tl.int64) * ROOM
     n, i = 0, 0
     while (i * LISTED < number) & (n <= ROOM):
         groups = listed_groups(listed, rank, i, LISTED)
@@ -215,7 +216,7 @@ def _sample_candidates_kernel(
         x = tl.reshape(x, [LISTED * SIZE])
         found = (ordered_code(x, 0) >= bound) & (x > float("-inf"))
         at = n + tl.cumsum(found.to(tl.int32), 0) - 1
-        tl.store(candidates_ptr + row * ROOM + at, x, mask=found & (at < ROOM))
+        tl.store(candidates_ptr + at, x, mask=found & (at < ROOM))
         n += tl.sum(found.to(tl.int32), 0)
         i += 1
     tl.store(bounds_ptr + row, bound.to(tl.int32, bitcast=True))
@@ -329,7 +330,8 @@ def _lowest_kept_code(
     slots = tl.arange(0, ROOM)
     room = number <= ROOM
     there = slots < tl.where(room, number, 0)
-    x = tl.load(candidates_ptr + row * ROOM + slots, mask=there, other=float("-inf"))
+    candidates_ptr += row.to(tl.int64) * ROOM
+    x = tl.load(candidates_ptr + slots, mask=there, other=float("-inf"))
     listed = ordered_code(group_max, 0) >= bound
     rank, groups = ranks(listed)
     further = tl.where(room, 0, tl.cdiv(groups, LISTED))
