@@ -5,6 +5,7 @@ more, and of its launches:
 
     t = flops / F + max(bytes / B, Σ instructions per byte · bytes / I) + launches · L
 
+(`linear_sample` multiplies as the weight arrives: the longer of flops / F and bytes / B there.)
 Bytes and flops are the case's least work; those of ops with a head are counted on tensors without
 memory (`head_counts`). Launches are those of its call; instructions come from the machine code of
 its kernels for sm_90. `results/predictions.json` holds counts, times, what peers published, and
@@ -152,7 +153,7 @@ def count(shape: Shape, kernels: list[str]) -> dict[str, Any]:
         kernels: and other operations that a call starts (`launched`).
     """
     work = ops.work(shape)
-    if not shape.hidden:
+    if not shape.hidden or _in_one_pass(shape):
         forward = dataclasses.replace(shape, backward=False)
         return {
             "bytes": round(work.bytes),
@@ -160,6 +161,7 @@ def count(shape: Shape, kernels: list[str]) -> dict[str, Any]:
             "flops": work.flops,
             "launches": len(kernels),
             "what": work.what,
+            **({"in one pass": True} if shape.hidden else {}),
         }
     entropy = {"entropy": True} if shape.entropy != "off" else {}
     counts = counted(
@@ -177,6 +179,11 @@ def count(shape: Shape, kernels: list[str]) -> dict[str, Any]:
     }
 
 
+def _in_one_pass(shape: Shape) -> bool:
+    """Whether an op with a head multiplies as the weight arrives, and writes no logits."""
+    return shape.op == "linear_sample"
+
+
 def predict(counts: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
     """Seconds on a GPU, and what takes most of them."""
     shares = {
@@ -185,8 +192,12 @@ def predict(counts: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
         "instructions": _instructions(counts) / gpu.instructions_per_second,
         "launches": counts["launches"] * gpu.launch_seconds,
     }
-    over = max(shares["memory"], shares["instructions"])
-    seconds = shares["products"] + over + shares["launches"]
+    one_pass = counts.get("in one pass", False)
+    if one_pass:  # its tiles' instructions are for logits, not for bytes of the weight
+        del shares["instructions"]
+    over = max(shares["memory"], shares.get("instructions", 0.0))
+    both = max if one_pass else sum
+    seconds = both((shares["products"], over)) + shares["launches"]
     return {"seconds": float(f"{seconds:.4g}"), "most of it": max(shares, key=shares.__getitem__)}
 
 

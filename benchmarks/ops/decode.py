@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 import fastrl_kernels as kernels
-from benchmarks import eager
+from benchmarks import eager, peers
 from benchmarks.gate import Problem, Results
 from benchmarks.ops.inputs import normal
 from benchmarks.ops.record import Compiled, Expect, Mains, Op, Shape, Sizes, Work
@@ -157,6 +158,62 @@ def _draws() -> Iterator[Compiled]:
         yield Compiled(f"bf16 N=32 H={width} V=50257", made, RECORDS)
 
 
+def _linear_sample(shape: Shape, generator: torch.Generator, backend: str, _: bool) -> Problem:
+    dtype, size = DTYPES[shape.dtype], (shape.vocabulary, shape.hidden)
+    hidden = normal(generator, shape.rows, shape.hidden).to(dtype)
+    inputs = {
+        "hidden": hidden,
+        "weight": normal(generator, *size, scale=3 * shape.hidden**-0.5).to(dtype),
+        "keys": torch.randint(2**62, (shape.rows,), generator=generator),
+    }
+
+    def exact(hidden: Tensor, weight: Tensor, keys: Tensor, tokens: Tensor) -> Results:
+        found = reference.token_logprobs(hidden @ weight.t(), tokens, entropy=True)
+        return dict(zip(("logprobs", "entropies"), found, strict=True))
+
+    return Problem(
+        inputs,
+        ours=lambda **x: _drawn(kernels.linear_sample(**x, backend=backend)),
+        eager=lambda hidden, weight, keys: eager.sample_tokens(linear(hidden, weight), keys),
+        exact=exact,
+        by_row=frozenset({"hidden", "keys", "tokens", "logprobs", "entropies"}),
+        row_bytes=8 * shape.vocabulary,
+        given=("tokens",),
+    )
+
+
+def _drawn(found: kernels.SampledTokens) -> Results:
+    named = {"logprobs": found.logprobs_t1, "entropies": found.entropies}
+    return {"tokens": found.tokens, **named}
+
+
+def _product_and_draw(shape: Shape, device: torch.device) -> peers.Peer:
+    def call(hidden: Tensor, weight: Tensor, keys: Tensor) -> Results:
+        return _drawn(kernels.sample_tokens(linear(hidden, weight), keys))
+
+    return peers.Peer(call, "ours, too: what rollouts do where `linear_sample_pays` says no")
+
+
+def _head(rows: int, dtype: str = "bf16") -> Shape:
+    """Qwen2.5-0.5B's."""
+    width, vocabulary = HEADS[0]
+    return Shape("linear_sample", rows, dtype, hidden=width, vocabulary=vocabulary, backward=False)
+
+
+def _head_read(shape: Shape) -> Work:
+    elements = (shape.vocabulary + shape.rows) * shape.hidden
+    flops = 2.0 * shape.rows * shape.vocabulary * shape.hidden
+    return Work(elements * shape.itemsize, flops, "the head's weight read, one product")
+
+
+def _checked_heads(sizes: Sizes) -> Iterator[Shape]:
+    for dtype, vocabulary in product(DTYPES, sizes.vocabulary):
+        yield Shape(
+            "linear_sample", sizes.rows, dtype, hidden=sizes.hidden, vocabulary=vocabulary,
+            backward=False,
+        )  # fmt: skip
+
+
 RMS_NORM = Op(
     problem=_rms_norm,
     work=_work(4, "the product and the stream read, their sum and its norm written"),
@@ -172,4 +229,15 @@ SWIGLU = Op(
     compiled=_gates,
 )
 ROTATE_AND_STORE = Op(compiled=_rotations)
-LINEAR_SAMPLE = Op(compiled=_draws)
+LINEAR_SAMPLE = Op(
+    problem=_linear_sample,
+    work=_head_read,
+    main={
+        "cpu": ((Shape("linear_sample", 32, hidden=768, vocabulary=50257, backward=False), ()),),
+        "cuda": tuple((_head(rows), ()) for rows in (16, 32)),
+    },
+    axes={"hidden_vocabulary": HEADS, "rows": (1, 16, 32, 64), "dtype": tuple(DTYPES)},
+    checked=_checked_heads,
+    compiled=_draws,
+    peers={"product, sample_tokens": _product_and_draw},
+)

@@ -28,6 +28,7 @@ TINY = {
     "gae": {"steps": 9, "active": 0.7, "whiten": True},
     "ppo_loss": {"steps": 9, "active": 0.7},
     "whiten": {"steps": 9, "active": 0.7},
+    "linear_sample": {"hidden": 16, "vocabulary": 40},
     "sample_tokens": {"vocabulary": 50, "sampling": "top-k=50 top-p=0.9"},
     "rms_norm": {"steps": 9},
     "swiglu": {"steps": 9},
