@@ -146,6 +146,21 @@ def assert_trains(trainer):
     assert math.isfinite(loss)
 
 
+@pytest.fixture
+def tf32():
+    """As transformers asks for it, where a trainer is told ``tf32=True``."""
+    torch.backends.fp32_precision = "tf32"
+    yield
+    torch.backends.fp32_precision = "none"
+
+
+def test_what_is_compared_with_plain_forwards_may_be_in_tf32(device, tf32, make_sft):
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        torch.get_float32_matmul_precision()
+    RolloutEngine(tiny_models.policy("llama").to(DEVICE), tiny.tokenizer(), max_slots=2)
+    assert_trains(make_sft(tiny_models.language_model("llama"), **SETTINGS))
+
+
 def test_sft_trains(device, make_sft):
     assert_trains(make_sft(tiny_models.language_model("llama"), **SETTINGS))
 
