@@ -29,6 +29,9 @@ class StepRunner(Protocol):
     def free(self) -> None:
         """Frees memory."""
 
+    def another(self) -> StepRunner:
+        """A runner of the same kind for other memory."""
+
 
 class EagerRunner:
     """Calls the step."""
@@ -46,24 +49,33 @@ class EagerRunner:
     def free(self) -> None:
         pass
 
+    def another(self) -> EagerRunner:
+        return EagerRunner()
+
 
 KINDS = 8  # of calls, whose graphs are kept
 
 
 class GraphRunner:
-    """Captures the step once per bucket, lazily, in one memory pool, and replays it.
+    """Captures the step once per bucket, lazily, in one memory pool, and replays it; where its
+    device is the current one.
 
     A graph contains addresses and numbers. Those of calls of other kinds, with other logits
     processors, are kept for the next call of that kind, of the last few; all are captured anew
     after a parameter or the KV cache has moved, or adapters act otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.device = device
+        # One for all, and for good: libraries keep a workspace for each.
+        self.stream = stream or torch.cuda.Stream(device)
         self.free()
+
+    def another(self) -> GraphRunner:
+        return GraphRunner(self.device, self.stream)
 
     def free(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()  # one for all: libraries keep a workspace for each
         self.failed = False  # after one failure it is not tried again
         self.stats: dict[str, float] = {}
         self._graphs: dict[int, Any] = {}  # by bucket, of the present kind of calls

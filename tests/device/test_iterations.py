@@ -1,5 +1,6 @@
 """Whole iterations of every trainer, and rollouts, on a device that is not there."""
 
+import contextlib
 import math
 
 import pytest
@@ -130,6 +131,31 @@ def test_a_rollout_refills_its_slots_there_as_on_the_cpu(device):
     for name in ("logprobs", "entropies", "values"):
         for one, other in zip(getattr(out, name), getattr(expected, name), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_a_rollout_is_on_its_models_device_where_another_one_is_current(device, monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def current(index):
+        entered.append(index)
+        with monkeypatch.context() as inner:
+            inner.setattr(torch.cuda, "current_device", lambda: index.index)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    model = tiny_models.policy("llama").to(DEVICE)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    record = torch.cuda.Event.record
+
+    def recorded(*args):
+        assert torch.cuda.current_device() == DEVICE.index
+        return record(*args)
+
+    monkeypatch.setattr(torch.cuda.Event, "record", recorded)
+    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=2)
+    engine.generate(tiny_models.prompts(5, 1), SamplingParams(max_new_tokens=20, seed=0))
+    assert set(entered) == {DEVICE}
 
 
 SETTINGS = {"use_cpu": False, "logging_steps": 1}

@@ -38,6 +38,9 @@ def cuda(monkeypatch):
     device, handles = Device(), itertools.count()
 
     class Stream:
+        def __init__(self, _device=None):
+            pass
+
         def wait_stream(self, other):
             pass
 
@@ -97,7 +100,7 @@ def cuda(monkeypatch):
 def engines(model, slots=4):
     """One that captures, and one that does not."""
     both = [RolloutEngine(model, tiny.tokenizer(), slots) for _ in range(2)]
-    both[0]._runner = GraphRunner()
+    both[0]._runner = GraphRunner(torch.device("cuda", 0))
     return both
 
 
@@ -131,6 +134,17 @@ def test_rules_keep_their_addresses_from_call_to_call(settings):
     captured, plain = engines(tiny_models.policy("gpt2"))
     assert captures(captured, params, plain) > 0
     assert captures(captured, SamplingParams(**{**vars(params), "seed": 1}), plain) == 0
+
+
+def test_steps_are_captured_on_one_stream_for_good():
+    """Libraries keep some 32 MiB for each stream that they have run on."""
+    captured, _ = engines(tiny_models.policy("gpt2"))
+    stream = captured._runner.stream
+    captures(captured)
+    captured.sleep()
+    captures(captured)
+    assert captured._runner.stream is stream
+    assert captured._trial()._runner.stream is stream
 
 
 def test_new_weights_in_old_places_need_no_other_graph():
