@@ -62,8 +62,8 @@ def hidden_width(config: Any) -> int:
 def computes_in_tf32(device: torch.device) -> bool:
     """Whether a device computes matrix products of fp32 in TF32, with ten bits of a number.
 
-    ``torch.get_float32_matmul_precision()`` fails where that was said as transformers' ``tf32=True``
-    says it, by ``torch.backends.fp32_precision``.
+    ``torch.get_float32_matmul_precision()`` fails where ``torch.backends.fp32_precision`` said so,
+    by which transformers' ``tf32=True`` does.
     """
     return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
