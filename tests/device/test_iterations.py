@@ -158,6 +158,21 @@ def test_a_rollout_is_on_its_models_device_where_another_one_is_current(device, 
     assert set(entered) == {DEVICE}
 
 
+def test_an_optimizer_on_the_host_gets_gradients_in_pinned_memory(device):
+    """A GPU copies to other memory at a fraction of the bus's speed."""
+    trainer = trainer_for("offloaded optimizer")
+    found = []
+
+    def look(optimizer, *_):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        found.extend(grad.is_pinned() for grad in grads if grad is not None)
+
+    trainer.optimizer.optimizer.register_step_pre_hook(look)
+    trained(trainer)
+    assert found
+    assert all(found)
+
+
 SETTINGS = {"use_cpu": False, "logging_steps": 1}
 
 
