@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import tempfile
 import zlib
 
@@ -72,6 +73,23 @@ def _pytorch_path_on_cpu(request):
         if not torch.cuda.is_available() and "kernels" not in request.path.parts:
             patch.setenv("FASTRL_KERNELS_BACKEND", "torch")
         yield
+
+
+def forget_device() -> None:
+    """Has accelerate choose anew, which keeps the first choice of a process: with a GPU, some tests
+    ask for the CPU, some take what there is, and an Accelerator that asks for another device than
+    the one before it fails."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _device_of_the_module():
+    """No test computes elsewhere for those of other modules that came before it."""
+    if torch.cuda.is_available():
+        forget_device()
 
 
 # Rooms whose tests start servers of processes, or share what took several processes long to make.

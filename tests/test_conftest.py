@@ -10,9 +10,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 
 from tests import conftest
-from tests.conftest import seed_draws
+from tests.conftest import forget_device, seed_draws
 
 Draws = tuple[float, float, float]
 
@@ -51,6 +53,20 @@ def test_a_fixture_that_is_asked_for_late_moves_no_generator_of_the_test(
     first = draws()
     request.getfixturevalue("drawn_late")
     assert (first, draws()) == (draws_of(0), draws())
+
+
+def test_an_accelerators_device_is_not_that_of_another_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forget_device()
+    Accelerator(cpu=True)
+    # As it would be with a GPU.
+    monkeypatch.setitem(PartialState._shared_state, "device", torch.device("cuda"))
+    monkeypatch.setitem(AcceleratorState._shared_state, "device", torch.device("cuda"))
+    with pytest.raises(ValueError, match="AcceleratorState has already been initialized"):
+        Accelerator(cpu=True)
+    forget_device()
+    assert Accelerator(cpu=True).device.type == "cpu"
 
 
 @pytest.fixture(scope="module")

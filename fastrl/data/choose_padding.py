@@ -18,7 +18,7 @@ from fastrl.models.attention import hidden_window, replaced, why_not_replaceable
 from fastrl.models.packed_attention import PackedAttention
 from fastrl.models.reward_head import rewards_at
 from fastrl.models.scoring import ScoringRequest
-from fastrl.models.utils import evaluating
+from fastrl.models.utils import computes_in_tf32, evaluating
 
 # Samples of the comparison: the number of the prompt, its tokens and those of the response.
 _SAMPLES = ((0, 3, 4), (1, 5, 2), (0, 3, 2), (2, 1, 3))
@@ -169,8 +169,7 @@ def _difference(
 ) -> str | None:
     single = torch.float32, torch.float64
     exact = precision in single and all(p.dtype in single for p in model.parameters())
-    if expected.is_cuda and torch.get_float32_matmul_precision() != "highest":
-        exact = False  # TF32
+    exact = exact and not computes_in_tf32(expected.device)
     sound = expected.isfinite()
     if not sound.any():
         return None

@@ -49,6 +49,21 @@ def add_adapter(peft_model: Any, name: str, config: Any) -> None:
         parameter.requires_grad_(trained.get(each, False))
 
 
+def acting_adapters(model: nn.Module) -> tuple:
+    """What decides, beside weights, how a model's adapters act: which are on, merged, and how they
+    are scaled. Equal where they act alike."""
+    found = []
+    for module in model.modules():
+        on = getattr(module, "active_adapters", None)
+        if isinstance(on, list) and hasattr(module, "disable_adapters"):
+            names = () if module.disable_adapters else tuple(on)
+            merged = tuple(getattr(module, "merged_adapters", ()))  # type: ignore[arg-type]
+            scaling: Any = getattr(module, "scaling", None)
+            scaling = scaling if isinstance(scaling, dict) else {}
+            found.append((names, merged, tuple(scaling.get(name) for name in names)))
+    return tuple(found)
+
+
 def adapter_dropout(model: Any) -> float:
     """The largest dropout of the adapters that are active; 0 without one."""
     configs = getattr(model, "peft_config", None)

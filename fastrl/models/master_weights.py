@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.models.host_memory import in_host_memory
+from fastrl.models.host_memory import in_host_memory, to_host
 from fastrl.models.sharding import own_share
 
 MASTER = "master_weight"  # its name in the state of an optimizer, beside the weight's moments
@@ -180,7 +180,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         for weight, master in self._masters.items():
             for some, of_master in _in_parts(own_share(weight.detach()), own_share(master)):
-                there = some.to(of_master.device)
+                there = to_host(some) if self.on_host else some.to(of_master.device)
                 same = of_master.to(there.dtype) == there
                 torch.where(same, of_master, there, out=of_master)
 
@@ -213,13 +213,18 @@ class MasterWeights(torch.optim.Optimizer):
             with in_host_memory() if self.on_host else nullcontext():
                 for weight, master in pairs:
                     if weight.grad is not None:
-                        master.grad = weight.grad.to(master.device, master.dtype)
+                        master.grad = self._gradient(weight.grad, master)
                 with self._lent(part):
                     self.inner.step()
         finally:
             for _, master in pairs:
                 master.grad = None
         self._round(pairs)
+
+    def _gradient(self, grad: Tensor, master: Tensor) -> Tensor:
+        if self.on_host:
+            return to_host(grad, master.dtype)
+        return grad.to(master.device, master.dtype)
 
     def _round(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for weight, master in pairs:

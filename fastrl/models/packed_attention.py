@@ -431,7 +431,8 @@ class FlashKernel:
         of_queries, of_keys = (
             self._cumulative(tuple(lengths), device) for lengths in (runs.queries, runs.keys)
         )
-        return of_queries, of_keys, max(runs.queries), max(runs.keys)
+        # With one query to a run, where heads share keys, torch takes each run to have one.
+        return of_queries, of_keys, max(2, *runs.queries), max(runs.keys)
 
     def _cumulative(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
         if lengths not in self._ends:

@@ -59,6 +59,15 @@ def hidden_width(config: Any) -> int:
     raise ValueError(f"{type(config).__name__} states no hidden_size: the value head needs one")
 
 
+def computes_in_tf32(device: torch.device) -> bool:
+    """Whether a device computes matrix products of fp32 in TF32, with ten bits of a number.
+
+    ``torch.get_float32_matmul_precision()`` fails where ``torch.backends.fp32_precision`` said so,
+    by which transformers' ``tf32=True`` does.
+    """
+    return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 @contextlib.contextmanager
 def evaluating(*models: nn.Module | None) -> Iterator[None]:
     """Context of evaluation mode (dropout off); afterwards, and after an error, every module gets

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fastrl.models.adapters import acting_adapters
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
 
 
@@ -27,6 +28,9 @@ class StepRunner(Protocol):
 
     def free(self) -> None:
         """Frees memory."""
+
+    def another(self) -> StepRunner:
+        """A runner of the same kind for other memory."""
 
 
 class EagerRunner:
@@ -45,24 +49,33 @@ class EagerRunner:
     def free(self) -> None:
         pass
 
+    def another(self) -> EagerRunner:
+        return EagerRunner()
+
 
 KINDS = 8  # of calls, whose graphs are kept
 
 
 class GraphRunner:
-    """Captures the step once per bucket, lazily, in one memory pool, and replays it.
+    """Captures the step once per bucket, lazily, in one memory pool, and replays it; where its
+    device is the current one.
 
     A graph contains addresses and numbers. Those of calls of other kinds, with other logits
     processors, are kept for the next call of that kind, of the last few; all are captured anew
-    after a parameter or the KV cache has moved.
+    after a parameter or the KV cache has moved, or adapters act otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.device = device
+        # One for all, and for good: libraries keep a workspace for each.
+        self.stream = stream or torch.cuda.Stream(device)
         self.free()
+
+    def another(self) -> GraphRunner:
+        return GraphRunner(self.device, self.stream)
 
     def free(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()  # one for all: libraries keep a workspace for each
         self.failed = False  # after one failure it is not tried again
         self.stats: dict[str, float] = {}
         self._graphs: dict[int, Any] = {}  # by bucket, of the present kind of calls
@@ -75,6 +88,8 @@ class GraphRunner:
         memory, kind = _memory(step), _kind(step)
         if memory != self._memory:
             self._kinds.clear()
+            # torch takes no pool again whose graphs are gone, while one of its tensors is there.
+            self.pool = torch.cuda.graph_pool_handle()
             self._memory = memory
         self._graphs, _ = self._kinds.pop(kind, ({}, None))
         self._kinds[kind] = self._graphs, step.processors
@@ -104,26 +119,58 @@ class GraphRunner:
         # Kernels read live tokens only, so that one graph with the largest span serves all lengths.
         span = step.kv_cache.length
         graph = torch.cuda.CUDAGraph()
-        with _unchanged(step.slots.tensors()):
+        with _unchanged(step.slots.tensors()), self._ended_after_an_error(graph):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 step(bucket, span)  # warms up: compiles kernels, allocates workspaces
             torch.cuda.current_stream().wait_stream(self.stream)
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            # The outer context leaves the stream where the end of a broken capture fails, too.
+            with (
+                torch.cuda.stream(self.stream),
+                # What other threads do, which load data say, breaks no capture of this one.
+                torch.cuda.graph(
+                    graph,
+                    pool=self.pool,
+                    stream=self.stream,
+                    capture_error_mode="thread_local",
+                ),
+            ):
                 step(bucket, span)
         torch.cuda.synchronize()
         self.stats["captures"] += 1
         self.stats["capture_seconds"] += time.perf_counter() - begin
         return graph
 
+    @contextlib.contextmanager
+    def _ended_after_an_error(self, graph: Any) -> Iterator[None]:
+        """Context that ends a capture for torch's allocator where an error breaks it off.
+
+        torch does so behind what raises the error again: its allocator would go on as in a capture,
+        give back no memory where there is too little, and fail at ``empty_cache``.
+        """
+        try:
+            yield
+        except BaseException:
+            _broken_off.append(graph)
+            with contextlib.suppress(RuntimeError):  # it has not begun, or has ended
+                device = torch.cuda.current_device()
+                torch._C._cuda_endAllocateToPool(device, self.pool)  # type: ignore[attr-defined]
+                torch._C._cuda_releasePool(device, self.pool)  # type: ignore[attr-defined]
+            self.pool = torch.cuda.graph_pool_handle()
+            raise
+
+
+# Graphs that torch's allocator of pinned memory asks on, whether a stream's capture is theirs.
+_broken_off: list[Any] = []
+
 
 def _memory(step: DecodeStep) -> tuple:
-    """The addresses that all captured steps contain."""
+    """The addresses that all captured steps contain, and which adapters act in them."""
     model = step.model_runner.model
     weights = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
     tensors = [*step.slots.state, *step.kv_cache.keys, *step.kv_cache.values]
     tensors += step.model_runner.copies()
-    return weights, tuple(x.data_ptr() for x in tensors)
+    return weights, tuple(x.data_ptr() for x in tensors), acting_adapters(model)
 
 
 def _kind(step: DecodeStep) -> tuple:

@@ -101,8 +101,9 @@ class RolloutEngine:
         self._slots: Slots | None = None
         # Of the last kinds of calls, by their values: captured steps contain their addresses.
         self._processors: dict[tuple, LogitsProcessors] = {}
-        self._captures = cuda_graphs and self.model_runner.device.type == "cuda"
-        self._runner: StepRunner = GraphRunner() if self._captures else EagerRunner()
+        device = self.model_runner.device
+        captures = cuda_graphs and device.type == "cuda"
+        self._runner: StepRunner = GraphRunner(device) if captures else EagerRunner()
         self._check()
         self.model_runner.fuse_layers(self._shapes())
         self.model_runner.fuse_draw(self._shapes())
@@ -118,7 +119,7 @@ class RolloutEngine:
         """A copy of this engine with two slots of any length and captured steps of its own."""
         trial = copy.copy(self)
         trial.max_slots, trial.max_length, trial.kv_cache_bytes = 2, None, None
-        trial._runner = GraphRunner() if self._captures else EagerRunner()
+        trial._runner = self._runner.another()
         return trial
 
     def generate(

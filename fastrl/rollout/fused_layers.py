@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fastrl_kernels
 from fastrl.models.attention import Variant, current_attention
 from fastrl.models.products import has_own_forward, is_packed
+from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.attention import DecodeAttention
 
 # The modules of layers such as Llama's. Those that have others stay as they are.
@@ -188,7 +189,7 @@ class FusedLayers:
             found, _ = decode()
             difference = float((found - expected).abs().max() / expected.abs().max())
             cause = f"differ from the model's own by {difference:.1e} of the largest logit"
-            self.active = difference <= _TOLERANCE[found.dtype]
+            self.active = difference <= _tolerance(found)
         except Exception as error:  # of a model that only looks like the others
             cause = f"cannot run it ({type(error).__name__}: {error})"
             self.active = False
@@ -218,6 +219,11 @@ class FusedLayers:
         ours, now = [fused.layer for fused in self.layers], _decoder_layers(self.model)
         same = len(ours) == len(now) and all(map(operator.is_, ours, now))
         return same and not any(map(_is_watched, ours))
+
+
+def _tolerance(logits: Tensor) -> float:
+    tf32 = logits.dtype == torch.float32 and computes_in_tf32(logits.device)
+    return _TOLERANCE[torch.float16 if tf32 else logits.dtype]  # which has as many bits
 
 
 class VariantsOf(DecodeAttention):

@@ -73,11 +73,13 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Context of a rollout: no dropout, no gradients, the engine's attention."""
+        """Context of a rollout: no dropout, no gradients, the engine's attention, on the model's
+        device: streams and events are those of the current one."""
         self.fused_draw.look()
         behind = self.language_model.get_output_embeddings().register_forward_hook(self._after_head)
         try:
             with (
+                current(self.device),
                 torch.no_grad(),
                 evaluating(self.model),
                 attached(self.language_model),
@@ -230,6 +232,13 @@ class ModelRunner:
         if autocast is not None and kind_of_device(self.device) != "cpu":
             self.dtype = autocast
         return layers
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context in which a GPU is torch's current one."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 Product = Callable[[Any, Tensor], "Tensor | None"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastrl.models.attention import hidden_window, why_not_replaceable
 from fastrl.models.quantised import compute_dtypes
 from fastrl.models.sharding import is_spread_unit
-from fastrl.models.utils import evaluating
+from fastrl.models.utils import computes_in_tf32, evaluating
 from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -138,10 +138,9 @@ def _differences(
 
 def _is_exact(engine: RolloutEngine) -> bool:
     """Whether the model computes in fp32 throughout."""
-    device = engine.model_runner.device.type
+    device = engine.model_runner.device
     with engine.model_runner.autocast():
-        rounded = torch.is_autocast_enabled(device)
+        rounded = torch.is_autocast_enabled(device.type)
     dtypes = {p.dtype for p in engine.model.parameters() if p.is_floating_point()}
     single = dtypes | compute_dtypes(engine.model) <= {torch.float32, torch.float64}
-    tf32 = device == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return single and not rounded and not tf32
+    return single and not rounded and not computes_in_tf32(device)

@@ -1,5 +1,6 @@
 """Whole iterations of every trainer, and rollouts, on a device that is not there."""
 
+import contextlib
 import math
 
 import pytest
@@ -132,6 +133,46 @@ def test_a_rollout_refills_its_slots_there_as_on_the_cpu(device):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+def test_a_rollout_is_on_its_models_device_where_another_one_is_current(device, monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def current(index):
+        entered.append(index)
+        with monkeypatch.context() as inner:
+            inner.setattr(torch.cuda, "current_device", lambda: index.index)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    model = tiny_models.policy("llama").to(DEVICE)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    record = torch.cuda.Event.record
+
+    def recorded(*args):
+        assert torch.cuda.current_device() == DEVICE.index
+        return record(*args)
+
+    monkeypatch.setattr(torch.cuda.Event, "record", recorded)
+    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=2)
+    engine.generate(tiny_models.prompts(5, 1), SamplingParams(max_new_tokens=20, seed=0))
+    assert set(entered) == {DEVICE}
+
+
+def test_an_optimizer_on_the_host_gets_gradients_in_pinned_memory(device):
+    """A GPU copies to other memory at a fraction of the bus's speed."""
+    trainer = trainer_for("offloaded optimizer")
+    found = []
+
+    def look(optimizer, *_):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        found.extend(grad.is_pinned() for grad in grads if grad is not None)
+
+    trainer.optimizer.optimizer.register_step_pre_hook(look)
+    trained(trainer)
+    assert found
+    assert all(found)
+
+
 SETTINGS = {"use_cpu": False, "logging_steps": 1}
 
 
@@ -144,6 +185,21 @@ def assert_trains(trainer):
     assert any(not torch.equal(before[name], x.cpu()) for name, x in after.items())
     (loss,) = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert math.isfinite(loss)
+
+
+@pytest.fixture
+def tf32():
+    """As transformers asks for it, where a trainer is told ``tf32=True``."""
+    torch.backends.fp32_precision = "tf32"
+    yield
+    torch.backends.fp32_precision = "none"
+
+
+def test_what_is_compared_with_plain_forwards_may_be_in_tf32(device, tf32, make_sft):
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        torch.get_float32_matmul_precision()
+    RolloutEngine(tiny_models.policy("llama").to(DEVICE), tiny.tokenizer(), max_slots=2)
+    assert_trains(make_sft(tiny_models.language_model("llama"), **SETTINGS))
 
 
 def test_sft_trains(device, make_sft):

@@ -249,6 +249,25 @@ def test_a_head_with_an_adapter_is_not_bypassed(ids):
 
 
 @torch.no_grad()
+def test_another_rounding_of_large_logits_is_no_other_head(ids, monkeypatch):
+    """As of products that are summed in another order for fewer rows."""
+    model = tiny_models.language_model("llama").to(torch.bfloat16)
+    model.lm_head.weight.mul_(40)
+    inputs = {"input_ids": ids[:1, :8]}
+    assert model(**inputs).logits.abs().max() > 16
+
+    def rounded_otherwise(hidden, weight, labels, **_):
+        logits = (hidden @ weight.t()).float()
+        logits *= 1 + 2.0**-8 * torch.ones_like(logits).bernoulli_(0.5)
+        logprobs = logits.log_softmax(-1)
+        return logprobs.gather(1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+    monkeypatch.setattr(fastrl_kernels, "linear_logprobs", rounded_otherwise)
+    assert isinstance(choose_head(model, inputs), FusedHead)
+    with pytest.warns(UserWarning, match="logits of the response tokens are kept"):
+        assert isinstance(choose_head(model.float(), inputs), RowHead), "fp32 rounds less"
+
+
 @pytest.mark.parametrize("change", ["bias", "cap"])
 def test_logits_that_change_after_the_head_are_found_out(ids, change):
     model = tiny_models.language_model()

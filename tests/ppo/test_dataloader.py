@@ -50,7 +50,7 @@ def test_tensors_of_one_shape_are_stacked_as_torch_does() -> None:
     queries = torch.arange(3, 3 + 4 * BATCH).view(BATCH, 4)
     ((both, numbers),) = batches(TensorDataset(queries, torch.arange(BATCH)))
     assert both.shape == (BATCH, 4)
-    assert both.tolist() == queries[numbers].tolist()
+    assert both.tolist() == queries[numbers.cpu()].tolist()
     (alone,) = batches(Rows(list(queries)))
     assert sorted(alone.tolist()) == queries.tolist()
 

@@ -91,7 +91,7 @@ def test_rows_are_what_the_steps_learned_from(tmp_path, settings):
         np.testing.assert_array_equal(row["logprobs"], rollout.logprobs[j].numpy())
         np.testing.assert_array_equal(row["values"], rollout.values[j].numpy())
         mask, advantages = watched.learned[i]
-        np.testing.assert_array_equal(row["advantages"], advantages[j][mask[j]].numpy())
+        np.testing.assert_array_equal(row["advantages"], advantages[j][mask[j]].cpu().numpy())
         assert row["weights_version"] == sum(watched.steps[:i])
         assert (row["slots"], row["slot_length"]) == (4, 48)
         size = trainer.config.group_size

@@ -242,8 +242,8 @@ def test_errors_and_warnings_name_the_sample(in_gradient):
 
 def test_the_classic_train_minibatch_takes_no_such_step():
     trainer = trainer_of(nan=False, gradient_accumulation_steps=1)
-    mask = torch.ones(2, 3).bool()
-    x = torch.zeros(2, 3)
+    x = torch.zeros(2, 3, device=trainer.current_device)
+    mask = torch.ones_like(x, dtype=torch.bool)
     leaf = trainer.model.v_head.summary.bias
     before = parameters(trainer)
     for value, says in ((torch.nan, "non-finite loss"), (1.0, "non-finite gradient norm")):

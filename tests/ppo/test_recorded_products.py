@@ -31,7 +31,10 @@ def library(monkeypatch, tmp_path):
 
 def make_trainer() -> PPOTrainer:
     torch.manual_seed(0)
-    config = PPOConfig(batch_size=4, mini_batch_size=2, ppo_epochs=2, learning_rate=1e-2)
+    config = PPOConfig(
+        batch_size=4, mini_batch_size=2, ppo_epochs=2, learning_rate=1e-2,
+        accelerator_kwargs={"cpu": True},
+    )  # fmt: skip
     return PPOTrainer(config, tiny_models.policy("gpt2"), tokenizer=tiny.tokenizer())
 
 

@@ -265,7 +265,7 @@ def test_generation_kwargs_that_json_cannot_hold_are_asked_for(tmp_path):
 
     class Bias(LogitsProcessor):
         def __call__(self, input_ids, scores):
-            return scores + torch.arange(scores.shape[-1]) / 20
+            return scores + torch.arange(scores.shape[-1], device=scores.device) / 20
 
     kwargs = {"max_new_tokens": 5, "top_k": 0, "logits_processor": [Bias()]}
     settings = {"rollout_backend": "generate"}

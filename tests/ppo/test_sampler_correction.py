@@ -213,12 +213,12 @@ def test_a_step_weights_the_policys_loss(case, fused, monkeypatch, recwarn):
         model, other if "kl_in" in settings else None, None, group_size=4, **settings
     )
     with torch.no_grad():
-        reference = [lp for lp, _ in scores_of(copy.deepcopy(other).double(), *batch[:2])]
-    before = {k: p.detach().clone() for k, p in model.named_parameters()}
+        reference = [lp for lp, _ in scores_of(copy.deepcopy(other).cpu().double(), *batch[:2])]
+    before = {k: p.detach().clone().cpu() for k, p in model.named_parameters()}
     result = trainer.step(*batch, rollout=rollout)
     weighted_loss(exact, reference, old, weights, batch, settings).backward()
     for name, p in model.named_parameters():
-        got = (before[name] - p.detach()).double()
+        got = (before[name] - p.detach().cpu()).double()
         # parameters of size 1 are rounded to 6e-8
         torch.testing.assert_close(
             got, exact.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name

@@ -49,11 +49,17 @@ def rollout(trainer, **generation_kwargs):
     )
 
 
+def logits_of(model, ids):
+    """[T, V] of tokens [1, T], by a plain forward on the model's device."""
+    return model(ids.to(model.device)).logits[0].cpu()
+
+
 def logprobs_at(trainer, prompt, response, temperature):
     """log softmax(z/T) of the response's tokens, by a plain forward."""
+    response = response.cpu()
     ids = torch.cat([prompt, response])[None]
     with torch.no_grad():
-        logits = trainer.model.pretrained_model(ids).logits[0, len(prompt) - 1 : -1].double()
+        logits = logits_of(trainer.model.pretrained_model, ids)[len(prompt) - 1 : -1].double()
     every = (logits / temperature).log_softmax(-1)
     return every.gather(1, response[:, None])[:, 0]
 
@@ -95,7 +101,7 @@ def test_what_the_caller_gives_acts_and_is_named_once():
         out = rollout(trainer, top_k=1)
     assert len(told) == 1
     best = [
-        trainer.model.pretrained_model(prompt[None]).logits[0, -1].argmax()
+        logits_of(trainer.model.pretrained_model, prompt[None])[-1].argmax()
         for prompt in tiny_models.prompts(5, 3, 7, 2)
     ]
     assert [int(s[0]) for s in out.sequences] == [int(b) for b in best]
@@ -175,7 +181,7 @@ def test_the_update_descends_the_loss_at_the_temperature():
         policy.pretrained_model.named_parameters(), exact.parameters(), strict=True
     ):
         expected = p.detach() - rate * p.grad
-        torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=0, msg=name)
+        torch.testing.assert_close(got.cpu().double(), expected, atol=1e-6, rtol=0, msg=name)
 
 
 def test_the_kl_over_the_vocabulary_is_at_the_temperature():
@@ -190,7 +196,7 @@ def test_the_kl_over_the_vocabulary_is_at_the_temperature():
         with torch.no_grad():
             p, q = (
                 (
-                    m.pretrained_model(ids).logits[0, len(prompt) - 1 : -1].double() / 0.5
+                    logits_of(m.pretrained_model, ids)[len(prompt) - 1 : -1].double() / 0.5
                 ).log_softmax(-1)
                 for m in (trainer.model, trainer.ref_model)
             )

@@ -30,7 +30,7 @@ def test_explained_variance_is_that_of_the_values_before_the_update(monkeypatch)
 
     def note(values: Any, rewards: Any, mask: Any) -> Any:
         found = compute(values, rewards, mask)
-        seen["values"], seen["returns"] = (x[mask].double().numpy() for x in found[::2])
+        seen["values"], seen["returns"] = (x[mask].double().cpu().numpy() for x in found[::2])
         return found
 
     monkeypatch.setattr(trainer, "compute_advantages", note)

@@ -54,7 +54,7 @@ def sgd_trainer(rate: float, epochs: int, **settings: Any) -> PPOTrainer:
 def test_a_step_follows_the_formulas_in_float64() -> None:
     rate, epochs = 1e-2, 2
     trainer = sgd_trainer(rate, epochs)
-    start = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
+    start = {k: p.detach().clone().cpu() for k, p in trainer.model.named_parameters()}
     batch = batch_of_tokens()
     stats = trainer.step(**batch)
     totals = torch.stack([s.double().sum() for s in batch["scores"]])
@@ -66,8 +66,10 @@ def test_a_step_follows_the_formulas_in_float64() -> None:
     expected = dict(policy.named_parameters())
     for name, p in trainer.model.named_parameters():
         # parameters of size 1 are rounded to 6e-8 in each epoch, and that is divided by the rate
-        got, wanted = ((x.double() - start[name]) / rate for x in (p.detach(), expected[name]))
-        torch.testing.assert_close(got, wanted.detach(), rtol=1e-4, atol=3e-5, msg=name)
+        got, wanted = (
+            (x.detach().cpu() - start[name]) / rate for x in (p.double(), expected[name])
+        )
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=3e-5, msg=name)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -83,7 +85,7 @@ def test_advantages_and_returns_are_those_of_the_tokens_rewards(advantage: str, 
     compute = trainer.compute_advantages
     trainer.compute_advantages = lambda *a: seen.append((*a, *(f := compute(*a)))) or f  # type: ignore[method-assign]
     stats = trainer.step(**batch)
-    values, rewards, mask, _, advantages, returns = seen[0]
+    values, rewards, mask, _, advantages, returns = (x.cpu() for x in seen[0])
     counts = [m.sum() for m in batch["response_masks"]]
     pairs = zip(batch["scores"], batch["response_masks"], strict=True)
     counted = torch.cat([s[m.bool()] for s, m in pairs])
@@ -176,7 +178,7 @@ def test_scaling_divides_by_the_deviation_of_the_sums() -> None:
     std = torch.stack([s.double().sum() for s in batch["scores"]]).std()
     assert trainer.running.std == pytest.approx(float(std), rel=1e-6)
     expected = torch.cat(batch["scores"]).double() / std
-    torch.testing.assert_close(seen[0][seen[0] != 0].double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen[0][seen[0] != 0].cpu().double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])

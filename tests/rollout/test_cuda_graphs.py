@@ -1,6 +1,7 @@
 """Captured decode steps: what is captured when, on a stand-in for CUDA that replays by calling."""
 
 import contextlib
+import itertools
 import warnings
 
 import pytest
@@ -16,52 +17,90 @@ LENGTHS = (5, 1, 9, 3, 7, 2)
 PARAMS = SamplingParams(max_new_tokens=[9, 2, 5, 7, 3, 6], seed=0, suppress_tokens=[tiny.EOS])
 
 
+class Device:
+    """What torch knows of the device: the stream, and its allocator's pools."""
+
+    def __init__(self):
+        self.stream = "the default stream"
+        self.pools = []  # of the captures so far
+        self.filled = None  # the pool that takes what is allocated
+        self.recording = None  # the graph
+
+
 class Graph:
     """Replays the last step that was called while it was captured."""
 
-    recording = None
-
-    def __init__(self):
-        self.replay = None
+    replay = None
 
 
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch):
-    @contextlib.contextmanager
-    def graph(captured, pool, stream):
-        assert (pool, type(stream)) == ("pool", Stream)
-        Graph.recording = captured
-        yield
-        Graph.recording = None
+    device, handles = Device(), itertools.count()
 
     class Stream:
+        def __init__(self, _device=None):
+            pass
+
         def wait_stream(self, other):
             pass
+
+    @contextlib.contextmanager
+    def stream(new):
+        old, device.stream = device.stream, new
+        try:
+            yield
+        finally:
+            device.stream = old
+
+    @contextlib.contextmanager
+    def graph(captured, pool, stream, capture_error_mode):
+        assert type(stream) is Stream
+        assert capture_error_mode == "thread_local", "other threads may go on with their work"
+        assert device.filled is None, "captures_underway.empty()"
+        device.stream, before = stream, device.stream
+        device.pools.append(pool)
+        device.filled, device.recording = pool, captured
+        try:
+            yield
+        finally:
+            device.recording = None
+        # Behind an error, the end of the capture fails as well: neither is done.
+        device.filled = None
+        device.stream = before
+
+    def end(_index, pool):
+        if device.filled != pool:
+            raise RuntimeError("not currently recording to mempool_id")
+        device.filled = None
 
     for name, stand_in in {
         "Stream": Stream,
         "current_stream": Stream,
-        "stream": contextlib.nullcontext,
+        "current_device": lambda: 0,
+        "stream": stream,
         "CUDAGraph": Graph,
         "graph": graph,
-        "graph_pool_handle": lambda: "pool",
+        "graph_pool_handle": lambda: next(handles),
         "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _index, _pool: None, raising=False)
     call = DecodeStep.__call__
 
     def recorded(self, *args):
-        if Graph.recording is not None:
-            Graph.recording.replay = lambda: call(self, *args)
+        if device.recording is not None:
+            device.recording.replay = lambda: call(self, *args)
         call(self, *args)
 
     monkeypatch.setattr(DecodeStep, "__call__", recorded)
+    return device
 
 
 def engines(model, slots=4):
     """One that captures, and one that does not."""
     both = [RolloutEngine(model, tiny.tokenizer(), slots) for _ in range(2)]
-    both[0]._runner = GraphRunner()
+    both[0]._runner = GraphRunner(torch.device("cuda", 0))
     return both
 
 
@@ -97,6 +136,17 @@ def test_rules_keep_their_addresses_from_call_to_call(settings):
     assert captures(captured, SamplingParams(**{**vars(params), "seed": 1}), plain) == 0
 
 
+def test_steps_are_captured_on_one_stream_for_good():
+    """Libraries keep some 32 MiB for each stream that they have run on."""
+    captured, _ = engines(tiny_models.policy("gpt2"))
+    stream = captured._runner.stream
+    captures(captured)
+    captured.sleep()
+    captures(captured)
+    assert captured._runner.stream is stream
+    assert captured._trial()._runner.stream is stream
+
+
 def test_new_weights_in_old_places_need_no_other_graph():
     model = tiny_models.policy("gpt2")
     captured, plain = engines(model)
@@ -123,15 +173,47 @@ def test_what_a_graph_holds_is_captured_anew_where_it_changes(change):
     assert captures(captured, params, plain) == 4
 
 
-def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch):
+def test_a_pool_whose_graphs_are_gone_is_not_taken_again(cuda):
+    model = tiny_models.policy("gpt2")
+    captured, _ = engines(model)
+    captures(captured)
+    before = set(cuda.pools)
+    assert len(before) == 1, "one for all buckets"
+    weight = model.pretrained_model.transformer.ln_f.weight
+    weight.data = weight.data.clone()
+    captures(captured)
+    assert len(set(cuda.pools) - before) == 1
+
+
+@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+def test_steps_are_captured_anew_where_adapters_act_otherwise():
+    from peft import get_peft_model
+
+    model = get_peft_model(tiny_models.language_model("gpt2"), tiny_models.lora())
+    model.add_adapter("other", tiny_models.lora())
+    captured, _ = engines(model)
+    assert captures(captured) == 4
+    with model.disable_adapter():
+        assert captures(captured) == 4
+    model.set_adapter("other")
+    assert captures(captured) == 4
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(2.0)
+    assert captures(captured) == 4
+    assert captures(captured) == 0
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is(cuda, monkeypatch):
     captured, plain = engines(tiny_models.policy("gpt2"))
+    recorded = DecodeStep.__call__
 
-    @contextlib.contextmanager
-    def refuse(*_, **__):
-        raise RuntimeError("operation not permitted when stream is capturing")
-        yield
+    def refused(self, *args):
+        if cuda.recording is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        recorded(self, *args)
 
-    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    monkeypatch.setattr(DecodeStep, "__call__", refused)
     prompts = tiny_models.prompts(*LENGTHS)
     with pytest.warns(UserWarning, match=r"cannot be captured \(operation not permitted"):
         out = captured.generate(prompts, PARAMS)
@@ -142,3 +224,8 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch):
     for figures in (out, again):
         assert all(map(torch.equal, figures.sequences, expected.sequences))
     assert again.stats["perf/graph_replays"] == 0
+    assert cuda.stream == "the default stream"
+    assert cuda.filled is None, "the allocator goes on as in a capture"
+    monkeypatch.setattr(DecodeStep, "__call__", recorded)
+    captured.sleep()
+    assert captures(captured, plain=plain) == 4

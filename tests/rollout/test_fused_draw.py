@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -84,6 +87,24 @@ def test_rollouts_are_those_drawn_from_logits(temperature: float) -> None:
         for x, y in zip(getattr(found, name), getattr(expected, name), strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=2e-2)
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.fixture
+def half_precision() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_model_that_accelerate_has_prepared_draws_so_too(half_precision: Accelerator) -> None:
+    """It runs under autocast, and makes fp32 of its logits."""
+    model = half_precision.unwrap_model(half_precision.prepare(model_of()))
+    assert model(input_ids=torch.tensor(PROMPTS[:1])).logits.dtype == torch.float32
+    engine = engine_of(model, autocast=half_precision.autocast)
+    assert is_fused(engine)
+    found, expected = both(engine)
+    for x, y in zip(found.sequences, expected.sequences, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_only_plain_draws_of_few_rows_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:

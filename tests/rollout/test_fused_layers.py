@@ -22,6 +22,8 @@ from tests import tiny_models
 from tests.golden import tiny
 from tests.kernels.launches import interpreted, watched
 
+# Where there is a GPU, nothing interprets kernels.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
 
 
@@ -29,6 +31,10 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's, which the rollouts of other tests leave out on a CPU."""
     monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "auto")
+
+
+def model_of(family: str, **changes: Any) -> Any:
+    return tiny_models.language_model(family, **changes).to(DEVICE)
 
 
 def engine_of(model: Any, **settings: Any) -> RolloutEngine:
@@ -43,10 +49,11 @@ def generated(engine: RolloutEngine, **settings: Any) -> Any:
 
 def test_rollouts_are_those_of_the_models_own_layers() -> None:
     """With a window that is shorter than the samples."""
-    engine = engine_of(tiny_models.language_model("mistral", sliding_window=3))
+    engine = engine_of(model_of("mistral", sliding_window=3))
     assert engine.model_runner.fused_layers.active
     found = generated(engine)
     engine.model_runner.fused_layers.active = False
+    engine.sleep()  # captured steps go on as they are
     expected = generated(engine)
     for name in ("sequences", "logprobs", "entropies"):
         for x, y in zip(getattr(found, name), getattr(expected, name), strict=True):
@@ -58,7 +65,7 @@ class Decoding:
 
     def __init__(self, model: Any, autocast: bool = False):
         self.runner = ModelRunner(
-            model, partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
+            model, partial(torch.autocast, DEVICE.type, torch.bfloat16, enabled=autocast)
         )
         self.layers = self.runner.layer_shapes()
         self.runner.fuse_layers(self.layers)
@@ -71,7 +78,7 @@ class Decoding:
         """Logits, and what was launched."""
         self.fused.active = active
         kv_cache = KVCache(self.layers, 2, 300, self.runner.dtype, self.runner.device)
-        positions = torch.tensor([5, 7])
+        positions = torch.tensor([5, 7], device=DEVICE)
         with self.runner.opened():
             attention = DecodeAttention(choose_decode_kernel(kv_cache), kv_cache, positions, 300)
             with watched() as calls:
@@ -97,7 +104,7 @@ def test_a_layers_launches(family: str, autocast: bool, most: int) -> None:
     they are three more."""
     counts = []
     for layers in (2, 3):
-        model = tiny_models.language_model(family, num_hidden_layers=layers)
+        model = model_of(family, num_hidden_layers=layers)
         decoding = Decoding(model, autocast)
         assert decoding.fused.active
         (found, fused), (expected, own) = (decoding.step(active) for active in (True, False))
@@ -112,7 +119,7 @@ def test_a_layers_launches(family: str, autocast: bool, most: int) -> None:
 
 def test_adapters_run_inside_of_fused_layers() -> None:
     lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    decoding = Decoding(get_peft_model(tiny_models.language_model("llama"), lora))
+    decoding = Decoding(get_peft_model(model_of("llama"), lora))
     assert decoding.fused.active
     (found, _), (expected, _) = (decoding.step(active) for active in (True, False))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -120,15 +127,15 @@ def test_adapters_run_inside_of_fused_layers() -> None:
 
 @pytest.mark.usefixtures("like_a_gpu")
 def test_keys_are_kept_as_autocast_casts_them() -> None:
-    decoding = Decoding(tiny_models.language_model("gpt2"), autocast=True)
+    decoding = Decoding(model_of("gpt2"), autocast=True)
     assert decoding.runner.dtype == torch.bfloat16
     decoding.step(active=False)
-    assert Decoding(tiny_models.language_model("gpt2")).runner.dtype == torch.float32
+    assert Decoding(model_of("gpt2")).runner.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "phi3", "cohere"])
 def test_layers_of_another_structure_stay_as_they_are(family: str) -> None:
-    model = tiny_models.language_model(family)
+    model = model_of(family)
     assert not Decoding(model).fused.active
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -136,7 +143,7 @@ def test_layers_of_another_structure_stay_as_they_are(family: str) -> None:
 def test_layers_whose_numbers_differ_stay_as_they_are_with_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny_models.language_model("llama")
+    model = model_of("llama")
     kind = type(model.model.layers[1].mlp)
     own = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: 1.01 * own(self, x))
@@ -147,7 +154,7 @@ def test_layers_whose_numbers_differ_stay_as_they_are_with_a_word(
 def test_layers_that_cannot_run_fused_stay_as_they_are_with_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny_models.language_model("llama")
+    model = model_of("llama")
     monkeypatch.setattr(model.model.layers[1].self_attn, "head_dim", 7)
     own = type(model.model.layers[1]).forward
     monkeypatch.setattr(type(model.model.layers[1]), "forward", _with_head_dim(own, 4))
@@ -170,7 +177,7 @@ def _with_head_dim(forward: Any, width: int) -> Any:
 
 @pytest.mark.parametrize("place", ["model.layers.1", "model.layers.1.mlp"])
 def test_layers_that_hooks_look_into_stay_as_they_are(place: str) -> None:
-    model = tiny_models.language_model("llama")
+    model = model_of("llama")
     decoding = Decoding(model)
     expected, _ = decoding.step(active=False)
     seen: list[torch.Tensor] = []
@@ -187,7 +194,7 @@ def test_layers_that_hooks_look_into_stay_as_they_are(place: str) -> None:
 
 
 def test_an_adapter_that_comes_later_is_run() -> None:
-    model = tiny_models.language_model("llama")
+    model = model_of("llama")
     decoding = Decoding(model)
     before, _ = decoding.step(active=True)
     lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
@@ -199,7 +206,7 @@ def test_an_adapter_that_comes_later_is_run() -> None:
 
 
 def test_layers_in_whose_place_are_others_are_not_run() -> None:
-    model = tiny_models.language_model("llama")
+    model = model_of("llama")
     decoding = Decoding(model)
     model.model.layers[1] = copy.deepcopy(model.model.layers[0])
     model.model.layers[1].self_attn.layer_idx = 1

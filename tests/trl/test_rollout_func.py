@@ -91,7 +91,7 @@ class Noted:
 
     @torch.no_grad()
     def _apart(self, trainer: Any, prompt: list, response: list, logprobs: list) -> float:
-        ids = torch.tensor([prompt + response])
+        ids = torch.tensor([prompt + response], device=trainer.accelerator.device)
         found, *_ = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, torch.ones_like(ids), len(response)
         )
@@ -113,7 +113,7 @@ def test_log_probs_are_those_that_trl_computes_of_the_weights_it_trains(
     """After updates too: the rollouts follow the weights. Sums in fp32 differ by less than 1e-5."""
     noted = Noted(TRLRollouts())
     trainer = make(tmp_path, noted, max_steps=3, **settings)
-    start = [p.detach().clone() for p in trainer.model.parameters()]
+    start = [p.detach().clone().cpu() for p in trainer.model.parameters()]
     trainer.train()
     assert len(noted.seen) == 3
     moved = zip(start, trainer.model.parameters(), strict=True)
