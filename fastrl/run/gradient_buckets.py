@@ -28,10 +28,11 @@ def settle_buckets(model: Any) -> None:
     if torch.distributed.get_world_size(ddp.process_group) < 3 or steps:
         return
     module, ddp.module = ddp.module, _NoLoss(trained)
+    sends_buffers, ddp.broadcast_buffers = ddp.broadcast_buffers, False  # it has none
     try:
         ddp().backward()
     finally:
-        ddp.module = module
+        ddp.module, ddp.broadcast_buffers = module, sends_buffers
     for p in trained:
         p.grad = None
 

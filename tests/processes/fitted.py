@@ -181,7 +181,8 @@ def online(
     folder: str, trainer: type, config: type, rollout_func: Any = None, **settings: Any
 ) -> Any:
     data = Dataset.from_dict({"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(8)]})
-    part = BATCH // process_count()
+    # Groups of four on one of four processes: parts of groups would have other draws.
+    part = 2 * BATCH // process_count()
     sizes = {"per_device_train_batch_size": part, "per_device_eval_batch_size": part}
     given = {"num_generations": 4, "max_completion_length": 6, "logging_steps": 1, "max_steps": 3}
     return trainer(
@@ -189,7 +190,7 @@ def online(
         low_tokens,
         config(output_dir=folder, **{**_FIT, **_SGD, **sizes, **given, **settings}),
         train_dataset=data,
-        eval_dataset=data.select(range(2)),
+        eval_dataset=data.select(range(4)),
         processing_class=tiny.tokenizer(),
         **({} if rollout_func is None else {"rollout_func": rollout_func}),
     )
