@@ -32,6 +32,7 @@ from fastrl.models.sharding import name_by_path
 from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
 from fastrl.rollout.merged_adapters import has_mergeable
+from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import launched_accelerator
 from fastrl.run.metrics import open_trackers
 from fastrl.run.precision import kind_of_device, precision_for
@@ -184,7 +185,9 @@ def prepared(
         return found
     others = (optimizer, *others)
     if accelerator.distributed_type not in _DDP or accelerator.num_processes > 1:
-        return accelerator.prepare(model, *others)
+        found = accelerator.prepare(model, *others)
+        settle_buckets(found[0])
+        return found
     model = accelerator.prepare_model(model, evaluation_mode=True)  # all but the wrapping
     return (model, *accelerator.prepare(*others))
 

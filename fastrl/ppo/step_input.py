@@ -55,7 +55,7 @@ class StepInput:
             masks=None if self.masks is None else to_host(self.masks),
             weights=None if self.weights is None else self.weights.cpu(),
             logprobs=None if known is None else [_on_host(each) for each in known],
-            sampled=None if self.sampled is None else to_host(self.sampled),
+            sampled=None if self.sampled is None else [x.cpu() for x in self.sampled],
         )
         parts = processes.objects(own)
         first = [sum(len(part.queries) for part in parts[:i]) for i in range(len(parts))]

@@ -216,8 +216,9 @@ class GenerateEngine:
         inputs = {name: x.to(self.model.device) for name, x in padded.items()}
         generate = self.model.generate
         if wrapped_by_fsdp(generate) and not is_spread_unit(self.model):
-            # With whole weights no process waits for another's call.
+            # With whole weights no process waits for another's call, nor for its tokens.
             generate = MethodType(type(self.model).generate, self.model)
+            kwargs = {"synced_gpus": False, **kwargs}
         generated = generate(**inputs, **kwargs)
         return generated[:, self._layout.in_front(inputs["input_ids"].shape[1]) :].cpu()
 

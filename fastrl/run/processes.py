@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+# Numbers of shared works, the same in all processes. Of all trainers together: a note that one has
+# left is there as long as the processes are.
+_works = itertools.count(1)
 
 
 class PeerFailed(RuntimeError):
@@ -137,7 +141,6 @@ class SeveralProcesses:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.count, self.index = accelerator.num_processes, accelerator.process_index
-        self._works = 0  # shared ones so far: the same number in all processes
         self._known: BaseException | None = None  # with which all left the last work
 
     @property
@@ -204,8 +207,7 @@ class SeveralProcesses:
 
     @contextmanager
     def shared_work(self) -> Iterator[None]:
-        self._works += 1
-        news, error = _News(self._works), None
+        news, error = _News(next(_works)), None
         try:
             with broken_off_by(lambda: asked() or news.there()):
                 yield

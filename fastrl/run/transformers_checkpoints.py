@@ -35,6 +35,7 @@ from fastrl.run.checkpoints import (
 )
 from fastrl.run.files import part_of
 from fastrl.run.folder import RunFolder
+from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import check_found
 from fastrl.run.processes import processes_of
 from fastrl.run.random_state import random_state, restore_random_state
@@ -371,6 +372,11 @@ class ResumableTrainer(transformers.Trainer):
     def _all_settings(self) -> dict[str, Any]:
         given = {k: v for k, v in self.args.to_dict().items() if not k.startswith(_FREE)}
         return json.loads(json.dumps({**given, **self.own_settings()}, default=str))
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_for_training(*args, **kwargs)
+        settle_buckets(self.model_wrapped)
+        return found
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """The epoch, and how many mini-batches of it are behind the run."""

@@ -140,9 +140,10 @@ class ResponseScorer:
         """Arguments of a model's forward, and what it is to say of the learned tokens."""
         # With no token to learn the model runs all the same, as other processes wait for it.
         counting = [i for i, count in enumerate(part.counts) if count] or [0]
-        padding: Padding = Padded()
-        if not padded and any(part.counts):
-            padding = self._chosen_padding(model)
+        # Which the processes choose together, whoever has a token.
+        padding: Padding = Padded() if padded else self._chosen_padding(model)
+        if not any(part.counts):
+            padding = Padded()
         batch = part.select(counting).batch(self.pad_token, padding).to(self.args.device)
         model_pass = batch.model_pass
         labels = batch.input_ids.flatten()[batch.rows() + 1]

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from accelerate.utils import DistributedType
+
 from fastrl.data.chat_prompts import encode_prompts
-from fastrl.models.sharding import whole_weights
+from fastrl.models.sharding import is_spread, whole_weights
 from fastrl.rollout import RolloutEngine, SamplingParams, sampling_params
 from fastrl.rollout.self_check import UnsupportedModel
+from fastrl.run.processes import Processes, processes_of
 from fastrl.trl.generation import samples_per_prompt
 
 # What is read of a trainer, by its names in TRL 1.16.
@@ -47,6 +50,7 @@ class TRLRollouts:
             raise ValueError(f"kv_cache_gib must be positive, got {kv_cache_gib}")
         self.slots, self.kv_cache_gib, self.sleep = slots, kv_cache_gib, sleep
         self._trainer: Any = None
+        self._processes: Processes | None = None
         self._engine: RolloutEngine | None = None
         self._room: dict[str, int] | None = None  # as the trainer's state has it
 
@@ -65,26 +69,33 @@ class TRLRollouts:
             TypeError: another kind of trainer.
             ValueError: another trainer than before; something that the engine does not do: vLLM,
                 tools, environments, images, arguments of ``generate`` or models that it does not
-                know. Names it.
+                know; weights that something else than FSDP2 spreads. Names it.
+            PeerFailed: another process raised an exception; names both.
         """
         _check_kind(trainer)
+        if self._processes is None:
+            self._processes = processes_of(trainer.accelerator)
+        with whole_weights(trainer.model_wrapped), self._processes.shared_work():
+            return self._respond(prompts, trainer)
+
+    def _respond(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         _check_settings(trainer)
         if self._trainer not in (None, trainer):
             raise ValueError(
                 "these TRLRollouts generate for another trainer: make TRLRollouts() for each"
             )
         model = trainer.accelerator.unwrap_model(trainer.model)
+        _check_wrapped(trainer, model)
         group = trainer.num_generations if model.training else trainer.num_generations_eval
         params = _params(trainer, model)
         ids = encode_prompts(prompts, trainer.processing_class, trainer.chat_template_kwargs)
         size = samples_per_prompt(ids, group)
-        # The number of a prompt among those of all processes, whose draws differ by it.
-        first = trainer.accelerator.process_index * len(ids) // size
-        numbers = range(first, first + len(ids) // size)
-        with whole_weights(trainer.model_wrapped):
-            engine = self._engine or self._begin(trainer, model)
-            self._adopt(trainer.state, engine)
-            output = engine.generate(ids[::size], replace(params, n=size), list(numbers))
+        # Draws differ by the number of a prompt, which no other process has, however many it has.
+        every, own = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        numbers = [own + every * i for i in range(len(ids) // size)]
+        engine = self._engine or self._begin(trainer, model)
+        self._adopt(trainer.state, engine)
+        output = engine.generate(ids[::size], replace(params, n=size), numbers)
         if self.sleep:
             engine.sleep()
         self._keep(trainer.state, engine)
@@ -164,6 +175,7 @@ def _check_settings(trainer: Any) -> None:
                 f"{name} is set beside rollout_func=TRLRollouts(), which generates whole "
                 f"responses by itself: leave {name} out, {_INSTEAD}"
             )
+    _check_spreading(trainer.accelerator)
     if getattr(trainer, "_is_vlm", False):
         raise ValueError(
             f"TRLRollouts read texts, and {type(trainer.processing_class).__name__} is a processor "
@@ -175,6 +187,40 @@ def _check_settings(trainer: Any) -> None:
             f"generation_kwargs has temperature={asked}, the policy that is trained has "
             f"{trainer.temperature}: leave it out and set GRPOConfig(temperature={asked}), so that "
             "log-probs are of the policy that is sampled"
+        )
+
+
+def _check_spreading(accelerator: Any) -> None:
+    """
+    Raises:
+        ValueError: weights that the engine cannot have whole: FSDP1's, ZeRO-3's.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(
+            "TRLRollouts need FSDP2, and FSDP1 was asked for: set fsdp_version: 2 (accelerate "
+            f"launch --fsdp_version 2), {_INSTEAD}"
+        )
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    if deepspeed is not None and deepspeed.zero_stage == 3:
+        raise ValueError(
+            "TRLRollouts need whole weights, and DeepSpeed's ZeRO-3 spreads them: use FSDP2 "
+            f"(accelerate launch --use_fsdp --fsdp_version 2) or zero_stage: 2, {_INSTEAD}"
+        )
+
+
+def _check_wrapped(trainer: Any, model: Any) -> None:
+    """
+    Raises:
+        ValueError: a model that is trained by several processes which do not tell each other its
+            gradients: accelerate prepares it for transformers' ``evaluate()``, and not again.
+    """
+    prepared = getattr(model, "_is_accelerate_prepared", False)
+    several = trainer.accelerator.num_processes > 1 and not is_spread(model)
+    if several and model.training and prepared and trainer.model_wrapped is model:
+        raise ValueError(
+            "evaluate() was called before train(), and transformers would now train another model "
+            "in each process, without DDP: leave it out and set eval_on_start=True, or evaluate by "
+            "a trainer of its own"
         )
 
 

@@ -167,12 +167,13 @@ CASES = {
 
 
 def weighted_loss(model, reference, old, weights, batch, settings):
-    """The first step's loss: all ratios to the old policy are 1."""
+    """The first step's loss, of groups of four: all ratios to the old policy are 1."""
     queries, responses, scores = batch
     new = scores_of(model, queries, responses)
     every = torch.cat([h for _, h in new]).detach()
     least = torch.quantile(every, 1 - settings.get("top_entropy_quantile", 1.0))
-    advantages = by_formula("grpo", torch.stack(scores).double())
+    of_groups = torch.stack(scores).double().split(4)
+    advantages = torch.cat([by_formula("grpo", x) for x in of_groups])
     per_token = []
     for (lp, h), o, ref, u, a in zip(new, old, reference, weights, advantages, strict=True):
         log_ratio = lp - o

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.commands.conftest import world  # noqa: F401 - a fixture
+from tests.faults.conftest import data  # noqa: F401 - a fixture
 from tests.processes.launch import COUNTS
 
 

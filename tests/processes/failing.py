@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastrl.run.callbacks import TrainCallback
+from fastrl.run.processes import PeerFailed
 from fastrl.run.stopping import stop_at_a_steps_end
 from tests import tiny_models
 from tests.processes.jobs import PROMPTS, make_trainer, reward, train
@@ -123,6 +124,18 @@ def differs(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(said))
 
 
+def _slow(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    time.sleep(0.7)  # longer than from one look for news to the next
+    return reward(completion_ids)
+
+
+def begins_anew(folder: Path) -> None:
+    """After a run that has failed, another trainer's in the same processes."""
+    with contextlib.suppress(LookupError, PeerFailed):
+        train(folder.with_name("failed"), InTheThirdCall(_wait, _raise))
+    train(folder, _slow, steps=1)
+
+
 JOBS: dict[str, Callable[[Path], object]] = {
     # The others are waiting for something that takes long.
     "raises": lambda folder: train(folder, InTheThirdCall(_wait, _raise)),
@@ -131,6 +144,7 @@ JOBS: dict[str, Callable[[Path], object]] = {
     "is stopped": lambda folder: train(folder, InTheThirdCall(_wait, _terminate)),
     "hangs": hangs,
     "raises in a callback": lambda folder: train(folder, callbacks=[_FailsInMain()]),
+    "begins anew": begins_anew,
     "goes on": lambda folder: train(folder, resume=True),
     "differs": differs,
 }

@@ -132,9 +132,57 @@ def low_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 7 for token in ids) / 7 for ids in completion_ids]
 
 
-def online(folder: str, trainer: type, config: type, **settings: Any) -> Any:
+class OtherEngine:
+    """A ``rollout_func`` whose log-probs lie apart from the policy's; responses, and what lies
+    between, are those of the prompt's number, whichever process has it."""
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        group, first = trainer.num_generations, trainer.processes_index * len(prompts)
+        found: dict[str, list] = {
+            name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+        }
+        for i, prompt in enumerate(prompts):
+            number, k = int(prompt.split()[0][1:]), (first + i) % group
+            start = trainer.processing_class(prompt)["input_ids"]
+            response = [
+                3 + (11 * number + 7 * k + 5 * t) % 90 for t in range(1 + (number + 3 * k) % 6)
+            ]
+            ids = torch.tensor([start + response])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(start) - 1 : -1].log_softmax(-1)
+            own = logits.gather(1, torch.tensor(response)[:, None])[:, 0]
+            apart = (
+                torch.tensor([(number + 5 * k + 3 * t) % 13 - 6 for t in range(len(response))]) / 8
+            )
+            logprobs = (own - apart).tolist()
+            if k == 0 and number % 3 == 0:
+                logprobs[0] = None
+            mask = [int(t != 2) for t in range(len(response))]
+            for name, x in zip(found, (start, response, logprobs, mask), strict=True):
+                found[name].append(x)
+        return found
+
+
+def corrected(mode: str, **settings: Any) -> dict[str, Any]:
+    """Steps on another engine's responses."""
+    return done(
+        online,
+        GRPOTrainer,
+        GRPOConfig,
+        rollout_func=OtherEngine(),
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=1.5,
+        **settings,
+    )
+
+
+def online(
+    folder: str, trainer: type, config: type, rollout_func: Any = None, **settings: Any
+) -> Any:
     data = Dataset.from_dict({"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(8)]})
-    part = BATCH // process_count()
+    # Groups of four on one of four processes: parts of groups would have other draws.
+    part = 2 * BATCH // process_count()
     sizes = {"per_device_train_batch_size": part, "per_device_eval_batch_size": part}
     given = {"num_generations": 4, "max_completion_length": 6, "logging_steps": 1, "max_steps": 3}
     return trainer(
@@ -142,8 +190,9 @@ def online(folder: str, trainer: type, config: type, **settings: Any) -> Any:
         low_tokens,
         config(output_dir=folder, **{**_FIT, **_SGD, **sizes, **given, **settings}),
         train_dataset=data,
-        eval_dataset=data.select(range(2)),
+        eval_dataset=data.select(range(4)),
         processing_class=tiny.tokenizer(),
+        **({} if rollout_func is None else {"rollout_func": rollout_func}),
     )
 
 
@@ -228,6 +277,19 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         top_entropy_quantile=0.5,
         learning_rate=0.01,
     ),
+    # dapo's loss and weights of whole responses are the defaults.
+    "grpo, responses masked by another engine's": lambda: corrected("sequence_mask"),
+    "grpo, responses weighed by another engine's": lambda: corrected(
+        "sequence_truncate",
+        loss_type="grpo",
+        num_iterations=2,
+        off_policy_mask_threshold=0.2,
+        learning_rate=0.01,
+    ),
+    "grpo, tokens weighed by another engine's": lambda: corrected(
+        "token_truncate", vllm_importance_sampling_clip_min=0.5, top_entropy_quantile=0.5, beta=0.1
+    ),
+    "vespo, tokens masked by another engine's": lambda: corrected("token_mask", loss_type="vespo"),
     "rloo": lambda: done(online, RLOOTrainer, RLOOConfig, learning_rate=0.01),
     "sft": lambda: done(supervised),
     "sft, packed": lambda: done(supervised, packing=True, max_length=24),

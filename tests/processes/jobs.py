@@ -62,6 +62,27 @@ def _reward_of_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[fl
     return [[(token % 5) / 5 - 0.3 for token in ids] for ids in completion_ids]
 
 
+def _flat_here_and_there(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> Any:
+    """Equal rewards of all responses to every third prompt."""
+    rewards = reward(completion_ids)
+    flat = [int(prompt.split()[0][1:]) % 3 == 0 for prompt in prompts]
+    return [0.5 if same else r for same, r in zip(flat, rewards, strict=True)]
+
+
+def resampled() -> dict[str, Any]:
+    """Groups without spread give way to new ones, in some steps in one process alone."""
+    trainer, calls = make_trainer(advantage="grpo", group_size=4, dynamic_sampling_rounds=2), []
+
+    def counted(prompts: list[str], **columns: Any) -> list[float]:
+        calls.append(len(prompts))
+        return _flat_here_and_there(prompts, **columns)
+
+    found = policy_gradient(counted, trainer=trainer)
+    of_all = trainer.processes.objects(calls)
+    assert len(of_all) == 1 or len(set(map(tuple, of_all))) > 1
+    return found
+
+
 def critic_trainer() -> PPOTrainer:
     """Whose values are of a model of its own, which learns alone in the first step."""
     torch.manual_seed(3)
@@ -204,6 +225,7 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "grpo, in passes of few tokens": lambda: policy_gradient(
         advantage="grpo", group_size=4, micro_batch_tokens=24
     ),
+    "grpo, groups without spread replaced": resampled,
     "ppo, prompts that come again": lambda: policy_gradient(prompts=PROMPTS[:3] * 6),
     "rloo, gradients of tokens of high entropy accumulated": lambda: policy_gradient(
         advantage="rloo",

@@ -91,6 +91,7 @@ def fork(target, *arguments, processes=2, timeout=120, grace=3):
         # The path of users: on a CPU other tests run Triton's interpreter.
         os.environ.pop("TRITON_INTERPRET", None)
         jobs = ("jobs", "failing", "fitted", "sharded", "commands", "vocabulary")
+        jobs = (*jobs, "inside_trl", "corrected", "killed")
         context.set_forkserver_preload([f"tests.processes.{name}" for name in jobs])
         forkserver.ensure_running()
         free.bind(("127.0.0.1", 0))

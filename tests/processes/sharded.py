@@ -329,7 +329,7 @@ def converse(folder: Path, backend: str) -> dict[str, Any]:
         lambda completion_ids, **_: [sum(x) % 7 / 7 for x in completion_ids],
         GRPOConfig(
             output_dir=str(folder / "unused"),
-            per_device_train_batch_size=8 // process_count(),
+            per_device_train_batch_size=16 // process_count(),  # groups, not parts of them
             num_generations=4,
             max_completion_length=150,
             generation_kwargs={"max_new_tokens": 4},

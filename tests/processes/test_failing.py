@@ -62,6 +62,14 @@ def test_a_run_of_one_process_goes_on_as_several(straight, tmp_path, count):
     assert_resumed_by_one_process_like(straight, tmp_path / "run")
 
 
+def test_a_run_that_failed_breaks_no_later_one_off(straight, tmp_path, count):
+    ended = fork(fail, "begins anew", tmp_path / "run", processes=count)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    columns = ["step", "sample", "completion_ids", "reward"]
+    one, other = (read_ledger(x / "ledger", columns) for x in (straight[0], tmp_path / "run"))
+    assert one.slice(0, 16).equals(other)
+
+
 def test_processes_that_differ_all_refuse_to_begin(tmp_path, count):
     ended = fork(fail, "differs", tmp_path, processes=count)
     assert ended.returncode == 0, ended.stderr[-3000:]

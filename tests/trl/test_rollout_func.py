@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 
 import fastrl
@@ -249,6 +250,33 @@ def test_other_generation_is_refused(name: str, tmp_path: Path) -> None:
     named = name.replace("factories", "factory")
     with pytest.raises(ValueError, match=f"leave {named} out"):
         rollouts(["w3"], trainer)
+
+
+@pytest.mark.parametrize(
+    ("of_weights", "says"),
+    [
+        (
+            {"distributed_type": DistributedType.FSDP, "is_fsdp2": False, "state": None},
+            "need FSDP2, and FSDP1 was asked for: set fsdp_version: 2",
+        ),
+        (
+            {
+                "distributed_type": DistributedType.DEEPSPEED,
+                "state": SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3)),
+            },
+            "DeepSpeed's ZeRO-3 spreads them: use FSDP2 .* or zero_stage: 2",
+        ),
+    ],
+    ids=["fsdp1", "zero-3"],
+)
+def test_weights_that_cannot_be_whole_are_refused(
+    of_weights: dict, says: str, tmp_path: Path
+) -> None:
+    trainer = make(tmp_path, rollouts := TRLRollouts())
+    trainer.accelerator = SimpleNamespace(num_processes=1, **of_weights)
+    with pytest.raises(ValueError, match=says):
+        rollouts(["w3"], trainer)
+    assert rollouts._engine is None
 
 
 def test_images_are_refused(tmp_path: Path) -> None:
