@@ -183,7 +183,8 @@ def test_settings_of_other_engines_change_nothing_and_are_named_in_one_warning(
 ) -> None:
     own = dict.fromkeys([name for m, name in IDLE if m == method])
     values = {name: another(getattr(parsed(method), name)) for name in own}
-    args = parsed(method, "--use_vllm", "--vllm_mode", "server")
+    short = ("--max_completion_length", "4")  # the model's context is
+    args = parsed(method, "--use_vllm", "--vllm_mode", "server", *short)
     for name, value in values.items():
         setattr(args, name, value)
     with pytest.warns(UserWarning, match="settings that change nothing") as found:
@@ -192,7 +193,7 @@ def test_settings_of_other_engines_change_nothing_and_are_named_in_one_warning(
     assert [name for name, value in values.items() if f"{name}={value!r}" not in text] == []
     assert "rollout_kv_cache_gib" in text
     assert text.count("generates in this process") == 1
-    make(method, parsed(method))  # without a warning
+    make(method, parsed(method, *short))  # without a warning
 
 
 @pytest.mark.parametrize(
