@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.ptx.faults import Fault
 from tests.ptx.formats import BITS, Array
-from tests.ptx.races import Order, Shadow
+from tests.ptx.races import Order, Shadow, same_bytes
 
 Span = tuple[int, int]  # the first address and the one after the last
 # A load may reach over a tensor's end as far as the memory comes with it anyway: allocators give
@@ -59,9 +59,13 @@ class GlobalMemory:
     def store(self, addresses: Array, values: list[Array], by: Array) -> None:
         size = values[0].dtype.itemsize
         at = self._checked(addresses, size * len(values), writes=True)
-        self._shadow.writes(*_bytes(at, by, size * len(values)))
+        shared = self._shadow.writes(*_bytes(at, by, size * len(values)))
+        shared = shared.reshape(len(at), -1).any(1)
+        places = (addresses - _START) // size
         for i, each in enumerate(values):
-            _PROCESS[size][(addresses + i * size - _START) // size] = each
+            _PROCESS[size][places + i] = each
+        for i, each in enumerate(values):
+            same_bytes(shared, each, _PROCESS[size][places + i])
 
     def add(self, addresses: Array, values: Array, by: Array) -> Array:
         """Adds integers one lane after the other; what was there before each."""
@@ -111,19 +115,25 @@ class SharedMemory:
         return [self._views[size][at // size + i] for i in range(count)]
 
     def store(self, addresses: Array, values: list[Array], program: Array, by: Array) -> None:
-        self.settle(self.claim(addresses, values, program, by), values)
+        at, shared = self.claim(addresses, values, program, by)
+        self.settle(at, shared, values)
 
-    def claim(self, addresses: Array, values: list[Array], program: Array, by: Array) -> Array:
-        """Places for a store that comes later, by :meth:`settle`."""
+    def claim(
+        self, addresses: Array, values: list[Array], program: Array, by: Array
+    ) -> tuple[Array, Array]:
+        """Places for a store that comes later, by :meth:`settle`; which of them are others' too."""
         size = values[0].dtype.itemsize * len(values)
         at = self._checked(addresses, size, size, program)
-        self._shadow.writes(*_bytes(at, by, size))
-        return at
+        shared = self._shadow.writes(*_bytes(at, by, size))
+        return at, shared.reshape(len(at), -1).any(1)
 
-    def settle(self, at: Array, values: list[Array]) -> None:
+    def settle(self, at: Array, shared: Array, values: list[Array]) -> None:
         size = values[0].dtype.itemsize
+        places = at // size
         for i, each in enumerate(values):
-            self._views[size][at // size + i] = each
+            self._views[size][places + i] = each
+        for i, each in enumerate(values):
+            same_bytes(shared, each, self._views[size][places + i])
 
     def load_rows(self, addresses: Array, program: Array, by: Array) -> Array:
         """Eight numbers of 16 bits from each address: [n, 8]."""
@@ -132,9 +142,8 @@ class SharedMemory:
         return self._views[2][(at // 2)[:, None] + np.arange(8)]
 
     def store_rows(self, addresses: Array, rows: Array, program: Array, by: Array) -> None:
-        at = self._checked(addresses, 16, 16, program)
-        self._shadow.writes(*_bytes(at, by, 16))
-        self._views[2][(at // 2)[:, None] + np.arange(8)] = rows
+        at, shared = self.claim(addresses, list(rows.T), program, by)
+        self.settle(at, shared, list(rows.T))
 
     def _checked(self, addresses: Array, size: int, alignment: int, program: Array) -> Array:
         """Places among all programs' bytes."""

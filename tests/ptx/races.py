@@ -72,6 +72,16 @@ class Order:
         )
 
 
+def same_bytes(shared: Array, written: Array, left: Array) -> None:
+    """Checks accesses that share bytes with others: what each has written is what is left.
+
+    Raises:
+        Race: it is not.
+    """
+    if shared.any() and (written != left)[shared].any():
+        raise Race("race: two warps write different numbers to one place at once")
+
+
 class Shadow:
     """The last accesses of each byte."""
 
@@ -96,15 +106,20 @@ class Shadow:
             several = np.where(same, now | _SEVERAL_WARPS, _SEVERAL_PROGRAMS << _PROGRAM_AT)
             self._read[at[beside]] = several[beside]
 
-    def writes(self, at: Array, by: Array, atomic: bool = False) -> None:
+    def writes(self, at: Array, by: Array, atomic: bool = False) -> Array:
+        """Which accesses share a byte with one that another warp makes at once. Triton has every
+        warp that holds a copy of a number store it, so these are no race if they write the same
+        (:func:`same_bytes`)."""
         before = self._written[at]
         if atomic:
             before = np.where(self._atomic[at], _NOBODY, before)
         self._check(before, by, "write after a write")
         self._check(self._read[at], by, "write after a read")
         self._written[at], self._atomic[at] = by, atomic
-        if not atomic and (self._written[at] != by).any():
-            raise Race("race: two warps write one byte at once")
+        left = self._written[at]
+        if not atomic and (left >> _PROGRAM_AT != by >> _PROGRAM_AT).any():
+            raise Race("race: two programs write one byte at once")
+        return left != by
 
     def _together(self, before: Array, by: Array) -> Array:
         """Of one program, with no barrier between them, and of two warps."""

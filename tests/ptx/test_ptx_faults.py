@@ -104,9 +104,17 @@ def test_a_write_after_another_warps_read_is_a_race():
         run(kernel(body.format("")), aligned(1))
 
 
-def test_two_warps_that_write_one_place_at_once_are_a_race():
-    with pytest.raises(Race, match="two warps write one byte at once"):
+def test_two_warps_that_write_different_numbers_to_one_place_are_a_race():
+    with pytest.raises(Race, match="two warps write different numbers to one place at once"):
         run(kernel("st.global.b32 [%rd0], %r30;"), aligned(1))
+    with pytest.raises(Race, match="two warps write different numbers to one place at once"):
+        run(kernel("mov.b32 %r1, 0; st.shared.b32 [%r1], %r30;", shared_bytes=4), aligned(1))
+
+
+def test_warps_may_write_the_same_number_at_once():
+    x = aligned(1)
+    run(kernel("mov.b32 %r1, 7; st.global.b32 [%rd0], %r1;"), x)
+    assert x[0] == 7
 
 
 def test_a_race_between_programs_is_found():
