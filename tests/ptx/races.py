@@ -8,8 +8,9 @@ the same address.
 
 from __future__ import annotations
 
+import mmap
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,11 +23,11 @@ _WARP, _EPOCH = (1 << _WARP_BITS) - 1, (1 << _EPOCH_BITS) - 1
 _PROGRAM_AT = _WARP_BITS + _EPOCH_BITS
 _SEVERAL_WARPS = _WARP
 _SEVERAL_PROGRAMS = (1 << 30) - 1
-_NOBODY = -1
+_NOBODY = 0
 
 
 def accesses(program: Array, epoch: Array, warp: Array) -> Array:
-    return (program.astype(np.int64) << _PROGRAM_AT) | (epoch << _WARP_BITS) | warp
+    return (program.astype(np.int64) + 1 << _PROGRAM_AT) | (epoch << _WARP_BITS) | warp
 
 
 class _Access(NamedTuple):
@@ -72,6 +73,15 @@ class Order:
         )
 
 
+def _zeros(size: int, dtype: Any) -> Array:
+    """Memory that is taken when it is touched: tensors may be larger than what there is."""
+    count = max(size, 1) * np.dtype(dtype).itemsize
+    if not hasattr(mmap, "MAP_NORESERVE"):
+        return np.zeros(max(size, 1), dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, count, flags), dtype)
+
+
 def same_bytes(shared: Array, written: Array, left: Array) -> None:
     """Checks accesses that share bytes with others: what each has written is what is left.
 
@@ -87,15 +97,15 @@ class Shadow:
 
     def __init__(self, size: int, order: Order) -> None:
         self._order = order
-        self._written = np.full(size, _NOBODY, np.int64)
-        self._read = np.full(size, _NOBODY, np.int64)
-        self._atomic = np.zeros(size, bool)  # the last write
+        self._written = _zeros(size, np.int64)
+        self._read = _zeros(size, np.int64)
+        self._atomic = _zeros(size, bool)  # the last write
 
     def reads(self, at: Array, by: Array) -> None:
         self._check(self._written[at], by, "read after a write")
         before = self._read[at]
         now = np.where(self._together(before, by), by | _SEVERAL_WARPS, by)
-        apart = (before >= 0) & (before >> _PROGRAM_AT != by >> _PROGRAM_AT)
+        apart = (before != _NOBODY) & (before >> _PROGRAM_AT != by >> _PROGRAM_AT)
         if apart.any():
             apart[apart] = ~self._ordered(before[apart], by[apart])
             now = np.where(apart, _SEVERAL_PROGRAMS << _PROGRAM_AT, now)
