@@ -6,13 +6,10 @@ interpreted, as the variable says at the import.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,40 +19,9 @@ from tests.aot.worker import TARGETS, CompileOnlyDriver, kernel_name
 from tests.ptx.execution import Kernel
 from tests.ptx.faults import Fault
 from tests.ptx.memory import Span
+from tests.ptx.record import Record
 
 TARGET = "sm_90"
-
-
-@dataclass
-class Record:
-    """What was run in a process.
-
-    Attributes:
-        launches: by the kernel, ``"kl._kl_penalty_fwd_kernel"``.
-        faults: messages, races among them.
-        compiling, running: seconds.
-    """
-
-    launches: Counter[str] = field(default_factory=Counter)
-    specialisations: int = 0
-    faults: list[str] = field(default_factory=list)
-    compiling: float = 0.0
-    running: float = 0.0
-
-    def add(self, other: Record) -> None:
-        self.launches += other.launches
-        self.specialisations += other.specialisations
-        self.faults += other.faults
-        self.compiling += other.compiling
-        self.running += other.running
-
-    def to_json(self) -> str:
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Record:
-        read = json.loads(text)
-        return cls(**{**read, "launches": Counter(read["launches"])})
 
 
 class Emulator:

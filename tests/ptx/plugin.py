@@ -13,10 +13,10 @@ import pytest
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-from tests.ptx.launching import Emulator, Record
+from tests.ptx.launching import Emulator
+from tests.ptx.record import RECORD_VARIABLE, Record
 from tests.ptx.selection import left_out
 
-RECORD_VARIABLE = "PTX_RECORD"  # the file that the record goes to, if any
 _emulator = Emulator()
 _of_workers: list[Record] = []
 
