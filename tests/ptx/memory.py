@@ -65,7 +65,7 @@ class GlobalMemory:
         for i, each in enumerate(values):
             _PROCESS[size][places + i] = each
         for i, each in enumerate(values):
-            same_bytes(shared, each, _PROCESS[size][places + i])
+            same_bytes(shared, at, by, each, _PROCESS[size][places + i])
 
     def add(self, addresses: Array, values: Array, by: Array) -> Array:
         """Adds integers one lane after the other; what was there before each."""
@@ -116,7 +116,7 @@ class SharedMemory:
 
     def store(self, addresses: Array, values: list[Array], program: Array, by: Array) -> None:
         at, shared = self.claim(addresses, values, program, by)
-        self.settle(at, shared, values)
+        self.settle(at, shared, values, by)
 
     def claim(
         self, addresses: Array, values: list[Array], program: Array, by: Array
@@ -127,13 +127,13 @@ class SharedMemory:
         shared = self._shadow.writes(*_bytes(at, by, size))
         return at, shared.reshape(len(at), -1).any(1)
 
-    def settle(self, at: Array, shared: Array, values: list[Array]) -> None:
+    def settle(self, at: Array, shared: Array, values: list[Array], by: Array) -> None:
         size = values[0].dtype.itemsize
         places = at // size
         for i, each in enumerate(values):
             self._views[size][places + i] = each
         for i, each in enumerate(values):
-            same_bytes(shared, each, self._views[size][places + i])
+            same_bytes(shared, at, by, each, self._views[size][places + i])
 
     def load_rows(self, addresses: Array, program: Array, by: Array) -> Array:
         """Eight numbers of 16 bits from each address: [n, 8]."""
@@ -143,7 +143,7 @@ class SharedMemory:
 
     def store_rows(self, addresses: Array, rows: Array, program: Array, by: Array) -> None:
         at, shared = self.claim(addresses, list(rows.T), program, by)
-        self.settle(at, shared, list(rows.T))
+        self.settle(at, shared, list(rows.T), by)
 
     def _checked(self, addresses: Array, size: int, alignment: int, program: Array) -> Array:
         """Places among all programs' bytes."""

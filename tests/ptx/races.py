@@ -82,13 +82,21 @@ def _zeros(size: int, dtype: Any) -> Array:
     return np.frombuffer(mmap.mmap(-1, count, flags), dtype)
 
 
-def same_bytes(shared: Array, written: Array, left: Array) -> None:
-    """Checks accesses that share bytes with others: what each has written is what is left.
+def same_bytes(shared: Array, at: Array, by: Array, written: Array, left: Array) -> None:
+    """Checks accesses that share places ``at`` with others: what each warp has written is what is
+    left. Of lanes of one warp the last one's number counts: on a GPU too one of them wins, the same
+    one in each warp. Their numbers may differ in the last bit, where a sum of products over lanes
+    rounds one of the two.
 
     Raises:
         Race: it is not.
     """
-    if shared.any() and (written != left)[shared].any():
+    if not (shared & (written != left)).any():
+        return
+    lanes = np.flatnonzero(shared)
+    last = {(int(at[i]), int(by[i])): i for i in lanes}  # the first ones are replaced
+    chosen = np.fromiter(last.values(), np.int64)
+    if (written[chosen] != left[chosen]).any():
         raise Race("race: two warps write different numbers to one place at once")
 
 

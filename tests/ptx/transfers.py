@@ -111,7 +111,7 @@ def _copy(lanes: Lanes, s: Statement) -> None:
     shared, places = lanes.shared, lanes.address(target, "u32")
     # The bytes belong to the copy from here on; until it has come they hold what they held.
     held = shared.claim(places, values, program, by)
-    lanes.copies.start(lambda: shared.settle(*held, values))
+    lanes.copies.start(lambda: shared.settle(*held, values, by))
 
 
 def _rows(lanes: Lanes, place: Operand, count: int) -> tuple[Array, Array, Array, Array]:
