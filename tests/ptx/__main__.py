@@ -13,6 +13,7 @@ was not launched by one.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unused = sorted(defined(PACKAGE) - set(record.launches)) if args.selection else []
     print(
         f"{len(record.launches)} kernels, {record.specialisations} specialisations, "
-        f"{record.launches.total()} launches; compiled for {record.compiling:.0f} s, run for "
+        f"{sum(record.launches.values())} launches; compiled for {record.compiling:.0f} s, run for "
         f"{record.running:.0f} s, of {time.monotonic() - start:.0f} s in all"
     )
     for fault in dict.fromkeys(record.faults):
@@ -61,7 +62,16 @@ def run(tests: Sequence[str], processes: int | None = 0) -> tuple[int, Record]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         environment[RECORD_VARIABLE] = str(path)
-        command = [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", "-p", "no:cacheprovider", "-q"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.ptx.plugin",
+            "-p",
+            "no:cacheprovider",
+            "-q",
+        ]
         command += ["--numprocesses", str(processes or 0), "--dist", "worksteal", *tests]
         status = subprocess.run(command, env=environment).returncode
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -76,6 +86,10 @@ def defined(package: str) -> set[str]:
     if errors:
         raise ImportError(errors[0].message)
     return kernels
+
+
+def no_triton() -> bool:
+    return importlib.util.find_spec("triton") is None
 
 
 if __name__ == "__main__":

@@ -330,9 +330,7 @@ def _compare(lanes: Lanes, s: Statement) -> None:
     if s.type.endswith("x2"):
         pairs = zip(results, halves(x), halves(y), strict=True)
         for result, p, q in pairs:
-            lanes.write(
-                result, _compared(comparison, widened(p, s.type), widened(q, s.type), True)
-            )
+            lanes.write(result, _compared(comparison, widened(p, s.type), widened(q, s.type), True))
         return
     if s.type in ("f16", "bf16"):
         x, y = widened(x, s.type), widened(y, s.type)
@@ -352,9 +350,7 @@ _TO_INTEGERS: dict[str, Compute] = {
 }
 
 
-@instruction(
-    "cvt", f"rn rni rzi rmi rpi ftz s8 u8 {_INTEGERS} {_FLOATS}"
-)
+@instruction("cvt", f"rn rni rzi rmi rpi ftz s8 u8 {_INTEGERS} {_FLOATS}")
 def _convert(lanes: Lanes, s: Statement) -> None:
     to, origin = s.words[-2:]
     if to.endswith("x2"):

@@ -180,5 +180,3 @@ def _barrier(lanes: Lanes, s: Statement) -> None:
 @instruction("membar", "gl cta sys")
 def _fence(lanes: Lanes, s: Statement) -> None:
     """Statements are in order here. No access of two programs is taken to be in an order by it."""
-
-

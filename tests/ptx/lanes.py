@@ -182,5 +182,3 @@ def parts(operand: Operand) -> tuple[Operand, ...]:
     if isinstance(operand, Pair):
         return (operand.first, operand.second)
     return (operand,)
-
-

@@ -49,9 +49,8 @@ INTEGERS = {
     "mul.hi.u32 %r3, %r1, %r2;": lambda x, y: x.view("u4").astype("u8") * y.view("u4") >> 32,
     "mul.hi.s32 %r3, %r1, %r2;": lambda x, y: x.astype("i8") * y >> 32,
     "mad.lo.s32 %r3, %r1, %r2, 5;": lambda x, y: x * y + np.int32(5),
-    "div.s32 %r3, %r1, %r2;": lambda x, y: [int(int(p) / int(q)) for p, q in zip(x, y)],
-    "rem.s32 %r3, %r1, %r2;": lambda x, y: [int(p) - int(int(p) / int(q)) * int(q)
-                                            for p, q in zip(x, y)],
+    "div.s32 %r3, %r1, %r2;": lambda x, y: np.trunc(x / y.astype("f8")),
+    "rem.s32 %r3, %r1, %r2;": lambda x, y: x - np.trunc(x / y.astype("f8")) * y,
     "min.u32 %r3, %r1, %r2;": lambda x, y: np.minimum(x.view("u4"), y.view("u4")),
     "shl.b32 %r3, %r1, 33;": lambda x, y: x * 0,
     "shr.s32 %r3, %r1, 40;": lambda x, y: x >> 31,

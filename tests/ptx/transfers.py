@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.faults import Fault, UnknownInstruction
+from tests.ptx.faults import UnknownInstruction
 from tests.ptx.formats import BITS, DTYPES, SIZES, Array, halves, joined
 from tests.ptx.instructions import instruction
 from tests.ptx.lanes import WARP, Lanes, parts
@@ -69,9 +69,7 @@ def _add_atomically(lanes: Lanes, s: Statement) -> None:
     if not {"global", "add"} <= set(s.words):
         raise UnknownInstruction(f"{s.text}: an atomic operation that is no sum")
     addresses, by = lanes.address(s.operands[1], "u64"), lanes.accesses()
-    acquires, releases = (
-        bool({kind, "acq_rel"} & set(s.words)) for kind in ("acquire", "release")
-    )
+    acquires, releases = (bool({kind, "acq_rel"} & set(s.words)) for kind in ("acquire", "release"))
     for address, code in zip(addresses, by, strict=True):
         lanes.launch.order.atomic(int(code), int(address), acquires=acquires, releases=releases)
     values = lanes.read(s.operands[2], s.type)[lanes.active]
