@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.ptx import __main__ as door
 from tests.ptx.record import Record
 from tests.ptx.selection import SELECTION
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.mark.skipif(door.no_triton(), reason="needs triton")
@@ -53,5 +57,5 @@ def test_a_record_is_told_to_another_process():
 def test_the_selection_names_tests_that_there_are():
     for each in SELECTION:
         path, _, test = each.partition("::")
-        source = (door.ROOT / path).read_text(encoding="utf-8")
+        source = (ROOT / path).read_text(encoding="utf-8")
         assert f"def {test.partition('[')[0]}(" in source, each
