@@ -9,6 +9,7 @@ the same address.
 from __future__ import annotations
 
 import mmap
+import sys
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -76,9 +77,10 @@ class Order:
 def _zeros(size: int, dtype: Any) -> Array:
     """Memory that is taken when it is touched: tensors may be larger than what there is."""
     count = max(size, 1) * np.dtype(dtype).itemsize
-    if not hasattr(mmap, "MAP_NORESERVE"):
+    if sys.platform != "linux":
         return np.zeros(max(size, 1), dtype)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+    no_reserve = 0x4000  # mmap has a name for it from Python 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
     return np.frombuffer(mmap.mmap(-1, count, flags), dtype)
 
 
