@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # One more than CI has cores: some tests wait for processes.
 JOBS ?= 3
 
-.PHONY: help demo test thorough faults processes lint format docs aot counts gpu bench trl-parity hub clean
+.PHONY: help demo test thorough faults processes lint format docs aot emulated counts gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
@@ -18,6 +18,7 @@ help:
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the documentation, in site/: open site/index.html"
 	@echo "make aot     the ahead-of-time gate alone"
+	@echo "make emulated  the kernels' tests on what Triton compiles, races looked for, without a GPU"
 	@echo "make counts  what a GPU will charge for, counted without one, beside the goals"
 	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
 	@echo "make bench   the benchmarks that this machine allows (BENCH=--full: more shapes)"
@@ -53,6 +54,7 @@ thorough: export OMP_WAIT_POLICY ?= passive
 thorough: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
 	$(BIN)/python -m tests.aot
+	$(BIN)/python -m tests.ptx --selection
 
 faults: export FAULTS = all
 faults: $(VENV)/.dev
@@ -85,6 +87,10 @@ docs: $(VENV)/.docs
 
 aot: $(VENV)/.dev
 	$(BIN)/python -m tests.aot
+
+# Most of an hour on two cores; EMULATED= takes files and tests, or --selection.
+emulated: $(VENV)/.dev
+	$(BIN)/python -m tests.ptx $(EMULATED)
 
 counts: $(VENV)/.dev
 	$(BIN)/python -m tests.counts

@@ -20,9 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fastrl_kernels import dispatch
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FACTOR = 2.0
-FLOOR = 6e-7 if torch.cuda.is_available() else 1e-7
+FLOOR = 1e-7 if dispatch.interpreting() else 6e-7
 
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
 
