@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(tests: Sequence[str], processes: int | None = 0) -> tuple[int, Record]:
     """pytest's exit status, and what was launched."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(x or os.getcwd() for x in sys.path)}
+    environment.pop("THOROUGH", None)  # which would leave out what `make test` runs
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         environment[RECORD_VARIABLE] = str(path)
