@@ -21,7 +21,6 @@ from .moments import (
     launch_whiten,
     launch_whiten_sums,
     merge_sums,
-    merge_tile,
     merge_two,
     moments_of,
     store_moments,
@@ -89,10 +88,7 @@ def _gae_fwd_kernel(
     log_decay = tl.cast(log_decay, tl.float32)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     carried = tl.zeros([ROWS, 1], tl.float32)
-    count = tl.zeros([ROWS, 1], tl.float32)
-    mean = tl.zeros([ROWS, 1], tl.float32)
-    low = tl.zeros([ROWS, 1], tl.float32)
-    m2 = tl.zeros([ROWS, 1], tl.float32)
+    count, mean, low, m2 = 0.0, 0.0, 0.0, 0.0
     blocks = tl.cdiv(T, STEPS)
     for block in range(blocks):
         start = (blocks - 1 - block) * STEPS
@@ -120,7 +116,6 @@ def _gae_fwd_kernel(
             c, m, s, q = moments_of(advantages, counted)
             count, mean, low, m2 = merge_two(count, mean, low, m2, c, m, s, q)
     if partials_ptr is not None:
-        count, mean, low, m2 = merge_tile(count, mean, low, m2, 0)
         store_moments(partials_ptr, tl.num_programs(0), tl.program_id(0), count, mean, low, m2)
 
 
@@ -181,9 +176,8 @@ def _gae_bwd_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     carried = tl.zeros([ROWS, 1], tl.float32)
     if whitened_ptr is not None:
-        one = tl.zeros([1, 1], tl.int32)
-        count = tl.load(moments_ptr + one)
-        rstd = inverse_deviation(count, tl.load(moments_ptr + 3 + one))
+        count = tl.load(moments_ptr)
+        rstd = inverse_deviation(count, tl.load(moments_ptr + 3))
         grad_sum, along_sum = merge_sums(sums_ptr, partials, CHUNK)
     for block in range(tl.cdiv(T, STEPS)):
         start = block * STEPS

@@ -1,7 +1,7 @@
 """Moments and whitening: partials of fixed slices, merged in a fixed order by all who need them.
 
-Every tile is [1, BLOCK] or [rows, steps], and every moment [1, 1] or [rows, 1], so that the same
-helpers serve whole tensors here and rows in the advantage kernel.
+Moments are numbers: a [1, 1] or [rows, 1] in their place would be computed once for each element
+that a thread holds of a tile, by Triton up to 3.8.
 """
 
 import torch
@@ -19,19 +19,18 @@ _EPS = tl.constexpr(WHITEN_EPS)
 
 @triton.jit
 def moments_of(x, counted):
-    """Count, mean, what rounding the mean lost, and Σ(x - mean)², along the last axis."""
-    count = tl.sum(counted.to(tl.float32), axis=1, keep_dims=True)
+    """Count, mean, what rounding the mean lost, and Σ(x - mean)² of a tile of any shape."""
+    count = tl.sum(counted.to(tl.float32))
     some = tl.maximum(count, 1.0)
-    mean = tl.sum(tl.where(counted, x, 0.0), axis=1, keep_dims=True) / some
+    mean = tl.sum(tl.where(counted, x, 0.0)) / some
     deviations = tl.where(counted, x - mean, 0.0)
-    low = tl.sum(deviations, axis=1, keep_dims=True) / some
-    m2 = tl.sum(deviations * deviations, axis=1, keep_dims=True) - count * low * low
-    return count, mean, low, m2
+    low = tl.sum(deviations) / some
+    return count, mean, low, tl.sum(deviations * deviations) - count * low * low
 
 
 @triton.jit
 def merge_two(count1, mean1, low1, m2_1, count2, mean2, low2, m2_2):
-    """Chan's update of two sets of moments, element by element."""
+    """Chan's update of two sets of moments."""
     count = count1 + count2
     share = count2 / tl.maximum(count, 1.0)
     offset = (mean2 - mean1) + (low2 - low1)
@@ -46,34 +45,29 @@ def merge_two(count1, mean1, low1, m2_1, count2, mean2, low2, m2_2):
 
 
 @triton.jit
-def merge_tile(count, mean, low, m2, axis: tl.constexpr):
-    """Chan's formula for many sets of moments at once, along one axis."""
-    total = tl.sum(count, axis=axis, keep_dims=True)
+def merge_tile(count, mean, low, m2):
+    """Chan's formula for a tile of moments at once."""
+    total = tl.sum(count)
     some = tl.maximum(total, 1.0)
-    pivot = tl.sum(count * mean, axis=axis, keep_dims=True) / some
+    pivot = tl.sum(count * mean) / some
     offsets = (mean - pivot) + low
-    merged_low = tl.sum(count * offsets, axis=axis, keep_dims=True) / some
+    merged_low = tl.sum(count * offsets) / some
     apart = offsets - merged_low
-    merged = tl.sum(m2 + count * apart * apart, axis=axis, keep_dims=True)
-    return total, pivot, merged_low, merged
+    return total, pivot, merged_low, tl.sum(m2 + count * apart * apart)
 
 
 @triton.jit
 def merge_partials(partials_ptr, partials, CHUNK: tl.constexpr):
-    """The moments of all [4, partials], as [1, 1]; every program that calls it gets these bits."""
-    count = tl.zeros([1, 1], tl.float32)
-    mean = tl.zeros([1, 1], tl.float32)
-    low = tl.zeros([1, 1], tl.float32)
-    m2 = tl.zeros([1, 1], tl.float32)
+    """The moments of all [4, partials]; every program that calls it gets these bits."""
+    count, mean, low, m2 = 0.0, 0.0, 0.0, 0.0
     for start in range(0, partials, CHUNK):
-        at = start + tl.arange(0, CHUNK)[None, :]
+        at = start + tl.arange(0, CHUNK)
         inside = at < partials
         c, m, s, q = merge_tile(
             tl.load(partials_ptr + at, mask=inside, other=0.0),
             tl.load(partials_ptr + partials + at, mask=inside, other=0.0),
             tl.load(partials_ptr + 2 * partials + at, mask=inside, other=0.0),
             tl.load(partials_ptr + 3 * partials + at, mask=inside, other=0.0),
-            1,
         )
         count, mean, low, m2 = merge_two(count, mean, low, m2, c, m, s, q)
     return count, mean, low, m2
@@ -81,18 +75,18 @@ def merge_partials(partials_ptr, partials, CHUNK: tl.constexpr):
 
 @triton.jit
 def store_moments(partials_ptr, partials, which, count, mean, low, m2):
-    """Writes [1, 1] moments as column ``which`` of [4, partials]."""
-    at = which + tl.zeros([1, 1], tl.int32)
-    tl.store(partials_ptr + at, count)
-    tl.store(partials_ptr + partials + at, mean)
-    tl.store(partials_ptr + 2 * partials + at, low)
-    tl.store(partials_ptr + 3 * partials + at, m2)
+    """Writes moments as column ``which`` of [4, partials]."""
+    at = partials_ptr + which
+    tl.store(at, count)
+    tl.store(at + partials, mean)
+    tl.store(at + 2 * partials, low)
+    tl.store(at + 3 * partials, m2)
 
 
 @triton.jit
 def inverse_deviation(count, m2):
     variance = tl.div_rn(m2, tl.maximum(count - 1.0, 1.0))
-    rstd = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), tl.sqrt_rn(variance + _EPS))
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + _EPS))
     return tl.where(count > 1.0, rstd, 0.0)
 
 
@@ -115,12 +109,9 @@ def _moments_fwd_kernel(
 ):
     program = tl.program_id(0)
     start = program.to(tl.int64) * blocks * BLOCK
-    count = tl.zeros([1, 1], tl.float32)
-    mean = tl.zeros([1, 1], tl.float32)
-    low = tl.zeros([1, 1], tl.float32)
-    m2 = tl.zeros([1, 1], tl.float32)
+    count, mean, low, m2 = 0.0, 0.0, 0.0, 0.0
     for block in range(blocks):
-        at = start + block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        at = start + block * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
         counted = load_mask(mask_ptr, at, inside)
         x = load_counted(x_ptr, at, counted, inside)
@@ -193,7 +184,7 @@ def _whiten_fwd_kernel(
     if program == 0:
         store_moments(moments_ptr, 1, 0, count, mean, low, m2)
     rstd = inverse_deviation(count, m2)
-    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     counted = load_mask(mask_ptr, at, inside)
     x = load_counted(x_ptr, at, counted, inside)
@@ -238,14 +229,12 @@ def _whiten_sums_kernel(
 ):
     program = tl.program_id(0)
     start = program.to(tl.int64) * blocks * BLOCK
-    grad_sum = tl.zeros([1, BLOCK], tl.float32)
-    along_sum = tl.zeros([1, BLOCK], tl.float32)
-    one = tl.zeros([1, 1], tl.int32)
-    mean = tl.load(moments_ptr + 1 + one)
-    low = tl.load(moments_ptr + 2 + one)
-    rstd = inverse_deviation(tl.load(moments_ptr + one), tl.load(moments_ptr + 3 + one))
+    grad_sum = tl.zeros([BLOCK], tl.float32)
+    along_sum = tl.zeros([BLOCK], tl.float32)
+    mean, low = tl.load(moments_ptr + 1), tl.load(moments_ptr + 2)
+    rstd = inverse_deviation(tl.load(moments_ptr), tl.load(moments_ptr + 3))
     for block in range(blocks):
-        at = start + block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        at = start + block * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
         counted = load_mask(mask_ptr, at, inside)
         y = load_counted(x_ptr, at, counted, inside)
@@ -254,10 +243,8 @@ def _whiten_sums_kernel(
         grad = load_counted(grad_ptr, at, counted, inside)
         grad_sum += grad
         along_sum += grad * y
-    tl.store(sums_ptr + program + one, tl.sum(grad_sum, axis=1, keep_dims=True))
-    tl.store(
-        sums_ptr + tl.num_programs(0) + program + one, tl.sum(along_sum, axis=1, keep_dims=True)
-    )
+    tl.store(sums_ptr + program, tl.sum(grad_sum))
+    tl.store(sums_ptr + tl.num_programs(0) + program, tl.sum(along_sum))
 
 
 _launch_sums = launcher(_whiten_sums_kernel)
@@ -265,14 +252,14 @@ _launch_sums = launcher(_whiten_sums_kernel)
 
 @triton.jit
 def merge_sums(sums_ptr, partials, CHUNK: tl.constexpr):
-    """Σg and Σg·y over all [2, partials], as [1, 1]."""
-    first = tl.zeros([1, CHUNK], tl.float32)
-    second = tl.zeros([1, CHUNK], tl.float32)
+    """Σg and Σg·y over all [2, partials]."""
+    first = tl.zeros([CHUNK], tl.float32)
+    second = tl.zeros([CHUNK], tl.float32)
     for start in range(0, partials, CHUNK):
-        at = start + tl.arange(0, CHUNK)[None, :]
+        at = start + tl.arange(0, CHUNK)
         first += tl.load(sums_ptr + at, mask=at < partials, other=0.0)
         second += tl.load(sums_ptr + partials + at, mask=at < partials, other=0.0)
-    return tl.sum(first, axis=1, keep_dims=True), tl.sum(second, axis=1, keep_dims=True)
+    return tl.sum(first), tl.sum(second)
 
 
 def launch_whiten_sums(
@@ -306,12 +293,10 @@ def _whiten_bwd_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    one = tl.zeros([1, 1], tl.int32)
-    count = tl.load(moments_ptr + one)
-    mean = tl.load(moments_ptr + 1 + one)
-    low = tl.load(moments_ptr + 2 + one)
-    rstd = inverse_deviation(count, tl.load(moments_ptr + 3 + one))
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    count = tl.load(moments_ptr)
+    mean, low = tl.load(moments_ptr + 1), tl.load(moments_ptr + 2)
+    rstd = inverse_deviation(count, tl.load(moments_ptr + 3))
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     counted = load_mask(mask_ptr, at, inside)
     grad = load_counted(grad_ptr, at, counted, inside)
