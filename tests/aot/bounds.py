@@ -4,8 +4,10 @@ A loop that takes more instructions per byte than a GPU issues while its memory 
 bound by them (`Target.issue_limit`): the gate's table marks it with "!". That is no fault of its
 own, since scans and draws have more to do than to read. Two things are:
 
-- a kernel above its bound here, on any target or in any dtype: bounds are what kernels take, and a
-  fifth more;
+- a kernel above its bound here, on any target or in any dtype: bounds are the most that kernels
+  take with any version of Triton that is supported, and a fifth more. Of kernels that reduce a tile
+  to numbers that is on gfx942 with Triton before 3.9, where each reduction across warps takes about
+  twenty instructions more, predicated ones;
 - a kernel whose need says that the memory is its roof, on a target where instructions are, or with
   fewer bytes in flight than keep the memory busy.
 """
@@ -25,12 +27,12 @@ MOST_PER_BYTE: dict[str, float] = {
     "full_kl._full_kl_bwd_kernel": 5.5,
     "full_kl._full_kl_fwd_kernel": 8.4,
     "gae._gae_bwd_kernel": 8.0,
-    "gae._gae_fwd_kernel": 13.5,
+    "gae._gae_fwd_kernel": 16.7,
     "kl._kl_penalty_bwd_kernel": 6.0,
     "kl._kl_penalty_fwd_kernel": 6.6,
     "kl._kl_rewards_bwd_kernel": 2.5,
-    "kl._kl_rewards_fwd_kernel": 5.5,
-    "linear_sample._linear_sample_draw_kernel": 13.0,
+    "kl._kl_rewards_fwd_kernel": 7.1,
+    "linear_sample._linear_sample_draw_kernel": 17.1,
     # 2.6 of heads whose rows begin at multiples of 16 bytes.
     "linear_sample._linear_sample_tiles_kernel": 29.0,
     # A softcap's tanh is two thirds of both: 3.5 and 5.4 without one, 7.9 with the entropy.
@@ -40,20 +42,20 @@ MOST_PER_BYTE: dict[str, float] = {
     "logprob._token_logprobs_bwd_kernel": 6.4,
     # 5.5 where rows are aligned, 6.6 where they are not; 7.8 took a logit at a time.
     "logprob._token_logprobs_fwd_kernel": 7.0,
-    "moments._moments_fwd_kernel": 22.0,
-    "moments._moments_merge_kernel": 4.6,
+    "moments._moments_fwd_kernel": 29.4,
+    "moments._moments_merge_kernel": 6.4,
     "moments._whiten_bwd_kernel": 4.1,
-    "moments._whiten_fwd_kernel": 4.6,
+    "moments._whiten_fwd_kernel": 6.4,
     "moments._whiten_sums_kernel": 3.3,
     "ppo_loss._ppo_loss_bwd_kernel": 2.5,
-    "ppo_loss._ppo_loss_fwd_kernel": 12.7,
+    "ppo_loss._ppo_loss_fwd_kernel": 16.1,
     "rms_norm._rms_norm_kernel": 5.9,
     # A head of 64 of which 16 are turned: a few bytes for each warp, and the latency is the roof.
     "rotary._rotate_and_store_kernel": 16.0,
     # Of what reaches a row's bound, a few logits of many; and of the group that won, 8 KiB of a
     # row's 300. Both wait for memory and for sums across threads, not for instructions.
     "sampling._sample_candidates_kernel": 11.5,
-    "sampling._sample_draw_kernel": 31.5,
+    "sampling._sample_draw_kernel": 42.0,
     "sampling._sample_statistics_kernel": 12.5,
     "swiglu._swiglu_kernel": 8.5,
 }
