@@ -189,7 +189,7 @@ def test_async_functions_and_their_calls_run_at_the_same_time() -> None:
 
 
 def test_one_event_loop_serves_all_calls_also_within_another() -> None:
-    loops = set()
+    loops, before = set(), {*threading.enumerate()}
 
     async def reward(completions: list[str], **_: Any) -> list[float]:
         loops.add(asyncio.get_running_loop())
@@ -205,11 +205,11 @@ def test_one_event_loop_serves_all_calls_also_within_another() -> None:
         ask(rewards)
         assert asyncio.run(notebook()).isdisjoint(loops)
         assert len(loops) == 1
-        return [thread for thread in threading.enumerate() if thread.name == "fastrl-rewards"]
+        return [x for x in {*threading.enumerate()} - before if x.name == "fastrl-rewards"]
 
-    threads = used()
-    assert threads
-    assert not any(thread.is_alive() for thread in threads)  # it ends with its Rewards
+    (thread,) = used()
+    thread.join(PATIENCE)  # it ends with its Rewards
+    assert not thread.is_alive()
 
 
 def test_without_a_time_limit_functions_run_in_the_callers_thread() -> None:
