@@ -1,11 +1,15 @@
-"""What every test may rely on: seeded draws, and the number of threads that was asked for."""
+"""What every test may rely on: seeded draws, nothing of users or of other tests, and the number of
+threads that was asked for."""
 
 from __future__ import annotations
 
 import os
 import random
 import runpy
+import sys
 import zlib
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +17,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
-from tests import conftest
-from tests.conftest import forget_device, seed_draws
+from tests import conftest, variables
+from tests.isolation import forget_device, seed_draws
 
 Draws = tuple[float, float, float]
 
@@ -55,10 +59,54 @@ def test_a_fixture_that_is_asked_for_late_moves_no_generator_of_the_test(
     assert (first, draws()) == (draws_of(0), draws())
 
 
-def test_an_accelerators_device_is_not_that_of_another_module(
+@pytest.mark.parametrize("again", [False, True])
+def test_a_test_leaves_nothing_behind(again: bool, tmp_path: Path) -> None:
+    def found() -> tuple[Any, ...]:
+        return "FASTRL_DEBUG" in os.environ, "here" in sys.path, os.getcwd() == str(tmp_path)
+
+    assert found() == (False, False, False)
+    assert torch.get_num_threads() != 7
+    assert Accelerator().mixed_precision == "no"
+    os.environ["FASTRL_DEBUG"] = "1"
+    sys.path.append("here")
+    os.chdir(tmp_path)
+    torch.set_num_threads(7)
+    forget_device()
+    assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
+
+
+@pytest.fixture(scope="module")
+def in_bf16() -> Accelerator:
+    return Accelerator(mixed_precision="bf16")
+
+
+@pytest.fixture(scope="module")
+def on_it(in_bf16: Accelerator) -> AcceleratorState:
+    return AcceleratorState()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_accelerate_is_as_the_fixtures_of_a_test_have_it(
+    in_bf16: Accelerator, on_it: AcceleratorState, again: bool
+) -> None:
+    assert AcceleratorState().mixed_precision == on_it.mixed_precision == "bf16"
+    assert in_bf16.state.mixed_precision == "bf16"
+    AcceleratorState._shared_state["_mixed_precision"] = "fp16"
+
+
+def test_variables_of_users_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "COLUMNS", "PYTHONWARNINGS", "LC_ALL")
+    runs = ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "TRITON_INTERPRET", "PYTHONPATH")
+    for name in (*users, *runs):
+        monkeypatch.setenv(name, "1")
+    variables.leave_out_users()
+    assert not os.environ.keys() & set(users)
+    assert os.environ.keys() >= set(runs)
+
+
+def test_an_accelerators_device_is_not_that_of_another_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forget_device()
     Accelerator(cpu=True)
     # As it would be with a GPU.
     monkeypatch.setitem(PartialState._shared_state, "device", torch.device("cuda"))

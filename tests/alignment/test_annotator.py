@@ -20,6 +20,7 @@ from fastrl.alignment.annotator import (
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.weighted import Rewards
 from tests.golden import tiny
+from tests.patience import PATIENCE
 from tests.trainers.conftest import reward_model
 
 PROMPTS = ["w5", "w6", "w7"]
@@ -46,7 +47,7 @@ def test_several_rewards_may_judge_with_weights_a_time_limit_and_async() -> None
         await asyncio.sleep(0)
         return [0.1 * len(text) for text in completions]
 
-    annotator = RewardAnnotator(Rewards([length, shouts], [1.0, 10.0], reward_timeout=5))
+    annotator = RewardAnnotator(Rewards([length, shouts], [1.0, 10.0], reward_timeout=PATIENCE))
     assert annotator.name == "RewardAnnotator(length, shouts)"
     assert ask_scores(annotator, PROMPTS, SHORT) == [4.0, 4.0, 10.0]
     assert ask_scores(RewardAnnotator(shouts), PROMPTS, SHORT) == [0.1 * 2, 0.1 * 2, 0.1 * 5]

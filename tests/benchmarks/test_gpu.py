@@ -23,6 +23,7 @@ from benchmarks.harness import Measurement, Run
 from benchmarks.ops import Shape
 from benchmarks.test_ops import TOY
 from benchmarks.tunables import TUNABLES, Tunable
+from tests.patience import LONG, PATIENCE
 
 CPU = torch.device("cpu")
 FINE = Stage("fine", "ends well", 2, ("-c", "print('all is well')"))
@@ -65,15 +66,12 @@ def test_what_there_is_no_time_for_is_said(run, capsys) -> None:
 
 def test_a_stage_that_takes_too_long_ends_with_all_that_it_began(tmp_path) -> None:
     child = tmp_path / "child"
-    code = (
-        "import subprocess, sys, time; "
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
-        f"open({str(child)!r}, 'w').write(str(p.pid)); time.sleep(60)"
-    )
-    ended = gpu.run_stage([sys.executable, "-c", code], tmp_path / "log", 3.0)
+    # A shell has begun within a thousandth of that.
+    command = ["sh", "-c", f"sleep {LONG} & echo $! > '{child}'; sleep {LONG}"]
+    ended = gpu.run_stage(command, tmp_path / "log", 3.0)
     assert ended.code is None
     assert "killed" in str(ended)
-    for _ in range(100):  # until it has been reaped
+    for _ in range(10 * PATIENCE):  # until it has been reaped
         status = Path(f"/proc/{int(child.read_text())}/status")
         if not status.exists() or "zombie" in status.read_text():
             break

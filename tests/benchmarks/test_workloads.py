@@ -24,6 +24,7 @@ from benchmarks.sides.rollout import Generated, RolloutSide, Workload, workload
 from benchmarks.test_ref_model import CHECKPOINTING, COPY, HALF, MODES, Stepping
 from benchmarks.test_rollout import CONTINUOUS, GENERATE, STATIC, VLLM, RolloutJob
 from benchmarks.worker import Absent, WorkerError
+from tests.patience import PATIENCE
 
 CPU = torch.device("cpu")
 
@@ -63,7 +64,7 @@ class InThisProcess:
     def __exit__(self, *error: object) -> None:
         if manager := getattr(getattr(self, "side", None), "generator", None):
             getattr(manager, "manager", SimpleNamespace(stop=lambda **_: None)).stop(
-                timeout=10, hard_stop=True
+                timeout=PATIENCE, hard_stop=True
             )
 
 

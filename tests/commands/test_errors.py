@@ -24,13 +24,14 @@ from transformers import (
 
 from fastrl import cli
 from tests import tiny_models
+from tests.patience import PATIENCE
 
 COMMANDS = ("sft", "reward", "align", "ppo", "grpo")
 REWARDS = """\
 import time
 
 def hangs(**columns):
-    time.sleep(2)
+    time.sleep(60)
 
 def mean(numbers):
     return sum(numbers) / len(numbers)
@@ -221,7 +222,7 @@ def test_training_that_cannot_be_is_refused(command, flags, message, folder, tmp
     ],
 )
 def test_a_reward_function_that_does_not_fit_is_told_why(reward, message, folder, tmp_path, capsys):
-    flags = {"reward": reward, "reward_timeout": 0.2}
+    flags = {"reward": reward, "reward_timeout": 0.2 if "hangs" in reward else PATIENCE}
     said = failed(capsys, *arguments("ppo", folder, tmp_path / "run", **flags))
     assert message in said
 
@@ -247,7 +248,7 @@ def test_an_error_in_a_reward_function_shows_its_lines_and_comes_last(folder, tm
         capture_output=True,
         text=True,
         env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")},
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2
     said = last(done.stderr)

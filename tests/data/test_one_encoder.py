@@ -29,7 +29,7 @@ disable_progress_bars()
 SETTINGS = settings(
     max_examples=8,
     deadline=None,
-    database=None,
+    derandomize=True,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],  # rows are small as they are, and data sets slow
 )

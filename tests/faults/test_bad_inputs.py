@@ -1,6 +1,7 @@
 """Bad input: an error of one exact type that names what is wrong; nothing has changed by then."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fastrl.run.lock import FolderInUse
 from tests import tiny_models
 from tests.bits import bits, differing
 from tests.golden import tiny
+from tests.patience import LONG
 
 NAN = math.nan
 PROMPTS = ["w3 w4", "w5 w6", "w7 w8", "w9"]
@@ -25,10 +27,17 @@ def zero(completions, **_):
     return [0.0] * len(completions)
 
 
-def hangs(completions, **_):
-    import time
+_over = threading.Event()  # the tests of this file
 
-    time.sleep(1)
+
+def hangs(completions, **_):
+    _over.wait(LONG)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hangs_end():
+    yield
+    _over.set()
 
 
 def fails(completions, **_):

@@ -12,8 +12,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from tests.patience import PATIENCE
+
 Result = TypeVar("Result")
-PATIENCE = 60  # seconds until a thread that waits for others gives up
 
 
 class GroupOfThreads:

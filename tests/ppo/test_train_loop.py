@@ -2,7 +2,7 @@
 
 import json
 import math
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from fastrl import JsonlCallback, PPOConfig, PPOTrainer, ProgressCallback, TrainCallback
 from fastrl.data.prompts import Prompts, PromptStream
 from fastrl.models.layout import layout_of
-from tests import seq2seq_models, tiny_models
+from tests import patience, seq2seq_models, tiny_models
 from tests.golden import tiny
 
 TEXTS = ["w3 w4", "w5 w6 w7", "w8", "w9 w10", "w11 w12", "w13 w14 w15 w16"]
@@ -184,11 +184,14 @@ def test_a_reward_that_is_nan_is_named_once_and_counted_at_each_step(trainer):
 
 
 def test_a_reward_that_hangs_changes_nothing(trainer, unchanged):
+    over = threading.Event()
+
     def hangs(**_):
-        time.sleep(1)
+        over.wait(patience.LONG)
 
     with unchanged(trainer), pytest.raises(TimeoutError, match=r"hangs did not .*reward_timeout="):
         run(trainer, hangs, reward_timeout=0.1)
+    over.set()
 
 
 def test_prompts_may_be_token_ids(trainer):

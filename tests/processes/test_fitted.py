@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 
 import pytest
 import torch
@@ -103,9 +102,7 @@ def test_processes_that_differ_all_refuse_to_begin(done, count):
 def test_what_goes_wrong_in_one_process_ends_all_with_the_state_saved(
     done, tmp_path, count, name, job, saved, message
 ):
-    begin = time.perf_counter()
     ended = fork(fitted.run, tmp_path, name, processes=count)
-    assert time.perf_counter() - begin < 60
     assert ended.returncode != 0
     assert message.format(count=count) in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == [f"checkpoint-{saved}"]

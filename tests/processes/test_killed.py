@@ -2,7 +2,6 @@
 
 import functools
 import signal
-import time
 
 import pytest
 
@@ -69,10 +68,9 @@ def test_accelerate_launch_ends_soon_and_starts_it_again(
     name, instant, straight, data, count, tmp_path
 ):
     given = words(name, data, tmp_path / "run")
-    starter, begin = accelerate_launch(count), time.monotonic()
+    starter = accelerate_launch(count)
     ended = launch("-m", "tests.processes.killed", instant, *given, starter=starter)
     assert ended.returncode == 1
-    assert time.monotonic() - begin < 100
     assert f"{-signal.SIGKILL}" in ended.stderr
     assert_whole(tmp_path / "run")
     ended = launch("-m", "tests.processes.killed", "never", *given, "--resume", starter=starter)

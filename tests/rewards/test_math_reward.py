@@ -13,6 +13,7 @@ from fastrl.rewards import math_reward as module
 from fastrl.rewards.functions import load_reward
 from fastrl.rewards.math_reward import math_reward
 from fastrl.trl.reward_functions import RewardFunctions
+from tests.patience import PATIENCE
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
@@ -89,7 +90,7 @@ def test_an_answer_that_takes_too_long_is_wrong_in_every_thread(
     begin = time.monotonic()
     thread = threading.Thread(target=task)
     thread.start()
-    thread.join(100)
+    thread.join(PATIENCE)
     assert found == [0.0, 1.0]
     assert time.monotonic() - begin > 2  # it did take too long
     assert judged([r"\boxed{4}"], [ENDLESS]) == [None]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from fastrl.run.launcher import connect_cpus, launched_accelerator
+from fastrl.run.launcher import _warn_of_a_single_process, connect_cpus, launched_accelerator
 from fastrl.run.processes import OneProcess, SeveralProcesses
 
 
@@ -39,6 +39,7 @@ def test_what_would_train_several_models_is_refused(monkeypatch, environment, ki
 
 def test_a_launcher_that_starts_one_process_for_several_is_warned_of(monkeypatch):
     """``accelerate launch --cpu --num_processes 2`` sets this."""
+    _warn_of_a_single_process.cache_clear()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     connect_cpus()
     monkeypatch.setenv("MASTER_PORT", "29500")

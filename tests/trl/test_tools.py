@@ -21,6 +21,7 @@ from fastrl.rewards.calls import EventLoop
 from fastrl.rollout import RolloutOutput
 from fastrl.trl.tools import Toolbox, ToolLoop
 from tests import chat_tokenizer, tiny_models
+from tests.patience import PATIENCE
 from tests.resuming import assert_resumes
 from tests.trl.test_online import GRADIENT_STEP, SETTINGS, advantages, logprobs
 
@@ -150,7 +151,7 @@ def test_coroutines_of_all_responses_run_at_the_same_time() -> None:
         begun.append(i)
         if len(begun) == 3:
             all_of_them.set()
-        await asyncio.wait_for(all_of_them.wait(), 20)
+        await asyncio.wait_for(all_of_them.wait(), PATIENCE)
         if i == 2:
             raise asyncio.CancelledError
         return i

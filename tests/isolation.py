@@ -1,0 +1,109 @@
+"""What a test finds is what it would find alone, in a process of its own: what others have left
+behind is put back, and what wider fixtures draw and choose does not depend on who asks first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_alone() -> Iterator[None]:
+    """For what fixtures of a module's scope leave behind."""
+    with _put_back():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What it draws is the same wherever it stands, and its device that of its fixtures."""
+    seed_draws(0)
+    _choose_device_as(request.fixturenames)
+    with _put_back():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Any:
+    """A fixture of a wider scope is set up by whichever test comes first. What it draws depends on
+    its name alone and moves no generator of that test, and its device is that of those that it
+    uses."""
+    if fixturedef.scope == "function":
+        return (yield)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed_draws(zlib.crc32(fixturedef.argname.encode()))
+    _choose_device_as(fixturedef.argnames)
+    try:
+        return (yield)
+    finally:
+        _chosen[fixturedef.argname] = [(found, dict(found)) for found in _device_states()]
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def pytest_fixture_post_finalizer(fixturedef: Any) -> None:
+    _chosen.pop(fixturedef.argname, None)
+
+
+def seed_draws(seed: int) -> None:
+    """Seeds the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _put_back() -> Iterator[None]:
+    """Context whose end finds variables, folder, paths of imports and threads as they were."""
+    variables, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
+    threads = torch.get_num_threads()
+    yield
+    if os.environ != variables:
+        os.environ.clear()
+        os.environ.update(variables)
+    os.chdir(folder)
+    sys.path[:] = path
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
+# By fixtures of a wider scope, while they are set up: what accelerate found there, and a copy.
+_chosen: dict[str, list[tuple[Any, dict[str, Any]]]] = {}
+
+
+def _device_states() -> list[dict[str, Any]]:
+    """What accelerate keeps of a process's first choice of device, precision and processes."""
+    return [kind._shared_state for kind in _kinds_of_state()]
+
+
+def _kinds_of_state() -> list[Any]:
+    state = sys.modules.get("accelerate.state")
+    return [state.PartialState, state.AcceleratorState, state.GradientState] if state else []
+
+
+def forget_device() -> None:
+    """Has accelerate choose anew. What was made before goes on with what was chosen: accelerate's
+    objects hold their states."""
+    for kind in _kinds_of_state():
+        kind._shared_state = type(kind._shared_state)()
+
+
+def _choose_device_as(fixtures: Sequence[str]) -> None:
+    """Has accelerate choose anew, or go on with what it chose in these fixtures."""
+    forget_device()
+    for name in fixtures:
+        for kind, (found, as_it_was) in zip(_kinds_of_state(), _chosen.get(name, ()), strict=False):
+            if as_it_was:
+                found.clear()
+                found.update(as_it_was)
+                kind._shared_state = found
