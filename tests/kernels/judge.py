@@ -99,15 +99,28 @@ def judge(
     results by name, gradients as ``"d<input>"``, for further checks.
     """
     actual = results(op, inputs, wrt, None, seed)
+    assert_all_close_to_exact(actual, formula, inputs, wrt=wrt, seed=seed, own_dtypes=own_dtypes)
+    for name in wrt:
+        assert actual[f"d{name}"].dtype == inputs[name].dtype
+    return actual
+
+
+def assert_all_close_to_exact(
+    actual: dict[str, Tensor],
+    formula: Op,
+    inputs: dict[str, Tensor],
+    *,
+    wrt: Sequence[str] = (),
+    seed: int = 0,
+    own_dtypes: bool = False,
+) -> None:
+    """Judge ``results`` of an op, by the same arguments as ``judge``."""
     of = None if own_dtypes else torch.float32
     runs = Rounded(lambda: results(formula, inputs, wrt, of, seed))
     exact = results(formula, inputs, wrt, torch.float64, seed)
     assert actual.keys() == exact.keys()
     for name in exact:
         assert_close_to_exact(actual[name], runs[name], exact[name], name)
-    for name in wrt:
-        assert actual[f"d{name}"].dtype == inputs[name].dtype
-    return actual
 
 
 def results(

@@ -22,7 +22,9 @@ as √K.
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,9 +78,13 @@ _EXACT = {
 class RandomRounding(TorchDispatchMode):
     """Context in which every operation of PyTorch is rounded at random, those of gradients too."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and importing the compiler takes a second
+
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
+        self._random = random.Random(seed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -87,8 +93,8 @@ class RandomRounding(TorchDispatchMode):
         if func in _COMPOSED:
             with self:
                 return _COMPOSED[func](*args, **kwargs)
-        if func in _EXACT or func.is_view:
-            return func(*args, **kwargs)
+        if func in _EXACT or func.is_view or not any(map(_is_rounded, args)):
+            return func(*args, **kwargs)  # those that draw random numbers must not do so twice
         before = [_wide(x) for x in args]
         found = func(*args, **kwargs)  # has the dtypes, and results that are no numbers
         floats = [
@@ -115,13 +121,14 @@ class RandomRounding(TorchDispatchMode):
 
     def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """A float64 tensor in ``dtype``, each number one of the two next to it, or itself."""
-        unit = spacing(x, dtype)
-        scaled = x / unit
-        up = self._uniform(x) < 0.5
-        return torch.where(up, scaled.ceil(), scaled.floor()).mul_(unit).to(dtype)
+        # Almost half a spacing leaves what has its own, and moves all others past the middle.
+        return spacing(x, dtype).mul_(self._halves(x)).add_(x).to(dtype)
 
-    def _uniform(self, x: Tensor) -> Tensor:
-        return torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x.device)
+    def _halves(self, x: Tensor) -> Tensor:
+        """±0.499 in the shape of x, from anywhere in a table: drawn each time, they take longer."""
+        table = _signs(max(1 << 20, 1 << x.numel().bit_length()))
+        start = self._random.randrange(len(table) - x.numel() + 1)
+        return table[start : start + x.numel()].view(x.shape).to(x.device)
 
     def _sum(
         self, dtype: torch.dtype, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any
@@ -147,7 +154,21 @@ class RandomRounding(TorchDispatchMode):
         a, b = operands[-2:]
         squares = _PRODUCTS[func](a.square(), b.square())
         spread = _U * (a.shape[-1] * (exact.square() / 3 + squares / 6)).sqrt()
-        return torch.where(exact.isfinite(), exact + spread * (2 * self._uniform(exact) - 1), exact)
+        up_or_down = 2 * 3**-0.5 * self._halves(exact)
+        return torch.where(exact.isfinite(), exact + spread * up_or_down, exact)
+
+
+@functools.cache
+def _signs(length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2, (length,), generator=generator).double().sub_(0.5).mul_(0.998)
+
+
+def _is_rounded(x: Any) -> bool:
+    """Whether it is, or has, a tensor of numbers that rounding is about."""
+    if isinstance(x, (list, tuple)):
+        return any(map(_is_rounded, x))
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _wide(x: Any) -> Any:
