@@ -61,6 +61,7 @@ def assert_close_to_exact(actual: Tensor, runs: Iterable[Tensor], exact: Tensor,
     wanted = exact.to(dtype)[infinite].double()
     torch.testing.assert_close(actual[infinite], wanted, msg=f"{what}: infinities differ")
     actual, exact = (x[~infinite] for x in (actual, exact))
+    assert not exact.isnan().any(), f"{what}: the formula itself gives no number"
     difference = (actual - exact).abs()
     error, of_runs, factor = difference.norm(), 0.0, 1.5 + 2.5 / max(len(exact), 1) ** 0.5
     allowed = at_least = FLOOR * exact.norm() + NOTHING
