@@ -26,7 +26,7 @@ def _module_alone() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     """What it draws is the same wherever it stands, and its device that of its fixtures."""
-    seed_draws(0)
+    seed_draws(int(os.environ.get("FASTRL_TEST_SEED", "0")))  # of tests/headroom.py
     _choose_device_as(request.fixturenames)
     with _put_back():
         yield

@@ -18,6 +18,8 @@ _USERS = (
     *("TERM", "COLORTERM", "LANG", "LC_", "MPLBACKEND", "SOURCE_DATE_EPOCH", "TZ"),
     *("MALLOC_", "GLIBC_TUNABLES", "XLA_", "PYTORCH_ENABLE_MPS_FALLBACK"),
 )
+# With a library of products tests may be run, as with a number of threads.
+_OF_THE_RUN = "FASTRL_KERNELS_PRODUCTS"
 # And of Python's all but where its files are, and how its own output is buffered.
 _PYTHONS = ("PYTHONPATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 _PYTHONS += ("PYTHONNOUSERSITE", "PYTHONUNBUFFERED")
@@ -26,7 +28,8 @@ _PYTHONS += ("PYTHONNOUSERSITE", "PYTHONUNBUFFERED")
 def leave_out_users() -> None:
     """Has libraries, and the processes that tests start, do what they do by default."""
     for name in list(os.environ):
-        if name.startswith(_USERS) or (name.startswith("PYTHON") and name not in _PYTHONS):
+        users = name.startswith(_USERS) and name != _OF_THE_RUN
+        if users or (name.startswith("PYTHON") and name not in _PYTHONS):
             del os.environ[name]
     # Nor what a user has measured, which lies in his cache.
     os.environ["FASTRL_KERNELS_PRODUCTS_TABLE"] = str(Path(__file__).with_name("no_products.json"))

@@ -45,13 +45,15 @@ def kept_by(result, logits):
 
 
 def formula(logits, tokens, kept, temperature=1.0):
-    """A draw's log-probs, those at T = 1, the truncated ones, and the entropies."""
+    """A draw's log-probs, those at T = 1, the truncated ones log p - log Σ p over what is kept, and
+    the entropies."""
     t = torch.as_tensor(temperature, device=logits.device).to(logits)
     t = torch.where(t == 0, 1.0, t).expand(len(logits)).unsqueeze(-1)
-    cut = torch.where(kept.to(logits.device), logits, -INF)
-    at = tokens.unsqueeze(-1)
-    logprobs = (torch.log_softmax(x, -1).gather(-1, at) for x in (logits / t, logits, cut / t))
-    return (*(x.squeeze(-1) for x in logprobs), reference.sample_support(logits, temperature)[-1])
+    logp, at_one = torch.log_softmax(logits / t, -1), torch.log_softmax(logits, -1)
+    log_kept = torch.where(kept.to(logits.device), logp.exp(), 0.0).sum(-1).log()
+    drawn, drawn_at_one = (x.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) for x in (logp, at_one))
+    entropies = reference.sample_support(logits, temperature)[-1]
+    return drawn, drawn_at_one, drawn - log_kept, entropies
 
 
 def z_score(counts, probabilities):

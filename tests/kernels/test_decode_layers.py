@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from fastrl_kernels import HeadNorms, reference, rms_norm, rotate_and_store, swiglu
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import interpreted, watched
+from tests.kernels.roundings import Rounded
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # (x's dtype, that of the weights, or of the stream that x is added to): fp32 masters under autocast
@@ -47,16 +48,17 @@ def test_rms_norm_is_that_of_models(backend, device, dtype, wide, width, unit_of
     out, total = rms_norm(x, weight, residual=residual, **given, backend=backend)
     assert torch.equal(total, residual + x)
     exact, _ = reference.rms_norm(x.double(), weight.double(), residual=residual.double(), **given)
-    expected = module(residual + x)
-    assert (out.dtype, total.dtype) == (expected.dtype, (residual + x).dtype)
-    assert_close_to_exact(out, expected, exact, "out")
+    runs = Rounded(lambda: module(residual + x))
+    assert (out.dtype, total.dtype) == (module(residual + x).dtype, (residual + x).dtype)
+    assert_close_to_exact(out, runs, exact, "out")
 
     out = rms_norm(x, weight, **given, backend=backend)
     exact = reference.rms_norm(x.double(), weight.double(), **given)
-    assert_close_to_exact(out, module(x), exact, "out without a residual")
+    runs = Rounded(lambda: module(x))
+    assert_close_to_exact(out, runs, exact, "out without a residual")
     half = rms_norm(x, weight, **given, dtype=BF16, backend=backend)
     assert half.dtype == BF16
-    assert_close_to_exact(half, module(x).to(BF16), exact, "out in bf16")
+    assert_close_to_exact(half, runs, exact, "out in bf16")
 
 
 def test_rows_of_rms_norm_do_not_depend_on_others(device):
@@ -73,7 +75,7 @@ def test_swiglu_is_that_of_models(backend, device, dtype):
     out = swiglu(gate, up, backend=backend)
     exact = reference.swiglu(gate.double(), up.double())
     assert out.dtype == dtype
-    assert_close_to_exact(out, nn.SiLU()(gate) * up, exact, "out")
+    assert_close_to_exact(out, Rounded(lambda: nn.SiLU()(gate) * up), exact, "out")
 
 
 def slots_of(dtype: torch.dtype, device: str, widths: tuple[int, int], heads: int = 2) -> Any:
@@ -97,12 +99,11 @@ def test_keys_are_rotated_and_stored_as_models_do(backend, device, dtype, wide, 
     angles = torch.cat([half, half], -1)
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     positions = torch.tensor([8, 0, 4], device=device)
-    norms, models, exactly = None, [query, key], [query.double(), key.double()]
+    norms, exactly = None, [query.double(), key.double()]
     if normed:
         weights = [normal(width, seed=i, dtype=wide, device=device) for i in (4, 5)]
         norms = HeadNorms(*weights, 1e-6)
         modules = [as_module(LlamaRMSNorm, w, 1e-6) for w in weights]
-        models = [module(x) for module, x in zip(modules, models, strict=True)]
         exactly = [reference.rms_norm(x, w.double()) for x, w in zip(exactly, weights, strict=True)]
     kept = BF16 if dtype == BF16 else dtype
     keys, values = slots_of(kept, device, (width, value_width))
@@ -110,16 +111,22 @@ def test_keys_are_rotated_and_stored_as_models_do(backend, device, dtype, wide, 
         query, key, value, cos, sin, keys, values, positions, norms=norms, backend=backend
     )
 
-    front = apply_rotary_pos_emb(*(x[..., :turned] for x in models), cos, sin)
-    expected = [
-        torch.cat([x, y[..., turned:].to(x.dtype)], -1).to(kept)
-        for x, y in zip(front, models, strict=True)
-    ]
+    def of_models():
+        inputs = [query, key]
+        if normed:
+            inputs = [module(x) for module, x in zip(modules, inputs, strict=True)]
+        front = apply_rotary_pos_emb(*(x[..., :turned] for x in inputs), cos, sin)
+        return [
+            torch.cat([x, y[..., turned:].to(x.dtype)], -1).to(kept)
+            for x, y in zip(front, inputs, strict=True)
+        ]
+
+    runs = Rounded(of_models)
     exact = [reference.rotate(x, cos.double(), sin.double()) for x in exactly]
     assert out.dtype == kept
-    assert_close_to_exact(out, expected[0], exact[0], "queries")
+    assert_close_to_exact(out, runs[0], exact[0], "queries")
     at = torch.arange(rows, device=device), positions
-    assert_close_to_exact(keys[at], expected[1], exact[1], "keys")
+    assert_close_to_exact(keys[at], runs[1], exact[1], "keys")
     assert torch.equal(values[at], value.to(kept))
     for stored in (keys, values):
         others = stored.clone()

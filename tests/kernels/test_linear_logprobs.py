@@ -13,6 +13,7 @@ from fastrl_kernels import linear_logprobs, reference
 from fastrl_kernels.lm_head import column_chunks, row_chunks
 from tests.kernels.judge import DTYPES, assert_close_to_exact, judge, names
 from tests.kernels.launches import allocations
+from tests.kernels.roundings import Rounded
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PER_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
@@ -181,7 +182,8 @@ LAYOUTS = {
     "every other step": lambda x: torch.stack([x, x], 1)[:, 0],
     "transposed": lambda x: x.t().contiguous().t(),
     "slice": lambda x: torch.nn.functional.pad(x, (3, 2), value=torch.nan)[:, 3:-2],
-    "expanded": lambda x: x[:1].expand_as(x),
+    "expanded": lambda x: x[:, :1].expand_as(x),
+    "overlapping": lambda x: x.as_strided(x.shape, (1, 1)),
 }
 
 
@@ -248,12 +250,19 @@ def test_a_retained_graph_gives_its_gradients_again(backend, device, workspace):
         for _ in range(3)
     )
     assert_same_bits(*others)
-    double = {k: x.detach().double() if k in LEAVES else x for k, x in inputs.items()}
-    exact_leaves = [double[name].requires_grad_() for name in LEAVES]
-    results = reference.linear_logprobs(**double, entropy=True)
-    exact = torch.autograd.grad(results, exact_leaves, [x.double() for x in upstream])
-    for one, again, right, name in zip(first, others[0], exact, LEAVES, strict=True):
-        assert_close_to_exact(again, one, right, name)
+
+    def formula(dtype):
+        given = {k: x.detach().to(dtype) if k in LEAVES else x for k, x in inputs.items()}
+        leaves = [given[name].requires_grad_() for name in LEAVES]
+        results = reference.linear_logprobs(**given, entropy=True)
+        return torch.autograd.grad(results, leaves, [x.to(dtype) for x in upstream])
+
+    runs = Rounded(lambda: formula(FP32))
+    for i, (x, right, name) in enumerate(
+        zip(others[0], formula(torch.float64), LEAVES, strict=True)
+    ):
+        for each in (first[i], x):
+            assert_close_to_exact(each, runs[i], right, name)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +341,6 @@ def test_logits_in_the_graph_are_those_of_the_head(backend, device):
     """In bf16, log-probs are those of the model's own rounded logits, to fp32's precision."""
     inputs = batch(7, 500, dtype=BF16, device=device)
     logits = torch.nn.functional.linear(inputs["hidden"], inputs["weight"])
-    peer = reference.token_logprobs(logits.float(), inputs["labels"])
+    runs = Rounded(lambda: reference.token_logprobs(logits.float(), inputs["labels"]))
     exact = reference.token_logprobs(logits.double(), inputs["labels"])
-    assert_close_to_exact(linear_logprobs(**inputs, backend=backend), peer, exact, "logprobs")
+    assert_close_to_exact(linear_logprobs(**inputs, backend=backend), runs, exact, "logprobs")

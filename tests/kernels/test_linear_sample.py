@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl_kernels import dispatch, linear_sample, linear_sample_pays, race, reference
+from fastrl_kernels import dispatch, linear_sample, linear_sample_pays, race
 from fastrl_kernels.sampling import sample_tokens
 from fastrl_kernels.types import SampledTokens
 from tests.kernels.draws import INF, assert_same_bits, keys_for
 from tests.kernels.judge import assert_close_to_exact, names
 from tests.kernels.launches import interpreted, watched
+from tests.kernels.roundings import Rounded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=names([BF16, FP16]))
@@ -104,10 +105,18 @@ def test_log_probs_and_entropies_are_as_exact_as_pytorchs(device):
     assert torch.equal(found.tokens, peer.tokens)
     at = peer.tokens[:, None]
     for name, t in (("logprobs", 0.7), ("logprobs_t1", 1.0)):
-        exact = (logits.double() / t).log_softmax(-1).gather(1, at)[:, 0]
-        assert_close_to_exact(getattr(found, name), getattr(peer, name), exact, name)
-    exact = reference.sample_support(logits.double().cpu(), 0.7)[-1]
-    assert_close_to_exact(found.entropies.cpu(), peer.entropies.cpu(), exact, "entropies")
+
+        def formula(x, t=t):
+            return (x / t).log_softmax(-1).gather(1, at)[:, 0]
+
+        runs = Rounded(lambda: formula(logits.float()))
+        assert_close_to_exact(getattr(found, name), runs, formula(logits.double()), name)
+
+    def entropies(x):
+        return torch.special.entr((x / 0.7).softmax(-1)).sum(-1)
+
+    runs = Rounded(lambda: entropies(logits.float()))
+    assert_close_to_exact(found.entropies, runs, entropies(logits.double()), "entropies")
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

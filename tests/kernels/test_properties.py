@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -33,7 +33,6 @@ from tests.kernels.test_preference import CASES, both
 
 LAYOUTS = ("contiguous", "slice", "all but a row", "every other", "transposed", "misaligned")
 LENGTHS = (1, 2, 3, 7, 9, 33, 128, 300)
-NOTHING = 1e-15  # a difference of numbers near 1 that float64 does not resolve
 Op = Callable[..., Any]
 
 
@@ -125,29 +124,6 @@ class Draw:
         return self.placed(4.0 * self.uniform(leading) + 0.25) if one is None else one
 
 
-def luck(
-    formula: Op,
-    inputs: dict[str, Tensor],
-    wrt: Sequence[str],
-    about: Mapping[str, Tensor],
-    rounding: float = 2.0**-24,
-) -> dict[str, float]:
-    """What is allowed besides, since PyTorch's own error over a few elements may be 0 by luck:
-    sixteen times what one rounding of every input to fp32 changes, which is what sums of a hundred
-    terms need. A rounding is relative to the number's distance from ``about``, or from 0."""
-    generator = torch.Generator().manual_seed(0)
-    rounded = {}
-    for name, x in inputs.items():
-        if x.is_floating_point():
-            size = (x.double() - about.get(name, 0.0)).abs().nan_to_num(posinf=0.0)
-            up = (torch.rand(x.shape, generator=generator) < 0.5).to(x.device)
-            rounded[name] = x.double() + rounding * torch.where(up, size, -size)
-    exact = results(formula, inputs, wrt, torch.float64)
-    moved = results(formula, {**inputs, **rounded}, wrt, torch.float64)
-    changes = {name: (moved[name] - exact[name]).nan_to_num(0.0).norm() for name in exact}
-    return {name: 16.0 * change.item() + NOTHING for name, change in changes.items()}
-
-
 def check(
     op: Op,
     formula: Op,
@@ -155,21 +131,13 @@ def check(
     wrt: Sequence[str],
     *,
     counted: Tensor | None = None,
-    about: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Judges values and gradients. Where a token is not ``counted`` they are 0, and what the inputs
-    hold there changes no bit. ``about`` is for logits: their rows' maxima."""
+    hold there changes no bit."""
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
     others = {n: x for n, x in inputs.items() if x is not None and not isinstance(x, Tensor)}
     op, formula = partial(op, **others), partial(formula, **others)
-    slack = luck(formula, tensors, wrt, about or {})
-    if about:
-        # The sum of a softmax is at least 1, and rounded as such.
-        rows, temperature = tensors["logits"].shape[:-1], inputs.get("temperature", 1.0)
-        least = torch.as_tensor(temperature).double().flatten().min() if rows.numel() else 1.0
-        for name in slack:
-            slack[name] += 2.0**-22 * rows.numel() ** 0.5 / min(1.0, float(least))
-    found = judge(op, formula, tensors, wrt=wrt, slack=slack)
+    found = judge(op, formula, tensors, wrt=wrt)
     if counted is None:
         return
 
@@ -200,11 +168,6 @@ def distribution(draw: Draw, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     return logits, labels
 
 
-def row_maxima(**logits: Tensor) -> dict[str, Tensor]:
-    """Where the digits of a softmax count from."""
-    return {name: x.double().amax(-1, keepdim=True) for name, x in logits.items()}
-
-
 @examples(16)
 def test_token_logprobs(backend, device, random):
     draw = Draw(random, device)
@@ -221,9 +184,8 @@ def test_token_logprobs(backend, device, random):
     counted = inputs["labels"] != -100
     if inputs["mask"] is not None:
         counted &= inputs["mask"]
-    about = row_maxima(logits=inputs["logits"])
     op = partial(token_logprobs, backend=backend)
-    check(op, reference.token_logprobs, inputs, ["logits"], counted=counted, about=about)
+    check(op, reference.token_logprobs, inputs, ["logits"], counted=counted)
 
 
 VOCABULARIES = (50257, 129920, 151936, 152064)
@@ -244,9 +206,8 @@ def test_token_logprobs_of_a_large_vocabulary(backend, device, random):
     draw = Draw(random, device)
     logits, labels = peaked(draw)
     inputs = {"logits": draw.placed(logits), "labels": labels.to(device), "entropy": True}
-    about = row_maxima(logits=inputs["logits"])
     op = partial(token_logprobs, backend=backend)
-    check(op, reference.token_logprobs, inputs, ["logits"], about=about)
+    check(op, reference.token_logprobs, inputs, ["logits"])
 
 
 @examples(16)
@@ -262,9 +223,8 @@ def test_full_kl(backend, device, random):
     }
     mask = draw.perhaps(draw.mask(leading), "masked")
     inputs = {**pair, "mask": mask, "temperature": draw.temperature(leading)}
-    about = row_maxima(**pair)
     op = partial(full_kl, backend=backend)
-    check(op, reference.full_kl, inputs, ["logits"], counted=mask, about=about)
+    check(op, reference.full_kl, inputs, ["logits"], counted=mask)
 
 
 @examples(6)
@@ -274,7 +234,7 @@ def test_full_kl_of_a_large_vocabulary(backend, device, random):
     ref_logits = logits + draw.normal(logits.shape, 0.5)
     pair = {"logits": draw.placed(logits), "ref_logits": draw.placed(ref_logits)}
     op = partial(full_kl, backend=backend)
-    check(op, reference.full_kl, pair, ["logits"], about=row_maxima(**pair))
+    check(op, reference.full_kl, pair, ["logits"])
 
 
 def policies(draw: Draw, shape: Sequence[int]) -> dict[str, Tensor]:
@@ -377,7 +337,14 @@ def test_ppo_loss(backend, device, aggregate, random):
     if draw.sometimes("value loss"):
         for name in ("values", "old_values", "returns"):
             inputs[name] = draw.placed(draw.normal(shape))
-        inputs["value_cliprange"] = draw.one_of((0.25, 0.0), "value_cliprange")
+        around = inputs["value_cliprange"] = draw.one_of((0.25, 0.0), "value_cliprange")
+        values, old_values, returns = (
+            inputs[name].float() for name in ("values", "old_values", "returns")
+        )
+        near = values.clamp(old_values - around, old_values + around)
+        # As far above the return as the clipped value is below it, either has the gradient.
+        tied = (near != values) & ((values - returns).abs() == (near - returns).abs())
+        inputs["returns"][tied] += 1.0
     if draw.sometimes("KL loss"):
         inputs["ref_logprobs"] = draw.placed(old + draw.normal(shape, 0.4))
         inputs["kind"] = draw.one_of(KL_KINDS, "kind")

@@ -19,7 +19,6 @@ from tests.kernels.test_properties import (
     distribution,
     examples,
     laid_out,
-    row_maxima,
 )
 from tests.kernels.test_rng import key_of
 
@@ -101,7 +100,7 @@ def check_figures(result: SampledTokens, logits: Tensor, temperature: float | Te
         return formula(logits, result.tokens, kept, temperature)
 
     inputs = {"logits": logits, "temperature": temperature}
-    check(op, peer, inputs, [], about=row_maxima(logits=logits))
+    check(op, peer, inputs, [])
 
 
 def again(

@@ -7,7 +7,6 @@ from types import ModuleType
 import pytest
 import torch
 
-import fastrl_kernels
 from fastrl import SamplingParams
 from fastrl.models.attention import Variant
 from fastrl.rollout import RolloutEngine, attention, choose_engine
@@ -22,6 +21,7 @@ from fastrl_kernels import reference
 from tests import tiny_models
 from tests.golden import tiny
 from tests.kernels.judge import assert_close_to_exact
+from tests.kernels.roundings import Rounded
 from tests.rollout.test_decode_step import Watch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -122,12 +122,14 @@ def test_it_attends_to_what_ours_does(flash, dtype, group, variant):
         query.squeeze(2),
         dict(zip(("scale", "window", "softcap"), variant, strict=True)),
     )
-    ours = fastrl_kernels.decode_attention(rows, *stored, lengths, **options, backend="torch")
-    exact = reference.decode_attention(
-        rows.double(), *(x.double() for x in stored), lengths, **options
-    )
+
+    def formula(as_dtype, **more):
+        inputs = map(as_dtype, (rows, *stored))
+        return reference.decode_attention(*inputs, lengths, **options, **more)
+
+    runs = Rounded(lambda: formula(torch.Tensor.float, weights_dtype=dtype))
     assert (out.dtype, out.shape) == (dtype, (len(LENGTHS), 1, 2 * group, 16))
-    assert_close_to_exact(out.squeeze(1), ours, exact, "out")
+    assert_close_to_exact(out.squeeze(1), runs, formula(torch.Tensor.double), "out")
 
 
 @pytest.mark.parametrize("window", [None, 12, 100])

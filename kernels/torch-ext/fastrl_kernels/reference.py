@@ -532,8 +532,8 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     kind: str = "sigmoid",
 ) -> Tensor:
-    """-log σ(βh) with h = log π_w/π_l - log ref_w/ref_l, its mixtures with -log σ(-βh); a hinge."""
-    h = (policy_chosen - policy_rejected) - (ref_chosen - ref_rejected)
+    """-log σ(βh) with h = log π_w/ref_w - log π_l/ref_l, its mixtures with -log σ(-βh); a hinge."""
+    h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     right, swapped = F.softplus(-beta * h, threshold=50), F.softplus(beta * h, threshold=50)
     if kind == "sigmoid":
         return (1 - label_smoothing) * right + label_smoothing * swapped
@@ -554,7 +554,7 @@ def ipo_loss(
     beta: float = 0.1,
 ) -> Tensor:
     """(h - 1/(2β))²."""
-    h = (policy_chosen - policy_rejected) - (ref_chosen - ref_rejected)
+    h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     return (h - 0.5 / beta) ** 2
 
 
@@ -683,8 +683,10 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    weights_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """softmax(cap(scale·q·kᵀ))·v over each row's own live tokens, 0 where there is none."""
+    """softmax(cap(scale·q·kᵀ))·v over each row's own live tokens, 0 where there is none; the
+    softmax rounded to a dtype before that product, where one is given."""
     batch, heads, width = query.shape
     kv_heads = keys.shape[2]
     # [B, 1, 1, M]
@@ -701,6 +703,8 @@ def decode_attention(
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~live, -math.inf).softmax(-1)
     weights = torch.where(live, weights, 0.0)  # NaN where nothing is live
+    if weights_dtype is not None:
+        weights = weights.to(weights_dtype).to(values.dtype)
     return (weights @ values).reshape(batch, heads, values.shape[-1])
 
 
