@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastrl.run.processes import OneProcess, Processes
 from fastrl_kernels import gemm
+from fastrl_kernels._cpu.fp32_copies import Budget, keeping
 from fastrl_kernels.workspace import keep_all_freed_memory
 
 
@@ -43,7 +44,11 @@ class Products:
         layers = [layer for model in models if model is not None for layer in _layers(model)]
         if layers:
             keep_all_freed_memory()
-        with gemm.using(self.choices), _replaced({x: _Forward(x) for x in layers}):
+        with (
+            gemm.using(self.choices),
+            keeping(x.weight for x in layers),
+            _replaced({x: _Forward(x) for x in layers}),
+        ):
             yield
 
     def adopt(self, machine: Mapping[str, Any]) -> None:
@@ -65,7 +70,8 @@ class PackedProducts:
     """Linear layers with packed weights, for rollouts, which run them on a few rows many times.
 
     Weights are packed once per rollout; those that are not trained, once for all, as long as
-    nothing is written to them.
+    nothing is written to them. fp32 copies of bf16 weights are freed after each rollout: updates
+    have such copies, too.
     """
 
     def __init__(self) -> None:
@@ -82,20 +88,23 @@ class PackedProducts:
         self._kept.clear()
 
     def _forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
-        before, self._kept = self._kept, {}
+        before, self._kept, budget = self._kept, {}, Budget()
         for layer in _layers(model):
             weight, dtype = layer.weight, layer.weight.dtype
             if dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
                 dtype = torch.get_autocast_dtype("cpu")
-            if not gemm.Packed.suits(weight, dtype):
+            library = gemm.library_of(dtype, weight.numel())
+            wide = library is gemm.Fp32
+            fits = not wide or budget.take(weight.numel() * torch.float32.itemsize)
+            if not (gemm.Packed.suits(weight, library) and fits):
                 yield layer, _Forward(layer)
                 continue
             content = (dtype, weight.data_ptr(), weight._version)
             found = before.get(id(weight))
             # Fused optimizers write to weights without a new version.
             if weight.requires_grad or found is None or found[0] != content:
-                found = content, gemm.Packed(_rows(layer).to(dtype))
-            if not weight.requires_grad:
+                found = content, gemm.Packed(_rows(layer).to(dtype), wide)
+            if not (weight.requires_grad or wide):
                 self._kept[id(weight)] = found
             yield layer, _PackedForward(layer, found[1])
 

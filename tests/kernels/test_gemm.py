@@ -21,6 +21,7 @@ USABLE = [
 ]
 # Those whose rows do not depend on their number, and that pack weights.
 EQUAL_ROWS = [each for each in USABLE if gemm.LIBRARIES[each.values[0]][each.values[1]].rows_equal]
+X86 = {"architecture": "x86_64"}
 needs_onednn = pytest.mark.skipif(
     gemm.OneDnn.absent() is not None, reason="torch has no oneDNN operator here"
 )
@@ -28,7 +29,8 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def no_choice_of_others(monkeypatch, tmp_path):
-    """The rule, with no table and no variable of the machine that tests run on."""
+    """The rule, with an empty table and no variable of the machine that tests run on."""
+    (tmp_path / "products.json").write_text("{}")
     monkeypatch.setenv(gemm.TABLE_VARIABLE, str(tmp_path / "products.json"))
     monkeypatch.delenv(gemm.LIBRARY_VARIABLE, raising=False)
 
@@ -194,18 +196,32 @@ def test_a_library_that_is_missing_is_replaced(monkeypatch):
     [
         ({"cpu_name": "AMD EPYC 9755", "avx512_bf16": True}, "AVX512", ("onednn", "bf16")),
         ({"cpu_name": "AMD EPYC 9755", "avx512_bf16": True}, "AVX2", ("mm", "mm")),
-        ({"cpu_name": "AMD EPYC 7763"}, "AVX2", ("mm", "mm")),
+        ({"cpu_name": "AMD EPYC 7763"} | X86, "AVX2", ("mm", "fp32")),
         ({"cpu_name": "Intel(R) Xeon(R) 8488C", "amx_bf16": True}, "AVX512", ("mm", "bf16")),
-        ({"cpu_name": "Intel(R) Xeon(R) Gold"}, "AVX512", ("mm", "mm")),
+        ({"cpu_name": "Intel(R) Xeon(R) Gold"} | X86, "AVX512", ("mm", "fp32")),
+        ({"cpu_name": "Neoverse-V2", "architecture": "aarch64"}, "DEFAULT", ("mm", "mm")),
         ({}, "DEFAULT", ("mm", "mm")),
     ],
 )
 @needs_onednn
 def test_the_rule_reads_processor_and_instructions(cpu, instructions, expected, monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(gemm, "_capabilities", lambda: cpu)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
     found = gemm.by_rule()
     assert (found["float32"].library, found["bfloat16"].library) == expected
+    assert all(rule.measured_on for rule in gemm.rules().values())
+
+
+@needs_onednn
+def test_instructions_that_onednn_may_not_use_are_not_counted_on(monkeypatch):
+    cpu = {"cpu_name": "AMD EPYC 9755", "avx512_bf16": True} | X86
+    monkeypatch.setattr(gemm, "_capabilities", lambda: cpu)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    for limit, library in (("avx512_core", "fp32"), ("AVX512_CORE_BF16", "bf16"), ("ALL", "bf16")):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        assert gemm.by_rule()["bfloat16"].library == library
+        assert ("AVX512_CORE" in gemm.processor()) == (limit != "ALL")
 
 
 @needs_onednn

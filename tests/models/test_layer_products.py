@@ -127,9 +127,9 @@ def test_frozen_weights_are_packed_once_until_somebody_writes_to_them(monkeypatc
     packed = []
     right = gemm.Packed.__init__
 
-    def init(self, weight):
+    def init(self, weight, wide):
         packed.append(tuple(weight.shape))
-        right(self, weight)
+        right(self, weight, wide)
 
     monkeypatch.setattr(gemm.Packed, "__init__", init)
     layer = torch.nn.Linear(8, 8).requires_grad_(False)

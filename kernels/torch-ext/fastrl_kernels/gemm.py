@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ._cpu.fp32_copies import in_fp32
 from .dispatch import device_kind
 from .first_order import first_order
 
@@ -237,9 +238,44 @@ class Bf16(_InPieces):
         return torch.nn.functional.linear(x, weight, bias)
 
 
+class Fp32(_InPieces):
+    """bf16 products by the library for fp32, with copies of the weight that are kept while a
+    context of :func:`._cpu.fp32_copies.keeping` lasts, else a piece at a time: for CPUs without
+    instructions for bf16, on which libraries convert bf16 within their loops."""
+
+    rows_equal: ClassVar[bool] = False
+
+    @staticmethod
+    def absent() -> str | None:
+        return None
+
+    @classmethod
+    def linear(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = x.new_empty(len(x), len(weight), dtype=weight.dtype)
+        for columns in pieces(len(weight)):
+            part = None if bias is None else bias[columns]
+            out[:, columns].copy_(cls._of_piece(x, weight[columns], part))
+        return out
+
+    @classmethod
+    def _part(cls, a: Tensor, b: Tensor) -> Tensor:
+        return cls._of_piece(a, b.t())
+
+    @staticmethod
+    def _of_piece(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x wᵀ + b in fp32, for a piece of the weight: what memory allows decides no bit."""
+        library = LIBRARIES["float32"][choices().get("float32", MM).library]
+        total = None if bias is None else bias.float().expand(len(x), -1)
+        with torch.autocast("cpu", enabled=False):
+            for terms in pieces(x.shape[1], _LONGEST_SUM):
+                part = library.linear(x[:, terms].float(), in_fp32(weight[:, terms]))
+                total = part if total is None else part.add_(total)
+        return x.new_zeros(len(x), len(weight)) if total is None else total
+
+
 LIBRARIES: dict[str, dict[str, type[Library]]] = {
     "float32": {"mm": Mm, "onednn": OneDnn},
-    "bfloat16": {"mm": Mm, "bf16": Bf16},
+    "bfloat16": {"mm": Mm, "bf16": Bf16, "fp32": Fp32},
 }
 
 
@@ -266,6 +302,8 @@ def processor() -> str:
     measured choices hold for."""
     name = _capabilities().get("cpu_name", "unknown CPU")
     instructions = torch.backends.cpu.get_cpu_capability()
+    if limit := _onednn_limit():
+        instructions += f", oneDNN up to {limit}"
     return f"{name}, {instructions}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
@@ -280,20 +318,62 @@ def _wide() -> bool:
 
 
 def has_bf16() -> bool:
-    """Whether the CPU has instructions for bf16 products, and torch uses them."""
+    """Whether the CPU has instructions for bf16 products, and torch and oneDNN use them."""
+    return _wide() and _onednn_has_bf16()
+
+
+def _onednn_has_bf16() -> bool:
+    """oneDNN computes torch's bf16 products, and looks at the CPU itself."""
     found = _capabilities()
-    return _wide() and bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    able = bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    return able and _onednn_limit() not in _WITHOUT_BF16
+
+
+# Instruction sets that oneDNN may be limited to.
+_WITHOUT_BF16 = (
+    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"),
+    *("AVX512_CORE", "AVX512_CORE_VNNI"),
+)
+
+
+def _onednn_limit() -> str:
+    """The instructions that the environment allows oneDNN; "" for all."""
+    variables = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    named = next(filter(None, map(os.environ.get, variables)), "").upper()
+    return "" if named in ("ALL", "DEFAULT") else named
+
+
+class Rule(NamedTuple):
+    """A choice for a kind of processors, and on which it was measured."""
+
+    choice: Choice
+    measured_on: str
+
+
+def rules() -> dict[str, Rule]:
+    """What the fixed rule chooses on this CPU, by dtype."""
+    found = _capabilities()
+    amd = any(vendor in found.get("cpu_name", "") for vendor in ("AMD", "Hygon"))
+    if amd and _wide() and OneDnn.absent() is None:
+        fp32 = Rule(Choice("onednn", _FEWEST), "AMD EPYC with AVX-512: up to twice as fast as mm")
+    elif _wide():
+        fp32 = Rule(MM, "Intel Xeon with AVX-512: oneDNN is as fast")
+    else:
+        fp32 = Rule(MM, "no such processor: PyTorch's own")
+    if has_bf16():
+        bf16 = Rule(Choice("bf16", _FEWEST), "AMD EPYC with AVX512-BF16")
+    elif found.get("architecture") == "x86_64" and not _onednn_has_bf16():
+        measured = "Intel Xeon with AVX-512, and AMD EPYC without its bf16 instructions"
+        bf16 = Rule(Choice("fp32", _FEWEST), measured)
+    else:
+        bf16 = Rule(MM, "no such processor: PyTorch's own")
+    return {"float32": fp32, "bfloat16": bf16}
 
 
 def by_rule() -> dict[str, Choice]:
-    """oneDNN for fp32 on AMD processors with AVX-512; bf16 in bf16 where the CPU can."""
-    name = _capabilities().get("cpu_name", "")
-    amd = any(vendor in name for vendor in ("AMD", "Hygon"))
-    onednn = amd and _wide() and OneDnn.absent() is None
-    return {
-        "float32": Choice("onednn", _FEWEST) if onednn else MM,
-        "bfloat16": Choice("bf16", _FEWEST) if has_bf16() else MM,
-    }
+    """oneDNN for fp32 on AMD processors with AVX-512; bf16 in bf16 where the CPU can, and on other
+    x86 processors in fp32, with copies."""
+    return {dtype: rule.choice for dtype, rule in rules().items()}
 
 
 def table_path() -> Path:
@@ -457,13 +537,14 @@ def using(chosen: Choices) -> Iterator[None]:
 
 def library_for(weight: Tensor) -> type[Library]:
     """The library for products with a weight [N, K], forward and backward."""
-    if device_kind(weight) != "cpu":
-        return Mm
-    dtype = str(weight.dtype).removeprefix("torch.")
-    choice = choices().get(dtype, MM)
-    if weight.numel() < choice.fewest:
-        return Mm
-    return LIBRARIES.get(dtype, {}).get(choice.library, Mm)
+    return library_of(weight.dtype, weight.numel()) if device_kind(weight) == "cpu" else Mm
+
+
+def library_of(dtype: torch.dtype, elements: int) -> type[Library]:
+    """Of products in a dtype with weights of so many elements on a CPU."""
+    name = str(dtype).removeprefix("torch.")
+    choice = choices().get(name, MM)
+    return Mm if elements < choice.fewest else LIBRARIES.get(name, {}).get(choice.library, Mm)
 
 
 class Linear(torch.autograd.Function):
@@ -505,7 +586,8 @@ def _weight_gradient(library: type[Library], grad: Tensor, x: Tensor, weight: Te
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x wᵀ + b as ``torch.nn.functional.linear``, on a CPU by the fastest library for the weight.
 
-    Autocast, torch.compile, subclasses of tensors and dtypes that differ are left to PyTorch.
+    torch.compile, subclasses of tensors and dtypes that differ are left to PyTorch, and so is
+    autocast but to bf16 on a CPU without instructions for it.
 
     Args:
         x: [..., K].
@@ -518,6 +600,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     library = _library_of_layer(x, weight)
     if library is Mm:
         return torch.nn.functional.linear(x, weight, bias)
+    if library is Fp32:  # as autocast does
+        x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
+        bias = None if bias is None else bias.to(torch.bfloat16)
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     ):
@@ -526,19 +611,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_FLOATS = (torch.float32, torch.bfloat16)
 
 
 def _library_of_layer(x: Tensor, weight: Tensor) -> type[Library]:
     plain = (
         x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
+        and x.dtype in _FLOATS
+        and weight.dtype in _FLOATS
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
-        and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and x.numel() > 0
     )
-    return library_for(weight) if plain else Mm
+    if not plain:
+        return Mm
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    else:
+        dtype = weight.dtype if x.dtype == weight.dtype else torch.float16
+    if dtype == torch.float32:
+        return library_for(weight) if x.dtype == weight.dtype == dtype else Mm
+    # PyTorch's own way is that of the other libraries for bf16.
+    wide = dtype == torch.bfloat16 and library_of(dtype, weight.numel()) is Fp32
+    return Fp32 if wide else Mm
 
 
 class Packed:
@@ -546,29 +642,36 @@ class Packed:
     later changes of the weight do not reach it.
 
     The library computes the same bits with it as without, faster for a few rows.
+
+    Args:
+        wide: a bf16 weight is kept in fp32, in the layout of that library; results are bf16.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self.dtype = weight.dtype
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    def __init__(self, weight: Tensor, wide: bool = False) -> None:
+        self.dtype, self.wide, self._rows = weight.dtype, wide, len(weight)
+        weight = weight.detach().float() if wide else weight.detach()
+        self._plain = wide and library_for(weight) is Mm
+        if not self._plain:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._weight = weight
 
     @staticmethod
-    def suits(weight: Tensor, dtype: torch.dtype) -> bool:
-        """Whether products in ``dtype`` with a weight are a library's that packs weights."""
-        name = str(dtype).removeprefix("torch.")
-        choice = choices().get(name, MM)
-        return (
-            device_kind(weight) == "cpu"
-            and type(weight) in _PLAIN
-            and weight.numel() >= max(choice.fewest, 1)
-            and choice.library in ("onednn", "bf16")
-            and OneDnn.absent() is None
-        )
+    def suits(weight: Tensor, library: type[Library]) -> bool:
+        """Whether products with a weight are a library's that packs weights, or copies them."""
+        cpu = device_kind(weight) == "cpu" and type(weight) in _PLAIN and weight.numel() > 0
+        packs = library in (OneDnn, Bf16) and OneDnn.absent() is None
+        return cpu and (packs or library is Fp32)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x wᵀ + b [..., N] of x [..., K], which is cast to the weight's dtype."""
         if not x.numel():
-            return x.new_empty(*x.shape[:-1], self._weight.shape[0], dtype=self.dtype)
+            return x.new_empty(*x.shape[:-1], self._rows, dtype=self.dtype)
         x = x.to(self.dtype)
         bias = None if bias is None else bias.to(self.dtype)
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        if self.wide:
+            x, bias = x.float(), None if bias is None else bias.float()
+        if self._plain:
+            out = torch.nn.functional.linear(x, self._weight, bias)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        return out.to(self.dtype)
