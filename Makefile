@@ -6,12 +6,13 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # One more than CI has cores: some tests wait for processes.
 JOBS ?= 3
 
-.PHONY: help demo test thorough resolve faults processes lint format docs aot emulated counts gpu bench trl-parity hub clean
+.PHONY: help demo test thorough headroom resolve faults processes lint format docs aot emulated counts gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
 	@echo "make test    run the tests and the ahead-of-time gate of the kernels"
 	@echo "make thorough  what make test leaves out of its slower tests, and all kernels' options"
+	@echo "make headroom  that what is judged is as exact on other inputs and instruction sets"
 	@echo "make resolve  that what make installs resolves for every Python and processor, CUDA and CPU"
 	@echo "make faults  kill runs of every trainer at many instants, and resume them"
 	@echo "make processes  train on two and on four processes, by each launcher"
@@ -56,7 +57,12 @@ thorough: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
 	$(BIN)/python -m tests.aot
 	$(BIN)/python -m tests.ptx --selection
+	$(BIN)/python -m tests.headroom --light
 	$(BIN)/python -m tests.resolution
+
+# Half an hour on two cores; HEADROOM= takes --light and --full.
+headroom: $(VENV)/.dev
+	$(BIN)/python -m tests.headroom $(HEADROOM)
 
 resolve: $(VENV)/.dev
 	$(BIN)/python -m tests.resolution

@@ -151,9 +151,7 @@ class RandomRounding(TorchDispatchMode):
 
     def _product(self, func: Any, *operands: Tensor, **options: Any) -> Tensor:
         exact = func(*operands, **options)
-        a, b = operands[-2:]
-        squares = _PRODUCTS[func](a.square(), b.square())
-        spread = _U * (a.shape[-1] * (exact.square() / 3 + squares / 6)).sqrt()
+        spread = of_partial_sums(exact, *operands[-2:], _PRODUCTS[func])
         up_or_down = 2 * 3**-0.5 * self._halves(exact)
         return torch.where(exact.isfinite(), exact + spread * up_or_down, exact)
 
@@ -178,6 +176,15 @@ def _wide(x: Any) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     return x.to(torch.float64, copy=True)
+
+
+def of_partial_sums(
+    exact: Tensor, a: Tensor, b: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.mm
+) -> Tensor:
+    """u·√(K (s²/3 + Σt²/6)) of each number s of a product in float64, whose K partial sums are off
+    by up to u."""
+    squares = product(a.square(), b.square())
+    return _U * (a.shape[-1] * (exact.square() / 3 + squares / 6)).sqrt()
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:

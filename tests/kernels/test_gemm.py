@@ -11,7 +11,9 @@ from torch import Tensor
 
 from fastrl_kernels import gemm
 from tests.kernels.gpu_products import products_of_a_gpu
+from tests.kernels.judge import judge, results
 from tests.kernels.launches import allocations, watched
+from tests.kernels.roundings import of_partial_sums
 
 USABLE = [
     pytest.param(dtype, name, id=f"{dtype}-{name}")
@@ -56,20 +58,27 @@ def test_a_library_is_as_exact_as_torch(dtype, name, piece, monkeypatch):
     out = torch.empty(len(x), len(weight))
     library.multiply(out, x, weight, bias)
     exact = x.double() @ weight.double().t() + bias.double()
-    allowed = 2 * rms(torch.nn.functional.linear(x, weight, bias), exact) + 1e-12
+    allowed = error_of_sums(exact, x, weight.t())
     assert rms(out, exact) <= allowed
     assert rms(library.linear(x, weight, bias), exact) <= allowed
 
     upstream = torch.randn(len(x), len(weight) + 5)[:, :-5]  # rows apart, as in a workspace
     for a, b in ((upstream, weight), (upstream.t(), x)):
         exact = a.double() @ b.double()
-        allowed = 2 * rms(a.to(b.dtype) @ b, exact) + 1e-12
+        allowed = error_of_sums(exact, a, b)
         found = torch.empty(exact.shape, dtype=b.dtype)
         library.product(found, a, b)
         assert rms(found, exact) <= allowed
         total = torch.ones(exact.shape)
         library.add_product_(total, a, b)
         assert rms(total - 1, exact) <= allowed + 1e-6
+
+
+def error_of_sums(exact: Tensor, a: Tensor, b: Tensor) -> float:
+    """Of products in any order: one rounding, and a second, of operands or of the result to b's
+    dtype; and of every partial sum to fp32."""
+    of_sums = of_partial_sums(exact, a.double(), b.double()).square().mean().sqrt()
+    return 2 * rms(exact.to(b.dtype), exact) + float(of_sums)
 
 
 @pytest.mark.parametrize(("dtype", "name"), USABLE)
@@ -111,22 +120,20 @@ def test_a_layers_gradients_are_as_exact_as_torchs(laid_out, shape):
     if laid_out == "columns":
         weight = weight.t().contiguous().t()
     x = torch.randn(*shape, 131, generator=torch.Generator().manual_seed(1))
-    upstream = torch.randn(*shape, 83, generator=torch.Generator().manual_seed(2))
 
-    def gradients(linear, dtype):
-        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight, bias)]
-        out = linear(*leaves)
-        out.backward(upstream.to(dtype))
-        return [out.detach(), *(leaf.grad for leaf in leaves)]
-
+    inputs = {"x": x, "weight": weight, "bias": bias}
+    plain = torch.nn.functional.linear
     with gemm.using({"float32": gemm.Choice("onednn")}):
-        found = gradients(gemm.linear, torch.float32)
-    plain = gradients(torch.nn.functional.linear, torch.float32)
-    exact = gradients(torch.nn.functional.linear, torch.float64)
-    for ours, torchs, right in zip(found, plain, exact, strict=True):
-        assert ours.shape == torchs.shape
-        assert rms(ours, right) <= 2 * rms(torchs, right) + 1e-7 * float(right.abs().max())
-    assert found[2].stride() == plain[2].stride()  # the weight's: no copy for the optimizer
+        found = judge(
+            lambda x, weight, bias: gemm.linear(x, weight, bias),
+            lambda x, weight, bias: plain(x, weight, bias),
+            inputs,
+            wrt=list(inputs),
+        )
+    strides = results(lambda x, weight, bias: plain(x, weight, bias), inputs, ["weight"])[
+        "dweight"
+    ].stride()
+    assert found["dweight"].stride() == strides  # no copy for the optimizer
 
 
 @needs_onednn
@@ -162,7 +169,9 @@ def test_an_unknown_library_is_named(monkeypatch, tmp_path):
         gemm.read_table(gemm.table_path())
 
 
-@pytest.mark.parametrize("spoil", [torch.nan, 1e-4], ids=["NaN", "noise"])
+# Noise of 1e-3 in one of 33 rows is 1.7e-4 on average. Sums of 320 terms one after the other are
+# off by 5.8e-6, those of some libraries by less: four times that is allowed.
+@pytest.mark.parametrize("spoil", [torch.nan, 1e-3], ids=["NaN", "noise"])
 @needs_onednn
 def test_a_library_that_is_wrong_is_not_used(spoil, monkeypatch):
     right = gemm.OneDnn.linear
