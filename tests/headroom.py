@@ -43,7 +43,7 @@ SETTINGS = {
     "as it is": {},
     "AVX2": {_ATEN: "avx2", _ONEDNN: "AVX2", _MKL: "AVX2", _LIBRARY: "mm", _THREADS: "2"},
     "AVX-512 without bf16": {_ATEN: "avx2", _ONEDNN: "AVX512_CORE", _LIBRARY: "onednn"},
-    "no vectors": {_ATEN: "default", _MKL: "AVX2", _LIBRARY: "mm", _THREADS: "3"},
+    "no vectors": {_ATEN: "default", _MKL: "AVX2", _LIBRARY: "fp32", _THREADS: "3"},
     "oneDNN in AVX2": {_ONEDNN: "AVX2", _LIBRARY: "onednn", _THREADS: "2"},
     "bf16": {_LIBRARY: "bf16", _MKL: "AVX2", _THREADS: "3"},
 }

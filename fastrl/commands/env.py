@@ -66,10 +66,11 @@ def describe() -> str:
         lines += [f"  on {device}: {backend} ({reason})"]
         lines += [f"    {op:<18}{backend}" for op in kernel_ops()]
     lines += [f"products on cpu ({gemm.source()})"]
-    lines += [
-        f"  {dtype:<14}{measure_products.describe(choice)}"
-        for dtype, choice in gemm.choices().items()
-    ]
+    rules = gemm.rules()
+    for dtype, choice in gemm.choices().items():
+        lines += [f"  {dtype:<14}{measure_products.describe(choice)}"]
+        if choice == rules[dtype].choice:
+            lines += [f"  {'':<14}  measured on {rules[dtype].measured_on}"]
     return "\n".join(lines)
 
 

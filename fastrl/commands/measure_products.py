@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrl_kernels import gemm
+from fastrl_kernels._cpu.fp32_copies import keeping
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024, 2048)  # weights are squares of these
 _ROWS = (16, 256)  # of a decode step, and of a mini-batch
@@ -71,9 +72,10 @@ def _products(library: type[gemm.Library], x: Tensor, weight: Tensor) -> Callabl
     by_weight, by_input = torch.empty_like(weight), torch.zeros(x.shape)
 
     def work() -> None:
-        library.multiply(logits, x, weight, None)
-        library.product(by_weight, logits.t(), x)
-        library.add_product_(by_input, logits, weight)
+        with keeping([weight]):  # as long as a step, of one mini-batch
+            library.multiply(logits, x, weight, None)
+            library.product(by_weight, logits.t(), x)
+            library.add_product_(by_input, logits, weight)
 
     return work
 
@@ -115,6 +117,9 @@ def table(measured: list[Measured]) -> str:
 
 def describe(choice: gemm.Choice) -> str:
     """A choice in words."""
+    if choice.library == "fp32":
+        copies = "fp32, with copies of the weights while a half of the memory has room for them"
+        return f"{copies}; below {choice.fewest} elements mm" if choice.fewest else copies
     if not choice.fewest or choice.library == "mm":
         return choice.library
     return f"{choice.library}, below {choice.fewest} elements of the weight mm"
