@@ -89,9 +89,12 @@ def load_groups(
     start = logits_ptr + (row.to(tl.int64) * row_stride + first)
     aligned, shift = align_down(start, VEC)
     if (shift == 0) & (first + TILE <= V):
-        group = tl.arange(0, GROUPS)[None, :, None] * SIZE
-        repeat = tl.arange(0, REPEATS)[:, None, None] * SPAN
-        x = tl.load(aligned + (group + repeat + tl.arange(0, SPAN)[None, None, :])).to(tl.float32)
+        # Two dimensions, of which warps share the first: among three, Triton 3.6 lets them share the
+        # repeats.
+        span = tl.arange(0, REPEATS * GROUPS)[:, None]
+        span = span % GROUPS * SIZE + span // GROUPS * SPAN
+        x = tl.load(aligned + (span + tl.arange(0, SPAN)[None, :])).to(tl.float32)
+        x = tl.reshape(x, [REPEATS, GROUPS, SPAN])
     else:
         x = load_part(logits_ptr, row, row_stride, first, V, TILE, TILE, VEC)
         x = tl.permute(tl.reshape(x, [GROUPS, REPEATS, SPAN]), (1, 0, 2))
