@@ -4,11 +4,13 @@ behind is put back, and what wider fixtures draw and choose does not depend on w
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,18 +19,20 @@ import torch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _module_alone() -> Iterator[None]:
+def _module_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """For what fixtures of a module's scope leave behind."""
-    with _put_back():
+    with _put_back(tmp_path_factory.getbasetemp()):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _test_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+def _test_alone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """What it draws is the same wherever it stands, and its device that of its fixtures."""
     seed_draws(int(os.environ.get("FASTRL_TEST_SEED", "0")))  # of tests/headroom.py
     _choose_device_as(request.fixturenames)
-    with _put_back():
+    with _put_back(tmp_path_factory.getbasetemp()):
         yield
 
 
@@ -63,16 +67,27 @@ def seed_draws(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _put_back() -> Iterator[None]:
-    """Context whose end finds variables, folder, paths of imports and threads as they were."""
+def _put_back(own: Path) -> Iterator[None]:
+    """Context whose end finds variables, folder, imports, messages and threads as they were.
+
+    Args:
+        own: tests' folder, whose files are modules of the test that imported them alone.
+    """
     variables, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
+    modules, hook = set(sys.modules), sys.excepthook
+    libraries = [(x, x.level) for x in map(logging.getLogger, ("", "transformers", "datasets"))]
     threads = torch.get_num_threads()
     yield
     if os.environ != variables:
         os.environ.clear()
         os.environ.update(variables)
     os.chdir(folder)
-    sys.path[:] = path
+    sys.path[:], sys.excepthook = path, hook
+    for name in sys.modules.keys() - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(own)):
+            del sys.modules[name]
+    for library, level in libraries:
+        library.setLevel(level)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 

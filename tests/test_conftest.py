@@ -3,6 +3,7 @@ threads that was asked for."""
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import runpy
@@ -17,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
+from fastrl.rewards.functions import load_function
 from tests import conftest, variables
 from tests.isolation import forget_device, seed_draws
 
@@ -62,14 +64,19 @@ def test_a_fixture_that_is_asked_for_late_moves_no_generator_of_the_test(
 @pytest.mark.parametrize("again", [False, True])
 def test_a_test_leaves_nothing_behind(again: bool, tmp_path: Path) -> None:
     def found() -> tuple[Any, ...]:
-        return "FASTRL_DEBUG" in os.environ, "here" in sys.path, os.getcwd() == str(tmp_path)
+        here = os.getcwd() == str(tmp_path), "here" in sys.path, "of_a_test" in sys.modules
+        return (*here, "FASTRL_DEBUG" in os.environ, logging.getLogger("transformers").level == 50)
 
-    assert found() == (False, False, False)
+    assert not any(found())
     assert torch.get_num_threads() != 7
     assert Accelerator().mixed_precision == "no"
     os.environ["FASTRL_DEBUG"] = "1"
     sys.path.append("here")
     os.chdir(tmp_path)
+    (tmp_path / "of_a_test.py").write_text("def reward(**columns): ...")
+    load_function("of_a_test.py:reward")
+    logging.getLogger("transformers").setLevel(50)
+    assert all(found())
     torch.set_num_threads(7)
     forget_device()
     assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
