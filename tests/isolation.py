@@ -71,7 +71,8 @@ def _put_back(own: Path) -> Iterator[None]:
     """Context whose end finds variables, folder, imports, messages and threads as they were.
 
     Args:
-        own: tests' folder, whose files are modules of the test that imported them alone.
+        own: tests' folder. Its files are modules of the test that imported them alone; packages
+            stay, since others may hold them.
     """
     variables, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
     modules, hook = set(sys.modules), sys.excepthook
@@ -84,7 +85,9 @@ def _put_back(own: Path) -> Iterator[None]:
     os.chdir(folder)
     sys.path[:], sys.excepthook = path, hook
     for name in sys.modules.keys() - modules:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(own)):
+        module = sys.modules[name]
+        of_a_file = not getattr(module, "__package__", None)
+        if of_a_file and str(getattr(module, "__file__", "")).startswith(str(own)):
             del sys.modules[name]
     for library, level in libraries:
         library.setLevel(level)

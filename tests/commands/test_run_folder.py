@@ -188,6 +188,7 @@ def test_log_with_names_trackers_too(name, world, tmp_path, told):
 @pytest.mark.parametrize("name", ["sft", "ppo"])
 def test_a_yaml_file_takes_either_name_of_the_tracker(name, world, tmp_path, capsys):
     command, settings = COMMANDS[name]
+    settings = {**settings, "output": tmp_path / "run"}
     lines = [f"{key.replace('-', '_')}: {value}\n" for key, value in settings.items()]
     for key in ("report_to", "log_with"):
         (tmp_path / "run.yaml").write_text("".join([*lines, f"{key}: nothing\n"]))

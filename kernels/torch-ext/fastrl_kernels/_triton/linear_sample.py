@@ -28,11 +28,11 @@ from .vocab_tiles import possible_temperature, row_argument, sampling_temperatur
 COLUMNS = 128  # of the vocabulary in a tile, or a group where that is less
 LEAST_ROWS, MOST_ROWS = 16, 32  # of a tile
 _DEPTH = 64  # of hidden states and weights at a time
-_THREADS = 128
 _ROW_THREADS = 256  # of the program that draws
-# Tiles of both factors on their way while one is multiplied. AMD's registers hold the one that is
-# on its way, and its shared memory is smaller.
-_STAGES = {"cuda": 4, "hip": 2}
+# Stages are tiles of both factors on their way while one is multiplied. AMD's registers hold the one
+# that is on its way, and its shared memory is smaller. Its instructions of 16 by 16 take fewer
+# registers than those of 32, so that as many programs as shared memory has room for run at a time.
+_OPTIONS = {"cuda": {"num_stages": 4}, "hip": {"num_stages": 2, "matrix_instr_nonkdim": 16}}
 # A tile's record: maximum, Σ 2^a, Σ 2^a·a, Σ at T = 1, the winner's logit, its slot; a sector of 32
 # bytes, so that tiles that write side by side share none.
 _RECORD = tl.constexpr(8)
@@ -135,7 +135,9 @@ def _linear_sample_tiles_kernel(
         winner = tl.argmax(tl.maximum(score, 0.0), 1, tie_break_left=INTERPRETED)
     if GREEDY:
         winner = tl.where(greedy, tl.argmax((x == m[:, None]).to(tl.int32), 1), winner)
-    logit = tl.reshape(tl.gather(x, winner[:, None], 1), [ROWS])
+    # A gather would hold the tile a second time, for another order of its elements among threads.
+    won = tl.arange(0, COLUMNS)[None, :] == winner[:, None]
+    logit = tl.sum(tl.where(won, x, 0.0), 1)
 
     record = records_ptr + (rows.to(tl.int64) * tiles + tile) * _RECORD
     there = rows < N
@@ -255,7 +257,7 @@ def linear_sample(
             hidden, weight, bias, inner, outer, *of_rows, records, n, vocabulary, blocks, tiles,
             H=width, ROWS=rows, COLUMNS=columns, DEPTH=_DEPTH, AT_ONE=at_one,
             RACES=not greedy, GREEDY=many or greedy,
-            INTERPRETED=interpreting(), num_warps=_THREADS // warp, num_stages=_STAGES[backend],
+            INTERPRETED=interpreting(), num_warps=4, **_OPTIONS[backend],
         )  # fmt: skip
         _linear_sample_draw_kernel[(n,)](
             records, *of_rows, tokens, *results, tiles, COLUMNS=columns, GROUPS=max(2, groups),
