@@ -54,7 +54,7 @@ MOST_PER_BYTE: dict[str, float] = {
     "rotary._rotate_and_store_kernel": 16.0,
     # Of what reaches a row's bound, a few logits of many; and of the group that won, 8 KiB of a
     # row's 300. Both wait for memory and for sums across threads, not for instructions.
-    "sampling._sample_candidates_kernel": 11.5,
+    "sampling._sample_candidates_kernel": 19.3,
     "sampling._sample_draw_kernel": 42.0,
     "sampling._sample_statistics_kernel": 12.5,
     "swiglu._swiglu_kernel": 8.5,

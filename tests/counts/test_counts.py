@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.counts.all import COUNTS
+from tests.counts.of_python import MOST, calls_of_functions
 from tests.counts.record import Count
 from tests.kernels.launches import interpreted
 
@@ -15,3 +16,7 @@ def test_a_goal_is_kept(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "auto")
     found = count.take()
     assert 0 < found <= count.goal, f"{found:g} {count.unit}"
+
+
+def test_every_call_that_is_counted_in_python_has_a_goal() -> None:
+    assert calls_of_functions().keys() == MOST.keys()
