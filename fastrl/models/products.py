@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastrl.run.processes import OneProcess, Processes
 from fastrl_kernels import gemm
-from fastrl_kernels._cpu.fp32_copies import Budget, keeping
+from fastrl_kernels._cpu.fp32_copies import FreeMemory, keeping
 from fastrl_kernels.workspace import keep_all_freed_memory
 
 
@@ -88,14 +88,14 @@ class PackedProducts:
         self._kept.clear()
 
     def _forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
-        before, self._kept, budget = self._kept, {}, Budget()
+        before, self._kept, memory = self._kept, {}, FreeMemory()
         for layer in _layers(model):
             weight, dtype = layer.weight, layer.weight.dtype
             if dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
                 dtype = torch.get_autocast_dtype("cpu")
             library = gemm.library_of(dtype, weight.numel())
             wide = library is gemm.Fp32
-            fits = not wide or budget.take(weight.numel() * torch.float32.itemsize)
+            fits = not wide or memory.take(weight.numel() * torch.float32.itemsize)
             if not (gemm.Packed.suits(weight, library) and fits):
                 yield layer, _Forward(layer)
                 continue

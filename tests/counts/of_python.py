@@ -1,5 +1,5 @@
-"""Python in front of a launch, by the functions that it calls: their number is that of every machine,
-however busy, where their time is not. `python -m benchmarks.python_time` has both."""
+"""Python in front of a launch, by the functions that it calls: their number is the same on every
+machine, however busy, where their time is not. `python -m benchmarks.python_time` has both."""
 
 from __future__ import annotations
 

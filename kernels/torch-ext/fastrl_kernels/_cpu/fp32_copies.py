@@ -28,7 +28,7 @@ class _Copy:
         self._made: Tensor | None = None
         self._of: tuple[int, ...] = ()
 
-    def part(self, x: Tensor, steps: int, budget: Budget) -> Tensor | None:
+    def part(self, x: Tensor, steps: int, memory: FreeMemory) -> Tensor | None:
         """The copy of what x views; None where x is no view of the weight, or there is no room."""
         weight = self.weight
         first = (x.data_ptr() - self.start) // weight.element_size()
@@ -38,7 +38,7 @@ class _Copy:
         # Fused optimizers write to what they train without a new version.
         version = (weight._version, steps if weight.requires_grad else 0)
         if self._made is None:
-            if not budget.take(weight.numel() * torch.float32.itemsize):
+            if not memory.take(weight.numel() * torch.float32.itemsize):
                 return None
             self._made = torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
         if self._of != version:
@@ -47,7 +47,7 @@ class _Copy:
         return self._made.as_strided(x.shape, x.stride(), first)
 
 
-class Budget:
+class FreeMemory:
     """Bytes that copies may take: at first a half of what is available on this machine, for each of
     its processes the same."""
 
@@ -70,14 +70,14 @@ class _Kept:
         copies = {x.data_ptr(): _Copy(x) for x in weights if _suits(x)}
         self._starts = sorted(copies)
         self._copies = [copies[start] for start in self._starts]
-        self._budget = Budget() if copies else None
+        self._memory = FreeMemory() if copies else None
         self.steps = 0
 
     def find(self, x: Tensor) -> Tensor | None:
         place = bisect.bisect_right(self._starts, x.data_ptr()) - 1
-        if place < 0 or self._budget is None or not x.numel():
+        if place < 0 or self._memory is None or not x.numel():
             return None
-        return self._copies[place].part(x, self.steps, self._budget)
+        return self._copies[place].part(x, self.steps, self._memory)
 
     def step(self, *_: object) -> None:
         self.steps += 1
