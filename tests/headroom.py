@@ -120,7 +120,8 @@ def run(one: Pass, folder: Path, workers: int) -> tuple[dict[tuple[str, str], fl
     settings = SETTINGS[one.setting]
     if settings.get(_LIBRARY) == "bf16" and gemm.Bf16.absent():
         settings = {**settings, _LIBRARY: "auto"}  # it would be refused
-    env = {**os.environ, **settings, SEED: str(one.seed), FOLDER: str(folder)}
+    env = {"OMP_WAIT_POLICY": "passive", **os.environ, **settings}
+    env |= {SEED: str(one.seed), FOLDER: str(folder)}
     env.pop("THOROUGH", None)  # of `make thorough`, which would leave these tests out
     if one.part is not None:
         env[PART] = str(one.part)
