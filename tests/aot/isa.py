@@ -376,8 +376,8 @@ def _most_in_flight(code: list[str]) -> int:
 
 
 def _most_in_flight_on_amd(code: list[str]) -> int:
-    """The same of amdgcn: accesses are counted, and a wait leaves so many of the latest open. Stores
-    count, too, but ask for nothing."""
+    """The same of amdgcn, where a wait leaves so many of the latest accesses open. Stores are among
+    those, but ask for nothing."""
     open_accesses, most = list[int](), 0
     for line in code * _ROUNDS:
         if wait := _AMD_WAIT.match(line):

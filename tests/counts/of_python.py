@@ -1,5 +1,5 @@
-"""Python in front of a launch, by the functions that it calls: their number is that of every machine,
-however busy, where their time is not. `python -m benchmarks.python_time` has both."""
+"""Python in front of a launch, by the functions that it calls: their number is the same on every
+machine, however busy it is. `python -m benchmarks.python_time` has their time, too."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import torch
 from fastrl_kernels import dispatch
 from tests.kernels.test_import import python
 
+
 def test_the_variable_that_names_a_backend_may_change_at_any_time(monkeypatch):
     x = torch.zeros(3)
     monkeypatch.setattr(dispatch, "TRITON_DEVICES", ("cpu",))

@@ -210,7 +210,9 @@ def _decode_attention_fwd_kernel(
         m = higher
         exp_sum = exp_sum * rescale + tl.sum(e, 1)
         acc = acc * rescale[:, None]
-        values = _load_tokens(values_ptr, first, low, high, value_token_stride, value_columns, DV, TILE)
+        values = _load_tokens(
+            values_ptr, first, low, high, value_token_stride, value_columns, DV, TILE
+        )
         if DOT:
             acc = dot(e.to(values.dtype), values, acc, WIDE)
         else:

@@ -29,8 +29,8 @@ COLUMNS = 128  # of the vocabulary in a tile, or a group where that is less
 LEAST_ROWS, MOST_ROWS = 16, 32  # of a tile
 _DEPTH = 64  # of hidden states and weights at a time
 _ROW_THREADS = 256  # of the program that draws
-# Stages are tiles of both factors on their way while one is multiplied. AMD's registers hold the one
-# that is on its way, and its shared memory is smaller. Its instructions of 16 by 16 take fewer
+# Stages are tiles of both factors on their way while one is multiplied. AMD's registers hold the
+# one that is on its way, and its shared memory is smaller. Its instructions of 16 by 16 take fewer
 # registers than those of 32, so that as many programs as shared memory has room for run at a time.
 _OPTIONS = {"cuda": {"num_stages": 4}, "hip": {"num_stages": 2, "matrix_instr_nonkdim": 16}}
 # A tile's record: maximum, Σ 2^a, Σ 2^a·a, Σ at T = 1, the winner's logit, its slot; a sector of 32

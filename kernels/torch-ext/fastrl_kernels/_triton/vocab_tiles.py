@@ -89,7 +89,7 @@ def load_groups(
     start = logits_ptr + (row.to(tl.int64) * row_stride + first)
     aligned, shift = align_down(start, VEC)
     if (shift == 0) & (first + TILE <= V):
-        # Two dimensions, of which warps share the first: among three, Triton 3.6 lets them share the
+        # Two dimensions, of which warps share the first: of three, Triton 3.6 lets them share the
         # repeats.
         span = tl.arange(0, REPEATS * GROUPS)[:, None]
         span = span % GROUPS * SIZE + span // GROUPS * SPAN
