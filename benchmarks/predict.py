@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,9 +125,9 @@ def predictions(
         measured: what is known of it already.
     """
     found, cases = [], all_cases()
-    for case, kernels in zip(cases, launched(case.of for case in cases), strict=True):
+    for case, started in zip(cases, launched(case.of for case in cases), strict=True):
         key = case.name, case.label
-        counts = count(case.of, kernels) | {
+        counts = count(case.of, started) | {
             "instructions per byte": dict(instructions.get(key, {}))
         }
         found.append(
@@ -146,12 +146,15 @@ def predictions(
     return found
 
 
-def count(shape: Shape, kernels: list[str]) -> dict[str, Any]:
-    """Bytes, flops and launches of a case, and what is counted; bytes of its forward pass too.
+class Started(NamedTuple):
+    """What a call starts, by name."""
 
-    Args:
-        kernels: and other operations that a call starts (`launched`).
-    """
+    kernels: list[str]
+    others: list[str]  # operations of PyTorch
+
+
+def count(shape: Shape, started: Started) -> dict[str, Any]:
+    """Bytes, flops and launches of a case, and what is counted; bytes of its forward pass too."""
     work = ops.work(shape)
     if not shape.hidden or _in_one_pass(shape):
         forward = dataclasses.replace(shape, backward=False)
@@ -159,7 +162,7 @@ def count(shape: Shape, kernels: list[str]) -> dict[str, Any]:
             "bytes": round(work.bytes),
             "forward bytes": round(ops.work(forward).bytes if shape.backward else work.bytes),
             "flops": work.flops,
-            "launches": len(kernels),
+            "launches": len(started.kernels) + len(started.others),
             "what": work.what,
             **({"in one pass": True} if shape.hidden else {}),
         }
@@ -168,8 +171,9 @@ def count(shape: Shape, kernels: list[str]) -> dict[str, Any]:
         shape.op, shape.rows, shape.hidden, shape.vocabulary, DTYPES[shape.dtype], shape.head,
         **entropy,
     )  # fmt: skip
-    # The small call has other chunks, but the same kernels on values per token.
-    per_token = sum(name.startswith("_") and "lm_head" not in name for name in kernels)
+    # The small call has other chunks, and products of this CPU's library with its casts, but the
+    # same kernels on values per token.
+    per_token = sum("lm_head" not in name for name in started.kernels)
     return {
         "bytes": counts.beside,
         "forward bytes": counts.beside,
@@ -214,25 +218,25 @@ def _instructions(counts: Mapping[str, Any]) -> float:
     return max(most.values()) * forward
 
 
-def launched(shapes: Iterable[Shape]) -> list[list[str]]:
-    """The kernels and other operations that each case's call starts, forward and backward. For a
-    process of its own: Triton is changed."""
+def launched(shapes: Iterable[Shape]) -> list[Started]:
+    """What each case's call starts, forward and backward. For a process of its own: Triton is
+    changed."""
     found = []
     with nothing_launched() as direct:
         for shape in shapes:
             problem = ops.problem(_smallest(shape), "cpu", backend="triton")
             problem.results(problem.ours)  # what is made once is made now
             direct.clear()
-            with _Started() as started:
+            with _Watch() as watch:
                 backward(problem.forward(problem.ours))
-            found.append([launch.name for launch in direct] + started.others)
+            found.append(Started([launch.name for launch in direct], watch.others))
     return found
 
 
 _FREE = ("empty", "new_empty", "detach", "promote_types")
 
 
-class _Started(TorchDispatchMode):
+class _Watch(TorchDispatchMode):
     """Collects what a GPU would be told to do besides kernels, without allocations and views."""
 
     def __init__(self) -> None:
