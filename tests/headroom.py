@@ -115,8 +115,9 @@ def judged_files() -> list[str]:
     return sorted(str(x) for x in files if x != faults and uses.search(x.read_text()))
 
 
-def run(one: Pass, folder: Path, workers: int) -> tuple[dict[tuple[str, str], float], str]:
-    """The largest share by test and name of the result, and the last line that pytest prints."""
+def run(one: Pass, folder: Path, workers: int) -> tuple[dict[tuple[str, str], float], list[str]]:
+    """The largest share by test and name of the result, and what pytest says of the tests: those
+    that fail for other reasons have examples that are made for seed 0."""
     settings = SETTINGS[one.setting]
     if settings.get(_LIBRARY) == "bf16" and gemm.Bf16.absent():
         settings = {**settings, _LIBRARY: "auto"}  # it would be refused
@@ -133,7 +134,8 @@ def run(one: Pass, folder: Path, workers: int) -> tuple[dict[tuple[str, str], fl
         for test, what, share in map(json.loads, path.read_text().splitlines()):
             share = math.inf if math.isnan(share) else share
             found[test, what] = max(found.get((test, what), 0.0), share)
-    return found, (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return found, [lines[-1], *(line for line in lines[:-1] if line.startswith("FAILED"))]
 
 
 def main() -> int:
@@ -148,6 +150,7 @@ def main() -> int:
     for one in passes(options.choice):
         with tempfile.TemporaryDirectory() as folder:
             found, said = run(one, Path(folder), options.workers)
+        said = "\n    ".join(said)
         print(f"{one}: {len(found)} comparisons, pytest: {said}", flush=True)
         if not found:
             return 1

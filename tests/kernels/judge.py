@@ -2,14 +2,14 @@
 
 The plain PyTorch formula (`fastrl_kernels.reference`) is run several times on the same values in
 fp32, each of its operations rounded up or down at random (`roundings`), and once in float64. A
-kernel's error ‖x - exact‖ over n numbers may be at most
+kernel's error ‖x - exact‖ may be at most
 
-    (1.5 + 2.5/√n)·max_k ‖run_k - exact‖ + 1e-7·‖exact‖,
+    max_k (1.5 + 2.5/√n_k)·‖e_k‖ + 1e-7·‖exact‖,   e_k = run_k - exact,   n_k = (Σe_k²)²/Σe_k⁴,
 
-where rounding to the nearest is half as large as rounding either way on average, and a few numbers
-may all be unlucky. To this comes a rounding of the result; 6e-7 where kernels are compiled, for a
-GPU's exp2 is exact to 2^-22.5 and its quotient to 2^-22. None of this depends on the machine:
-PyTorch's own error there may be small by luck.
+where rounding to the nearest is half as large as rounding either way on average, and where the
+error is that of a few numbers n_k these may all be unlucky. To this comes a rounding of the result;
+6e-7 where kernels are compiled, for a GPU's exp2 is exact to 2^-22.5 and its quotient to 2^-22.
+None of this depends on the machine: PyTorch's own error there may be small by luck.
 
 Half-precision results of formulas in fp32, as gradients are, have to be rounded once, at the end:
 that rounding is known, so what is judged is how far the exact number lies from those which are
@@ -63,24 +63,30 @@ def assert_close_to_exact(actual: Tensor, runs: Iterable[Tensor], exact: Tensor,
     actual, exact = (x[~infinite] for x in (actual, exact))
     assert not exact.isnan().any(), f"{what}: the formula itself gives no number"
     difference = (actual - exact).abs()
-    error, of_runs, factor = difference.norm(), 0.0, 1.5 + 2.5 / max(len(exact), 1) ** 0.5
+    error, of_runs = difference.norm(), 0.0
     allowed = at_least = FLOOR * exact.norm() + NOTHING
     for run in runs if error > enough * at_least else ():
         if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(run.dtype).eps:
             rounding = spacing(torch.minimum(actual.abs(), exact.abs()), dtype) / 2
             error = (difference - rounding).clamp(min=0).norm()
-        of_run = (run.detach().double().flatten()[~infinite] - exact).norm()
-        assert of_run.isfinite(), f"{what}: the formula itself gives no number"
-        of_runs = max(of_runs, of_run)
-        allowed = factor * of_runs + at_least
+        of_run = run.detach().double().flatten()[~infinite] - exact
+        assert of_run.isfinite().all(), f"{what}: the formula itself gives no number"
+        of_runs = max(of_runs, (1.5 + 2.5 / spread(of_run) ** 0.5) * of_run.norm())
+        allowed = of_runs + at_least
         if error <= enough * allowed:
             break
     if watch is not None:
         watch(what, float(error), float(allowed))
     assert error <= allowed, (  # a NaN fails here
-        f"{what}: error {error:.3e} exceeds {allowed:.3e}; rounded at each step {of_runs:.3e}"
+        f"{what}: error {error:.3e} exceeds {allowed:.3e}, {of_runs:.3e} by rounding at each step"
         f", largest difference {difference.max():.3e} of {exact.abs().max():.3e}"
     )
+
+
+def spread(x: Tensor) -> float:
+    """(Σx²)²/Σx⁴: n for n numbers of one size, whatever zeros there are besides."""
+    squares = (x / x.abs().max()).square() if x.any() else torch.ones(1)
+    return float(squares.sum() ** 2 / squares.square().sum())
 
 
 def judge(

@@ -8,9 +8,10 @@ dtype, to one of the two numbers next to it, each as likely as the other:
 
 The larger of both errors is at least that of rounding to the nearest, so that several runs tell how
 far one rounding per operation moves the results, on any machine: sizes of terms, cancellation and
-steps without rounding are all in them. Sums of n numbers are a tree of log₂ n additions. Products
-of matrices are added up in fp32, one term after the other, as libraries do: K partial sums, a
-random walk from 0 to the sum s of terms t, are rounded with a mean square of u²/3 each, in all with
+steps without rounding are all in them. Sums of n numbers are a tree of log₂ n additions, in a
+random order, for in one order some sum may happen to need no rounding. Products of matrices are
+added up in fp32, one term after the other, as libraries do: K partial sums, a random walk from 0 to
+the sum s of terms t, are rounded with a mean square of u²/3 each, in all with
 
     u²/3 · K (s²/3 + Σt²/6),   u = 2⁻²⁴
 
@@ -84,7 +85,7 @@ class RandomRounding(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._random = random.Random(seed)
+        self._random, self._generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -133,11 +134,12 @@ class RandomRounding(TorchDispatchMode):
     def _sum(
         self, dtype: torch.dtype, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any
     ) -> Tensor:
-        """In pairs, then pairs of pairs, and so on. Half precision is added up in fp32."""
+        """In pairs of a random order, then pairs of pairs, and so on; half precision in fp32."""
         dims = sorted(d % x.dim() for d in dim) if dim else list(range(x.dim()))
         others = [d for d in range(x.dim()) if d not in dims]
         sizes = [x.shape[d] for d in others], [x.shape[d] for d in dims]
         total = x.permute(others + dims).reshape(*sizes[0], math.prod(sizes[1]))
+        total = total[..., torch.randperm(total.shape[-1], generator=self._generator)]
         within = torch.promote_types(dtype, torch.float32)
         while (n := total.shape[-1]) > 1:
             half = n // 2

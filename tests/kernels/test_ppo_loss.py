@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.kernels.roundings import Rounded
 
 SHAPE = (9, 150)  # more than one block, and none of them full at the end
 LEAVES = ("logprobs", "values")
+VALUE_RANGE = 0.25
 
 
 def batch(shape=SHAPE, dtype=torch.float32, device="cpu", seed=0) -> dict[str, Tensor]:
@@ -47,7 +49,17 @@ def batch(shape=SHAPE, dtype=torch.float32, device="cpu", seed=0) -> dict[str, T
     if len(shape) > 1 and shape[0] > 2:
         tensors["mask"][1] = False
         tensors["mask"][2] = True
+    untie(tensors, VALUE_RANGE)
     return tensors
+
+
+def untie(tensors: dict[str, Any], value_range: float) -> None:
+    """Moves returns that are as far below a value as they are above it once it is clipped: either
+    error may have the gradient there."""
+    values, old_values, returns = (tensors[x].float() for x in ("values", "old_values", "returns"))
+    near = values.clamp(old_values - value_range, old_values + value_range)
+    tied = (near != values) & ((values - returns).abs() == (near - returns).abs())
+    tensors["returns"][tied] += 1.0
 
 
 def arguments(
@@ -60,7 +72,9 @@ def arguments(
     plain=False,
 ):
     """Positional and named arguments of ppo_loss, or of its reference where ``plain``."""
-    value_term = (tensors["values"], tensors["old_values"], tensors["returns"], 0.25, 0.3)
+    value_term = (
+        *(tensors[x] for x in ("values", "old_values", "returns")), VALUE_RANGE, 0.3,
+    )  # fmt: skip
     kl_term = (tensors["ref_logprobs"], 0.15, kl)
     named = {
         "value": (value_term if plain else ValueTerm(*value_term)) if value else None,
