@@ -32,7 +32,7 @@ SPLIT = 256  # tokens of a program
 _PARTS = 16  # splits that are merged at a time
 # How many of them are on their way from memory at a time: at most, and by a thread's registers.
 _MOST_LOADED, _LOADED_REGISTERS = 8, 32
-_TILE_ELEMENTS = {2: 8192, 4: 2048}  # of keys that a program holds, by bytes per element
+_TILE_ELEMENTS = {2: 8192, 4: 1024}  # of keys that a program holds, by bytes per element
 _HEADS = {2: 32, 4: 2}  # query heads that a program takes at most, likewise
 _MERGE_TILE = (
     256  # numbers of a split that a program of the second kernel merges: a vector a thread
@@ -58,14 +58,12 @@ def _store_row(ptr, acc, exp_sum, length, mask):
 
 
 @triton.jit
-def _load_tokens(ptr, first, low, high, stride, columns, D: tl.constexpr, TILE: tl.constexpr):
+def _load_tokens(ptr, tokens, low, high, stride, columns, D: tl.constexpr):
     """Live tokens of a tile, and 0 elsewhere, where memory may be NaN."""
-    ptr += tl.cast(first, tl.int64) * stride
-    slots = tl.arange(0, TILE)
-    mask = ((slots >= low - first) & (slots < high - first))[:, None]
+    mask = ((tokens >= low) & (tokens < high))[:, None]
     if columns.shape[0] != D:
         mask = mask & (columns < D)[None, :]
-    return tl.load(ptr + (slots.to(tl.int64) * stride)[:, None] + columns[None, :], mask, 0.0)
+    return tl.load(ptr + (tokens.to(tl.int64) * stride)[:, None] + columns[None, :], mask, 0.0)
 
 
 @triton.jit
@@ -196,7 +194,7 @@ def _decode_attention_fwd_kernel(
     acc = tl.zeros([HEADS, VALUE_WIDTH], tl.float32)
     for first in range(tl.maximum(start, low // TILE * TILE), stop, TILE):
         tokens = first + tl.arange(0, TILE)
-        keys = _load_tokens(keys_ptr, first, low, high, key_token_stride, columns, D, TILE)
+        keys = _load_tokens(keys_ptr, tokens, low, high, key_token_stride, columns, D)
         if DOT:
             x = dot(query, tl.trans(keys), tl.zeros([HEADS, TILE], tl.float32), WIDE)
         else:
@@ -210,9 +208,7 @@ def _decode_attention_fwd_kernel(
         m = higher
         exp_sum = exp_sum * rescale + tl.sum(e, 1)
         acc = acc * rescale[:, None]
-        values = _load_tokens(
-            values_ptr, first, low, high, value_token_stride, value_columns, DV, TILE
-        )
+        values = _load_tokens(values_ptr, tokens, low, high, value_token_stride, value_columns, DV)
         if DOT:
             acc = dot(e.to(values.dtype), values, acc, WIDE)
         else:
