@@ -6,9 +6,9 @@ alignments, tiles, formulas) with the most options that it comes with, and every
 option at least once (`covering` in worker.py); with `--full`, everything, and with `--quick`, as
 in `make test`, of each kernel and dtype what has the most options (`fullest`).
 
-The gate fails on a spill, on more shared memory than the target has, on a narrow load in a main
-loop or more instructions per byte than its bound (`bounds.py`), on a call that raises, and on a
-kernel of the package that no call compiled.
+The gate fails on a spill into memory, on more shared memory than the target has, on a narrow load
+in a main loop or more instructions per byte than its bound (`bounds.py`), on a call that raises,
+and on a kernel of the package that no call compiled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.aot.worker import TARGETS, CaseError, Report, Row
 
 CALLS = "benchmarks.ops"
 COLUMNS = (
-    "kernel", "case", "warps", "regs", "smem", "spills", "blocks", "KiB", "instr/B", "loads",
-    "stores", "verdict",
+    "kernel", "case", "warps", "regs", "smem", "spills", "scalar", "blocks", "KiB", "instr/B",
+    "loads", "stores", "verdict",
 )  # fmt: skip
 # Each would change what is compiled: the interpreter, a forced backend, stripped line information.
 _MISLEADING = ("TRITON_INTERPRET", "FASTRL_KERNELS_BACKEND", "TRITON_DISABLE_LINE_INFO")
@@ -106,7 +106,7 @@ def _run_worker(target: str, calls: str, ops: Sequence[str], options: Sequence[s
 
 def _cells(row: Row) -> tuple[str, ...]:
     more = f" +{len(row.cases) - 1}" if len(row.cases) > 1 else ""
-    numbers: tuple[int, ...] = (row.warps, row.registers, row.shared, row.spills)
+    numbers: tuple[int, ...] = (row.warps, row.registers, row.shared, row.spills, row.scalar_spills)
     verdict = "ok" if not row.faults else "; ".join(row.faults)
     numbers += (row.resident, row.in_flight // 1024)
     told = (row.per_byte, row.loads, row.stores, verdict)
@@ -119,7 +119,8 @@ def _print_table(target: str, rows: Sequence[Row]) -> None:
     cells = [_cells(row) for row in sorted(rows, key=lambda r: (r.op, r.kernel))]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
     print(
-        f"{target}: blocks per multiprocessor and the KiB that they ask for before they use any; "
+        f"{target}: spilled scalar registers, which go into a vector register; blocks per "
+        "multiprocessor and the KiB that they ask for before they use any; "
         "instructions per byte and thread in the main loops, least/most, ! where they are too many "
         "to keep up with the memory; bytes per thread of their loads and stores, widest/narrowest"
     )

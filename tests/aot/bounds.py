@@ -19,6 +19,10 @@ from dataclasses import dataclass
 
 KIB = 1024
 
+# Of AMD's scalar registers that are spilled: 73 are the most, decode_attention's, and a fifth more.
+# Two vector registers have lanes for 128; the moves are in the instructions per byte.
+MOST_SCALAR_SPILLS = 88
+
 # Instructions per thread and byte of the main loop.
 MOST_PER_BYTE: dict[str, float] = {
     # fp32 with a group of heads, whose products tensor cores do not take; 3.2 in 16 bits.
@@ -71,7 +75,8 @@ class Need:
         targets: there its loops may take at most what is issued while the memory moves their bytes.
         in_flight: bytes that the blocks of one multiprocessor have to ask for before they use any
             of them. At 3 TB/s and a latency of 0.8 µs each of an H100's 132 needs 18 KiB at any
-            time, and more to have so on average.
+            time, and more to have so on average. A target may need a share of it
+            (`Target.in_flight_share`).
         without: words of calls' labels; a specialisation that serves no other calls is exempt.
     """
 

@@ -20,8 +20,11 @@ class Usage:
     """What one compiled kernel takes of the machine."""
 
     registers: int
-    spills: int  # bytes of stack and local memory on NVIDIA; spilled registers, scratch on AMD
+    spills: int  # bytes of stack and local memory on NVIDIA; spilled registers and scratch on AMD
     spill_detail: str = ""
+    # Spilled scalar registers of AMD's: into lanes of a vector register, not into memory, or the
+    # kernel would have scratch.
+    scalar_spills: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,7 @@ def basename(path: str) -> str:
 
 
 def parse_amdgcn_usage(text: str) -> Usage:
-    """The kernel's metadata at the end of its assembly.
-
-    Spilled scalar registers are reported but do not count: they move into lanes of a vector
-    register, and what reaches memory shows in the private segment.
-    """
+    """The kernel's metadata at the end of its assembly."""
 
     def value(name: str) -> int:
         found = re.findall(rf"^\s*-?\s*\.{name}:\s*(\d+)", text, re.MULTILINE)
@@ -87,8 +86,8 @@ def parse_amdgcn_usage(text: str) -> Usage:
     names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
     counts = {name: value(name) for name in names}
     detail = " ".join(f".{name}:{count}" for name, count in counts.items() if count)
-    in_memory = counts["vgpr_spill_count"] + counts["private_segment_fixed_size"]
-    return Usage(value("vgpr_count"), in_memory, detail)
+    scalars = counts.pop("sgpr_spill_count")
+    return Usage(value("vgpr_count"), sum(counts.values()), detail, scalars)
 
 
 _LABEL = re.compile(r"^\s*([$.\w]+):\s*(?:(?://|;).*)?$")

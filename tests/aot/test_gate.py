@@ -201,6 +201,9 @@ def test_a_kernel_whose_roof_is_the_memory_fails_where_it_is_not(monkeypatch):
     kib = 1024
     assert over_limits(target, kernel, 0, [6.9], 32 * kib, ("op[bf16]",)) == []
     assert over_limits(TARGETS["sm_100"], kernel, 0, [6.9], 32 * kib, ("op[bf16]",)) == []
+    amd = TARGETS["gfx942"]  # of whose memory a processor has a smaller share
+    assert over_limits(amd, kernel, 0, [6.9], 22 * kib, ("op[bf16]",)) == []
+    assert over_limits(amd, kernel, 0, [6.9], 21 * kib, ("op[bf16]",))
     bound, idle = over_limits(target, kernel, 0, [7.0], 31 * kib, ("op[bf16]",))
     assert bound.startswith("7.0 instructions per byte in the main loop, and the memory, not they,")
     assert idle == "31 KiB in flight per multiprocessor, at least 32: read once"

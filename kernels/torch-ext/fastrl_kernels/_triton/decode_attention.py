@@ -32,7 +32,9 @@ SPLIT = 256  # tokens of a program
 _PARTS = 16  # splits that are merged at a time
 # How many of them are on their way from memory at a time: at most, and by a thread's registers.
 _MOST_LOADED, _LOADED_REGISTERS = 8, 32
-_TILE_ELEMENTS = {2: 8192, 4: 2048}  # of keys that a program holds, by bytes per element
+# Of keys that a program holds, by bytes per element: in fp32 they take most of the registers.
+_TILE_ELEMENTS = {2: 8192, 4: 1024}
+_TILE_ELEMENTS_ON_AMD = {2: 8192, 4: 2048}
 _HEADS = {2: 32, 4: 2}  # query heads that a program takes at most, likewise
 _MERGE_TILE = (
     256  # numbers of a split that a program of the second kernel merges: a vector a thread
@@ -284,9 +286,13 @@ _launch_merge = launcher(_decode_attention_merge_kernel)
 
 
 @torch.compiler.assume_constant_result
+def _on_amd() -> bool:
+    return target()[0] == "hip"
+
+
 def _merges_itself() -> bool:
     """Whether the last program merges, see above."""
-    return target()[0] != "hip"
+    return not _on_amd()
 
 
 def _stream(x: Tensor) -> int:
@@ -347,8 +353,9 @@ def attend(
     lengths = lengths.contiguous()
     # A window may touch one split more than it fills.
     splits = min(programs_for(a.span, SPLIT), programs_for(a.window - 1, SPLIT) + 1)
+    elements = _TILE_ELEMENTS_ON_AMD if _on_amd() else _TILE_ELEMENTS
     shapes = (_shapes if is_compiling() else _kept_shapes)(
-        heads, kv_heads, key_width, width, query.dtype, _TILE_ELEMENTS[query.element_size()]
+        heads, kv_heads, key_width, width, query.dtype, elements[query.element_size()]
     )
     programs = batch * kv_heads * programs_for(shapes["GROUP"], shapes["HEADS"])
     parts = counters = None

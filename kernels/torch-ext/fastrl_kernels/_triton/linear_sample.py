@@ -29,9 +29,11 @@ COLUMNS = 128  # of the vocabulary in a tile, or a group where that is less
 LEAST_ROWS, MOST_ROWS = 16, 32  # of a tile
 _DEPTH = 64  # of hidden states and weights at a time
 _ROW_THREADS = 256  # of the program that draws
+# By compiler. AMD's epilogue takes more registers: with half the threads one program less runs at a
+# time with Triton 3.6 than shared memory has room for, and so with instructions of 32 by 32.
+_THREADS = {"cuda": 128, "hip": 256}
 # Stages are tiles of both factors on their way while one is multiplied. AMD's registers hold the
-# one that is on its way, and its shared memory is smaller. Its instructions of 16 by 16 take fewer
-# registers than those of 32, so that as many programs run at a time as shared memory has room for.
+# one that is on its way, and its shared memory is smaller.
 _OPTIONS = {"cuda": {"num_stages": 4}, "hip": {"num_stages": 2, "matrix_instr_nonkdim": 16}}
 # A tile's record: maximum, Σ 2^a, Σ 2^a·a, Σ at T = 1, the winner's logit, its slot; a sector of 32
 # bytes, so that tiles that write side by side share none.
@@ -257,7 +259,7 @@ def linear_sample(
             hidden, weight, bias, inner, outer, *of_rows, records, n, vocabulary, blocks, tiles,
             H=width, ROWS=rows, COLUMNS=columns, DEPTH=_DEPTH, AT_ONE=at_one,
             RACES=not greedy, GREEDY=many or greedy,
-            INTERPRETED=interpreting(), num_warps=4, **_OPTIONS[backend],
+            INTERPRETED=interpreting(), num_warps=_THREADS[backend] // warp, **_OPTIONS[backend],
         )  # fmt: skip
         _linear_sample_draw_kernel[(n,)](
             records, *of_rows, tokens, *results, tiles, COLUMNS=columns, GROUPS=max(2, groups),
