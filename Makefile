@@ -19,7 +19,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the documentation, in site/: open site/index.html"
-	@echo "make aot     the ahead-of-time gate alone"
+	@echo "make aot     the ahead-of-time gate alone, with each Triton that kernels are held to"
 	@echo "make emulated  the kernels' tests on what Triton compiles, races looked for, without a GPU"
 	@echo "make counts  what a GPU will charge for, counted without one, beside the goals"
 	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
@@ -55,7 +55,7 @@ thorough: export THOROUGH = 1
 thorough: export OMP_WAIT_POLICY ?= passive
 thorough: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
-	$(BIN)/python -m tests.aot
+	$(BIN)/python -m tests.aot --triton all
 	$(BIN)/python -m tests.ptx --selection
 	$(BIN)/python -m tests.resolution
 
@@ -96,7 +96,7 @@ docs: $(VENV)/.docs
 	cp -r benchmarks/plots site/
 
 aot: $(VENV)/.dev
-	$(BIN)/python -m tests.aot
+	$(BIN)/python -m tests.aot --triton all
 
 # Most of an hour on two cores; EMULATED= takes files and tests, or --selection.
 emulated: $(VENV)/.dev

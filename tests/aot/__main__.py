@@ -6,6 +6,9 @@ alignments, tiles, formulas) with the most options that it comes with, and every
 option at least once (`covering` in worker.py); with `--full`, everything, and with `--quick`, as
 in `make test`, of each kernel and dtype what has the most options (`fullest`).
 
+The installed Triton compiles, or each `--triton VERSION`, downloaded at first; `--triton all` are
+those that kernels are held to (`versions.py`), for each compiles otherwise.
+
 The gate fails on a spill into memory, on more shared memory than the target has, on a narrow load
 in a main loop or more instructions per byte than its bound (`bounds.py`), on a call that raises,
 and on a kernel of the package that no call compiled.
@@ -25,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+from tests.aot import versions
 from tests.aot.worker import TARGETS, CaseError, Report, Row
 
 CALLS = "benchmarks.ops"
@@ -48,17 +52,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     much.add_argument(
         "--quick", action="store_true", help="the fullest specialisation of each kernel and dtype"
     )
+    parser.add_argument(
+        "--triton", action="append", metavar="VERSION",
+        help=f"this version of Triton (repeatable), or all: {', '.join(versions.SUPPORTED)}",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="also write the reports to this file")
     parser.add_argument(
         "--verbose", action="store_true", help="offending assembly lines, and full tracebacks"
     )
     args = parser.parse_args(argv)
 
+    asked = args.triton or [versions.installed()]
+    reports, passed = list[Report](), True
+    for version in dict.fromkeys(versions.SUPPORTED if asked == ["all"] else asked):
+        try:
+            folder = versions.folder_of(version)
+        except versions.Unavailable as error:
+            print(f"skipped: {error}")
+            continue
+        found = _run(version, folder, args)
+        reports += found
+        passed &= all(report.passed for report in found)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps([asdict(r) for r in reports], indent=1), encoding="utf-8")
+    return 0 if reports and passed else 1
+
+
+def _run(version: str, folder: Path | None, args: argparse.Namespace) -> list[Report]:
+    """Compile with one version, and print."""
     start = time.monotonic()
     targets = list(dict.fromkeys(args.target or TARGETS))
     reports = []
     options = [f"--{name}" for name in ("full", "quick") if getattr(args, name)]
-    for report in run_targets(targets, CALLS, args.op, options):
+    for report in run_targets(targets, CALLS, args.op, options, folder):
         reports.append(report)
         _print_table(report.target, report.rows)
     for reason in dict.fromkeys(row.let_pass for report in reports for row in report.rows):
@@ -66,31 +93,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"let pass: {reason}")
     for report in reports:
         _print_problems(report, args.verbose)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps([asdict(r) for r in reports], indent=1), encoding="utf-8")
     passed = all(report.passed for report in reports)
     count = sum(len(report.rows) for report in reports)
     print(
-        f"{'passed' if passed else 'FAILED'}: {count} specialisations for {', '.join(targets)} "
-        f"in {time.monotonic() - start:.0f} s"
+        f"{'passed' if passed else 'FAILED'} with triton {version}: {count} specialisations for "
+        f"{', '.join(targets)} in {time.monotonic() - start:.0f} s"
         + (" (kernels of other ops not checked)" if args.op else "")
     )
-    return 0 if passed else 1
+    return reports
 
 
 def run_targets(
-    targets: Sequence[str], calls: str, ops: Sequence[str] = (), options: Sequence[str] = ()
+    targets: Sequence[str],
+    calls: str,
+    ops: Sequence[str] = (),
+    options: Sequence[str] = (),
+    folder: Path | None = None,
 ) -> Iterator[Report]:
-    """One process per target, as many at a time as there are cores; reports in order."""
+    """One process per target, as many at a time as there are cores; reports in order.
+
+    Args:
+        folder: that modules are looked for in first.
+    """
+    first = [] if folder is None else [str(folder)]
     with ThreadPoolExecutor(max_workers=min(len(targets), os.cpu_count() or 1)) as pool:
-        yield from pool.map(lambda target: _run_worker(target, calls, ops, options), targets)
+        yield from pool.map(lambda target: _run_worker(target, calls, ops, options, first), targets)
 
 
-def _run_worker(target: str, calls: str, ops: Sequence[str], options: Sequence[str]) -> Report:
+def _run_worker(
+    target: str, calls: str, ops: Sequence[str], options: Sequence[str], first: Sequence[str]
+) -> Report:
     environment = {k: v for k, v in os.environ.items() if k not in _MISLEADING}
     # What this process can import, the worker can: a bare checkout has no installed packages.
-    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    paths = [*first, *(path or os.getcwd() for path in sys.path)]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
         command = [sys.executable, "-m", "tests.aot.worker", "--target", target]

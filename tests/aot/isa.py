@@ -274,6 +274,7 @@ _SASS_END = re.compile(r"^(?:EXIT|RET|BRX|JMX|KILL)\b")
 _SASS_ACCESS = re.compile(r"^(LDG|STG|LDGSTS|REDG?|ATOMG)((?:\.\w+)*)\s+(.*)$")
 _REGISTERS = re.compile(r"\bR(\d+)\b")
 _WAIT = re.compile(r"^DEPBAR\.LE SB0, 0x([0-9a-f]+)")
+_AMD_WAIT = re.compile(r"^s_waitcnt\b.*\bvmcnt\((\d+)\)")
 _ROUNDS = 4  # as many as a loop's copies run ahead
 _AMD_CODE = re.compile(r"^\s+(?:s|v|ds|global|buffer|flat|scratch)_\w+")
 
@@ -330,7 +331,7 @@ def parse_loops(text: str, backend: str) -> list[Loop]:
         # Most of a body's accesses are under a condition; in a loop those few are exceptions.
         moved = always if 2 * always >= every else every
         if moved:
-            in_flight = _most_in_flight(code) if cuda else sum(map(width, code))
+            in_flight = _most_in_flight(code) if cuda else _most_in_flight_on_amd(code)
             found.append(Loop(len(code), moved, in_flight))
     return found
 
@@ -370,6 +371,20 @@ def _most_in_flight(code: list[str]) -> int:
         elif m and m.group(1) == "LDGSTS":
             copied += _sass_width(m.group(2))
         most = max(most, sum(size for size, _ in waiting.values()) + sum(groups) + copied)
+    return most
+
+
+def _most_in_flight_on_amd(code: list[str]) -> int:
+    """The same of amdgcn, where a wait leaves so many of the latest accesses open. Stores are among
+    those, but ask for nothing."""
+    open_accesses, most = list[int](), 0
+    for line in code * _ROUNDS:
+        if wait := _AMD_WAIT.match(line):
+            left = int(wait.group(1))
+            open_accesses = open_accesses[max(0, len(open_accesses) - left) :]
+        elif access := _amd_access(line):
+            open_accesses.append(access[1] if access[0] == "load" else 0)
+        most = max(most, sum(open_accesses))
     return most
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ops import Compiled, Expect
+from tests.aot import versions
 from tests.aot.bounds import MOST_PER_BYTE, MOST_SCALAR_SPILLS, NEEDS
 from tests.aot.cubin import disassemble, usage_of
 from tests.aot.isa import (
@@ -125,6 +126,7 @@ class Report:
     errors: list[CaseError] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    triton: str = ""  # the version that compiled
 
     @property
     def passed(self) -> bool:
@@ -144,6 +146,7 @@ class Report:
             errors=[CaseError(**error) for error in data["errors"]],
             missing=data["missing"],
             seconds=data["seconds"],
+            triton=data["triton"],
         )
 
 
@@ -522,7 +525,7 @@ def gate(
     """Compile the calls, or what stands for them; with a package, also demand that each of its
     kernels was among them."""
     start = time.monotonic()
-    report = Report(target.name)
+    report = Report(target.name, triton=versions.installed())
     recorder = Recorder(target)
     recorder.install()
     if standing_for is not None:
