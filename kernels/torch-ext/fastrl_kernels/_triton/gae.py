@@ -93,7 +93,7 @@ def _gae_fwd_kernel(
     for block in range(blocks):
         start = (blocks - 1 - block) * STEPS
         step = start + tl.arange(0, STEPS)[None, :]
-        at = row * T + step
+        at = row * T + start + tl.arange(0, STEPS)[None, :]
         inside = (row < N) & (step < T)
         counted = load_mask(mask_ptr, at, inside)
         r = load_counted(rewards_ptr, at, counted, inside)
@@ -182,7 +182,7 @@ def _gae_bwd_kernel(
     for block in range(tl.cdiv(T, STEPS)):
         start = block * STEPS
         step = start + tl.arange(0, STEPS)[None, :]
-        at = row * T + step
+        at = row * T + start + tl.arange(0, STEPS)[None, :]
         inside = (row < N) & (step < T)
         counted = load_mask(mask_ptr, at, inside)
         grad = load_counted(grad_advantages_ptr, at, counted, inside)
