@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import fastrl_kernels
 from benchmarks.ops import Expect
 from tests.aot import __main__ as aot
-from tests.aot import worker
+from tests.aot import versions, worker
 from tests.aot.bounds import Need
 from tests.aot.conftest import TOY_TARGETS
 from tests.aot.isa import Access, Operand
@@ -299,7 +300,7 @@ def _row(**changes):
 @pytest.mark.parametrize(
     ("report", "code", "said"),
     [
-        (Report("sm_90", rows=[_row()]), 0, "passed: 1 specialisations"),
+        (Report("sm_90", rows=[_row()]), 0, f"triton {versions.installed()}: 1 spec"),
         (Report("sm_90", rows=[_row(faults=("spills (STACK:8 LOCAL:0)",))]), 1, "STACK:8"),
         (Report("sm_90", rows=[_row()], missing=["op._new_kernel"]), 1, "no call compiled it"),
         (Report("sm_90", [_row()], [CaseError("op[x]", "E: why", "")]), 1, "op[x]: E: why"),
@@ -313,6 +314,44 @@ def test_exit_code_and_json_follow_the_reports(report, code, said, monkeypatch, 
     assert said in capsys.readouterr().out
     (saved,) = json.loads(path.read_text())
     assert (saved["target"], len(saved["rows"])) == ("sm_90", len(report.rows))
+
+
+def test_each_version_asked_for_compiles_from_its_own_folder(monkeypatch, capsys):
+    folders = {"3.6.0": Path("old"), versions.installed(): None}
+    monkeypatch.setattr(versions, "folder_of", folders.__getitem__)
+    seen = []
+
+    def run(*given):
+        seen.append(given[-1])
+        return [Report("sm_90", rows=[_row()] if given[-1] else [])]
+
+    monkeypatch.setattr(aot, "run_targets", run)
+    asked = [f"--triton={version}" for version in folders]
+    assert aot.main(asked) == 1, "of one of them"
+    assert seen == list(folders.values())
+    said = capsys.readouterr().out
+    assert "passed with triton 3.6.0" in said
+    assert f"FAILED with triton {versions.installed()}" in said
+
+
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        ("(from versions: 3.7.0, 3.7.1)", versions.Unavailable),
+        ("(from versions: none)", RuntimeError),
+        ("no route to host", RuntimeError),
+    ],
+)
+def test_a_version_without_a_wheel_is_told_from_an_index_that_does_not_answer(
+    told, error, monkeypatch, tmp_path
+):
+    done = subprocess.CompletedProcess([], 1, "", f"ERROR: Could not find a version {told}")
+    monkeypatch.setattr(versions.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(versions.sys, "prefix", str(tmp_path))
+    with pytest.raises(error) as raised:
+        versions.folder_of("3.0.0")
+    assert raised.type is error
+    assert not list(tmp_path.iterdir())
 
 
 def test_reports_survive_json():
