@@ -20,6 +20,7 @@ from .tiles import accurate_tanh, device_of
 
 _SCALE_PROGRAMS = 1024
 _SCALE_BLOCK = 4096
+_SCALE_THREADS = tl.constexpr(256)  # at most, of a program: four warps of 64
 
 
 @triton.jit
@@ -288,7 +289,8 @@ def _lm_head_scale_kernel(
             high = tl.cast(n // VEC * VEC, tl.int64)
             at = tl.cast(whole, tl.int64) * BLOCK + slots
             _scale_there(x_ptr + at, factor, at < high)
-            at = high + tl.arange(0, VEC)
+            # As many slots as threads, or they would read what another of them has written.
+            at = high + tl.arange(0, _SCALE_THREADS)
             _scale_there(x_ptr + at, factor, at < n)
 
 
