@@ -18,6 +18,7 @@ import math
 import pkgutil
 import re
 import shlex
+import shutil
 import sys
 import types
 from collections.abc import Iterator
@@ -184,8 +185,8 @@ def reader(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "runs").mkdir()
     for path in (stand_ins / "runs").glob("*/model"):
-        (tmp_path / "runs" / path.parent.name).mkdir()
-        (tmp_path / "runs" / path.parent.name / "model").symlink_to(path)
+        # A copy, which pages may overwrite.
+        shutil.copytree(path, tmp_path / "runs" / path.parent.name / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     train = PPOTrainer.train
@@ -315,8 +316,8 @@ def test_shell_lines_are_what_the_tools_take(
 
 def test_the_quick_starts_commands_run(reader: Path, capsys: Any) -> None:
     """One after the other, each on what those before it have left."""
-    (reader / "runs" / "sft" / "model").unlink()
-    (reader / "runs" / "reward" / "model").unlink()
+    shutil.rmtree(reader / "runs" / "sft" / "model")
+    shutil.rmtree(reader / "runs" / "reward" / "model")
     brief = ["--max-length", "64", "--eval-examples", "2"]
     options = {
         "sft": brief,
@@ -345,8 +346,8 @@ def test_the_quick_starts_commands_run(reader: Path, capsys: Any) -> None:
 def test_the_quick_starts_commands_run_as_printed_on_its_own_lines(
     reader: Path, capsys: Any
 ) -> None:
-    (reader / "runs" / "sft" / "model").unlink()
-    (reader / "runs" / "reward" / "model").unlink()
+    shutil.rmtree(reader / "runs" / "sft" / "model")
+    shutil.rmtree(reader / "runs" / "reward" / "model")
     for block in blocks("docs/quick_start.md"):
         if "file" in block.notes and block.notes["file"].endswith(".jsonl"):
             (reader / block.notes["file"]).unlink()

@@ -190,6 +190,19 @@ def test_a_library_that_is_wrong_is_not_used(spoil, monkeypatch):
         gemm.inexact.cache_clear()
 
 
+@pytest.mark.parametrize(("dtype", "name"), USABLE)
+@pytest.mark.parametrize("measured", [False, True], ids=["forced", "measured"])
+def test_each_library_may_be_asked_for(dtype, name, measured, monkeypatch):
+    if measured:
+        table = {gemm.processor(): {dtype: [name, 0]}}
+        gemm.table_path().write_text(json.dumps(table))
+    else:
+        monkeypatch.setenv(gemm.LIBRARY_VARIABLE, name)
+    gemm.inexact.cache_clear()
+    gemm._found.cache_clear()
+    assert gemm.choices()[dtype] == gemm.Choice(name, 0)
+
+
 def test_a_library_that_is_missing_is_replaced(monkeypatch):
     monkeypatch.setattr(gemm.OneDnn, "absent", staticmethod(lambda: "torch has no oneDNN"))
     monkeypatch.setattr(gemm.Bf16, "absent", staticmethod(lambda: "no AVX512-BF16"))

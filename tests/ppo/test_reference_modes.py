@@ -94,18 +94,22 @@ def test_audited_samples_run_no_shared_layer_again():
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "opt"])
 @pytest.mark.parametrize("gib", [(0.0, 0.0), (0.0, 1.0), (1e-6, 0.0)], ids=["none", "host", "some"])
-def test_the_update_is_the_same_to_the_last_bit_whatever_is_kept(family, gib):
-    """What is kept was computed by the same operations on the same numbers, in storage that torch
-    aligns alike: all models here have their weights in such storage."""
+def test_the_update_is_the_same_whatever_is_kept(family, gib):
+    """To the last bit where all samples are kept, or none: what is kept was computed by the same
+    operations on the same numbers, in storage that torch aligns alike. Where some are computed
+    again, products have other numbers of rows, whose bits some libraries do not keep."""
     settings = {"num_shared_layers": 2, "ppo_epochs": 3, "adap_kl_ctrl": False}
     budget = dict(zip(("trunk_cache_gib", "trunk_cache_host_gib"), gib, strict=True))
     kept, again = (trainer_of(deep(family), **settings, **extra) for extra in ({}, budget))
     runs = counted(kept.model), counted(again.model)
     (stats, weights), (stats_again, weights_again) = stepped(kept), stepped(again)
-    assert_same(weights, weights_again)
+    if not gib[0]:
+        assert_same(weights, weights_again)
+    assert_learned_alike(weights, weights_again)
     for a, b in zip(stats, stats_again, strict=True):
-        assert a["objective/kl"] == b["objective/kl"]
-        assert a["ppo/loss/total"] == b["ppo/loss/total"]
+        tolerance = 1e-5 if gib[0] else 0
+        for name in ("objective/kl", "ppo/loss/total"):
+            assert a[name] == pytest.approx(b[name], rel=tolerance, abs=tolerance)
     tokens = sum(tokens_of(make_batch(seed=seed)) for seed in range(2))
     assert runs[0][0] == tokens
     assert (runs[1][0] > tokens) == (gib[1] == 0)
