@@ -229,7 +229,7 @@ def test_strided_constants(backend, device):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
 def test_upstream_factors_scale_and_one_leaves_all_bits(backend, device, dtype):
-    inputs = batch(2, 60, dtype=dtype, device=device, bias=True, seed=3)
+    inputs = batch(16, 60, dtype=dtype, device=device, bias=True, seed=3)
     _, plain, _ = run(inputs, backend)
     assert all(x.any() for x in plain.values())
     for factor in (1.0, -0.3, 65536.0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl_kernels import Extras, KLTerm, linear_logprobs, linear_ppo_loss, reference
+from fastrl_kernels import Extras, KLTerm, gemm, linear_logprobs, linear_ppo_loss, reference
 from fastrl_kernels.lm_head import column_chunks, row_chunks
 from fastrl_kernels.types import LogitTransform, RowGradients, RowStatistics, Temperature
 from fastrl_kernels.workspace import Workspace
@@ -213,7 +213,7 @@ def test_one_chunk_is_multiplied_three_times(backend, device, op):
     """For logits, and for the gradients of hidden states and weight: nothing is computed again."""
     inputs = batch(5, 300, device=device)
     leaves = [inputs[name].requires_grad_() for name in ("hidden", "weight")]
-    with allocations() as calls:
+    with gemm.using({"float32": gemm.MM}), allocations() as calls:
         found = op(inputs, backend=backend)
         (found[0] if op is loss_of else found.sum()).backward(inputs=leaves)
     products = [what for _, what in calls if what.startswith(("mm.", "addmm"))]

@@ -75,7 +75,10 @@ def test_without_old_logprobs_nothing_was_learned_since(backend, device, name):
             )  # fmt: skip
             loss.backward()
             found.append([loss.detach(), stats.logprobs, *(x.grad for x in leaves)])
-        assert_same_bits(*found)
+        # Some libraries' products of another number of rows have other last bits.
+        for unknown, known in zip(*found, strict=True):
+            close = {"rtol": 1e-5, "atol": 1e-6 * float(known.abs().max())}
+            torch.testing.assert_close(unknown, known, **close)
 
 
 def test_chunks_of_rows_may_cut_sequences(backend, device):

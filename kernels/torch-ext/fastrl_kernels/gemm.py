@@ -218,7 +218,15 @@ class OneDnn(_InPieces):
             return torch.nn.functional.linear(x, weight, bias)
         # A single row would go to another kernel, which rounds otherwise.
         rows = x.expand(2, -1) if len(x) == 1 else x
+        if not _is_matrix(weight):
+            weight = weight.contiguous()
         return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")[: len(x)]
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether x is laid out by rows or by columns, which do not overlap."""
+    (rows, columns), (row, column) = x.shape, x.stride()
+    return (column == 1 and row >= columns) or (row == 1 and column >= rows)
 
 
 class Bf16(_InPieces):
