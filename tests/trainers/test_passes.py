@@ -25,11 +25,11 @@ def learned(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(found: Any, expected: Any) -> None:
-    """To what float32 sums in another order differ by."""
+    """To what float32 sums in another order differ by, and weights of 1 that they are taken from."""
     largest = max(float(x.abs().max()) for x in expected.values())
     assert largest > 1e-3
     for name, x in expected.items():
-        assert (found[name] - x).abs().max() <= 3e-6 * largest, name
+        assert (found[name] - x).abs().max() <= 1e-5 * largest, name
 
 
 @dataclass
