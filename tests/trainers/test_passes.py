@@ -25,7 +25,7 @@ def learned(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(found: Any, expected: Any) -> None:
-    """To what float32 sums in another order differ by, and weights of 1 that they are taken from."""
+    """To what float32 sums in another order differ by, and the weights of 1 that they change."""
     largest = max(float(x.abs().max()) for x in expected.values())
     assert largest > 1e-3
     for name, x in expected.items():
