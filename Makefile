@@ -57,9 +57,10 @@ thorough: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
 	$(BIN)/python -m tests.aot --triton all
 	$(BIN)/python -m tests.ptx --selection
+	$(BIN)/python -m tests.headroom --light
 	$(BIN)/python -m tests.resolution
 
-# Half an hour on two cores; HEADROOM= takes --light and --full. Not yet part of make thorough.
+# Half an hour on two cores; HEADROOM= takes --light and --full.
 headroom: $(VENV)/.dev
 	$(BIN)/python -m tests.headroom $(HEADROOM)
 

@@ -116,8 +116,7 @@ def judged_files() -> list[str]:
 
 
 def run(one: Pass, folder: Path, workers: int) -> tuple[dict[tuple[str, str], float], list[str]]:
-    """The largest share by test and name of the result, and what pytest says of the tests: those
-    that fail for other reasons have examples that are made for seed 0."""
+    """The largest share by test and name of the result, and pytest's summary and failures."""
     settings = SETTINGS[one.setting]
     if settings.get(_LIBRARY) == "bf16" and gemm.Bf16.absent():
         settings = {**settings, _LIBRARY: "auto"}  # it would be refused
@@ -135,7 +134,7 @@ def run(one: Pass, folder: Path, workers: int) -> tuple[dict[tuple[str, str], fl
             share = math.inf if math.isnan(share) else share
             found[test, what] = max(found.get((test, what), 0.0), share)
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return found, [lines[-1], *(line for line in lines[:-1] if line.startswith("FAILED"))]
+    return found, [lines[-1], *(line for line in lines[:-1] if line.startswith(("FAILED", "ERROR")))]
 
 
 def main() -> int:
@@ -146,15 +145,12 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     largest: dict[str, tuple[float, str]] = {}
-    total = 0
+    total = failed = 0
     for one in passes(options.choice):
         with tempfile.TemporaryDirectory() as folder:
             found, said = run(one, Path(folder), options.workers)
-        said = "\n    ".join(said)
-        print(f"{one}: {len(found)} comparisons, pytest: {said}", flush=True)
-        if not found:
-            return 1
-        total += len(found)
+        print(f"{one}: {len(found)} comparisons, pytest:", "\n    ".join(said), flush=True)
+        total, failed = total + len(found), failed + len(said[1:]) + (not found)
         for (test, what), share in found.items():
             file, _, name = test.partition("::")
             family = f"{Path(file).stem.removeprefix('test_')}: {kind(what)}"
@@ -165,7 +161,8 @@ def main() -> int:
         over += share > limit
         print(f"{share:8.3f} {'too much' if share > limit else '':8} {family:45} {where}")
     print(f"{total} comparisons; {over} of {len(largest)} families use more than {MOST} of theirs")
-    return int(over > 0)
+    print(f"{failed} tests failed")
+    return int(over + failed > 0)
 
 
 def kind(what: str) -> str:
