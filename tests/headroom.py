@@ -133,8 +133,8 @@ def run(one: Pass, folder: Path, workers: int) -> tuple[dict[tuple[str, str], fl
         for test, what, share in map(json.loads, path.read_text().splitlines()):
             share = math.inf if math.isnan(share) else share
             found[test, what] = max(found.get((test, what), 0.0), share)
-    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return found, [lines[-1], *(line for line in lines[:-1] if line.startswith(("FAILED", "ERROR")))]
+    *lines, last = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return found, [last, *(line for line in lines if line.startswith(("FAILED", "ERROR")))]
 
 
 def main() -> int:
