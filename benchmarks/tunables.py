@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import memory, ops, timing
 from benchmarks.cases import Case
-from benchmarks.gate import Problem, wrong_numbers
+from benchmarks.gate import DRAWS, Problem, wrong_numbers
 from benchmarks.harness import Measurement, Red, Run
 from benchmarks.ops import Shape
 from benchmarks.peers import why_absent
@@ -203,7 +203,8 @@ def values_in_turns(
     """Turns of all values of a tunable on a shape; one whose results fail the gate is absent."""
     run, shape = measurement.run, measurement.case.of
     measurement.entry["tunable"] = tunable.name
-    problem = ops.problem(shape, run.device, backend=backend)
+    make = partial(ops.problem, shape, run.device, backend=backend)
+    problem = make()
     now = tunable.shown(tunable.present) + ", now"
     sides: dict[str, Side] = {}
     for value in tunable.values:
@@ -211,7 +212,7 @@ def values_in_turns(
         workspace.clear()
         try:
             with tunable.set_to(value):
-                wrong = wrong_numbers(problem)
+                wrong = wrong_numbers(problem, (make(seed=seed) for seed in range(1, DRAWS)))
         except Exception as error:  # too much shared memory or too few registers, say
             wrong = why_absent(error)
         if wrong:

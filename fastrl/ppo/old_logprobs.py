@@ -16,7 +16,7 @@ from fastrl.rollout import RolloutOutput
 # which those of a rollout are reused.
 TOLERANCES = {torch.float32: ("max", 1e-4), torch.float64: ("max", 1e-4)}
 LOW_PRECISION = ("mean", 5e-3)
-AUDITED = 4  # samples per step that are scored again
+_AUDITED = 4  # samples per step that are scored again, at most
 
 
 class OldLogprobs:
@@ -60,8 +60,7 @@ class OldLogprobs:
 
     def _audit(self, batch: TokenBatch, rollout: Sequence[LogprobsAndValues]) -> dict[str, float]:
         """Compares a few samples with a forward of the policy."""
-        samples = batch.counting() or range(len(batch))
-        chosen = samples[:: max(1, len(samples) // AUDITED)][:AUDITED]
+        chosen = audited(batch.counting() or range(len(batch)))
         part = batch.select(chosen)
         counting = part.response_mask.flatten().nonzero()[:, 0]
         where = to_device(counting, part.input_ids.device)
@@ -79,6 +78,12 @@ class OldLogprobs:
             # NaN does not agree.
             "rollout/reused": float((worst if kind == "max" else mean) <= tolerance),
         }
+
+
+def audited(samples: Sequence[int]) -> list[int]:
+    """Those of a step's samples that are scored again: one of four, evenly, and not many."""
+    number = min(_AUDITED, -(-len(samples) // 4))
+    return [samples[i * len(samples) // number] for i in range(number)]
 
 
 def rollout_logprobs(

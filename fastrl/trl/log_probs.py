@@ -16,7 +16,7 @@ from fastrl.models.attention import replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
-from fastrl.ppo.old_logprobs import AUDITED, LOW_PRECISION, TOLERANCES
+from fastrl.ppo.old_logprobs import LOW_PRECISION, TOLERANCES, audited
 from fastrl.ref_model import RefModel
 from fastrl.run.processes import Processes
 from fastrl.trl.sampled import SampledResponses
@@ -87,8 +87,7 @@ class ResponseScorer:
         if sampled is None or self.reuses is False:
             return self._by_policy(model, responses, size)
         if self.reuses is None:
-            step = max(1, len(responses) // AUDITED)
-            chosen = list(range(0, len(responses), step))[:AUDITED]
+            chosen = audited(range(len(responses)))
             part = responses.select(chosen)
             found = part.learned(self._by_policy(model, part, size))
             off = (part.learned([sampled[i].float().cpu() for i in chosen]) - found).abs()

@@ -150,7 +150,7 @@ def test_values_take_turns_beside_the_present_one(tmp_path) -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_value_with_other_results_or_none_has_no_time(tmp_path, monkeypatch, raises) -> None:
-    def wrong(problem):
+    def wrong(problem, others):
         if WINDOW.present == 64 and raises:
             raise RuntimeError("out of resource: shared memory")
         return "it is off" if WINDOW.present == 64 else None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
+import fastrl.commands.report  # noqa: F401 - it has the function itself, which draws
 from fastrl.demo.models import build_tokenizer
 from fastrl.demo.text import preference_pairs, reviews
 from fastrl.run import report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -55,12 +56,18 @@ def test_extras_match_the_formula(backend, device, rows, vocabulary, workspace):
     assert extras.is_top1[0, 0]
 
 
+def assert_rounded_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Heads without extras are computed in pieces, where a library is as fast for these."""
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6 * float(y.abs().max()))
+
+
 def test_extras_come_last_and_alone_where_asked_for(backend, device):
     inputs = batch(5, 60, device=device)
     plain = linear_logprobs(**inputs, entropy=True, backend=backend)
     for name in EXTRAS:
         *results, extras = linear_logprobs(**inputs, entropy=True, extras=(name,), backend=backend)
-        assert_same_bits(results, plain)
+        assert_rounded_alike(results, plain)
         assert [x is not None for x in extras] == [name == other for other in EXTRAS]
 
 
@@ -72,7 +79,7 @@ def test_extras_have_no_gradient(backend, device):
     assert not any(x.requires_grad for x in extras)
     with_extras = torch.autograd.grad(logprobs.sum(), leaf)
     alone = torch.autograd.grad(linear_logprobs(**inputs, backend=backend).sum(), leaf)
-    assert_same_bits(with_extras, alone)
+    assert_rounded_alike(with_extras, alone)
 
 
 @pytest.mark.parametrize(("vocabulary", "workspace"), [(40, None), (20_000, None), (40, 100)])

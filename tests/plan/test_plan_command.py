@@ -307,8 +307,10 @@ def test_a_model_is_planned_for_that_is_smaller_than_its_activations(tokens):
     assert trainer.plan(16, tokens).peak > sum(p.nbytes for p in policy.parameters())
 
 
-def test_a_four_bit_base_is_counted_as_it_is_stored(folder, capsys):
+def test_a_four_bit_base_is_counted_as_it_is_stored(folder, capsys, monkeypatch):
     pytest.importorskip("bitsandbytes")
+    # A forced library's pieces of so small a head would hold numbers, and sums over them none.
+    monkeypatch.delenv("FASTRL_KERNELS_PRODUCTS", raising=False)
     flags = [*FLAGS, "--method", "grpo", "--group-size", "2", "--lora-r", "4"]
     whole = planned(capsys, folder, *flags)["phases"]["loading"]["by_kind"]["parameters"]
     quantised = planned(capsys, folder, *flags, "--load-in-4bit", "true")
