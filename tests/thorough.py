@@ -8,7 +8,17 @@ import os
 import pytest
 
 ALONE = os.environ.get("THOROUGH") == "1"
-# Of these tests only the settings named are part of `make test`.
+# No test of these files is part of `make test`,
+_FILES = (
+    "aot/test_cubin.py",
+    "benchmarks/test_scripts.py",
+    "benchmarks/test_workloads.py",
+    "processes/test_commands.py",
+    "processes/test_corrected.py",
+    "processes/test_fitted.py",
+    "processes/test_sharded.py",
+)
+# and of these tests only the settings named.
 _KEPT: dict[str, tuple[str, ...]] = {
     "alignment/test_resumed_alignment.py::test_alignment_goes_on_from_any_checkpoint": (
         *("dpo", "ppo", "online pairs"),
@@ -16,7 +26,7 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "alignment/test_trainer.py::test_every_offline_loss_fits_32_pairs": (
         *("dpo-offline-pairwise", "orpo-offline-pairwise", "kto-offline-pointwise"),
     ),
-    "aot/test_cubin.py::test_registers_and_spills_are_those_that_cuobjdump_prints": (),
+    "aot/test_gate.py::test_every_candidate_of_an_autotuned_kernel_is_compiled": (),
     "benchmarks/test_front_door.py::test_figures_with_sleeping_threads_are_not_saved": (),
     "benchmarks/test_front_door.py::test_json_has_ratio_bytes_memory_and_goals_of_each_case": (),
     "benchmarks/test_workers.py::test_a_processs_peak_is_its_own_and_can_be_counted_anew": (),
@@ -28,8 +38,8 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "commands/test_run_folder.py::test_every_command_leaves_the_same_kind_of_folder": (
         *("sft", "align online", "ppo"),
     ),
-    "data/test_one_encoder.py::test_a_row_of_chats": (*("llama", "bpe with BOS"),),
-    "data/test_one_encoder.py::test_a_row_of_texts": (*("llama", "bpe with BOS"),),
+    "data/test_one_encoder.py::test_a_row_of_chats": ("bpe with BOS",),
+    "data/test_one_encoder.py::test_a_row_of_texts": ("llama",),
     "demo/test_demo.py::test_quick_demo_runs_every_stage_and_reaches_its_goal": (),
     "device/test_host_reads.py::test_a_step_reads_once_per_optimizer_step": (
         *("copy", "trunk", "adapter", "GRPO", "bf16", "full KL"),
@@ -38,8 +48,13 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "device/test_iterations.py::test_ppo_trains_with_every_reference": (
         *("copy", "trunk", "adapter", "full KL", "GRPO", "bf16", "offloaded optimizer"),
     ),
+    "faults/test_kills.py::test_a_run_may_be_killed_more_than_once": (),
     "faults/test_kills.py::test_a_killed_run_is_resumed_bit_for_bit": (
         *("ppo-0", "grpo-1", "sft-1", "reward-0", "dpo-1"),
+    ),
+    "kernels/test_compile.py::test_one_graph_for_all_sizes_with_the_bits_of_eager_mode": (
+        *("gae-torch", "linear_ppo_loss with everything-torch", "pair_loss-torch"),
+        *("linear_logprobs-triton", "linear_sample-triton", "sample_tokens-triton"),
     ),
     "kernels/test_compile.py::test_triton_kernels_are_traced_without_a_graph_break": (),
     "kernels/test_draws_agree.py::test_both_backends_draw_the_same_tokens_of_a_few_rows": (
@@ -54,11 +69,22 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "kernels/test_sampling.py::test_more_candidates_than_there_is_room_for": (
         *("3-top-k beyond the groups", "3-top-p", "3-top-k, top-p"),
     ),
+    "kernels/test_sampling_draws.py::"
+    "test_draws_of_several_parts_are_as_often_as_they_are_probable": (
+        *("plain", "top_p", "temperature, top_k, top_p, min_p"),
+    ),
     "kernels/test_workspace.py::test_ten_live_graphs_keep_two_workspaces_of_logits": (
         *("whole-torch", "whole-triton", "chunks-torch"),
     ),
     "plan/test_accuracy.py::test_planning_takes_no_memory_of_the_models_size": (),
     "plan/test_accuracy.py::test_plans_are_close_to_the_profilers_sums": (),
+    "plan/test_plan_command.py::test_each_method_is_planned_with_the_flags_of_its_command": (
+        *("grpo", "dpo"),
+    ),
+    "plan/test_plan_command.py::test_each_task_of_preference_learning_is_planned": (
+        *("dpo-online-pairwise", "kto-offline-pointwise"),
+    ),
+    "plan/test_plan_command.py::test_what_fits_fills_slots_passes_and_keys": (),
     "plan/test_plan_command.py::test_batches_of_several_passes_are_planned_as_such": ("sft",),
     "plan/test_plan_command.py::test_the_command_says_that_a_run_does_not_fit": (),
     "ppo/test_bandit.py::test_a_bandit_converges_to_the_tilted_reference": ("dtype0",),
@@ -71,8 +97,6 @@ _KEPT: dict[str, tuple[str, ...]] = {
         *("ppo", "an adapter"),
     ),
     "ppo/test_seq2seq_ppo.py::test_rewards_rise": ("bart",),
-    "processes/test_commands.py::test_a_command_does_on_several_processes_what_it_does_on_one": (),
-    "processes/test_commands.py::test_a_launcher_starts_fastrl_ppo": (),
     "processes/test_inside_trl.py::test_a_model_that_would_be_trained_without_ddp_is_refused": (),
     "processes/test_inside_trl.py::test_an_error_in_one_process_ends_all_soon": (),
     "processes/test_inside_trl.py::test_log_probs_are_those_that_trl_computes_in_each_process": (),
@@ -85,7 +109,8 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "ptx/test_ptx_compiled.py::test_small_kernels_compute_what_torch_does_and_faults_are_found": (),
     "rollout/test_fused_layers.py::test_a_layers_launches": ("llama-False-13",),
     "test_documents.py::test_the_quick_starts_commands_run_as_printed_on_its_own_lines": (),
-    "test_more_examples.py::test_sums_of_digits": ("grpo",),
+    "test_more_examples.py::test_a_dpo_script": (),
+    "test_more_examples.py::test_sums_of_digits": (),
     "trainers/test_low_memory.py::test_small_steps_move_as_many_weights_in_bf16_as_in_float32": (
         "sft",
     ),
@@ -111,16 +136,6 @@ _KEPT: dict[str, tuple[str, ...]] = {
 _LEFT_OUT: dict[str, tuple[str, ...]] = {
     "faults/test_failures.py::test_a_reward_that_fails_costs_nothing": (
         *("hangs-6", "raises-5", "raises-6"),
-    ),
-    "kernels/test_compile.py::test_one_graph_for_all_sizes_with_the_bits_of_eager_mode": (
-        *("gae whitened-torch", "linear_logprobs extras-torch", "linear_logprobs numbers-torch"),
-        *("linear_ppo_loss one chunk-torch", "linear_ppo_loss numbers-torch"),
-        *(
-            "linear_sample number-torch",
-            "sample_tokens numbers-torch",
-            "sample_tokens tensors-torch",
-        ),
-        *("token_logprobs number-torch", "full_kl number-torch", "decode_attention numbers-torch"),
     ),
     "processes/test_failing.py::test_one_process_ends_all_soon_with_the_state_saved": (
         "2-hangs-PeerFailed: another process has ended, or did not answer within",
@@ -155,14 +170,16 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def _is_thorough(test: str, setting: str) -> bool:
-    kept = setting in _KEPT.get(test, (setting,))
+    kept = setting in _KEPT.get(test, (setting,)) and test.partition("::")[0] not in _FILES
     return not kept or setting in _LEFT_OUT.get(test, ())
 
 
 def _check(found: set[tuple[str, str]]) -> None:
     tests = {test for test, _ in found}
+    files = {test.partition("::")[0] for test in tests}
     named = [*_KEPT.items(), *_LEFT_OUT.items()]
     settings = {(test, setting) for test, some in named for setting in some}
     unknown = [*({test for test, _ in named} - tests), *(f"{t}[{x}]" for t, x in settings - found)]
+    unknown += {*_FILES} - files
     if unknown:
         raise pytest.UsageError(f"tests/thorough.py names what is not there: {sorted(unknown)}")
