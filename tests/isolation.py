@@ -74,11 +74,13 @@ def _put_back(own: Path) -> Iterator[None]:
         own: tests' folder. Its files are modules of the test that imported them alone; packages
             stay, since others may hold them.
     """
-    variables, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
+    environ, variables = os.environ, dict(os.environ)
+    folder, path = os.getcwd(), list(sys.path)
     modules, hook = set(sys.modules), sys.excepthook
     libraries = [(x, x.level) for x in map(logging.getLogger, ("", "transformers", "datasets"))]
     threads = torch.get_num_threads()
     yield
+    os.environ = environ  # noqa: B003 - datasets puts a copy in its place
     if os.environ != variables:
         os.environ.clear()
         os.environ.update(variables)

@@ -122,7 +122,8 @@ def choose(backend: str, *tensors: torch.Tensor | None) -> str:
         raise _apart(tensors)
     if torch.compiler.is_compiling():
         return explain(device, backend).backend
-    asked = (device, backend, _VARIABLES.get(_VARIABLE))
+    # The present object: datasets puts a copy in its place, where it maps in several processes.
+    asked = (device, backend, getattr(os.environ, "_data", os.environ).get(_VARIABLE))
     found = _chosen.get(asked)
     if found is None:
         found = explain(device, backend).backend
@@ -138,10 +139,9 @@ def _apart(tensors: tuple[torch.Tensor | None, ...]) -> ValueError:
 
 # On devices of Triton's: by device, argument and environment variable, all that it rests on there.
 _chosen: dict[tuple[torch.device, str, Any], str] = {}
-# What os.environ looks into, which takes half a microsecond to find that a variable is not set.
-_VARIABLES: Any = getattr(os.environ, "_data", os.environ)
+# As in what os.environ looks into, which takes half a microsecond to find that it is not set.
 _VARIABLE: Any = BACKEND_VARIABLE
-if _VARIABLES is not os.environ:
+if hasattr(os.environ, "_data"):
     _VARIABLE = os.environ.encodekey(BACKEND_VARIABLE)
 
 
