@@ -89,17 +89,20 @@ def test_a_product_without_terms_is_zero(dtype, name):
 
 
 @needs_onednn
-def test_onednn_gets_weights_without_gaps():
-    """It computes others by a reference, hundreds of times as slow, and none that overlap."""
+def test_onednn_gets_weights_and_biases_without_gaps():
+    """It computes weights with gaps by a reference, hundreds of times as slow, and none that
+    overlap; of a bias with gaps it adds other numbers."""
     own = torch.ops.mkldnn._linear_pointwise
-    table, x = torch.randn(60, 60), torch.randn(5, 30)
+    table, x, bias = torch.randn(60, 60), torch.randn(5, 30), torch.randn(80)[::2]
     parts = [table[:40, :30], table[:30, :40].t(), table.as_strided((40, 30), (1, 1))]
-    for weight in (*parts, table[:, :30].t()[:, :30].contiguous(), torch.randn(30, 40).t()):
+    for weight in (*parts, torch.randn(40, 30), torch.randn(30, 40).t()):
         with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", side_effect=own) as called:
-            found = gemm.OneDnn.linear(x, weight)
+            found = gemm.OneDnn.linear(x, weight, bias)
         given = called.call_args.args[1]
         assert given.is_contiguous() or given.t().is_contiguous()
-        torch.testing.assert_close(found, x @ weight.t())
+        torch.testing.assert_close(found, x @ weight.t() + bias)
+        packed = gemm.Packed(weight).linear(x, bias)
+        torch.testing.assert_close(packed, found)
 
 
 @pytest.mark.parametrize(("dtype", "name"), EQUAL_ROWS)

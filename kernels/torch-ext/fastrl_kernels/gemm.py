@@ -221,7 +221,13 @@ class OneDnn(_InPieces):
         # For parts of rows or columns it has but a reference, hundreds of times as slow.
         if not (weight.is_contiguous() or weight.t().is_contiguous()):
             weight = weight.contiguous()
-        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")[: len(x)]
+        return _by_onednn(rows, weight, bias)[: len(x)]
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x wᵀ + b; it reads the numbers of a bias one after the other, whatever its stride."""
+    bias = None if bias is None else bias.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class Bf16(_InPieces):
@@ -677,5 +683,5 @@ class Packed:
         if self._plain:
             out = torch.nn.functional.linear(x, self._weight, bias)
         else:
-            out = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+            out = _by_onednn(x, self._weight, bias)
         return out.to(self.dtype)
