@@ -81,8 +81,8 @@ class OldLogprobs:
 
 
 def audited(samples: Sequence[int]) -> list[int]:
-    """Those of a step's samples that are scored again: one of four, evenly, and not many."""
-    number = min(_AUDITED, -(-len(samples) // 4))
+    """Those of a step's samples that are scored again, evenly."""
+    number = min(_AUDITED, len(samples))
     return [samples[i * len(samples) // number] for i in range(number)]
 
 

@@ -118,7 +118,7 @@ def test_old_logprobs_come_from_the_rollout(how, policy_scores):  # noqa: F811
     assert rollout.values is None
     given = {"rollout": rollout} if how == "rollout" else {}
     result = trainer.step(queries, rollout.sequences, [torch.tensor(1.0)] * 4, **given)
-    assert policy_scores == ([] if how == "rollout" else [-1])
+    assert policy_scores == ([] if how == "rollout" else [-4])
     assert result["rollout/reused"] == 1.0
 
 

@@ -77,7 +77,7 @@ def test_own_responses_are_recognised_and_a_few_are_audited(policy_scores):
     queries = tiny_models.prompts(5, 3, 7, 2, 4, 6, 1, 3)
     responses = trainer.generate(queries, return_prompt=False, **SAMPLING)
     result = trainer.step(queries, responses, [torch.tensor(1.0)] * 8)
-    assert policy_scores == [-2]
+    assert policy_scores == [-4]
     assert result["rollout/reused"] == 1.0
     assert 0 < result["rollout/audit_max"] <= 1e-5
     assert 0 < result["rollout/audit_logprobs_max"] <= 1e-5
@@ -128,7 +128,7 @@ def test_a_rollout_may_be_handed_over(policy_scores):
     scores = [torch.tensor(1.0)] * 4
     result = trainer.step(queries, out.sequences, scores, rollout=out)
     assert result["rollout/reused"] == 1.0
-    assert policy_scores == [-1]
+    assert policy_scores == [-4]
 
 
 @pytest.mark.parametrize("what", ["logprobs_t1", "values"])
@@ -142,9 +142,9 @@ def test_an_audit_that_fails_recomputes_the_step(what, wrong, policy_scores):
     out.sequences = [r.cpu() for r in responses]
     told = [torch.zeros(len(r)) for r in responses]
     out.logprobs, out.logprobs_t1, out.values = None, list(told), list(told)
-    getattr(out, what)[0] = told[0] + wrong
+    getattr(out, what)[1] = told[1] + wrong
     result = trainer.step(queries, responses, scores, rollout=out)
-    assert policy_scores == [-1, 2, 2]
+    assert policy_scores == [-4, 2, 2]
     assert result["rollout/reused"] == 0.0
     assert not result["rollout/audit_max"] <= 1e-4
     assert result["objective/kl"] == pytest.approx(expected["objective/kl"], abs=1e-6)
