@@ -225,33 +225,29 @@ def left_checkpoints(folder: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_what_cannot_be_resumed_is_refused_and_stays(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = {"dataset": "prompted.jsonl", "task": "sft", "max-length": 40, "max-steps": 1}
+    folder = tmp_path / "run"
+    assert cli.main(words("dpo", data, folder, **given)) == 0
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+    rows = (data / "prompted.jsonl").read_text().splitlines(keepends=True)
+    (data / "other.jsonl").write_text("".join(rows[:-5]))
+    refused: list[tuple[dict[str, Any], str]] = [
         ({}, "holds a run already (checkpoint-1): pass --resume"),
         ({"resume": "nowhere"}, "resume: there is no folder nowhere"),
         ({"resume": "latest", "overwrite": "true"}, "exclude each other"),
         ({"save-every": -1}, "save_steps must be 0 or more and finite, got -1"),
         ({"keep-last": -1}, "save_total_limit must be 0 or more, got -1"),
-        ({"resume": "latest", "dataset": "pairs.jsonl"}, "whose data differs"),
+        ({"resume": "latest", "dataset": "other.jsonl"}, "whose data differs"),
         ({"resume": "latest", "lora-r": 2}, "whose model differs"),
-    ],
-)
-def test_what_cannot_be_resumed_is_refused_and_stays(
-    flags: dict[str, Any], message: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    (data / "lines.txt").write_text("a film .\n" * 20)
-    given = {"dataset": "prompted.jsonl", "task": "sft", "max-length": 40, "max-steps": 1}
-    folder = tmp_path / "run"
-    assert cli.main(words("dpo", data, folder, **given)) == 0
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
-    if "dataset" in flags:
-        rows = (data / "prompted.jsonl").read_text().splitlines(keepends=True)
-        (data / "other.jsonl").write_text("".join(rows[:-5]))
-        flags = {**flags, "dataset": "other.jsonl"}
-    assert cli.main(words("dpo", data, folder, **{**given, **flags})) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before
+    ]
+    for flags, message in refused:
+        assert cli.main(words("dpo", data, folder, **{**given, **flags})) == 2, flags
+        assert message in capsys.readouterr().err.splitlines()[-1]
+        now = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+        assert now == before, flags
 
 
 @pytest.mark.filterwarnings("ignore:Some weights of GPT2ForSequenceClassification")
