@@ -56,11 +56,21 @@ def pytest_collection_modifyitems(config, items) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports made is there to stay: to look through it again and again takes a tenth of
-    the time."""
+    gc.set_threshold(100_000, 50, 50)
+    _keep_what_is_there()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept():
+    yield
+    _keep_what_is_there()
+
+
+def _keep_what_is_there() -> None:
+    """What imports and caches made is there to stay. Every trainer has garbage collected: to look
+    through all of it each time takes a fifth of the tests' time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
 
 
 def pytest_sessionfinish() -> None:

@@ -92,7 +92,8 @@ def _put_back(own: Path) -> Iterator[None]:
         if of_a_file and str(getattr(module, "__file__", "")).startswith(str(own)):
             del sys.modules[name]
     for library, level in libraries:
-        library.setLevel(level)
+        if library.level != level:  # all loggers forget what they keep
+            library.setLevel(level)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 
