@@ -290,10 +290,11 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
                 "other data set"
             )
         self._ensure_sampler()
-        if self.state.global_step == 0 and not self.is_in_train:
-            self.learner.before_training(self._held_out(), last=False)
-        with evaluating(self.model), self.products.on(*self.learner.modules()):
-            found = self.evaluation(*self.learner.views(self.model_wrapped), self.accelerator)
+        with self.products.on(*self.learner.modules()):
+            if self.state.global_step == 0 and not self.is_in_train:
+                self.learner.before_training(self._held_out(), last=False)
+            with evaluating(self.model):
+                found = self.evaluation(*self.learner.views(self.model_wrapped), self.accelerator)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(

@@ -144,7 +144,7 @@ def _generate(
     prompts = [tokens(prompt, vocabulary, start=i) for i in range(count)]
     params = SamplingParams(max_new_tokens=response, n=config.group_size)
     try:
-        with trainer.products.on(trainer.model, trainer.ref_model):
+        with trainer.computing():
             engine = RehearsedEngine(model, trainer.tokenizer, **backend.options)
             engine.rehearse(prompts, params)
     except UnsupportedModel as error:

@@ -149,7 +149,7 @@ def replay(
     precision = precision_of(trainer.model, trainer.accelerator)
     tolerance = math.sqrt(torch.finfo(precision).eps) if shared else 0.0
     strayed = None
-    with trainer.products.on(trainer.model, trainer.ref_model):
+    with trainer.computing():
         trainer.products.adopt(recorded[-1]["machine"])
         _warn_of_another_machine(recorded)
         for past in _steps(begun_at + 1, step, progress):

@@ -329,7 +329,7 @@ class PPOTrainer(ClassicMethods, Persistence):
         while True:
             left_out = sorted({*given.nan, *nonfinite})
             try:
-                with self.products.on(self.model, self.ref_model):
+                with self.computing():
                     result = self._step(given.without(left_out))
                 break
             except NonFiniteExperience as found:  # nothing has changed yet
@@ -497,7 +497,7 @@ class PPOTrainer(ClassicMethods, Persistence):
             for a list, a list of 1-D tensors, each cut after the first EOS of its response; for one
             query a tensor [1, L].
         """
-        with self.products.on(self.model, self.ref_model):
+        with self.computing():
             return self.rollouts.generate(
                 query_tensor,
                 length_sampler,
@@ -626,7 +626,7 @@ class PPOTrainer(ClassicMethods, Persistence):
             saving=saving,
             ledger=ledger,
         )
-        with self.products.on(self.model, self.ref_model):
+        with self.computing():
             return loop.run()
 
     def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
@@ -687,11 +687,16 @@ class PPOTrainer(ClassicMethods, Persistence):
         if not queries:
             return math.nan
         batch = self.make_batch(list(queries), list(responses), None)
-        with self._evaluating():
+        with self._evaluating(), self.computing():
             operands = self.scorer.kl_operands(batch)
         no_scores = torch.zeros(len(batch), device=self.current_device)
         _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context in which the run's libraries compute its models' products on a CPU."""
+        critic = None if self.critic is None else self.critic.model
+        return self.products.on(self.model, self.ref_model, critic)
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Context in which policy and critic are in evaluation mode."""

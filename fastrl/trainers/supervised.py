@@ -297,11 +297,16 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     def adopt(self, machine: Mapping[str, Any]) -> None:
         self.products.adopt(machine)
 
+    @property
+    def frozen_model(self) -> nn.Module | None:
+        """What steps and evaluations run beside the model that is trained."""
+        return None
+
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The gradient of a batch, in passes of at most ``micro_batch_tokens``."""
         self._part = self._parts.pop(0) if self._parts else None
         try:
-            with self.products.on(model):
+            with self.products.on(model, self.frozen_model):
                 losses = []
                 passes = self._passes(inputs)
                 contexts = with_synchronised_last(len(passes), model, self.accelerator)
@@ -371,7 +376,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         self._losses_so_far = losses
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         try:
-            with self.products.on(self.model):
+            with self.products.on(self.model, self.frozen_model):
                 output = super().evaluation_loop(*args, **kwargs)
         finally:
             self._losses_so_far = None

@@ -183,6 +183,10 @@ class PreferenceTrainer(SupervisedTrainer):
         return reference_of(args, self._policy, reference, self._peft_config is not None)
 
     @property
+    def frozen_model(self) -> nn.Module | None:
+        return None if self._reference is None else self._reference.model
+
+    @property
     def ref_model(self) -> Any:
         """The reference as a model of its own; None where the policy's base is it, or its log-probs
         are computed before training."""
@@ -247,7 +251,12 @@ class PreferenceTrainer(SupervisedTrainer):
         batches = [range(i, min(i + size, len(dataset))) for i in range(0, len(dataset), size)]
         own = self.processes.shares(batches)[self.processes.index]
         found: dict[int, list[float]] = {}
-        with torch.no_grad(), evaluating(self._policy), self.accelerator.autocast():
+        with (
+            self.products.on(self._policy, self.frozen_model),
+            torch.no_grad(),
+            evaluating(self._policy),
+            self.accelerator.autocast(),
+        ):
             for chosen in own:
                 batch = self.data_collator([dataset[i] for i in chosen])
                 columns = self.ref_logprobs(self._prepare_inputs(batch))
