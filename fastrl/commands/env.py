@@ -66,10 +66,10 @@ def describe() -> str:
         lines += [f"  on {device}: {backend} ({reason})"]
         lines += [f"    {op:<18}{backend}" for op in kernel_ops()]
     lines += [f"products on cpu ({gemm.source()})"]
-    rules = gemm.rules()
+    rules = gemm.rules() if gemm.source() == gemm.BY_RULE else {}
     for dtype, choice in gemm.choices().items():
         lines += [f"  {dtype:<14}{measure_products.describe(choice)}"]
-        if choice == rules[dtype].choice:
+        if dtype in rules:
             lines += [f"  {'':<14}  measured on {rules[dtype].measured_on}"]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,14 @@ from fastrl.run.files import write_file
 
 # torch's names of instruction sets, each with those before it, and what its variable calls them.
 _CAPABILITIES = {"NO AVX": "default", "DEFAULT": "default", "AVX2": "avx2", "AVX512": "avx512"}
+# What libraries of products read of the environment, and with what they compute other bits.
+_OF_PRODUCTS = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
 _PACKAGES = ("fastrl-lm", "torch", "triton", "transformers", "accelerate", "peft")
 
 
@@ -31,7 +40,7 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, instruction set, threads and GPUs, and the libraries of products on the CPU."""
+    """CPU, instruction sets, threads and GPUs, and the libraries of products on the CPU."""
     import torch
 
     from fastrl_kernels import gemm
@@ -43,6 +52,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "products": gemm.as_json(gemm.choices()),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
+        **{name: os.environ[name] for name in _OF_PRODUCTS if os.environ.get(name)},
     }
 
 
@@ -97,6 +107,11 @@ def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
         names = list(_CAPABILITIES)
         if names.index(there) < names.index(here):
             found.append(f"ATEN_CPU_CAPABILITY={_CAPABILITIES[there]}")
+    found += [
+        f"{name}={before.get(name, '')}"
+        for name in _OF_PRODUCTS
+        if before.get(name) != now.get(name)
+    ]
     return " ".join(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,8 @@ def finish_run(
     console.print(f"saved: {folder.path}/{written}")
     ill = [x.name for x in examine(RunCurves.of(folder)).findings if x.severity == ILLNESS]
     if ill:
-        console.print(f"looks ill: {', '.join(ill)}; fastrl doctor {folder.path} says more")
+        quoted = shlex.quote(str(folder.path))
+        console.print(f"looks ill: {', '.join(ill)}; fastrl doctor {quoted} says more")
     return summary
 
 

@@ -1,6 +1,7 @@
 """``fastrl doctor`` and ``fastrl report`` on runs of the commands, well and ill."""
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -50,10 +51,13 @@ def ppo(world, output, **flags):
 
 
 @pytest.mark.parametrize("illness", SICK)
-def test_a_sick_run_is_told_by_name_and_figure(illness, world, tmp_path, capsys):
-    assert ppo(world, tmp_path / "run", **SICK[illness]) == 0
-    assert illness in capsys.readouterr().out  # at the end of the run
-    assert cli.main(["doctor", str(tmp_path / "run"), "--json"]) == 1
+def test_a_sick_run_is_told_by_name_and_figure(illness, world, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert ppo(world, "my run", **SICK[illness]) == 0
+    shown = " ".join(capsys.readouterr().out.split())  # at the end of the run
+    assert illness in shown
+    printed = shown.partition("; fastrl ")[2].partition(" says more")[0]
+    assert cli.main([*shlex.split(printed), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["healthy"] is False
     (finding,) = (each for each in told["findings"] if each["name"] == illness)

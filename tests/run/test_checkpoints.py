@@ -189,10 +189,23 @@ def test_another_way_to_draw_tokens_is_told_of(checkpoints):
         ({"cpu_capability": "AVX512"}, {"cpu_capability": "AVX2"}, ""),  # it may have no more
         ({"cpu_capability": "AVX2"}, {"cpu_capability": "SVE256"}, ""),
         ({}, {"threads": 2, "cpu_capability": "AVX2"}, ""),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {}, "ONEDNN_MAX_CPU_ISA=AVX2"),
+        ({"MKL_CBWR": "AVX2"}, {"MKL_CBWR": "AVX"}, "MKL_CBWR=AVX2"),
+        ({}, {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}, "MKL_ENABLE_INSTRUCTIONS="),
     ],
 )
 def test_the_variables_that_bring_the_same_bits_are_named(before, now, said):
     assert remedies(before, now) == said
+
+
+def test_limits_of_instructions_are_part_of_the_machine(checkpoints, monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    manifest = verify(write(checkpoints, 1))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    with pytest.warns(
+        UserWarning, match="ONEDNN_MAX_CPU_ISA: None → AVX2.*ONEDNN_MAX_CPU_ISA= for"
+    ):
+        warn_of_another_machine(manifest)
 
 
 def test_a_tree_is_read_as_it_was_written(tmp_path):

@@ -489,6 +489,9 @@ def inexact(dtype: str, library: str) -> str | None:
     return f"its rms error against float64 is {found:.3g}, more than {allowed:.3g}"
 
 
+BY_RULE = "by a fixed rule"
+
+
 def source() -> str:
     """Where the libraries come from that are used by default."""
     named, path = forced(), table_path()
@@ -497,7 +500,7 @@ def source() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those who use the libraries are told
         measured = _measured(path, processor())
-    return f"measured, in {path}" if measured else "by a fixed rule"
+    return f"measured, in {path}" if measured else BY_RULE
 
 
 def forced() -> str | None:
