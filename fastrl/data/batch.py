@@ -115,12 +115,12 @@ class BatchMaker(ABC):
             warnings.warn(what, stacklevel=7)
 
     def _pad(self, sequences: Sequence[Tensor], side: str | None = None) -> dict[str, Tensor]:
-        need_pad_token(map(len, sequences), self.tokenizer.pad_token_id, self.tokenizer)
         if self.collator is not None:
             examples = [{"input_ids": s, "attention_mask": torch.ones_like(s)} for s in sequences]
             collated = self.collator(examples)
             return {name: collated[name] for name in ("input_ids", "attention_mask")}
-        return pad(sequences, self.tokenizer.pad_token_id, side or self.tokenizer.padding_side)
+        padding = padding_token(map(len, sequences), self.tokenizer)
+        return pad(sequences, padding, side or self.tokenizer.padding_side)
 
 
 class DecoderOnlyBatches(BatchMaker):
@@ -228,17 +228,22 @@ def pad(sequences: Sequence[Tensor], pad_token_id: int | None, side: str) -> dic
     return {"input_ids": input_ids, "attention_mask": real.long()}
 
 
-def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: Any) -> None:
-    """Checks that there is a pad token, unless all samples have one length.
+def padding_token(lengths: Iterable[int], tokenizer: Any) -> int | None:
+    """The id that pads samples of these lengths, which masks leave out: that of the tokenizer's pad
+    token, or of its EOS where it has none, as GPT-2's. None where it has neither and needs none.
 
     Raises:
-        ValueError: lengths differ and the tokenizer has no pad token.
+        ValueError: lengths differ and the tokenizer has neither.
     """
-    if pad_token_id is None and len(set(lengths)) > 1:
+    found = tokenizer.pad_token_id
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None and len(set(lengths)) > 1:
         raise ValueError(
-            f"{type(tokenizer).__name__} has no pad token and the samples differ in length: set "
-            "tokenizer.pad_token = tokenizer.eos_token, say, before making the trainer"
+            f"{type(tokenizer).__name__} has no pad token and no EOS, and the samples differ in "
+            "length: set tokenizer.pad_token to a token of its own before making the trainer"
         )
+    return found
 
 
 def check_token_lists(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from fastrl.data.batch import need_pad_token, pad
+from fastrl.data.batch import pad, padding_token
 
 IGNORED = -100  # label of tokens that are not learned
 SIDES = ("chosen", "rejected")
@@ -167,15 +167,15 @@ def _batch(
     multiple: int = 1,
 ) -> dict[str, Tensor]:
     """Padded on the right: ``input_ids``, ``attention_mask`` and ``labels``, [B, T]."""
-    need_pad_token(map(len, ids), tokenizer.pad_token_id, tokenizer)
+    padding = padding_token(map(len, ids), tokenizer)
     rows, targets = (
         [torch.tensor(list(row), dtype=torch.long) for row in part] for part in (ids, labels)
     )
-    batch = pad(rows, tokenizer.pad_token_id, "right")
+    batch = pad(rows, padding, "right")
     batch["labels"] = nn.utils.rnn.pad_sequence(targets, True, ignored)
     more = -batch["labels"].shape[1] % multiple
     if more:
-        fill = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "labels": ignored}
+        fill = {"input_ids": padding or 0, "attention_mask": 0, "labels": ignored}
         batch = {k: nn.functional.pad(x, (0, more), value=fill[k]) for k, x in batch.items()}
     return batch
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from fastrl.data.batch import need_pad_token, pad
+from fastrl.data.batch import pad, padding_token
 from fastrl.data.prompt_ids import Prompt, check_prompts
 from fastrl.models.layout import layout_of
 from fastrl.models.products import Products
@@ -85,14 +85,12 @@ class GenerateEngine:
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
         request = request.repeated(params.n)
-        kwargs: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id}
+        kwargs: dict[str, Any] = {"pad_token_id": self._padding(request.prompts)}
         kwargs |= neutral_kwargs(self.model) | params.generation_kwargs()
         ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids).tolist()
         kwargs["eos_token_id"] = ends or None
         stopping = _Stopping(stop=params.stop)
         parts = [request.select(part) for part in self._parts(request.prompts, request.limits)]
-        for part in parts:
-            self._need_pad_token(part.prompts, kwargs)
         temperature = params.temperature or 1.0
         output = RolloutOutput(
             [],
@@ -135,7 +133,9 @@ class GenerateEngine:
         Raises:
             ValueError: as :meth:`generate`; what stops responses, with several beams.
         """
-        kwargs = {"pad_token_id": self.tokenizer.pad_token_id, **unpacked(generation_kwargs)}
+        kwargs = unpacked(generation_kwargs)
+        if "pad_token_id" not in kwargs:
+            kwargs = {"pad_token_id": self._padding(prompts), **kwargs}
         for name in ("num_return_sequences", "return_dict_in_generate"):
             if kwargs.pop(name, None) not in (None, 1, False):
                 raise ValueError(f"{name} is not supported here: repeat the prompts instead")
@@ -144,8 +144,6 @@ class GenerateEngine:
         check_prompts(prompts, self.model, limits or kwargs.get("max_new_tokens"))
         size = self.batch_size
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
-        for part in parts:
-            self._need_pad_token(prompts[part], kwargs)
         output = RolloutOutput(sequences=[], finish_reasons=[], seed=seed)
         ends = end_tokens(self.model, self.tokenizer, kwargs.get("eos_token_id")).tolist()
         begin = time.perf_counter()
@@ -159,8 +157,9 @@ class GenerateEngine:
     def sleep(self) -> None:
         """Does nothing; :class:`RolloutEngine` frees memory here."""
 
-    def _need_pad_token(self, prompts: Sequence[Tensor], kwargs: Mapping[str, Any]) -> None:
-        need_pad_token([len(p) for p in prompts], kwargs["pad_token_id"], self.tokenizer)
+    def _padding(self, prompts: Sequence[Tensor]) -> int | None:
+        lengths = [len(p) for p in prompts] if self.batch_size > 1 else []
+        return padding_token(lengths, self.tokenizer)
 
     def _extend(
         self,

@@ -114,9 +114,9 @@ def test_the_trainer_works_after_an_error(unchanged: Any) -> None:
     assert after["ppo/loss/total"] == pytest.approx(plain["ppo/loss/total"], rel=1e-5)
 
 
-def test_padding_without_a_pad_token() -> None:
+def test_padding_without_a_token_that_pads() -> None:
     tokenizer = tiny.tokenizer()
-    tokenizer.pad_token = None
+    tokenizer.pad_token = tokenizer.eos_token = None
     trainer = PPOTrainer(PPOConfig(batch_size=4), make_policy(), None, tokenizer)
     with pytest.raises(ValueError, match=r"no pad token.*tokenizer\.pad_token"):
         trainer.step(**make_batch())

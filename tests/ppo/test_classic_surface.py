@@ -232,3 +232,17 @@ def test_an_optimizer_that_keeps_gradients_keeps_them():
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     assert trained
     assert all(p.grad is not None for p in trained)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_eos_pads_where_a_tokenizer_has_no_pad_token(side: str) -> None:
+    """GPT-2's own has none."""
+    found = []
+    for pad_token in (None, "<pad>"):
+        tokenizer = tiny.tokenizer(side)
+        tokenizer.pad_token = pad_token
+        config = PPOConfig(batch_size=BATCH, padding_free=False)
+        trainer = PPOTrainer(config, make_policy(), None, tokenizer)
+        found.append(trainer.step(**make_batch()))
+    for name in ("objective/logprobs", "ppo/loss/total", "ppo/val/vpred", "ppo/returns/mean"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-6), name

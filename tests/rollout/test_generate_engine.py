@@ -222,12 +222,18 @@ def test_no_prompts_are_refused(engine):
         engine.generate([], SamplingParams())
 
 
-def test_prompts_of_two_lengths_need_a_pad_token(gpt2):
+def test_prompts_of_two_lengths_need_a_token_that_pads(gpt2):
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = None
+    found, expected = (
+        GenerateEngine(gpt2, each, batch_size=2).generate_with(tiny_models.prompts(2, 3), GREEDY)
+        for each in (tokenizer, tiny.tokenizer())
+    )
+    assert all(map(torch.equal, found.sequences, expected.sequences))
+    tokenizer.eos_token = None
     engine = GenerateEngine(gpt2, tokenizer, batch_size=2)
     params = SamplingParams(max_new_tokens=2, temperature=0)
-    with pytest.raises(ValueError, match=r"no pad token.*tokenizer\.pad_token"):
+    with pytest.raises(ValueError, match=r"no pad token and no EOS.*tokenizer\.pad_token"):
         engine.generate(tiny_models.prompts(2, 3), params)
     one_each = GenerateEngine(gpt2, tokenizer, batch_size=1)
     assert len(one_each.generate(tiny_models.prompts(2, 3), params).sequences) == 2
