@@ -236,10 +236,14 @@ def test_texts_without_their_instructions_are_dropped_and_counted() -> None:
     assert kept["labels"][:] == [[X, X, X, 6, EOS]]
 
 
-def test_a_pad_token_is_needed_where_lengths_differ_alone() -> None:
+def test_a_token_that_pads_is_needed_where_lengths_differ_alone() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = None
     collate = DataCollatorForCompletionOnlyLM("w10", tokenizer=tokenizer)
+    padded = collate([[10, 6], [10, 7, 8]])
+    assert padded["input_ids"].tolist() == [[10, 6, EOS], [10, 7, 8]]
+    assert padded["labels"].tolist() == [[X, 6, X], [X, 7, 8]]
+    tokenizer.eos_token = None
     assert collate([[10, 6], [10, 7]])["labels"].tolist() == [[X, 6], [X, 7]]
     with pytest.raises(ValueError, match=r"differ in length.*tokenizer\.pad_token"):
         collate([[10, 6], [10, 7, 8]])
