@@ -199,12 +199,11 @@ def test_the_variables_that_bring_the_same_bits_are_named(before, now, said):
 
 
 def test_limits_of_instructions_are_part_of_the_machine(checkpoints, monkeypatch):
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    name = "MKL_ENABLE_INSTRUCTIONS"
+    monkeypatch.delenv(name, raising=False)
     manifest = verify(write(checkpoints, 1))
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    with pytest.warns(
-        UserWarning, match="ONEDNN_MAX_CPU_ISA: None → AVX2.*ONEDNN_MAX_CPU_ISA= for"
-    ):
+    monkeypatch.setenv(name, "AVX2")
+    with pytest.warns(UserWarning, match=f"{name}: None → AVX2.*start it with {name}= for"):
         warn_of_another_machine(manifest)
 
 
