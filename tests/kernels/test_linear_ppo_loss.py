@@ -34,7 +34,8 @@ ROWS = 1500  # bytes: half of the rows of SMALL in fp32
 
 
 def batch(*shape: int, device="cpu", dtype=FP32, seed=0, **options: Any) -> Inputs:
-    """Inputs of which every tensor is used: a policy near the old one, holes, labels of -100."""
+    """Inputs of which every tensor is used: a policy near the old one, holes, labels of -100; the
+    first token's ratio is clipped."""
     inputs = test_linear_logprobs.batch(*shape, device=device, dtype=dtype, seed=seed, **options)
     inputs = test_linear_logprobs.with_holes(inputs)
     logprobs = linear_logprobs(**inputs, backend="torch").cpu()
@@ -50,6 +51,8 @@ def batch(*shape: int, device="cpu", dtype=FP32, seed=0, **options: Any) -> Inpu
         "token_weights": noise().abs(),
         "ref_logprobs": logprobs + noise(0.3),
     }
+    for at in map(tuple, counted_of(inputs).nonzero()[:1].tolist()):
+        tokens["old_logprobs"][at] = logprobs[at] - tokens["advantages"][at].sign()
     return {**inputs, **{name: x.to(device) for name, x in tokens.items()}}
 
 
