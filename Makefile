@@ -57,10 +57,10 @@ thorough: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
 	$(BIN)/python -m tests.aot --triton all
 	$(BIN)/python -m tests.ptx --selection
-	$(BIN)/python -m tests.headroom --light
+	$(BIN)/python -m tests.headroom
 	$(BIN)/python -m tests.resolution
 
-# Half an hour on two cores; HEADROOM= takes --light and --full.
+# Ten minutes on two cores; HEADROOM= takes --light and --full.
 headroom: $(VENV)/.dev
 	$(BIN)/python -m tests.headroom $(HEADROOM)
 
