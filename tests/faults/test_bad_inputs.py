@@ -189,7 +189,9 @@ def folders(tmp_path, monkeypatch):
 
 
 def content(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Of all files but what Python compiles of a reward's module."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path: path.read_bytes() for path in files if path.parent.name != "__pycache__"}
 
 
 @pytest.mark.parametrize(("settings", "said"), CONFIGS)
