@@ -2,6 +2,6 @@
 
 import sys
 
-from fastrl.cli import main
+from fastrl.cli import program
 
-sys.exit(main())
+sys.exit(program())

@@ -14,6 +14,7 @@ from fastrl.run.launcher import (
     check_one_process,
     connect_cpus,
     is_main_process,
+    leave_group,
     process_count,
     process_index,
 )
@@ -59,6 +60,14 @@ _QUIET = {
 }
 # By name: torch may not be imported.
 _ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "PeerFailed")
+
+
+def program() -> int:
+    """The program ``fastrl``: as :func:`main`, and behind a run this process leaves its group."""
+    status = main()
+    if status < 2:  # behind an error the others may be waiting for this one
+        leave_group()
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import sys
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -56,6 +58,16 @@ def connect_cpus() -> None:
         _warn_of_a_single_process()
     if process_count() > 1 and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+def leave_group() -> None:
+    """Leaves the group of processes that accelerate has joined, if any: threads of torch's gloo
+    that still run as the interpreter ends may abort a process whose work is done and saved."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_initialized():
+        return
+    torch.distributed.destroy_process_group()
+    gc.collect()  # models in DDP hold it, too
 
 
 @functools.cache

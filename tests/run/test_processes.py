@@ -5,6 +5,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
+from fastrl import cli
 from fastrl.run.launcher import _warn_of_a_single_process, connect_cpus, launched_accelerator
 from fastrl.run.processes import OneProcess, SeveralProcesses
 
@@ -78,3 +79,17 @@ def test_one_process_has_all_and_waits_for_nobody():
     assert alone.joined(x, [3]) is alone.sums(x) is x
     with pytest.raises(KeyError), alone.together():
         raise KeyError
+
+
+@pytest.mark.parametrize(("status", "left"), [(0, True), (1, True), (2, False)])
+def test_the_program_leaves_its_group_behind_a_run(status, left, monkeypatch):
+    """gloo's threads abort a process now and then that ends within a group."""
+    group = torch.distributed
+    group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(cli, "main", lambda: status)
+        assert cli.program() == status
+        assert group.is_initialized() != left
+    finally:
+        if group.is_initialized():
+            group.destroy_process_group()
