@@ -64,9 +64,10 @@ def leave_group() -> None:
     """Leaves the group of processes that accelerate has joined, if any: threads of torch's gloo
     that still run as the interpreter ends may abort a process whose work is done and saved."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_initialized():
+    group = None if torch is None else torch.distributed
+    if group is None or not (group.is_available() and group.is_initialized()):
         return
-    torch.distributed.destroy_process_group()
+    group.destroy_process_group()
     gc.collect()  # models in DDP hold it, too
 
 

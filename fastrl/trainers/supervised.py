@@ -298,15 +298,16 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         self.products.adopt(machine)
 
     @property
-    def frozen_model(self) -> nn.Module | None:
-        """What steps and evaluations run beside the model that is trained."""
+    def ref_model(self) -> Any:
+        """What steps and evaluations run beside the model that is trained; None of methods without
+        a reference."""
         return None
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The gradient of a batch, in passes of at most ``micro_batch_tokens``."""
         self._part = self._parts.pop(0) if self._parts else None
         try:
-            with self.products.on(model, self.frozen_model):
+            with self.products.on(model, self.ref_model):
                 losses = []
                 passes = self._passes(inputs)
                 contexts = with_synchronised_last(len(passes), model, self.accelerator)
@@ -376,7 +377,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         self._losses_so_far = losses
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         try:
-            with self.products.on(self.model, self.frozen_model):
+            with self.products.on(self.model, self.ref_model):
                 output = super().evaluation_loop(*args, **kwargs)
         finally:
             self._losses_so_far = None

@@ -346,7 +346,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         begin = time.perf_counter()
-        with self.products.on(model, self._frozen_model):
+        with self.products.on(model, self.ref_model):
             loss = super().training_step(model, inputs, *args, **kwargs)
         self._step += 1
         self._seconds += time.perf_counter() - begin
@@ -356,12 +356,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self.products.on(self.model, self._frozen_model):
+        with self.products.on(self.model, self.ref_model):
             return super().evaluation_loop(*args, **kwargs)
-
-    @property
-    def _frozen_model(self) -> nn.Module | None:
-        return None if self._reference is None else self._reference.model
 
     def prediction_step(
         self,

@@ -183,10 +183,6 @@ class PreferenceTrainer(SupervisedTrainer):
         return reference_of(args, self._policy, reference, self._peft_config is not None)
 
     @property
-    def frozen_model(self) -> nn.Module | None:
-        return None if self._reference is None else self._reference.model
-
-    @property
     def ref_model(self) -> Any:
         """The reference as a model of its own; None where the policy's base is it, or its log-probs
         are computed before training."""
@@ -252,7 +248,7 @@ class PreferenceTrainer(SupervisedTrainer):
         own = self.processes.shares(batches)[self.processes.index]
         found: dict[int, list[float]] = {}
         with (
-            self.products.on(self._policy, self.frozen_model),
+            self.products.on(self._policy, self.ref_model),
             torch.no_grad(),
             evaluating(self._policy),
             self.accelerator.autocast(),
