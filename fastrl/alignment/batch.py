@@ -39,6 +39,7 @@ class Batch(dict[str, Any]):
         places: where its samples are among those of all processes; none for the batch of a process
             that only takes part because the others wait for it.
         total: how many samples all processes have.
+        seed: of what a loss draws for it, the same in all processes.
     """
 
     def __init__(self, examples: Sequence[Example], pad_token_id: int | None):
@@ -50,6 +51,7 @@ class Batch(dict[str, Any]):
         self.experience: Experience | None = None
         self.places: Sequence[int] = range(len(self.examples))
         self.total = len(self.examples)
+        self.seed = 0
         self._whole: Batch | None = None
         self._prompts = [torch.tensor(example.prompt_ids, dtype=torch.long) for example in examples]
         self._responses = [
@@ -96,6 +98,7 @@ class Batch(dict[str, Any]):
         where = {place: (part, i) for part in parts for i, place in enumerate(part.places)}
         rows = [where[place] for place in range(self.total)]
         whole = Batch([part.examples[i] for part, i in rows], self.pad_token_id)
+        whole.seed = self.seed
         for name in ("rollout_logprobs", "scores"):
             if all(getattr(part, name) is not None for part in parts):
                 sides = range(self.generations)

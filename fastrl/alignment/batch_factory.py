@@ -15,6 +15,7 @@ from fastrl.alignment.tasks import Task, find_task
 from fastrl.data.columns import FEEDBACK, PAIRS
 from fastrl.data.examples import Example
 from fastrl.rollout import SamplingParams
+from fastrl.run.random_state import seed_at
 
 
 class BatchFactory:
@@ -125,6 +126,7 @@ class BatchFactory:
         """
         for chunk in itertools.islice(self._chunks(), self.taken, self.taken + count):
             batch = self.share_of(chunk)
+            batch.seed = seed_at(self.seed, "batch", self.taken)
             self.taken += 1
             yield batch
 

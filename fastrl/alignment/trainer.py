@@ -34,11 +34,12 @@ from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
-from fastrl.rollout import choose_engine, draw_seed
+from fastrl.rollout import choose_engine
 from fastrl.run.callbacks import Samples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
 from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method, OwnModelCard
+from fastrl.run.random_state import seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import DeferredGradients, check_sizes
@@ -189,10 +190,9 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
     def _made(self, count: int) -> Iterator[Batch]:
         """Yields this process's share of the next ``count`` batches, which all processes make
         together; the draws do not depend on their number."""
-        batches, several = self.factory.take(count), self.processes.count > 1
+        batches = self.factory.take(count)
         for _ in range(count):
-            if several and self.factory.task.online:
-                self.factory.draws = self.processes.from_main(draw_seed())
+            self.factory.draws = seed_at(self.args.seed, "responses", self.factory.taken)
             with self.processes.shared_work():
                 batch = next(batches, None)
             if batch is None:
@@ -231,7 +231,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             return torch.zeros((), device=self.args.device)
         minibatches, self._accumulated = self._accumulated, []
         model.train()
-        with self._offloading(self.accelerator.unwrap_model(model)):
+        with self._offloading(self.accelerator.unwrap_model(model)), self.own_draws():
             (loss, metrics), self._stop_batch = self.loss.backward(
                 minibatches, model, self.accelerator, self.optimizer
             )

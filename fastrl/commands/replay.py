@@ -61,8 +61,9 @@ def run_replay(arguments: Sequence[str]) -> int:
         console.print(f"the run did another update in {found.strayed}")
     if found.tolerance:
         console.print(
-            "the run had several processes, whose sums one process rounds otherwise: log-probs and "
-            f"values within {found.tolerance:.1e} count as the same"
+            "the run computed in batches of other sizes (of several processes, or with samples "
+            "that dynamic sampling replaced), which round otherwise: log-probs and values within "
+            f"{found.tolerance:.1e} count as the same"
         )
     if flags.sample is None:
         console.print("\n".join(_of_all(found)))

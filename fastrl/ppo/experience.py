@@ -189,9 +189,9 @@ class Scorer:
         tokens = batch.response_mask.sum(-1).tolist()
         rows = batch.rows_of(i for share in order for i in share)
         counts = [sum(tokens[i] for i in share) for share in order]
-        return {
-            name: batch.scatter(self.processes.joined(x, counts), rows) for name, x in found.items()
-        }
+        every = self.processes.joined(torch.stack(list(found.values()), 1), counts)
+        columns = zip(found, every.unbind(1), strict=True)
+        return {name: batch.scatter(x, rows) for name, x in columns}
 
     def policy_scores(self, batch: TokenBatch) -> LogprobsAndValues:
         """By the policy alone, each [B, T-1]."""

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ from fastrl.ppo.experience import LastExperience
 from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.kv_cache import Room
+from fastrl.rollout.sampling_params import joined_statistics
 from fastrl.run.callbacks import Samples
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 from fastrl.run.processes import Processes
@@ -43,17 +44,20 @@ class RewardedSamples:
     rooms: Sequence[Room] = ()  # for each sample, that of the engine it was drawn by
 
     def of_all(self, processes: Processes, prompts: Prompts) -> RewardedSamples:
-        """The samples of all processes, in the processes' order.
+        """The samples of all processes, in the processes' order; their tokens, and what is known
+        of these, in the main process alone, which keeps the ledger.
 
         Args:
             prompts: of all of them.
         """
-        parts = processes.objects((self.completions, self.rollout, self.seconds))
-        completions, rollouts, seconds = zip(*parts, strict=True)
+        rollout = self.rollout
+        parts = processes.objects((self.completions, self.seconds, rollout.stats))
+        completions, seconds, stats = zip(*parts, strict=True)
+        rollouts = processes.objects_at_main(rollout.recorded()) or [rollout]
         return RewardedSamples(
             prompts,
             [each for part in completions for each in part],
-            RolloutOutput.joined(rollouts),
+            replace(RolloutOutput.joined(rollouts), stats=joined_statistics(stats)),
             self.rewards.of_all(processes),
             max(seconds),
             [rollout.room for rollout in rollouts for _ in rollout.sequences],

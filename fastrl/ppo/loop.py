@@ -25,13 +25,13 @@ from fastrl.ppo.nonfinite import check_a_sample_is_left, samples_left_out
 from fastrl.ppo.overlong import make_overlong
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
-from fastrl.rollout import RolloutOutput, draw_seed
+from fastrl.rollout import RolloutOutput
 from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult, closing_callbacks
 from fastrl.run.checkpoints import BadCheckpoint, warn_of_changed_settings
 from fastrl.run.ledger import Ledger
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.progress import ProgressCallback
-from fastrl.run.random_state import random_state_kept
+from fastrl.run.random_state import random_state_kept, seed_at
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
@@ -287,7 +287,7 @@ class Loop:
             stream: has further ones.
         """
         size, weights_version = self.trainer.config.group_size, self.trainer.update.optimizer_steps
-        seed = self.processes.from_main(draw_seed())
+        seed = seed_at(self.trainer.config.seed, "responses", self.trainer.current_step)
         own, chosen, resampled = self.resampling(
             self._sampled(self.prompts.take(chosen), size, seed),
             chosen,
@@ -352,7 +352,7 @@ class Loop:
             penalties += self.overlong(list(map(len, samples.rollout.sequences)))
         return penalties
 
-    def _sampled(self, batch: Prompts, size: int, seed: int | None) -> RewardedSamples:
+    def _sampled(self, batch: Prompts, size: int, seed: int) -> RewardedSamples:
         """This process's share of a batch of prompts, each with ``size`` responses, rewarded."""
         own = self.processes.shares(range(len(batch)))[self.processes.index]
         drawn = self._drawn(batch.take(own), size, seed, own)
@@ -360,7 +360,7 @@ class Loop:
         return drawn
 
     def _drawn(
-        self, prompts: Prompts, size: int, seed: int | None, keys: Sequence[int]
+        self, prompts: Prompts, size: int, seed: int, keys: Sequence[int]
     ) -> RewardedSamples | None:
         """``size`` responses to each of this process's prompts, rewarded; None of no prompts.
 
@@ -386,12 +386,16 @@ class Loop:
         if self.eval_prompts is None:
             return
         with random_state_kept():
-            torch.manual_seed(self.trainer.config.seed)
-            own = self._sampled(self.eval_prompts, 1, None)
+            torch.manual_seed(self.trainer.config.seed)  # for rewards that draw
+            seed = seed_at(self.trainer.config.seed, "evaluation")
+            own = self._sampled(self.eval_prompts, 1, seed)
         samples = own.of_all(self.processes, self.eval_prompts)
-        rollout, rewards = samples.rollout, samples.rewards
+        parts = self.processes.objects((own.rollout.sequences, own.rollout.finish_reasons))
+        responses = [each for sequences, _ in parts for each in sequences]
+        nan = sum(reasons.count("nan") for _, reasons in parts)
+        rewards = samples.rewards
         sound = (~rewards.total.isnan()).nonzero()[:, 0].tolist()
-        check_a_sample_is_left(rollout.finish_reasons.count("nan"), len(rollout.sequences))
+        check_a_sample_is_left(nan, len(responses))
         if not sound:
             raise ValueError(
                 "no reward of the evaluation is finite: mend what computes them (reward functions, "
@@ -402,13 +406,11 @@ class Loop:
             step=step,
             mean=float(known.mean()),
             sem=float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else 0.0,
-            kl=self.trainer.sequence_kl(
-                [ids[i] for i in sound], [rollout.sequences[i] for i in sound]
-            ),
+            kl=self.trainer.sequence_kl([ids[i] for i in sound], [responses[i] for i in sound]),
             rewards=rewards.total.tolist(),
             prompts=self.eval_prompts.texts,
             completions=samples.completions,
-            nan_samples=rollout.finish_reasons.count("nan"),
+            nan_samples=nan,
             nonfinite_rewards=rewards.nonfinite,
             by_function={name: each.tolist() for name, each in rewards.by_function.items()},
         )

@@ -85,7 +85,8 @@ class Replayed:
         strayed: the first step since then whose update was not that of the run, and how it
             differed; None: there is none.
         tolerance: of samples and updates; above 0 where updates of several processes were done
-            again, whose sums one process rounds otherwise.
+            again, whose sums one process rounds otherwise, and where dynamic sampling replaced
+            samples, which were drawn beside those that are left.
     """
 
     step: int
@@ -146,8 +147,7 @@ def replay(
     _warn_of_other_settings(recorded)
     walked = read_facts(ledger, begun_at + 1, step - 1) if begun_at + 1 < step else []
     shared = any(process_count_of(facts) > 1 for facts in walked)
-    precision = precision_of(trainer.model, trainer.accelerator)
-    tolerance = math.sqrt(torch.finfo(precision).eps) if shared else 0.0
+    tolerance = _rounding(trainer) if shared else 0.0
     strayed = None
     with trainer.computing():
         trainer.products.adopt(recorded[-1]["machine"])
@@ -157,7 +157,12 @@ def replay(
             strayed = strayed or found
         count = process_count_of(recorded[-1])
         samples = _draw(trainer, ledger, step, kwargs, count, tolerance)
-    return Replayed(step, begun_at, samples, strayed, tolerance)
+    return Replayed(step, begun_at, samples, strayed, samples[0].tolerance)
+
+
+def _rounding(trainer: PPOTrainer) -> float:
+    """Within which log-probs and values are the same that batches of other sizes computed."""
+    return math.sqrt(torch.finfo(precision_of(trainer.model, trainer.accelerator)).eps)
 
 
 def process_count_of(facts: Mapping[str, Any]) -> int:
@@ -243,12 +248,21 @@ def _draw(
     """Draws the samples of a step, the share of each of the run's processes as it did."""
     rows, outputs = read_ledger(ledger, None, step, step).to_pylist(), []
     share, size = len(rows) // processes, trainer.config.group_size
+    resampled = [row["sample_id"] for row in rows[::size]] != list(range(len(rows) // size))
+    if resampled:
+        # What dynamic sampling replaced is not there to be drawn beside the others.
+        tolerance = max(tolerance, _rounding(trainer))
     for process in range(processes):
         own = rows[process * share : (process + 1) * share]
         room = {"slots": own[0]["slots"], "length": own[0]["slot_length"]}
         trainer.rollouts.load_state_dict({"rooms": {"policy": room} if room["slots"] else {}})
         prompts = [torch.tensor(row["prompt_ids"]) for row in own[::size]]
-        ids = range(process * len(prompts), (process + 1) * len(prompts))
+        ids = [row["sample_id"] for row in own[::size]]
+        if resampled and not room["slots"]:
+            raise ValueError(
+                f"step {step} was drawn by model.generate, whose draws hang on all samples of a "
+                "batch, and dynamic sampling replaced some: it cannot be drawn again"
+            )
         # As GenerateBackend has it, which does not key the draws by the sample.
         seed = own[0]["seed"] if room["slots"] else own[0]["seed"] ^ process
         outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))

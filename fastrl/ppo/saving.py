@@ -16,7 +16,7 @@ from fastrl.run.checkpoints import Checkpoints, step_of, verify, warn_of_another
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import MetricsCallback, MetricsFile
 from fastrl.run.processes import OneProcess, PeerFailed, Processes
-from fastrl.run.random_state import random_state, restore_random_state
+from fastrl.run.random_state import random_state, restore_random_state, same_state
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
 
@@ -172,11 +172,15 @@ class SavedInFolder:
 
     def after_step(self, step: int, *, last: bool) -> None:
         try:
-            found = self.processes.objects((asked(), random_state()))
+            # What is drawn by keys moves no generator: then there is nothing to tell.
+            now, before = random_state(), self._random[self.processes.index]
+            told = None if same_state(now, before) else now
+            found = self.processes.objects((asked(), told))
         except PeerFailed as error:
             self._save_after(error, [random_state()])
             raise
-        self._random = [random for _, random in found]
+        news = [new for _, new in found]
+        self._random = [new or old for new, old in zip(news, self._random, strict=True)]
         stops = any(asked for asked, _ in found)
         if stops or (self.save_every and (last or step % self.save_every == 0)):
             self.save()

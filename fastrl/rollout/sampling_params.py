@@ -244,12 +244,13 @@ class RolloutOutput:
                 return None
             return [element for each in columns for element in each]
 
-        stats = {
-            name: joined_statistic(name, [part.stats[name] for part in parts])
-            for name in parts[0].stats
-            if all(name in part.stats for part in parts)
-        }
+        stats = joined_statistics([part.stats for part in parts])
         return replace(parts[0], **{name: column(name) for name in _COLUMNS}, stats=stats)
+
+    def recorded(self) -> RolloutOutput:
+        """Without what :meth:`logprobs_at` can do without, and entropies."""
+        both = self.logprobs is not None and self.temperature == 1
+        return replace(self, entropies=None, logprobs_t1=None if both else self.logprobs_t1)
 
     def take(self, indices: Sequence[int]) -> RolloutOutput:
         """Some of the samples, in this order; the statistics are those of all."""
@@ -270,6 +271,15 @@ _COLUMNS = (
     *("sequences", "finish_reasons", "logprobs", "logprobs_t1", "entropies", "values"),
     *("sample_ids", "numbers"),
 )
+
+
+def joined_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The statistics that all of several outputs have, see :meth:`RolloutOutput.joined`."""
+    return {
+        name: joined_statistic(name, [part[name] for part in parts])
+        for name in parts[0]
+        if all(name in part for part in parts)
+    }
 
 
 def joined_statistic(name: str, values: Sequence[float]) -> float:

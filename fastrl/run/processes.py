@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+_AT_ONCE = 1 << 10  # bytes of an object that travel with its size
 # Numbers of shared works, the same in all processes. Of all trainers together: a note that one has
 # left is there as long as the processes are.
 _works = itertools.count(1)
@@ -50,6 +51,9 @@ class Processes(Protocol):
 
     def objects(self, own: T) -> list[T]:
         """What each process has."""
+
+    def objects_at_main(self, own: T) -> list[T]:
+        """What each process has, in the main one; in the others nothing."""
 
     def from_main(self, value: T) -> T:
         """What the main process has."""
@@ -110,6 +114,9 @@ class OneProcess:
     def objects(self, own: T) -> list[T]:
         return [own]
 
+    def objects_at_main(self, own: T) -> list[T]:
+        return [own]
+
     def from_main(self, value: T) -> T:
         return value
 
@@ -164,10 +171,34 @@ class SeveralProcesses:
         return [sorted(part) for part in parts]
 
     def objects(self, own: T) -> list[T]:
-        from accelerate.utils import gather_object
+        import torch
 
+        from fastrl.run.parcels import opened, parcel
+
+        data = parcel(own)
+        first = torch.zeros(8 + _AT_ONCE, dtype=torch.uint8)
+        first[:8] = torch.tensor([len(data)]).view(torch.uint8)
+        first[8 : 8 + len(data)] = data[:_AT_ONCE]
+        firsts = self.joined(first, [len(first)] * self.count).view(self.count, -1)
+        lengths = firsts[:, :8].flatten().view(torch.int64).tolist()
+        if max(lengths) <= _AT_ONCE:
+            return [opened(x[8 : 8 + n]) for x, n in zip(firsts, lengths, strict=True)]
+        return [opened(x) for x in self.joined(data, lengths).split(lengths)]
+
+    def objects_at_main(self, own: T) -> list[T]:
+        import torch
+
+        from fastrl.run.parcels import opened, parcel
+
+        data = parcel(own)
+        lengths = self.joined(torch.tensor([len(data)]), [1] * self.count).tolist()
+        device = self.accelerator.device
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(data)] = data
+        parts = [torch.empty_like(padded) for _ in lengths] if self.is_main else None
         with _answers():
-            return gather_object([own])
+            torch.distributed.gather(padded, parts)
+        return [opened(x[:n].cpu()) for x, n in zip(parts or (), lengths, strict=self.is_main)]
 
     def from_main(self, value: T) -> T:
         from accelerate.utils import broadcast_object_list

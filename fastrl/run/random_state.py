@@ -1,7 +1,9 @@
-"""The states of all random number generators: of Python, NumPy, torch and its devices."""
+"""Random numbers of a run: seeds of what it draws, and the states of all generators (of Python,
+NumPy, torch and its devices)."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +11,29 @@ from typing import Any
 
 import numpy as np
 import torch
+
+
+def seed_at(seed: int, *place: int | str) -> int:
+    """A seed of 62 bits for what is drawn at a place of a run, such as ("responses", step).
+
+    It hangs on these alone: not on the state of any generator, which rewards and callbacks may set
+    or draw from, nor on the number of processes.
+
+    Args:
+        seed: of the run.
+        place: what is drawn, and when.
+    """
+    digest = hashlib.sha256(repr((int(seed), *place)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2
+
+
+@contextmanager
+def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Context in which torch draws from a seed, on the host and one device; its generators go on
+    afterwards as if nothing had been drawn."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def random_state() -> dict[str, Any]:
@@ -20,6 +45,15 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states are the same."""
+    if isinstance(one, Mapping):
+        return all(same_state(x, other[name]) for name, x in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_state, one, other))
+    return np.array_equal(one, other)
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:

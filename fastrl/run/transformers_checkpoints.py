@@ -38,7 +38,12 @@ from fastrl.run.folder import RunFolder
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import check_found
 from fastrl.run.processes import processes_of
-from fastrl.run.random_state import random_state, restore_random_state
+from fastrl.run.random_state import (
+    drawing_from,
+    random_state,
+    restore_random_state,
+    seed_at,
+)
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
 
@@ -75,6 +80,7 @@ class _Run:
     epoch: int = 0
     minibatch: int = 0  # of the epoch, the next one to be fetched
     minibatches_per_epoch: int = 1
+    passes: int = 0  # of the step that is under way
     epoch_is_over: bool = False
     seed: int = 0  # torch's, from which the order of the data follows
     random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # as the epoch began
@@ -455,6 +461,19 @@ class ResumableTrainer(transformers.Trainer):
             del logs[name]
         super().log(logs, start_time)
 
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        model.train()
+        inputs = self._prepare_inputs(inputs)  # what is generated and judged comes before
+        with self.own_draws():
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def own_draws(self) -> contextlib.AbstractContextManager[None]:
+        """Context of a pass: what it draws, such as dropout's masks, hangs on seed, step, pass and
+        process, whatever rewards and callbacks have done to torch's generators."""
+        place = self.state.global_step, self._run.passes, self.processes.index
+        self._run.passes += 1
+        return drawing_from(seed_at(self.args.seed, "pass", *place), self.args.device)
+
     # Saving.
 
     @contextlib.contextmanager
@@ -680,6 +699,9 @@ class _Events(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.trainer._training_begins()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer._run.passes = 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.trainer._run.between_steps = False

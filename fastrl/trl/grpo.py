@@ -14,7 +14,7 @@ from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import context_length
 from fastrl.ppo.advantages import centred, standardised
-from fastrl.rollout import RolloutOutput, draw_seed
+from fastrl.rollout import RolloutOutput
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.environments import Environments
@@ -185,7 +185,7 @@ class GRPOTrainer(OnlineTrainer):
         assert self._tool_loop is not None
         model = self.accelerator.unwrap_model(self.model)
         first = self.processes_index * len(prompts)
-        seed = draw_seed()
+        seed = self._seed_of("responses")
 
         def sample(
             ids: list[Tensor], which: list[int], turn: int, limits: list[int] | None

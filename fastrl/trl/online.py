@@ -26,10 +26,10 @@ from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import check_trainable, without_dropout
 from fastrl.ref_model import RefModel
-from fastrl.rollout import draw_seed
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.model_card import OwnModelCard
+from fastrl.run.random_state import seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.low_memory import LowMemoryTrainer
@@ -160,6 +160,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._extra_columns: defaultdict[str, list] = defaultdict(list)
         self._extra_metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._step = 0  # forward and backward passes
+        self._generations = {"train": 0, "eval": 0}  # batches of responses so far
         self._seconds = 0.0  # of this optimizer step's
         self._buffer: list[SampledResponses] | None = None
         self._sampler: GroupSampler | None = None
@@ -356,6 +357,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._generations["eval"] = 0  # all evaluations draw the same random numbers
         with self.products.on(self.model, self.ref_model):
             return super().evaluation_loop(*args, **kwargs)
 
@@ -383,8 +385,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         steps = self.args.steps_per_generation
         if self._buffer is None or self._step % (steps * self.num_iterations) == 0:
             whole = self._learnable(inputs, "train")
-            # With a generator of its own: torch's must not depend on the number of processes.
-            generator = torch.Generator().manual_seed(draw_seed())
+            generator = torch.Generator().manual_seed(self._seed_of("order"))
             order = torch.randperm(len(whole), generator=generator).tolist()
             size = len(whole) // steps
             self._buffer = [whole.select(order[i * size : (i + 1) * size]) for i in range(steps)]
@@ -474,7 +475,13 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._note_responses(prompts, found, judged, advantages, mode)
         first = self.processes_index * len(rows)
         learnable.advantages = advantages[first : first + len(rows)].clone()
+        self._generations[mode] += 1
         return learnable
+
+    def _seed_of(self, what: str) -> int:
+        """Of the next batch of responses, the same in all processes, however many there are."""
+        mode = "train" if self.model.training else "eval"
+        return seed_at(self.args.seed, what, mode, self._generations[mode])
 
     def _of_all_or_none(self, logprobs: list[Tensor] | None) -> list[Tensor] | None:
         """
@@ -510,7 +517,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         model = self.accelerator.unwrap_model(self.model)
         first = self.processes_index * len(prompts)
         with torch.no_grad():
-            output = self._responder(self.model_wrapped, model, ids, group, first)
+            output = self._responder(
+                self.model_wrapped, model, ids, group, first, self._seed_of("responses")
+            )
         responses = [x.cpu() for x in output.sequences]
         return Responses(
             ids,
@@ -643,6 +652,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             **super().own_state(),
             "online": {
                 "step": self._step,
+                "generations": self._generations["train"],
                 "uses": self.args.steps_per_generation * self.num_iterations,
                 "buffer": None if self._buffer is None else [x.state() for x in self._buffer],
                 "metrics": self._metrics["train"].state(),
@@ -654,11 +664,12 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
-        self._step, self._buffer = 0, None
+        self._step, self._buffer, self._generations["train"] = 0, None, 0
         if resumed is None:
             return
         own = resumed["own"]["online"]
         self._step, self._scorer.reuses = own["step"], own["reuses"]
+        self._generations["train"] = own["generations"]
         if own["buffer"] is not None:
             self._buffer = [SampledResponses.of_state(x) for x in own["buffer"]]
         self._metrics["train"].load(own["metrics"], self.args.device)
@@ -684,12 +695,14 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return {**super().joined_state(states), "online": online}
 
     def own_mark(self) -> dict[str, Any]:
-        kept = self._step, self._buffer, len(self._metrics["train"]), self._responder.state()
+        made, metrics = self._generations["train"], len(self._metrics["train"])
+        kept = self._step, made, self._buffer, metrics, self._responder.state()
         return {**super().own_mark(), "online": kept}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         super().own_rewind(mark)
-        self._step, self._buffer, metrics, responder = mark["online"]
+        self._step, made, self._buffer, metrics, responder = mark["online"]
+        self._generations["train"] = made
         self._metrics["train"].shorten(metrics)
         self._responder.resume(responder)
 

@@ -1,6 +1,6 @@
 """All that is counted."""
 
-from tests.counts import of_device, of_heads, of_instructions, of_launches, of_python
+from tests.counts import of_device, of_heads, of_instructions, of_launches, of_processes, of_python
 
 COUNTS = (
     *of_launches.COUNTS,
@@ -8,4 +8,5 @@ COUNTS = (
     *of_instructions.COUNTS,
     *of_python.COUNTS,
     *of_device.COUNTS,
+    *of_processes.COUNTS,
 )

@@ -273,3 +273,23 @@ def test_generation_kwargs_that_json_cannot_hold_are_asked_for(tmp_path):
     with pytest.raises(ValueError, match=r"\(logits_processor\): pass generation_kwargs as in"):
         replay(make_trainer(**settings), tmp_path, 3)
     assert replay(make_trainer(**settings), tmp_path, 3, generation_kwargs=kwargs).identical
+
+
+def test_samples_that_replaced_others_are_drawn_by_their_own_numbers(tmp_path):
+    made = []
+
+    def first_groups_alike(completion_ids, **_):
+        made.append(len(completion_ids))
+        spread = len(made) % 2 == 0
+        return [float(i) if spread or i > 1 else 1.0 for i in range(len(completion_ids))]
+
+    def make():
+        return make_trainer(**{**GRPO, "dynamic_sampling_rounds": 2})
+
+    train(make(), tmp_path, first_groups_alike, steps=2, eval_prompts=None)
+    for step in (1, 2):
+        found = replay(make(), tmp_path, step)
+        ids = [sample.recorded["sample_id"] for sample in found.samples]
+        assert ids != [0, 0, 1, 1], "a group was replaced"
+        assert found.identical, [sample.differences() for sample in found.samples]
+        assert found.tolerance > 0

@@ -23,6 +23,7 @@ from fastrl.ppo.update import GradientStep, UpdateRecord
 from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 from fastrl.run.processes import processes_of
+from fastrl.run.random_state import seed_at
 
 # Coefficients that are settings of PPOConfig under the same names.
 _SHARED_SETTINGS = (
@@ -129,8 +130,9 @@ class PPO(Loss):
         experience = self._experience(batch, policy, reference)
         assert batch.tokens is not None
         size = batch.size // self.mini_batches
-        for _ in range(self.epochs):
-            order = policy.processes.from_main(torch.randperm(batch.size).tolist())
+        for epoch in range(self.epochs):
+            draws = torch.Generator().manual_seed(seed_at(batch.seed, "order", epoch))
+            order = torch.randperm(batch.size, generator=draws).tolist()
             for start in range(0, size * self.mini_batches, size):
                 chosen = order[start : start + size]
                 part = batch.select(chosen)
