@@ -23,6 +23,7 @@ from fastrl.data.columns import (
 from fastrl.data.encode import Encoder
 from fastrl.data.examples import Example
 from fastrl.data.tables import ROW, columns_of, each_row, open_rows, row_number
+from fastrl.run.fingerprint import fingerprint, hash_of
 
 # What each kind of data can be read as.
 _READABLE_AS = {
@@ -171,6 +172,13 @@ class DatasLoader(Sequence[Example]):
         return (limits.max_length is None or prompt + longest <= limits.max_length) and (
             limits.max_prompt_length is None or prompt <= limits.max_prompt_length
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows, and of how they are read."""
+        of, limits = self.encoder, (self.encoder.max_length, self.encoder.max_prompt_length)
+        read = [self.kind, self._roles, *limits, of.truncation, of.add_eos, *self._picks]
+        return f"{fingerprint(self._rows, [ROW])}, read as {hash_of(read)}"
 
     def __len__(self) -> int:
         return len(self._picks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fastrl.data.chat import TextOrMessages, is_chat
 from fastrl.data.encode import encode_prompt
 from fastrl.data.tables import ROW
 from fastrl.models.layout import Layout
+from fastrl.run.fingerprint import hash_of
 
 _PROMPT_COLUMNS = ("prompt", "query")
 _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -206,12 +208,14 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the token ids, in their order."""
+        """A hash of the token ids, and of the other columns, in their order."""
         digest = hashlib.sha256()
         for tokens in self.ids:
             digest.update(len(tokens).to_bytes(8, "little"))
             digest.update(tokens.cpu().numpy().tobytes())
-        return digest.hexdigest()
+        names = sorted(self.columns)
+        rows = zip(*(self.columns[name] for name in names), strict=True)
+        return f"{digest.hexdigest()} {hash_of(itertools.chain([names], rows))}"
 
 
 class PromptStream:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from fastrl.data.collators import IGNORED, targets_of
 from fastrl.data.tables import is_stream
 from fastrl.models.utils import evaluating
+from fastrl.run.fingerprint import fingerprint, hash_of
 
 _ROWS = ((5, 3, 6), (4, 7))  # lengths of the texts with which a model is checked
 BFD, BFD_SPLIT, WRAPPED = PACKINGS = ("bfd", "bfd_split", "wrapped")
@@ -107,6 +108,10 @@ class PackedTexts(Dataset):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{fingerprint(self.texts)}, packed as {hash_of(self.rows)}"
 
     def sizes(self) -> list[int]:
         """Tokens of each row."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 import time
 import warnings
@@ -34,6 +32,7 @@ from fastrl.run.checkpoints import (
     warn_of_another_machine,
 )
 from fastrl.run.files import part_of
+from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import check_found
@@ -47,7 +46,6 @@ from fastrl.run.random_state import (
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
 
-_SAMPLED_ROWS = 16  # of a data set, for its checksum
 # Settings that do not change what is computed, by their beginnings.
 _FREE = (
     "output_dir", "run_name", "resume_from", "disable_tqdm", "report_to", "project", "trackio",
@@ -111,7 +109,10 @@ class ResumableTrainer(transformers.Trainer):
         kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
         run_folder: the folder of a command's run, whose metrics continue those of the checkpoint.
         saves_when_it_fails: after an exception; by default where checkpoints are saved at all.
+        computed_columns: of the data sets, those that the trainer adds, up to rounding.
     """
+
+    computed_columns: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.kept: dict[str, Any] = {}
@@ -137,7 +138,7 @@ class ResumableTrainer(transformers.Trainer):
             "trainer": type(self).__name__,
             # With its arguments: it keeps some of them with its state, and others not.
             "optimizer": " ".join(filter(None, (optim, self.args.optim_args))),
-            "data": data_checksum(self.train_dataset),
+            "data": fingerprint(self.train_dataset, self.computed_columns),
         }
 
     def own_settings(self) -> dict[str, Any]:
@@ -370,7 +371,9 @@ class ResumableTrainer(transformers.Trainer):
             **run.settings,
             **{f"{name} of the run": value for name, value in run.identity.items()},
             "seed of torch": torch.initial_seed(),
-            "evaluation data": {name: data_checksum(rows) for name, rows in held_out.items()},
+            "evaluation data": {
+                name: fingerprint(rows, self.computed_columns) for name, rows in held_out.items()
+            },
             "saves_when_it_fails": self.saves_when_it_fails,
             "output_dir": str(self.args.output_dir) if self.saves_when_it_fails else None,
         }
@@ -741,23 +744,6 @@ def _set_epoch(loader: Any, epoch: int) -> None:
             loader.set_epoch(epoch)
         batches = getattr(loader, "batch_sampler", None)  # a stream's has no length, nor truth
         loader = getattr(loader, "sampler", None) if batches is None else batches
-
-
-def data_checksum(rows: Any) -> str:
-    """The number of examples, and a checksum of some of them; "a stream" where they cannot be
-    counted."""
-    if rows is None or not hasattr(rows, "__len__"):
-        return "a stream"
-    count = len(rows)
-    chosen = [rows[i * count // _SAMPLED_ROWS] for i in range(_SAMPLED_ROWS) if count]
-    text = json.dumps(chosen, default=_as_json, sort_keys=True)
-    return f"{count} examples, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _as_json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def _check_torch_files(checkpoint: Path) -> None:

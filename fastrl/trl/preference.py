@@ -202,6 +202,10 @@ class PreferenceTrainer(SupervisedTrainer):
         return rows
 
     @property
+    def computed_columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.ref_columns
+
+    @property
     def _longest_prompt(self) -> int | None:
         return None if self._max_length is None else self._max_length - 1
 

@@ -1,0 +1,74 @@
+"""What tells one data set from another: a hash of all of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_AT_A_TIME = 1 << 12  # rows
+_OF_A_STREAM = 64  # rows
+
+
+def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
+    """The number of examples, and a hash of all of their columns in their order; of a stream, the
+    hash of its first rows.
+
+    The same rows give the same, from whichever file, and in whatever order of columns. An object
+    with a ``fingerprint`` of its own has that.
+
+    Args:
+        data: a data set, a list of rows, a stream; None: "none".
+        but: columns that do not count.
+    """
+    if data is None:
+        return "none"
+    own = getattr(data, "fingerprint", None)
+    if isinstance(own, str):
+        return own
+    if not hasattr(data, "__len__"):
+        # Another stream than one of datasets may be there to be read once.
+        first = itertools.islice(data, _OF_A_STREAM) if hasattr(data, "take") else ()
+        return f"a stream, {hash_of(first, but)}"
+    digest = _hash_of_table(data, but) if hasattr(data, "with_format") else None
+    return f"{len(data)} examples, {digest or hash_of((data[i] for i in range(len(data))), but)}"
+
+
+def hash_of(rows: Iterable[Any], but: Sequence[str] = ()) -> str:
+    """A hash of plain values, arrays, tensors and dataclasses; of others only their type counts."""
+    digest = hashlib.sha256()
+    for row in rows:
+        if but and isinstance(row, dict):
+            row = {name: value for name, value in row.items() if name not in but}
+        digest.update(json.dumps(row, default=_plain, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _hash_of_table(table: Any, but: Sequence[str]) -> str | None:
+    """Of a ``datasets.Dataset``, by columns of many rows at a time: a hundred times as fast as by
+    rows. None where it has columns of other than plain values."""
+    import pyarrow as pa
+
+    names = sorted(set(table.column_names) - set(but))
+    digest = hashlib.sha256(repr(names).encode())
+    for batch in table.with_format("arrow").iter(_AT_A_TIME):
+        rows = pa.array(range(len(batch)))
+        for name in names:
+            column = batch.column(name)
+            if isinstance(column.type, pa.ExtensionType):
+                return None
+            # Taken, so that its buffers hold these rows alone.
+            taken = column.take(rows).combine_chunks()
+            digest.update(pa.RecordBatch.from_arrays([taken], [name]).serialize())
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
