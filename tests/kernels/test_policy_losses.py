@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fastrl_kernels import KLTerm, PolicyLoss, linear_logprobs, linear_ppo_loss, ppo_loss
+from fastrl_kernels import KLTerm, PolicyLoss, linear_logprobs, linear_ppo_loss, ppo_loss, reference
 from fastrl_kernels.policy_losses import POLICY_LOSSES, RATIO_LEVELS, sequence_means
 from tests.kernels import test_linear_ppo_loss as linear
 from tests.kernels.test_linear_logprobs import assert_same_bits
@@ -19,6 +19,7 @@ OBJECTIVES = {
     "sapo": (PolicyLoss("sapo", sapo_temperatures=(1.0, 1.6)), {}),
     "delta": (PolicyLoss(delta=1.3), {"cliprange": (0.1, 0.2)}),
     "delta, dual clip": (PolicyLoss(delta=1.3), {"dual_clip": 1.1}),
+    "delta within the clip": (PolicyLoss(delta=1.1), {"cliprange": (0.1, 0.4)}),
     "sequence": (PolicyLoss(ratio_level="sequence"), {"cliprange": (0.02, 0.03)}),
     "sequence-token": (PolicyLoss(ratio_level="sequence-token"), {"cliprange": (0.02, 0.03)}),
     "cispo, sequence": (PolicyLoss("cispo", "sequence"), {"cliprange": (0.02, 0.03)}),
@@ -168,6 +169,35 @@ def test_trls_formulas(backend, device, name, objective, cliprange):
     # fp32 sums of 32 terms of about 1
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.15, 1.6])
+@pytest.mark.parametrize("delta", [None, 1.1, 1.5])
+def test_gradients_on_both_sides_of_each_border(backend, device, delta, dual_clip):
+    """Of each sign of A, with the formula's gradient, which is that of its own differences."""
+    borders = [0.8, 1.0, 1.3, *(x for x in (delta, dual_clip) if x is not None)]
+    ratios = torch.tensor([x + side for x in borders for side in (-0.02, 0.02)]).repeat(2)
+    advantages = torch.tensor([0.7, -0.7]).repeat_interleave(len(ratios) // 2)
+    ones, old = torch.ones(len(ratios), dtype=torch.bool), torch.full_like(ratios, -2.0)
+    options = {"cliprange": (0.2, 0.3), "dual_clip": dual_clip, "denominator": 1.0}
+
+    def formula(logprobs):
+        objective = PolicyLoss(delta=delta)
+        return reference.ppo_loss(
+            logprobs, old.double(), advantages.double(), ones, objective=objective, **options
+        )[0]
+
+    exact = (old.double() + ratios.double().log()).requires_grad_()
+    assert torch.autograd.gradcheck(formula, (exact,))
+    (expected,) = torch.autograd.grad(formula(exact), exact)
+    mine = exact.detach().float().to(device).requires_grad_()
+    loss, _ = ppo_loss(
+        mine, *(x.to(device) for x in (old, advantages, ones)), backend=backend,
+        objective=PolicyLoss(delta=delta), **options,
+    )  # fmt: skip
+    loss.backward()
+    # fp32 log-probs of about 2: ratios are known to 2e-7
+    torch.testing.assert_close(mine.grad.cpu().double(), expected, rtol=1e-6, atol=0)
 
 
 def test_a_sequences_ratio_is_the_geometric_mean_by_hand():

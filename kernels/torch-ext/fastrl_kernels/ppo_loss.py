@@ -99,15 +99,18 @@ def policy_terms(logprobs: Tensor, constants: PPOConstants, settings: PPOSetting
 def _clip(
     ratio: Tensor, advantages: Tensor, logprobs: Tensor, settings: PPOSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    unclipped = slope = -advantages * ratio
+    unclipped, near = -advantages * ratio, ratio.clamp(settings.low, settings.high)
     delta = settings.objective.delta
     if delta is not None:
-        slope = torch.where(ratio > delta, 0.0, unclipped)
         unclipped = torch.where(ratio > delta, -advantages * delta, unclipped)
-    clipped = -advantages * ratio.clamp(settings.low, settings.high)
-    is_clipped = clipped > unclipped
+    clipped = -advantages * near
+    is_clipped = is_cut = clipped > unclipped
     loss = torch.where(is_clipped, clipped, unclipped)
-    slope = torch.where(is_clipped, 0.0, slope)
+    if delta is not None:
+        # Between δ and the clip range's end the larger branch is that of the ratio itself.
+        is_cut = torch.where(is_clipped, near != ratio, ratio > delta)
+        is_clipped = is_clipped & (near != ratio)
+    slope = torch.where(is_cut, 0.0, loss)
     if settings.dual_clip is not None:
         bound = -advantages * settings.dual_clip
         beyond = (advantages < 0) & (loss > bound)

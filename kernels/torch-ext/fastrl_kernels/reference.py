@@ -410,9 +410,10 @@ def ppo_loss(
         surrogate = -weight * a * torch.where(mask, logprobs, zero)
     else:
         bounded = ratio if delta is None else ratio.clamp(max=delta)
-        unclipped, clipped = -a * bounded, -a * ratio.clamp(1 - low, 1 + high)
+        near = ratio.clamp(1 - low, 1 + high)
+        unclipped, clipped = -a * bounded, -a * near
         surrogate = torch.maximum(unclipped, clipped)
-        is_clipped = mask & (clipped > unclipped)
+        is_clipped = mask & (clipped > unclipped) & (near != ratio)
         if dual_clip is not None:
             surrogate = torch.where(a < 0, torch.minimum(surrogate, -a * dual_clip), surrogate)
     if weights is not None:

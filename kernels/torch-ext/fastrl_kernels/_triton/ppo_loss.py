@@ -214,15 +214,19 @@ def _ppo_loss_fwd_kernel(
             is_clipped = ratio != ratio
         else:
             unclipped = -advantages * ratio
-            slope = unclipped
+            near = tl.minimum(tl.maximum(ratio, low), high)
             if delta is not None:
                 most = tl.cast(delta, tl.float32)
-                slope = tl.where(ratio > most, 0.0, unclipped)
                 unclipped = tl.where(ratio > most, -advantages * most, unclipped)
-            clipped = -advantages * tl.minimum(tl.maximum(ratio, low), high)
+            clipped = -advantages * near
             is_clipped = clipped > unclipped
+            is_cut = is_clipped
             loss = tl.where(is_clipped, clipped, unclipped)
-            slope = tl.where(is_clipped, 0.0, slope)
+            if delta is not None:
+                # Between δ and the clip range's end the larger branch is that of the ratio itself.
+                is_cut = tl.where(is_clipped, near != ratio, ratio > most)
+                is_clipped = is_clipped & (near != ratio)
+            slope = tl.where(is_cut, 0.0, loss)
             if dual_clip is not None:
                 bound = -advantages * tl.cast(dual_clip, tl.float32)
                 beyond = (advantages < 0) & (loss > bound)
