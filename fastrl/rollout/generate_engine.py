@@ -375,7 +375,7 @@ class _RecordedNaN(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         highest = scores.amax(-1)
-        bad = ~((highest > -1e30) & (highest < torch.inf))  # as sample_tokens has it
+        bad = ~((highest > -torch.inf) & (highest < torch.inf))  # as sample_tokens has it
         self.at = torch.where(bad & (self.at < 0), input_ids.shape[1] - self.front, self.at)
         return torch.where(bad[:, None], 0.0, scores)
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastrl_kernels import LiveTokens, decode_attention, reference
 from fastrl_kernels.dispatch import interpreting
+from fastrl_kernels.types import LOWEST
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import constants, floats_arrive_as_double, interpreted, watched
 from tests.kernels.roundings import Rounded
@@ -315,7 +316,7 @@ def test_splits_are_merged_in_their_order(device, dtype, small_splits, monkeypat
     sums, highest, weights = sums, highest[..., 0], weights[..., 0]
 
     factor = numpy.float32(scale) * numpy.float32(1.4426950408889634)
-    peak, exp_sum = numpy.full(group, -1e30, numpy.float32), numpy.zeros(group, numpy.float32)
+    peak, exp_sum = numpy.full(group, LOWEST, numpy.float32), numpy.zeros(group, numpy.float32)
     acc = numpy.zeros((group, width), numpy.float32)
     for some in (slice(0, 16), slice(16, 18)):
         higher = numpy.maximum(peak, highest[:, some].max(1))

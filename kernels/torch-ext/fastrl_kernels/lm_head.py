@@ -27,13 +27,12 @@ from .checks import (
 )
 from .dispatch import choose, device_kind
 from .gemm import Library, library_for
-from .types import LogitTransform, RowGradients, RowStatistics, Temperature
+from .types import LOWEST, LogitTransform, RowGradients, RowStatistics, Temperature
 from .vocab_parallel import Vocabulary, checked, find
 from .workspace import KEPT_BYTES, result_like
 
 COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where not all
 _ROW_STEP = 16  # chunks have multiples of as many rows
-_LOWEST = -1e30  # in place of a maximum of -inf, where a bias masks out a whole row
 _TILE = 256  # and on a GPU of as many rows and columns, the longer side of its products' tiles
 # Bytes of logits at a time. Less on a CPU, where a chunk should fit in a cache, and memory is kept
 # for the next call.
@@ -283,7 +282,7 @@ def _statistics(
 ) -> None:
     known = (labels >= 0) & (labels < x.shape[1])
     columns = labels.clamp(0, x.shape[1] - 1)[:, None]
-    torch.amax(x, -1, out=out.unscaled_max).clamp_(min=_LOWEST)
+    torch.amax(x, -1, out=out.unscaled_max).clamp_(min=LOWEST)
     d = _shifted(x, out.unscaled_max, transform, temperature, d)
     at_label = x.gather(1, columns)[:, 0] - out.unscaled_max
     at_label = _times_(at_label, transform.outer, temperature)

@@ -21,8 +21,6 @@ from .rows import as_rows
 from .types import COLDEST, SampledTokens, SamplingParameters
 
 _INF = math.inf
-_HUGE = 3e38
-_LOWEST = -1e30  # a row without a higher logit is no distribution
 
 
 def _lowest_by_sorting(x: Tensor, e: Tensor, p: SamplingParameters, free: Tensor) -> Tensor:
@@ -73,9 +71,9 @@ def _lowest_kept(
         lowest = _lowest_by_sorting(x, e, p, free)
     if by_min:
         lowest = torch.maximum(lowest, _least_logit(row_max, p))
-        # Numbers in place of booleans, whose passes take five times as long: -3e38 where a logit
-        # is kept, 3e38 elsewhere.
-        side = torch.lt(x, lowest, out=free).sub_(0.5).mul_(2 * _HUGE)
+        # Numbers in place of booleans, whose passes take five times as long: -inf where a logit
+        # is kept, inf elsewhere.
+        side = torch.lt(x, lowest, out=free).sub_(0.5).mul_(_INF)
         lowest = torch.maximum(x, side, out=side).amin(-1, keepdim=True)
     return lowest
 
@@ -136,7 +134,7 @@ def _sample_rows(x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor)
     scaled = tempered(at.clone(), p.temperature)
     at_one = at - (log_sum if log_sum_t1 is None else log_sum_t1)
     fields = [scaled - log_sum, at_one, scaled - log_kept, cutoff, log_sum - mean]
-    sound = (total > 0) & (row_max >= _LOWEST)
+    sound = (total > 0) & (row_max > -_INF)
     return [torch.where(sound, column, -1), *(torch.where(sound, f, math.nan) for f in fields)]
 
 
@@ -281,8 +279,8 @@ def sample_tokens(
     rows may differ between backends, where the scores of two tokens are equal to rounding. It is
     two races of exponential variates, among parts of the vocabulary and within one:
     ``fastrl_kernels.reference.race`` is its definition. A logit of -inf is never drawn. A row that
-    is no distribution (it holds NaN or inf, or no logit above -1e30) gets token -1, and NaN in
-    every other field: look for it before the tokens index an embedding.
+    is no distribution (it holds NaN or inf, or nothing but -inf) gets token -1, and NaN in every
+    other field: look for it before the tokens index an embedding.
 
     Nothing waits for the device, and no shape depends on data, but for PyTorch's path on CPU
     tensors: it reads parameters to check them, and with top-p whether the highest logits were

@@ -16,6 +16,9 @@ LOG_RATIO_LIMIT = 20.0
 WHITEN_EPS = 1e-8
 # Lower sampling temperatures count as 0: their inverses would not be finite in fp32.
 COLDEST = 1e-30
+# The lowest finite number of fp32: a maximum starts here, so that where all logits are -inf their
+# differences from it are -inf, never NaN, and any finite logit counts.
+LOWEST = -(2.0 - 2.0**-23) * 2.0**127
 
 
 class Temperature(NamedTuple):

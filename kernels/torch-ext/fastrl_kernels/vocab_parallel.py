@@ -13,14 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._cpu.row_chunks import FLOOR
-from .types import RowStatistics
+from .types import LOWEST, RowStatistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-# The maximum of logits of which none is possible is below, whichever backend took it: a bias of
-# -inf may mask all tokens of a process.
-IMPOSSIBLE = -9e29
 
 
 class Vocabulary(Protocol):
@@ -234,7 +230,7 @@ class VocabParallel:
             out.is_top1.copy_((first & (every["top"] > 0)).any(-1))
 
         # The sum is infinite where nothing of the row is here, and what is divided by it 0.
-        down = scaled(out.unscaled_max - row_max).clamp_(min=IMPOSSIBLE)
+        down = scaled(out.unscaled_max - row_max).clamp_(min=LOWEST)
         out.exp_sum.copy_(exp_sum * (-down).exp())
         if mean is not None and out.mean is not None:
             out.mean.copy_(mean - down)
@@ -243,7 +239,8 @@ class VocabParallel:
         """What of this process's columns others need to know, [N] each: logits are relative to its
         maximum. "at_label" is NaN where another process has the label."""
         rows = self.stop - self.start
-        possible = ~(out.unscaled_max <= IMPOSSIBLE)  # NaN counts as possible
+        # A bias of -inf may mask all tokens of a process. NaN counts as possible.
+        possible = ~(out.unscaled_max <= LOWEST)
         log_sum = out.exp_sum.log()
         at_label = torch.where(possible, out.logprobs + log_sum, -torch.inf)
         here = (labels >= 0) & (labels < rows)

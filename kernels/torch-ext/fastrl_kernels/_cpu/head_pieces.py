@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ..gemm import pieces
 from ..lm_head import HeadInputs, TorchHead
-from ..types import RowGradients, RowStatistics
+from ..types import LOWEST, RowGradients, RowStatistics
 from ..workspace import Workspace
 from .row_chunks import FLOOR
 
-_LOWEST = -3e38  # in place of a maximum of -inf, where a bias masks out a whole piece
 
 
 def suits(inputs: HeadInputs) -> bool:
@@ -93,7 +92,7 @@ class ChunkInPieces:
             x = self._logits(hidden, columns)
             if self.keep == "logits":
                 self.kept[:, columns].copy_(x)
-            torch.amax(x, -1, out=maxima[:, i]).clamp_(min=_LOWEST)
+            torch.amax(x, -1, out=maxima[:, i]).clamp_(min=LOWEST)
             at_label[here.rows] = x[here.rows, here.columns]
             d = self._scaled(x.sub_(maxima[:, i, None]), rows)
             if out.entropies is not None or inputs.bias is not None:

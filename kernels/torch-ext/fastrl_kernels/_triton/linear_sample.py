@@ -124,8 +124,8 @@ def _linear_sample_tiles_kernel(
     else:
         t += temperature
     t, greedy = possible_temperature(t)
-    m = tl.maximum(tl.max(x, 1), LOWEST)  # NaN is left to the sums
-    d = x - m[:, None]
+    m = tl.max(x, 1)
+    d = x - tl.maximum(m, LOWEST)[:, None]  # NaN is left to the sums
     scale = tl.full([ROWS], LOG2E, tl.float32) / t
     a = d * scale[:, None]
     e = tl.exp2(a)
@@ -177,9 +177,9 @@ def _linear_sample_draw_kernel(
     records_ptr += row.to(tl.int64) * tiles * _RECORD
     tile = tl.arange(0, GROUPS)[:, None] * PER_GROUP + tl.arange(0, PER_GROUP)[None, :]
     record, there = records_ptr + tile * _RECORD, tile < tiles
-    tile_max = tl.load(record, mask=there, other=LOWEST)
+    tile_max = tl.load(record, mask=there, other=float("-inf"))
     group_max = tl.max(tile_max, 1)
-    row_max = tl.max(group_max, 0)
+    row_max = tl.maximum(tl.max(group_max, 0), LOWEST)
     a = (tile_max - row_max) * scale
     e = tl.exp2(a)
     sums = e * tl.load(record + 1, mask=there, other=0.0)

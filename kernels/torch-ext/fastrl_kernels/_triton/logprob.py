@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import types
 from ..dispatch import Backend
 from ..rows import empty_rows_like, row_walk
 from ..types import IGNORE_LABEL
@@ -27,9 +28,7 @@ from .tiles import device_of
 _IGNORE = tl.constexpr(IGNORE_LABEL)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Where a running maximum starts: below every logit, and finite, so that a slot that has seen only
-# -inf has differences of -inf, never NaN.
-LOWEST = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(types.LOWEST)  # where a running maximum starts
 # Replaces -inf where 2^x·x has to be 0: 2 to this power is 0.
 FLOOR = tl.constexpr(-200.0)
 

@@ -56,7 +56,7 @@ def _sample_statistics_kernel(
     logits_ptr,  # [N, V]
     temperature_ptr,  # [N], or None: the number
     temperature,
-    max_ptr,  # [N, groups] fp32. max x
+    max_ptr,  # [N, groups] fp32. max x; -inf where none is possible
     sum_ptr,  # [N, groups] fp32. Σ 2^a with a = (x - max)·log2(e)/T
     mean_ptr,  # [N, groups] fp32. Σ 2^a·a
     sum_t1_ptr,  # [N, groups] fp32. Σ exp(x - max), or None: T is 1
@@ -73,12 +73,12 @@ def _sample_statistics_kernel(
     first = (at - row * parts) * TILE
     x = load_groups(logits_ptr, row, row_stride, first, V, SIZE, SPAN, TILE, VEC)
     t, _ = sampling_temperature(temperature_ptr, temperature, row)
-    m = tl.maximum(tl.max(tl.max(x, 0), 1), LOWEST)  # NaN is left to the sums
-    d = x - m[None, :, None]
+    highest = tl.max(tl.max(x, 0), 1)
+    d = x - tl.maximum(highest, LOWEST)[None, :, None]  # NaN is left to the sums
     a = d * (LOG2E / t)
     e = tl.exp2(a)
     groups = at * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
-    tl.store(max_ptr + groups, m)
+    tl.store(max_ptr + groups, highest)
     tl.store(sum_ptr + groups, tl.sum(tl.sum(e, 0), 1))
     tl.store(mean_ptr + groups, tl.sum(tl.sum(e * tl.maximum(a, FLOOR), 0), 1))
     if sum_t1_ptr is not None:
@@ -414,9 +414,9 @@ def _race_of_kept(
     group that wins, their weight, the lowest of them, and whether there are others."""
     highest = tl.exp2((group_max - row_max) * scale)
     listed = (ordered_code(group_max, SAME_BITS) >= lowest) & (highest >= least)
-    others = tl.max(((group_max > LOWEST) & (listed == 0)).to(tl.int32), 0)
-    rank, number = ranks(listed & (group_max > LOWEST))
-    listed = listed & (group_max > LOWEST)
+    others = tl.max(((group_max > float("-inf")) & (listed == 0)).to(tl.int32), 0)
+    rank, number = ranks(listed & (group_max > float("-inf")))
+    listed = listed & (group_max > float("-inf"))
     winner, best, weight, cutoff = 0, 0.0, 0.0, float("inf")
     for i in range(tl.cdiv(number, LISTED)):
         groups = listed_groups(listed, rank, i, LISTED)
@@ -431,7 +431,7 @@ def _race_of_kept(
         winner, best = tl.where(top > best, first, winner), tl.maximum(best, top)
         weight += tl.sum(sums, 0)
         cutoff = tl.minimum(cutoff, tl.min(tl.min(tl.where(kept, x, float("inf")), 1), 0))
-        left = (x > LOWEST) & (kept == 0)
+        left = (x > float("-inf")) & (kept == 0)
         others = tl.maximum(others, tl.max(tl.max(left.to(tl.int32), 1), 0))
     return winner, weight, cutoff, others != 0
 

@@ -105,9 +105,9 @@ def load_groups(
 def group_weights(max_ptr, sum_ptr, row, groups, scale, ALL: tl.constexpr):
     """Of a row's groups: their maxima, weights Σ 2^a and maxima's a = (max - row's)·scale."""
     index = tl.arange(0, ALL)
-    group_max = tl.load(max_ptr + row * groups + index, mask=index < groups, other=LOWEST)
+    group_max = tl.load(max_ptr + row * groups + index, mask=index < groups, other=float("-inf"))
     group_sum = tl.load(sum_ptr + row * groups + index, mask=index < groups, other=0.0)
-    row_max = tl.max(group_max, 0)
+    row_max = tl.maximum(tl.max(group_max, 0), LOWEST)
     a = (group_max - row_max) * scale
     return group_max, row_max, group_sum * tl.exp2(a), a
 
