@@ -188,6 +188,7 @@ def _probe(model: Any, layer: nn.Module) -> tuple[frozenset[str], bool, bool]:
     )
     try:
         ids = torch.arange(_PROBE, device=model.device).unsqueeze(0)
+        ids %= model.config.get_text_config().vocab_size
         with evaluating(model):
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     finally:

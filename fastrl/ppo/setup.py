@@ -249,9 +249,9 @@ def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
     for model in models:
         if model is None:
             continue
-        tokens = torch.arange(8)
-        layout = layout_of(extract_model_from_parallel(model))
-        inputs, rows = layout.inputs([(tokens[:4], tokens[4:])])
+        plain = extract_model_from_parallel(model)
+        tokens = torch.arange(8) % plain.config.get_text_config().vocab_size
+        inputs, rows = layout_of(plain).inputs([(tokens[:4], tokens[4:])])
         request = ScoringRequest(rows=rows.to(device), labels=tokens[4:].to(device))
         with evaluating(model):
             model(**{name: x.to(device) for name, x in inputs.items()}, scoring=request)

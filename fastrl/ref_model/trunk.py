@@ -117,6 +117,7 @@ def _difference(trunk: Trunk) -> tuple[float, float]:
     tolerance."""
     model = trunk.model
     ids = torch.arange(2 * _TOKENS, device=model.device).view(2, _TOKENS)
+    ids %= model.config.get_text_config().vocab_size
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     with evaluating(model):
         whole = model(**inputs).logits.float()
