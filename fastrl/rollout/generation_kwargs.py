@@ -249,7 +249,7 @@ class _EffectiveKwargs:
                 "temperature": self._number("temperature", 1) > 0,
                 "top_k": top_k >= 0 and top_k == int(top_k),
                 "top_p": self._number("top_p", 1) > 0,
-                "min_p": 0 <= self._number("min_p", 0) < 1,
+                "min_p": 0 <= self._number("min_p", 0) <= 1,
             }
         wrong = [name for name, holds in checks.items() if not holds]
         return next((name for name in self.kwargs if name in wrong), wrong[0] if wrong else None)

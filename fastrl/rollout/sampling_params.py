@@ -64,8 +64,8 @@ class SamplingParams:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must lie in [0, 1), got {self.min_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
         if not self.repetition_penalty > 0:
             raise ValueError(
                 f"repetition_penalty must be positive, got {self.repetition_penalty}: 1 is none"

@@ -82,7 +82,7 @@ SAMPLING = [
     ({"temperature": -1.0}, "temperature must be at least 0"),
     ({"top_k": -1}, "top_k must be at least 0"),
     ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
-    ({"min_p": 1.0}, r"min_p must lie in \[0, 1\)"),
+    ({"min_p": 1.5}, r"min_p must lie in \[0, 1\]"),
     ({"n": 0}, "n must be at least 1"),
     ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
     ({"stop": "END"}, "stop must be a list of token sequences"),

@@ -20,6 +20,7 @@ CUTS = {
     "tiny top-p": {"top_p": 1e-6},
     "temperature, top-p": {"temperature": 1.7, "top_p": 0.6},
     "min-p": {"temperature": 0.6, "min_p": 0.1},
+    "min-p of one": {"min_p": 1.0},
     "all": {"temperature": 1.3, "top_k": 40, "top_p": 0.7, "min_p": 0.02},
 }
 SETTINGS = {"plain": {}, "hot": {"temperature": 1.3}, "all": CUTS["all"]}

@@ -250,10 +250,15 @@ def test_rows_that_are_no_distribution(backend, device):
             assert x.isnan().tolist() == [True, False, True, False, True, True]
 
 
-def test_a_row_without_a_logit_above_the_lowest_is_no_distribution(backend, device):
-    logits = torch.full((2, 90), -2e30, device=device)
-    logits[1, 5] = -1e29
-    assert sample(logits, backend=backend).tokens.tolist() == [-1, 5]
+@pytest.mark.parametrize("per_row", [False, True])
+def test_min_p_of_one_keeps_what_equals_the_highest(backend, device, per_row):
+    """Logits so small that their next neighbours have the same exponential."""
+    logits = torch.full((2, 90), 1e-3, device=device)
+    logits[0, 2:] = torch.nextafter(logits[0, 2:], torch.tensor(0.0, device=device))
+    min_p = torch.ones(2, device=device) if per_row else 1.0
+    result = sample(logits, min_p=min_p, backend=backend)
+    assert kept_by(result, logits).sum(-1).tolist() == [2, 90]
+    assert result.tokens[0] < 2
 
 
 def test_min_p_compares_as_in_exact_arithmetic():
@@ -451,9 +456,9 @@ INT, ONES = torch.int64, torch.ones(3)
         ({"top_p": math.nan}, ValueError, "top_p must be in"),
         ({"top_p": 2 * ONES}, ValueError, r"top_p\[0\] must be in"),
         ({"top_p": torch.ones(3, device="meta")}, ValueError, "top_p is on"),
-        ({"min_p": 1.0}, ValueError, "min_p must be in"),
+        ({"min_p": 1.1}, ValueError, "min_p must be in"),
         ({"min_p": -0.1}, ValueError, "min_p must be in"),
-        ({"min_p": ONES}, ValueError, r"min_p\[0\] must be in"),
+        ({"min_p": 2 * ONES}, ValueError, r"min_p\[0\] must be in"),
         ({"backend": "cuda"}, ValueError, "unknown backend"),
     ],
 )

@@ -51,8 +51,8 @@ TRANSLATIONS = [
         {"eos_token_ids": ()},
     ),
     (
-        {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
-        {"max_new_tokens": 20, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+        {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 1.0},
+        {"max_new_tokens": 20, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 1.0},
     ),
     (
         {"do_sample": True, "temperature": None, "top_k": None, "top_p": None, "min_p": None},
@@ -110,7 +110,7 @@ REFUSALS = [
     ({"do_sample": True, "top_k": -1}, "top_k"),
     ({"do_sample": True, "top_k": 2.5}, "top_k"),
     ({"do_sample": True, "top_p": 0.0}, "top_p"),
-    ({"do_sample": True, "min_p": 1.0}, "min_p"),
+    ({"do_sample": True, "min_p": 1.1}, "min_p"),
     ({"repetition_penalty": 0.0}, "repetition_penalty"),
     ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size"),
     ({"bad_words_ids": [[5], [5, 6]]}, "bad_words_ids"),

@@ -16,7 +16,7 @@ from fastrl import SamplingParams
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p must"),
         ({"top_p": 1.1}, "top_p"),
-        ({"min_p": 1.0}, "min_p must"),
+        ({"min_p": 1.1}, "min_p must"),
         ({"min_p": -0.1}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty must"),
         ({"stop": [[1], []]}, "stop holds an empty"),
@@ -32,13 +32,13 @@ def test_sampling_parameters_as_keywords_of_generate():
         "max_new_tokens": 5,
         "do_sample": False,
     }
-    assert SamplingParams(temperature=0.7, top_p=0.9, min_p=0.1).generation_kwargs() == {
+    assert SamplingParams(temperature=0.7, top_p=0.9, min_p=1.0).generation_kwargs() == {
         "max_new_tokens": 32,
         "do_sample": True,
         "temperature": 0.7,
         "top_k": 0,
         "top_p": 0.9,
-        "min_p": 0.1,
+        "min_p": 1.0,
     }
     assert "min_p" not in SamplingParams().generation_kwargs()
 

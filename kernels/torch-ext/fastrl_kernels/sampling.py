@@ -160,7 +160,7 @@ _RULES = {
     "temperature": (False, lambda x: (x >= 0) & (x < _INF), "0 (greedy) or positive and finite"),
     "top_k": (True, lambda x: x >= 0, "0 (off) or positive"),
     "top_p": (False, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is off"),
-    "min_p": (False, lambda x: (x >= 0) & (x < 1), "in [0, 1); 0 is off"),
+    "min_p": (False, lambda x: (x >= 0) & (x <= 1), "in [0, 1]; 0 is off"),
 }
 
 
@@ -294,7 +294,7 @@ def sample_tokens(
             first of equals; log-probs and entropies are at T = 1 then, and nothing is cut.
         top_k: a number or [N] integers; 0 is off.
         top_p: in (0, 1], a number or [N]; 1 is off.
-        min_p: in [0, 1), a number or [N]; 0 is off.
+        min_p: in [0, 1], a number or [N]; 0 is off, 1 keeps what equals the highest logit.
         backend: "auto", "triton" or "torch"; see ``explain``.
 
     Returns:

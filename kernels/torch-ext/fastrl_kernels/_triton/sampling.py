@@ -509,6 +509,8 @@ def _sample_draw_kernel(
                         group_max, row_max, row_sum, scale, row, row_stride, V,
                         SAME_BITS, SIZE, LISTED, ROOM, VEC,
                     )  # fmt: skip
+            # An exponential of next to 0 is 1, too.
+            lowest = tl.where(least >= 1.0, ordered_code(row_max, SAME_BITS), lowest)
             winner, kept, lowest_kept, cut = _race_of_kept(
                 logits_ptr, state, lowest, least, group_max, row_max, scale, row, row_stride, V,
                 SAME_BITS, SIZE, LISTED, VEC,
