@@ -75,7 +75,7 @@ class ScoreTransform:
         Args:
             moments: that come with the sums.
         """
-        return scores / (moments.std + torch.finfo(scores.dtype).eps) if self.scale else scores
+        return scores / _divisor(moments) if self.scale else scores
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, RunningMoments]:
         """Transforms scores [B], fp32 on the CPU; returns them and the moments that include them.
@@ -84,6 +84,13 @@ class ScoreTransform:
         if self.scale:
             moments.update(scores[~scores.isnan()])
             centre = moments.mean if self.shift else 0.0
-            scores = (scores - centre) / (moments.std + torch.finfo(scores.dtype).eps)
+            scores = (scores - centre) / _divisor(moments)
         scores = scores if self.clip is None else scores.clamp(-self.clip, self.clip)
         return scores, moments
+
+
+def _divisor(moments: RunningMoments) -> float:
+    """std + ε, ε = 1.2e-7 of fp32; 1 where scores have differed by no more than rounding does, for
+    which what is left of their deviation says nothing."""
+    eps = torch.finfo(torch.float32).eps
+    return moments.std + eps if moments.std > eps * max(1.0, abs(moments.mean)) else 1.0

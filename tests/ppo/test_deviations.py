@@ -62,6 +62,22 @@ def test_score_scaling_and_normalisation_work() -> None:
     assert trainer.running.count == pytest.approx(2 * BATCH)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("score", [0.1, -3e4])
+def test_scores_without_a_deviation_are_not_divided_by_it(score: float, norm: bool) -> None:
+    """TRL's formula divides them by 1.2e-7, whatever rounding leaves of the deviation."""
+    trainer = make_trainer(use_score_scaling=True, use_score_norm=norm)
+    batch = make_batch() | {"scores": [torch.tensor(score)] * BATCH}
+    for _ in range(2):
+        found = trainer.step(**batch)["ppo/mean_scores"]
+        assert found == pytest.approx(0.0 if norm else score, rel=1e-6, abs=1e-6)
+    scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    later = trainer.step(**make_batch(seed=1) | {"scores": list(scores)})["ppo/mean_scores"]
+    every = torch.cat([torch.full((2 * BATCH,), score), scores]).double()
+    centre = float(every.mean()) if norm else 0.0
+    assert later == pytest.approx((2.5 - centre) / float(every.std()), rel=1e-5)
+
+
 def test_the_reference_answers_for_a_peft_policy() -> None:
     policy = make_policy()
     base = policy.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
