@@ -192,7 +192,7 @@ class GroupBaseline:
         differences = _above_first(groups, counts)
         return {
             "groups/no_spread": (differences == 0).all(-1).float().mean(),
-            "groups/reward_std": _deviation(differences, counts).mean(),
+            "groups/reward_std": deviation(differences, counts).mean(),
         }
 
 
@@ -209,7 +209,7 @@ def centred(rewards: Tensor, counts: Tensor) -> Tensor:
 
 def standardised(rewards: Tensor, counts: Tensor) -> Tensor:
     """(R - mean R) / (std R + EPS), std unbiased (Shao et al., "DeepSeekMath", 2024: GRPO)."""
-    return centred(rewards, counts) / (_deviation(rewards, counts) + EPS)
+    return centred(rewards, counts) / (deviation(rewards, counts) + EPS)
 
 
 def leave_one_out(rewards: Tensor, counts: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def leave_one_out(rewards: Tensor, counts: Tensor) -> Tensor:
     return rewards - (rewards.sum(-1, keepdim=True) - rewards) / others
 
 
-def _deviation(x: Tensor, counts: Tensor) -> Tensor:
+def deviation(x: Tensor, counts: Tensor) -> Tensor:
     """Unbiased standard deviation of the last dimension's elements that count, kept as one; 0 of
     fewer than two."""
     squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)

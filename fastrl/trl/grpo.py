@@ -13,7 +13,7 @@ from fastrl.data.tool_calls import Reader, ToolChat, find_reader
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import context_length
-from fastrl.ppo.advantages import centred, standardised
+from fastrl.ppo.advantages import centred, deviation, standardised
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.model_card import policy_gradient
@@ -215,28 +215,28 @@ class GRPOTrainer(OnlineTrainer):
         self, judged: Judged, kl: Tensor | None, group: int, mode: str
     ) -> tuple[Tensor, Tensor]:
         if self.args.multi_objective_aggregation == "normalize_then_sum":
-            each = [standardised(*_groups(column, group)) for column in judged.by_function.t()]
-            parts = torch.stack([x.flatten() for x in each], 1)
+            columns = [_groups(column, group) for column in judged.by_function.t()]
+            parts = torch.stack([standardised(*x).flatten() for x in columns], 1)
+            equal = torch.stack([_all_equal(x) for x, _ in columns]).all(0).repeat_interleave(group)
             parts = torch.where(judged.by_function.isnan(), 0.0, parts)
             rewards = (parts * self.reward_weights).sum(1)
             rewards[judged.rewards.isnan()] = torch.nan
             std = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(rewards)
             advantages = (rewards - rewards.nanmean()) / (std + _EPS)
-            return advantages.nan_to_num(nan=0.0), torch.isclose(std, torch.zeros_like(std))
+            advantages = advantages.nan_to_num(nan=0.0).masked_fill(equal, 0.0)
+            return advantages, torch.isclose(std, torch.zeros_like(std))
         rewards = judged.rewards
         groups, counts = _groups(rewards, group)
-        spread = torch.stack(
-            [torch.tensor(nanstd(row)).nan_to_num() for row in rewards.view(-1, group)]
-        ).repeat_interleave(group)
+        spread = deviation(groups, counts).expand_as(groups)
         if self.scale_rewards == "group":
             advantages = standardised(groups, counts)
         else:
             advantages = centred(groups, counts)
             if self.scale_rewards == "batch":
-                spread = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(rewards)
-                advantages = advantages / (spread.view(-1, group) + _EPS)
+                spread = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(groups)
+                advantages = advantages / (spread + _EPS)
         advantages = torch.where(counts, advantages, 0.0).flatten()
-        return advantages, torch.isclose(spread, torch.zeros_like(spread))
+        return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
     def fused_loss(self, tokens: LearnedTokens) -> PolicyObjective | None:
         coef = self._coefficient()
@@ -400,3 +400,8 @@ def _groups(rewards: Tensor, size: int) -> tuple[Tensor, Tensor]:
     counts = ~groups.isnan()
     first = groups.gather(-1, counts.int().argmax(-1, keepdim=True))
     return torch.where(counts, groups - first, 0.0), counts
+
+
+def _all_equal(groups: Tensor) -> Tensor:
+    """Which groups have equal rewards, [groups], of rewards less the first one."""
+    return (groups == 0).all(-1)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastrl.models.scoring import TokenScores
-from fastrl.ppo.advantages import leave_one_out
+from fastrl.ppo.advantages import deviation, leave_one_out
 from fastrl.run.model_card import policy_gradient
-from fastrl.trl.grpo import _groups
+from fastrl.trl.grpo import _all_equal, _groups
 from fastrl.trl.metric_means import Parts, mean_of
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.policy_loss import LearnedTokens, high_of, note_clips
@@ -49,7 +49,9 @@ class RLOOTrainer(OnlineTrainer):
         advantages = advantages.flatten()
         if self.args.normalize_advantages:
             advantages = (advantages - advantages.nanmean()) / (nanstd(advantages) + 1e-4)
-        spread = torch.tensor([nanstd(row) for row in rewards.view(-1, group)]).nan_to_num()
+            # The mean is 0 but for rounding, which is nothing to learn from.
+            advantages = advantages.masked_fill(_all_equal(groups).repeat_interleave(group), 0.0)
+        spread = deviation(groups, counts).flatten()
         return advantages.nan_to_num(nan=0.0), torch.isclose(spread, torch.zeros_like(spread))
 
     def _kl_metric(self, learnable: SampledResponses) -> Parts:
