@@ -97,7 +97,7 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
     rewards: list[float | None] = []
     for i, reward in zip(completions, returned, strict=True):
         try:
-            rewards.append(None if reward is None else float(reward))
+            rewards.append(None if reward is None else _float(reward))
         except (TypeError, ValueError, RuntimeError):  # as in as_number
             if _is_of_tokens(reward):
                 raise ValueError(
@@ -181,8 +181,10 @@ def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[floa
 
 
 def _not_finite(reward: Any, completion: int, who: str) -> ValueError:
+    text = ", and this is a text: convert it" if isinstance(reward, (str, bytes)) else ""
     return ValueError(
         f"{who} returned {reward!r} for completion {completion}: rewards must be finite numbers"
+        f"{text}"
     )
 
 
@@ -208,11 +210,17 @@ def check_preferences(returned: Any, count: int, who: str) -> list[float | None]
 
 
 def as_number(value: Any) -> float:
-    """A value as a float; NaN where it is not a number."""
+    """A value as a float; NaN where it is not a number, as a text is none."""
     try:
-        return float(value)
+        return _float(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
         return math.nan
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError("a text is no number, though float() may read it as one")
+    return float(value)
 
 
 def load_function(name: str) -> Callable[..., Any]:

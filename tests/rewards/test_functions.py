@@ -1,10 +1,19 @@
 """Reward functions by name."""
 
+import math
 import sys
 
+import numpy as np
 import pytest
 
-from fastrl.rewards.functions import load_reward
+from fastrl.rewards.functions import (
+    as_number,
+    check_preferences,
+    check_rewards,
+    load_reward,
+    read_rewards,
+    read_token_rewards,
+)
 
 
 def test_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
@@ -37,3 +46,22 @@ def test_reward_names_that_lead_nowhere(tmp_path):
 def test_an_id_that_leads_nowhere_is_named():
     with pytest.raises(OSError, match="'nobodys/reward' is neither a folder here nor a function"):
         load_reward("nobodys/reward")
+
+
+@pytest.mark.parametrize("text", ["1", "2e3", b"1", np.str_("0.5"), "nan", ""])
+def test_a_text_is_no_reward_though_it_reads_like_a_number(text):
+    """A parser that forgot to convert what it found: the next answer may be "1 point"."""
+    returned = [1.0, text]
+    for read in (
+        lambda: read_rewards(returned, [4, 5], "judge"),
+        lambda: read_token_rewards(returned, [4, 5], [1, 2], "judge"),
+        lambda: read_token_rewards([[1.0], text], [4, 5], [1, 2], "judge"),
+        lambda: read_token_rewards([[1.0], [1.0, text]], [4, 5], [1, 2], "judge"),
+    ):
+        with pytest.raises(ValueError, match="judge returned .* for completion 5: .*must be"):
+            read()
+    with pytest.raises(ValueError, match="judge returned .* for completion 1: rewards must be"):
+        check_rewards(returned, 2, "judge")
+    with pytest.raises(ValueError, match="judge returned .* for pair 1"):
+        check_preferences(returned, 2, "judge")
+    assert math.isnan(as_number(text))
