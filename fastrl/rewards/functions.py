@@ -30,6 +30,8 @@ from fastrl.user_code import named, running
 _Returned = Sequence[float | Sequence[float] | Tensor | None]
 RewardFunction = Callable[..., _Returned | Awaitable[_Returned]]
 
+_TEXT = (str, bytes)  # which float() may read as a number
+
 # Rewards that come with fastrl, by name; a folder of such a name is ./name.
 READY: dict[str, Callable[[], RewardFunction]] = {"math": load_math_reward}
 
@@ -96,8 +98,10 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
         )
     rewards: list[float | None] = []
     for i, reward in zip(completions, returned, strict=True):
+        if isinstance(reward, _TEXT):
+            raise _not_finite(reward, i, who)
         try:
-            rewards.append(None if reward is None else _float(reward))
+            rewards.append(None if reward is None else float(reward))
         except (TypeError, ValueError, RuntimeError):  # as in as_number
             if _is_of_tokens(reward):
                 raise ValueError(
@@ -181,7 +185,7 @@ def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[floa
 
 
 def _not_finite(reward: Any, completion: int, who: str) -> ValueError:
-    text = ", and this is a text: convert it" if isinstance(reward, (str, bytes)) else ""
+    text = ", and this is a text: convert it" if isinstance(reward, _TEXT) else ""
     return ValueError(
         f"{who} returned {reward!r} for completion {completion}: rewards must be finite numbers"
         f"{text}"
@@ -200,7 +204,7 @@ def check_preferences(returned: Any, count: int, who: str) -> list[float | None]
     preferences: list[float | None] = []
     for i, one in enumerate(returned):
         preference = None if one is None else as_number(one)
-        if preference is not None and not 0 <= preference <= 1:  # NaN is not either
+        if isinstance(one, _TEXT) or preference is not None and not 0 <= preference <= 1:  # NaN is not either
             raise ValueError(
                 f"{who} returned {one!r} for pair {i}: it must be 1.0 where the first response is "
                 "preferred, 0.0 where the second is, something between, or None to leave it out"
@@ -210,17 +214,11 @@ def check_preferences(returned: Any, count: int, who: str) -> list[float | None]
 
 
 def as_number(value: Any) -> float:
-    """A value as a float; NaN where it is not a number, as a text is none."""
+    """A value, or a text as tables may hold it, as a float; NaN where it is not a number."""
     try:
-        return _float(value)
+        return float(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
         return math.nan
-
-
-def _float(value: Any) -> float:
-    if isinstance(value, (str, bytes)):
-        raise TypeError("a text is no number, though float() may read it as one")
-    return float(value)
 
 
 def load_function(name: str) -> Callable[..., Any]:
