@@ -204,7 +204,9 @@ def check_preferences(returned: Any, count: int, who: str) -> list[float | None]
     preferences: list[float | None] = []
     for i, one in enumerate(returned):
         preference = None if one is None else as_number(one)
-        if isinstance(one, _TEXT) or preference is not None and not 0 <= preference <= 1:  # NaN is not either
+        if isinstance(one, _TEXT):
+            preference = math.nan
+        if preference is not None and not 0 <= preference <= 1:  # NaN is not either
             raise ValueError(
                 f"{who} returned {one!r} for pair {i}: it must be 1.0 where the first response is "
                 "preferred, 0.0 where the second is, something between, or None to leave it out"

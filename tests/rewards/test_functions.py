@@ -56,9 +56,9 @@ def test_a_text_is_no_reward_though_it_reads_like_a_number(text):
         lambda: read_token_rewards([[1.0], text], [4, 5], [1, 2], "judge"),
         lambda: read_token_rewards([[1.0], [1.0, text]], [4, 5], [1, 2], "judge"),
     ):
-        with pytest.raises(ValueError, match="judge returned .* for completion 5: .*must be"):
+        with pytest.raises(ValueError, match=r"judge returned .* for completion 5: .*must be"):
             read()
-    with pytest.raises(ValueError, match="judge returned .* for completion 1: rewards must be"):
+    with pytest.raises(ValueError, match=r"judge returned .* for completion 1: rewards must be"):
         check_rewards(returned, 2, "judge")
-    with pytest.raises(ValueError, match="judge returned .* for pair 1"):
+    with pytest.raises(ValueError, match=r"judge returned .* for pair 1"):
         check_preferences(returned, 2, "judge")

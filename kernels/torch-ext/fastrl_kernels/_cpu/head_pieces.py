@@ -18,7 +18,6 @@ from ..workspace import Workspace
 from .row_chunks import FLOOR
 
 
-
 def suits(inputs: HeadInputs) -> bool:
     """Whether rows are computed in pieces: by libraries that are as fast for a piece, and for heads
     without a soft cap."""
