@@ -23,7 +23,12 @@ from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.data import reads_eos
 from fastrl.data.batch import make_batches
-from fastrl.data.choose_padding import choose_padding, rewards_of_samples, runs_packed
+from fastrl.data.choose_padding import (
+    choose_padding,
+    classifier_side,
+    rewards_of_samples,
+    runs_packed,
+)
 from fastrl.data.encode import end_token
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
@@ -111,19 +116,22 @@ class RewardLearner:
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
         self.accelerator = accelerator
-        unwrapped = accelerator.unwrap_model(model)
+        unwrapped, processes = accelerator.unwrap_model(model), processes_of(accelerator)
         has_score_head = score_head(unwrapped) is not None
+        precision = precision_of(unwrapped, accelerator)
         self._padding_free = (
             self.args.padding_free
             and has_score_head
             and runs_packed(
-                [model],
-                accelerator.device,
-                precision_of(unwrapped, accelerator),
-                rewards_of_samples,
-                anywhere=processes_of(accelerator).any,
+                [model], accelerator.device, precision, rewards_of_samples, anywhere=processes.any
             )
         )
+        self._padded_on: str | None = "right"
+        if not self._padding_free:
+            anywhere = processes.any if processes.count > 1 else None
+            self._padded_on = classifier_side(
+                model, accelerator.device, precision, anywhere=anywhere
+            )
 
     def modules(self) -> tuple[nn.Module | None, ...]:
         return (self.model,)
@@ -132,7 +140,7 @@ class RewardLearner:
         most = self.args.micro_batch_tokens
         passes = DeferredGradients(model, self.accelerator, most is not None)
         device = self.accelerator.device
-        return RewardModel(model, device, self._padding_free, passes, most), None
+        return RewardModel(model, device, self._padding_free, self._padded_on, passes, most), None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
         """Records in the model whether it reads EOS, see :mod:`fastrl.data.reads_eos`."""

@@ -13,7 +13,7 @@ from fastrl.alignment.batch import Batch
 from fastrl.data.batch import BatchMaker, pad
 from fastrl.data.padding_free import join_sides
 from fastrl.data.token_batch import TokenBatch
-from fastrl.models.reward_head import rewards_at
+from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.ppo.experience import scoring_request
 from fastrl.ref_model import RefModel
@@ -222,6 +222,8 @@ class RewardModel:
         device: where it is.
         padding_free: whether it runs batches without padding, and what the responses to a prompt
             begin with once.
+        padded_on: the side of padding otherwise, see
+            :func:`fastrl.data.choose_padding.classifier_side`.
         passes: compute the gradients of a batch of several forwards.
         most: tokens of a forward.
     """
@@ -231,10 +233,12 @@ class RewardModel:
         model: nn.Module,
         device: torch.device,
         padding_free: bool,
+        padded_on: str | None,
         passes: DeferredGradients,
         most: int | None = None,
     ):
         self.model, self.device, self.padding_free = model, device, padding_free
+        self.padded_on = padded_on
         self.passes, self.most = passes, most
 
     def rewards(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -263,14 +267,16 @@ class RewardModel:
 
     def _rewards(self, sides: list[list[Tensor]], pad_token_id: int | None) -> Tensor:
         """Of all sequences of the first side, then of those of the others."""
+        plain = extract_model_from_parallel(self.model)
+        padding = padding_of(plain)
         if self.padding_free:
-            plain = extract_model_from_parallel(self.model)
-            model_pass = join_sides(sides, self.device, plain.config.pad_token_id)
+            model_pass = join_sides(sides, self.device, padding)
             rewards = rewards_at(self.model, plain, model_pass.rows, **model_pass.inputs)
             return rewards.float().squeeze(-1)
         inputs = pad([x for side in sides for x in side], pad_token_id, "right")
-        out = self.model(**{name: x.to(self.device) for name, x in inputs.items()})
-        return out.logits.float().squeeze(-1)
+        inputs = {name: x.to(self.device) for name, x in inputs.items()}
+        rewards = rewards_of_padded(self.model, inputs, self.padded_on, padding)
+        return rewards.float().squeeze(-1)
 
 
 def response_logprobs(

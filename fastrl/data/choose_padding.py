@@ -16,7 +16,7 @@ from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import ModelPass, Padded, Padding, TokenBatch
 from fastrl.models.attention import hidden_window, replaced, why_not_replaceable
 from fastrl.models.packed_attention import PackedAttention
-from fastrl.models.reward_head import rewards_at
+from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import computes_in_tf32, evaluating
 
@@ -230,6 +230,75 @@ def rewards_of_samples(model: Any, batch: TokenBatch) -> Tensor:
     ends = model_pass.places.to(batch.input_ids.device).split(batch.lengths)
     rows = torch.stack([places[-1] for places in ends])
     return rewards_at(model, plain, rows, **model_pass.inputs).float().t()
+
+
+@torch.no_grad()
+def classifier_side(
+    model: nn.Module,
+    device: torch.device,
+    precision: torch.dtype,
+    *,
+    anywhere: Callable[[bool], bool] | None = None,
+    stacklevel: int = 2,
+) -> str | None:
+    """The side of padding on which a classifier says of each text what it says of it alone; None
+    where it does so on neither, with a warning. Arguments are those of :func:`choose_padding`.
+
+    Found by a comparison: most architectures want it on the right, XLNet, which reads the last
+    place, on the left; some (FNet) mix padding into the text.
+
+    Args:
+        anywhere: given where several processes run the model.
+
+    Raises:
+        ValueError: padding is wrong on both sides, and several processes would wait for each other
+            without it.
+    """
+    plain = _language_model(model)
+    try:
+        batch = {name: x.to(device) for name, x in _closed_texts(plain.config).items()}
+    except AttributeError:  # no vocabulary: characters, or images
+        return "right"
+    padding = padding_of(plain)
+    with evaluating(model):
+        try:
+            alone = rewards_of_padded(model, batch, None, padding).float()
+        except Exception:  # it says what it lacks where it is given the user's texts
+            return "right"
+        size = alone.abs().mean()
+        for side in ("right", "left"):
+            found = rewards_of_padded(model, batch, side, padding).float()
+            off = _difference(model, precision, found / size, alone / size)
+            if not (anywhere or bool)(off is not None):
+                return side
+    if anywhere is not None:
+        raise ValueError(
+            f"{type(plain).__name__}: what it says of a text depends on the padding beside it, and "
+            "several processes cannot do without: run it in one process"
+        )
+    warnings.warn(
+        f"{type(plain).__name__}: what it says of a text depends on the padding beside it, so that "
+        "texts are run without, those of one length at a time",
+        stacklevel=stacklevel + 1,
+    )
+    return None
+
+
+def _closed_texts(config: Any) -> dict[str, Tensor]:
+    """Random texts of several lengths, padded on the right, that end with EOS, by which
+    encoder–decoders find the end."""
+    text = config.get_text_config()
+    vocabulary, padding = text.vocab_size, text.pad_token_id
+    end = getattr(config, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    words = [i for i in range(min(vocabulary, 1000)) if i not in (padding, end)]
+    generator = torch.Generator().manual_seed(0)
+    texts = []
+    for length in (7, 3, 5, 2):
+        chosen = torch.randint(len(words), (length,), generator=generator).tolist()
+        ends = [] if end is None else [end]
+        texts.append(torch.tensor([*(words[i] for i in chosen), *ends]))
+    return pad(texts, padding, "right")
 
 
 def _language_model(model: nn.Module) -> Any:

@@ -1,9 +1,11 @@
-"""Rewards of a decoder with a score head, at given rows of its input."""
+"""Rewards of classifiers: of padded batches, and of a score head at given rows of its input."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastrl.models.attention import Attention, replaced
@@ -36,3 +38,43 @@ def rewards_at(
     finally:
         handle.remove()
     return scores[0].flatten(0, -2)[rows]
+
+
+def padding_of(plain: Any) -> int | None:
+    """The token that a classifier takes for padding."""
+    config: Any = getattr(plain, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "pad_token_id", None)
+
+
+def rewards_of_padded(
+    model: Any, inputs: Mapping[str, Tensor], side: str | None, padding: int | None
+) -> Tensor:
+    """What a classifier says of each text of a padded batch, [B, labels], wherever the batch has
+    its padding.
+
+    Classifiers know a text's end by the id of its padding, or take the first or last place for it,
+    and many count positions from the first place, so that padding must be where they expect it.
+
+    Args:
+        inputs: ``input_ids`` and ``attention_mask``, [B, T], and others of that shape.
+        side: where the model is given the padding, "right" or "left"; None: texts of one length at
+            a time, without padding. See :func:`fastrl.data.choose_padding.classifier_side`.
+        padding: the model's own token of padding.
+    """
+    mask = inputs["attention_mask"]
+    if side is None:
+        lengths = mask.sum(1)
+        groups = [(lengths == n).nonzero().squeeze(1) for n in lengths.unique().tolist()]
+        parts = []
+        for rows in groups:
+            real = mask[rows].bool()
+            part = {name: x[rows][real].view(len(rows), -1) for name, x in inputs.items()}
+            parts.append(model(**part, return_dict=True)["logits"])
+        return torch.cat(parts)[torch.cat(groups).argsort()]
+    order = mask.argsort(dim=1, descending=side == "right", stable=True)
+    moved = {name: x.gather(1, order) for name, x in inputs.items()}
+    if padding is not None:
+        unread = moved["attention_mask"] == 0
+        moved["input_ids"] = moved["input_ids"].masked_fill(unread, padding)
+    return model(**moved, return_dict=True)["logits"]

@@ -19,6 +19,7 @@ from fastrl.models.sharding import whole
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _CHUNK = 1 << 20  # weights at a time
+NO_LIMIT = 10**9  # tokens: a longest text of so many is none. Tokenizers without a limit say 10^30
 
 
 def need_peft(what: str) -> None:
@@ -34,8 +35,10 @@ def need_peft(what: str) -> None:
 
 
 def context_length(model: Any) -> int | None:
-    """Number of positions of the model; None where its configuration does not name it."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """Number of positions of the model; None where its configuration names none: XLNet's, which has
+    no limit, says -1, others more than any text has."""
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return stated if stated is not None and 0 < stated < NO_LIMIT else None
 
 
 def is_empty(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 
 from fastrl.data.batch import pad
 from fastrl.data.chat import render
+from fastrl.data.choose_padding import classifier_side
 from fastrl.data.encode import Encoder, encode_jointly
 from fastrl.data.reads_eos import load_from_adapter, recorded
 from fastrl.models.load import load_classifier, load_tokenizer
-
-_LONGEST_INPUT = 1_000_000  # tokenizers without a limit state one beyond this
+from fastrl.models.reward_head import padding_of, rewards_of_padded
+from fastrl.models.utils import NO_LIMIT, context_length
 
 
 class ClassifierReward:
@@ -65,7 +67,7 @@ class ClassifierReward:
             tokenizer.pad_token = tokenizer.eos_token
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
-        self.max_length = _max_length(model.config, tokenizer)
+        self.max_length = _max_length(model, tokenizer)
         reads_eos = recorded(model)
         self.wants_finished = reads_eos is not None
         self._encoder = Encoder(tokenizer, self.max_length, add_eos=bool(reads_eos))
@@ -153,7 +155,7 @@ class ClassifierReward:
 
     def _padded(self, ids: Sequence[list[int]]) -> dict[str, torch.Tensor]:
         tensors = [torch.tensor(row, dtype=torch.long) for row in ids]
-        return pad(tensors, self.tokenizer.pad_token_id, self.tokenizer.padding_side)
+        return pad(tensors, self.tokenizer.pad_token_id, "right")
 
     @torch.inference_mode()
     def _score(
@@ -166,8 +168,14 @@ class ClassifierReward:
             chosen = order[start : start + self.batch_size]
             batch = batch_of([rows[i] for i in chosen])
             inputs = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
-            scores[chosen] = self.model(**inputs).logits[:, self.label].float().cpu()
+            rewards = rewards_of_padded(self.model, inputs, self._side, padding_of(self.model))
+            scores[chosen] = rewards[:, self.label].float().cpu()
         return scores.tolist()
+
+    @cached_property
+    def _side(self) -> str | None:
+        """Of padding; found at the first use, when the model is on its device."""
+        return classifier_side(self.model, self.model.device, self.model.dtype, stacklevel=4)
 
 
 def _label_index(config: Any, label: int | str | None) -> int:
@@ -184,8 +192,8 @@ def _label_index(config: Any, label: int | str | None) -> int:
     )
 
 
-def _max_length(config: Any, tokenizer: Any) -> int | None:
+def _max_length(model: Any, tokenizer: Any) -> int | None:
     """The longest input of model and tokenizer; None where neither states a limit."""
-    stated = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
-    limits = [limit for limit in stated if limit is not None and limit < _LONGEST_INPUT]
+    stated = (context_length(model), tokenizer.model_max_length)
+    limits = [limit for limit in stated if limit is not None and 0 < limit < NO_LIMIT]
     return min(limits) if limits else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data import reads_eos
-from fastrl.data.choose_padding import rewards_of_samples
+from fastrl.data.choose_padding import classifier_side, rewards_of_samples
 from fastrl.data.collators import ID_COLUMNS, SIDES, RewardDataCollatorWithPadding, both_sides
 from fastrl.data.encode import closes_texts, end_token
 from fastrl.data.padding_free import join_sides, unpadded
@@ -26,7 +26,7 @@ from fastrl.data.prepare import (
 )
 from fastrl.data.tables import is_stream
 from fastrl.models.load import load_reward_model, with_adapter
-from fastrl.models.reward_head import rewards_at, score_head
+from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded, score_head
 from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
@@ -169,6 +169,7 @@ class RewardTrainer(SupervisedTrainer):
         self._settings, self._peft_config = args, peft_config
         self._append_eos = args.append_eos
         self._padding_free: bool | None = None
+        self._padded_on: str | None = "right"  # what has to be padded
         self._reads_eos: bool | None = None
         self._scores_at_eos = False  # as encoder–decoders' classifiers do
         if model is not None:
@@ -369,13 +370,12 @@ class RewardTrainer(SupervisedTrainer):
             for side in SIDES
         )
         whole = all(len(side) for side in (*chosen, *rejected))
-        if whole and self._is_padding_free():
-            plain = self.accelerator.unwrap_model(model)
-            padding = plain.config.pad_token_id
+        plain = self.accelerator.unwrap_model(model)
+        padding = padding_of(plain)
+        if self._is_padding_free() and whole:
             model_pass = join_sides([chosen, rejected], self.args.device, padding)
             return rewards_at(model, plain, model_pass.rows, **model_pass.inputs)
-        pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
-        return model(**both_sides(inputs, pad), return_dict=True)["logits"]
+        return rewards_of_padded(model, both_sides(inputs, padding), self._padded_on, padding)
 
     def _is_padding_free(self) -> bool:
         """Whether the model runs pairs without padding; found at the first use, when it is on its
@@ -383,6 +383,14 @@ class RewardTrainer(SupervisedTrainer):
         if self._padding_free is None:
             has_score_head = score_head(self.accelerator.unwrap_model(self.model)) is not None
             self._padding_free = has_score_head and self.runs_packed(rewards_of_samples)
+            if not self._padding_free:
+                with self.compute_loss_context_manager():
+                    self._padded_on = classifier_side(
+                        self.model_wrapped,
+                        self.args.device,
+                        self.lowest_precision,
+                        anywhere=self.processes.any if self.processes.count > 1 else None,
+                    )
         return self._padding_free
 
     def _losses(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from fastrl.models.optimizers import check_optimizer, optimizer_name
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import spread
-from fastrl.models.utils import check_trainable, context_length, model_identity
+from fastrl.models.utils import NO_LIMIT, check_trainable, context_length, model_identity
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
@@ -348,10 +348,16 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         """
         if not self.args.padding_free:
             return False
-        lowest = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
         model, device = self.model_wrapped, self.args.device
         with self.compute_loss_context_manager():
-            return runs_packed([model], device, lowest, scores, anywhere=self.processes.any)
+            return runs_packed(
+                [model], device, self.lowest_precision, scores, anywhere=self.processes.any
+            )
+
+    @property
+    def lowest_precision(self) -> torch.dtype:
+        """In which forwards compute, where weights are in float32."""
+        return torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
 
     @property
     def share(self) -> float:
@@ -531,8 +537,8 @@ def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
     limits = [args.max_length, getattr(tokenizer, "model_max_length", None)]
     if getattr(model, "config", None) is not None:
         limits.append(context_length(model))
-    # A tokenizer without a limit has 10^30.
-    return min((limit for limit in limits if limit is not None and limit < 10**9), default=None)
+    known = [limit for limit in limits if limit is not None and 0 < limit < NO_LIMIT]
+    return min(known, default=None)
 
 
 def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args: Any = None) -> Any:

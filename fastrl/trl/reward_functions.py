@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.data.chat_prompts import classifier_inputs
+from fastrl.data.choose_padding import classifier_side
 from fastrl.models.load import load_classifier, load_tokenizer
+from fastrl.models.reward_head import padding_of, rewards_of_padded
 from fastrl.rewards.calls import EventLoop, is_async
 from fastrl.rewards.functions import READY, read_rewards
 from fastrl.user_code import name_of, running
@@ -92,6 +94,7 @@ class RewardFunctions:
         own = [1.0] * count if weights is None else list(weights)
         self.weights = torch.tensor([*own, *[1.0] * len(further)])
         self._chat = chat_template_kwargs
+        self._sides: dict[int, str | None] = {}  # of the classifiers' padding, once they are called
         self._loop: EventLoop | None = None
 
     def to(self, device: torch.device) -> None:
@@ -152,9 +155,12 @@ class RewardFunctions:
     ) -> list[float]:
         model, tokenizer = self.functions[k], self.processing_classes[k]
         inputs = classifier_inputs(prompts, completions, tokenizer, **self._chat)
-        device = next(model.parameters()).device
-        logits = model(**{name: x.to(device) for name, x in inputs.items()}).logits
-        return logits[:, 0].float().tolist()
+        first = next(model.parameters())
+        if k not in self._sides:
+            self._sides[k] = classifier_side(model, first.device, first.dtype)
+        inputs = {name: x.to(first.device) for name, x in inputs.items()}
+        rewards = rewards_of_padded(model, inputs, self._sides[k], padding_of(model))
+        return rewards[:, 0].float().tolist()
 
 
 def _loaded(name: str, options: dict[str, Any]) -> Any:
