@@ -45,7 +45,7 @@ from fastrl.models.load import (
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.reward_head import score_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.utils import check_trainable, checksum, evaluating
+from fastrl.models.utils import check_trainable, checksum, evaluating, without_dropout
 from fastrl.ppo.setup import precision_of
 from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.run.processes import processes_of
@@ -327,12 +327,7 @@ def _switch_off_dropout(model: Any, args: AlignmentConfig) -> None:
             "that to False to train with dropout",
             stacklevel=5,
         )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):  # probabilities that layers hold themselves
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    without_dropout(model)
 
 
 def _scored_by(model: nn.Module) -> Any:

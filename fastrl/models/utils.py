@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import importlib.util
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastrl.models.master_weights import LOW_PRECISION
 from fastrl.models.quantised import NEEDS_AN_ADAPTER, is_quantised, scales
@@ -88,10 +90,33 @@ def evaluating(*models: nn.Module | None) -> Iterator[None]:
 
 
 def without_dropout(model: nn.Module | None) -> None:
-    """Sets all dropout of a model to 0."""
+    """Sets all dropout of a model to 0, an adapter's too: that of modules, the probabilities that
+    layers hold themselves, and those that they read in their configuration. They read a copy of it:
+    the model's own, which is saved with it, stays as it is."""
+    quiet: dict[int, Any] = {}
+    whole = None
     for module in () if model is None else model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        _drop_nothing(module)
+        if whole is None:  # it, and what is wrapped around it
+            whole = module if isinstance(module, PreTrainedModel) else None
+        elif isinstance(module.__dict__.get("config"), PreTrainedConfig):
+            config: Any = module.config
+            if id(config) not in quiet:
+                quiet[id(config)] = (config, copy.copy(config))  # both, so that ids stay theirs
+                _drop_nothing(quiet[id(config)][1])
+            module.config = quiet[id(config)][1]
+
+
+def _drop_nothing(owner: Any) -> None:
+    for name, value in list(vars(owner).items()):
+        if "drop" not in name:
+            continue
+        if isinstance(value, float):
+            setattr(owner, name, 0.0)
+        elif isinstance(value, dict):  # by an adapter's name
+            setattr(owner, name, {k: 0.0 if isinstance(x, float) else x for k, x in value.items()})
 
 
 def check_trainable(model: nn.Module, but: str = "") -> None:

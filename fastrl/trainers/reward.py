@@ -27,7 +27,7 @@ from fastrl.data.prepare import (
 from fastrl.data.tables import is_stream
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded, score_head
-from fastrl.models.utils import evaluating
+from fastrl.models.utils import evaluating, without_dropout
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import REWARD
@@ -476,12 +476,6 @@ class RewardTrainer(SupervisedTrainer):
             rows = rows[: len(shown)]  # without those that are there twice
         if self.accelerator.is_main_process:
             _print_pairs(rows if num_print_samples < 0 else rows[:num_print_samples])
-
-
-def without_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
 
 
 def _print_pairs(rows: list[tuple[str, str, list[float]]]) -> None:
