@@ -30,13 +30,14 @@ _IMAGES = ("image", "images")
 def prepare_pairs_of_ids(
     dataset: Any, tokenizer: Any, num_proc: int | None, longest_prompt: int | None
 ) -> Any:
-    """The data set with ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``; one that has them
-    stays as it is.
+    """The data set with ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, which it may have
+    already.
 
     Args:
         dataset: a ``Dataset`` or an ``IterableDataset`` of pairs.
         num_proc: processes; of a stream none.
-        longest_prompt: tokens; rows with a longer prompt are dropped.
+        longest_prompt: tokens; rows with a longer prompt are dropped, and counted in a warning,
+            but for those of a stream, which is prepared as it is read.
 
     Raises:
         ValueError: other columns, images, no row, messages without a role or a content.
@@ -44,7 +45,7 @@ def prepare_pairs_of_ids(
     options = _map_options(dataset, num_proc)
     row = _first(dataset)
     if all(name in row for name in OF_A_PAIR):
-        return dataset
+        return _within(dataset, longest_prompt, options)
     _check(row, PAIR)
     if "prompt" not in row:
         dataset = dataset.map(_split_row, with_indices=True, **options)
@@ -91,7 +92,7 @@ def prepare_completions_of_ids(
             remove_columns=numbers,
             **options,
         )
-        dataset = _within(dataset, longest_prompt, options)
+    dataset = _within(dataset, longest_prompt, options)
     if mismatched is not None and "KL_completion_ids" not in row:
         dataset = dataset.map(_rotate, batched=True, batch_size=mismatched, **options)
     return dataset
@@ -211,11 +212,17 @@ def _within(dataset: Any, longest_prompt: int | None, options: dict[str, Any]) -
     if longest_prompt is None:
         return dataset
     kept = dataset.filter(_fits, fn_kwargs={"longest": longest_prompt}, **options)
-    if not is_stream(kept) and not len(kept):
-        raise ValueError(
-            f"no row is left of {len(dataset)}: all prompts are longer than {longest_prompt} "
-            "tokens: raise max_length"
-        )
+    if is_stream(kept) or len(kept) == len(dataset):
+        return kept if is_stream(kept) else dataset
+    why = (
+        f"prompts longer than {longest_prompt} tokens leave no room for a completion within "
+        "max_length, or what model and tokenizer take at most: raise max_length if they take more, "
+        "or bring shorter prompts"
+    )
+    if not len(kept):
+        raise ValueError(f"no row is left of {len(dataset)}: {why}")
+    dropped = len(dataset) - len(kept)
+    warnings.warn(f"{dropped} of {len(dataset)} rows dropped: {why}", stacklevel=2)
     return kept
 
 

@@ -254,3 +254,28 @@ def test_settings_of_another_type_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         getattr(fastrl, f"{kind}Config")(str(tmp_path), **settings)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+@pytest.mark.parametrize("limit", [4, None])
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_rows_whose_prompt_leaves_no_room_are_counted(
+    kind: str, limit: int | None, as_tokens: bool, tmp_path: Path
+) -> None:
+    longest = (limit or tiny_models.CONTEXT) - 1
+    rows = [
+        {"prompt_ids": [5] * n, "chosen_ids": [6], "rejected_ids": [7]}
+        if as_tokens and kind == "DPO"
+        else {"prompt_ids": [5] * n, "completion_ids": [6], "label": n > 2}
+        if as_tokens
+        else {"prompt": "w5 " * n, "chosen": "w6", "rejected": "w7"}
+        for n in (1, longest, longest + 1, 2)
+    ]
+    count = 2 if kind == "KTO" and not as_tokens else 1  # rows of a pair
+    said = rf"{count} of {4 * count} rows dropped: .* longer than {longest} tokens.*max_length"
+    with pytest.warns(UserWarning, match=said) as warned:
+        trainer = make(kind, tmp_path, rows, max_length=limit, tokenizer=tiny.tokenizer())
+    assert len([w for w in warned if "dropped" in str(w.message)]) == 1
+    assert len(trainer.train_dataset) == 3 * count
+    with pytest.raises(ValueError, match=rf"no row is left of .* longer than {longest} tokens"):
+        make(kind, tmp_path, rows[2:3] * 2, max_length=limit, tokenizer=tiny.tokenizer())
