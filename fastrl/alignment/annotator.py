@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from fastrl.data.chat import TextOrMessages, as_text
+from fastrl.data.columns import REWARD_ARGUMENTS, check_reserved
 from fastrl.data.encode import encode_responses
 from fastrl.rewards.functions import check_preferences, check_rewards, load_reward
 from fastrl.rewards.judges import Counts
 from fastrl.rewards.weighted import RewardFunctions, Rewards
+
+# What annotators and the reward functions behind them get by keyword.
+RESERVED = (*REWARD_ARGUMENTS, "responses", "firsts", "seconds", "finished")
 
 
 @runtime_checkable
@@ -53,10 +57,10 @@ def ask_scores(
             ``wants_finished``.
 
     Raises:
-        ValueError: not B finite numbers, named by their index; a column with the name of an
-            argument.
+        ValueError: not B finite numbers, named by their index; a column with the name of what the
+            annotator or a reward function gets.
     """
-    others = _others(columns, ("prompts", "responses"))
+    others = _others(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
         others["finished"] = finished
     scores = annotator.score(prompts, responses, **others)
@@ -78,9 +82,9 @@ def ask_preferences(
 
     Raises:
         ValueError: not B numbers in [0, 1] or None, named by their index; a column with the name of
-            an argument.
+            what the annotator or a reward function gets.
     """
-    others = _others(columns, ("prompts", "firsts", "seconds"))
+    others = _others(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
         others["finished"] = finished
     said = annotator.compare(prompts, firsts, seconds, **others)
@@ -100,8 +104,7 @@ class RewardAnnotator:
             :class:`fastrl.rewards.classifier.ClassifierReward` or any other; see
             :mod:`fastrl.rewards.functions`. Or several, or a
             :class:`fastrl.rewards.weighted.Rewards`, which has weights, a time limit and retries.
-        tokenizer: makes ``completion_ids``, unless the data have a column of that name; needed only
-            by reward functions that take them.
+        tokenizer: makes ``completion_ids``; needed only by reward functions that take them.
 
     Attributes:
         last_scores: the rewards of the first and of the second responses of the last comparison.
@@ -131,13 +134,12 @@ class RewardAnnotator:
                 ``completion_ids`` and there are none.
             TimeoutError: it takes longer than the time limit of its ``Rewards``.
         """
-        if self.tokenizer is not None and "completion_ids" not in columns and responses:
-            texts = list(map(as_text, responses))
-            columns["completion_ids"] = encode_responses(texts, self.tokenizer)
-        if self._needs_ids and "completion_ids" not in columns:
+        ids, finished = None, columns.pop("finished", None)
+        if self.tokenizer is not None and responses:
+            ids = encode_responses(list(map(as_text, responses)), self.tokenizer)
+        if self._needs_ids and ids is None:
             raise ValueError(f"{self.name} takes completion_ids: make it with a tokenizer")
         self._counts["calls"] += len(responses)
-        ids, finished = columns.pop("completion_ids", None), columns.pop("finished", None)
         rewards = self._rewards(prompts, responses, ids, columns, finished=finished)
         return rewards.total.tolist()
 
@@ -190,11 +192,6 @@ def _needs(function: Any, argument: str) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def _others(columns: Mapping[str, list[Any]] | None, arguments: Sequence[str]) -> dict[str, Any]:
-    """The data's columns, none of which may have the name of an argument."""
-    for name in arguments:
-        if name in (columns or ()):
-            raise ValueError(
-                f"the data's column {name!r} has the name of an annotator's argument: rename it"
-            )
+def _others(columns: Mapping[str, list[Any]] | None) -> dict[str, Any]:
+    check_reserved(columns or (), "the data", RESERVED)
     return dict(columns or {})

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from fastrl.alignment.annotator import RESERVED
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.responses import ResponseSampler, compare_responses, score_responses
 from fastrl.alignment.tasks import Task, find_task
-from fastrl.data.columns import FEEDBACK, PAIRS
+from fastrl.data.columns import FEEDBACK, PAIRS, check_reserved
 from fastrl.data.examples import Example
 from fastrl.rollout import SamplingParams
 from fastrl.run.random_state import seed_at
@@ -43,7 +44,8 @@ class BatchFactory:
 
     Raises:
         ValueError: an unknown task; an online task without an annotator, or an offline one with
-            one; sizes below 1; data that the task cannot use.
+            one; sizes below 1; data that the task cannot use; online, a column with the name of what
+            annotators get.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class BatchFactory:
                 "leave out annotator"
             )
         self.data = data.as_kind(self.task.data)
+        if self.task.online:
+            check_reserved(self.data[0].columns, "the data", RESERVED)
         if self.task.data == PAIRS and not self.task.rewards:
             self.data = self.data.uncut()  # a reward model is scored on whole texts
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +27,22 @@ def check_prompt(prompt: Any, where: str) -> None:
 
 
 def encode_prompts(
-    prompts: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
+    prompts: Sequence[Any],
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any],
+    name_of: Callable[[int], str] = "prompt {}".format,
 ) -> list[Tensor]:
     """Token ids of texts, or of chats by the tokenizer's template up to where the answer begins.
+
+    Args:
+        name_of: the name of a prompt by its index, for messages.
 
     Raises:
         ValueError: a prompt that :func:`check_prompt` refuses, or without a token; chats and a
             tokenizer without a chat template.
     """
     for i, prompt in enumerate(prompts):
-        check_prompt(prompt, f"prompt {i}")
+        check_prompt(prompt, name_of(i))
     encoded: list[Tensor] = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
@@ -44,7 +50,7 @@ def encode_prompts(
         else:
             ids = chat_ids(prompt, tokenizer, answered=False, template=chat_template_kwargs)
         if not len(ids):
-            raise ValueError(f"prompt {i} is empty: it needs at least one token")
+            raise ValueError(f"{name_of(i)} is empty: it needs at least one token")
         encoded.append(torch.tensor(ids, dtype=torch.long))
     return encoded
 

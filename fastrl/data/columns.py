@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,6 +36,29 @@ NEEDS = {
     FEEDBACK: "a prompt, a response (or messages) and a label, or chosen and rejected",
     PAIRS: "chosen and rejected, with a prompt unless they are whole dialogues",
 }
+
+
+# What reward functions get by keyword, beside a data set's other columns.
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
+
+
+def check_reserved(
+    columns: Iterable[str], of: str, reserved: Container[str] = REWARD_ARGUMENTS
+) -> None:
+    """
+    Args:
+        of: what has the columns, for messages.
+        reserved: names of what reward functions get by keyword, which a column would replace.
+
+    Raises:
+        ValueError: a column of such a name.
+    """
+    for name in columns:
+        if name in reserved:
+            raise ValueError(
+                f"the column {name!r} of {of} has the name of what reward functions get by "
+                "keyword, and would replace it: rename the column"
+            )
 
 
 @dataclass(frozen=True)

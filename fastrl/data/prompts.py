@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fastrl.data.chat import TextOrMessages, is_chat
+from fastrl.data.columns import check_reserved
 from fastrl.data.encode import encode_prompt
 from fastrl.data.tables import ROW
 from fastrl.models.layout import Layout
 from fastrl.run.fingerprint import hash_of
 
 _PROMPT_COLUMNS = ("prompt", "query")
-_REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 @dataclass
@@ -128,12 +128,7 @@ class Prompts:
                 f"the dataset has no column {wanted}; its columns are {', '.join(names)}: name the "
                 "prompts' column with prompt_column"
             )
-        reserved = [c for c in _REWARD_ARGUMENTS if c in names and c != column]
-        if reserved:
-            raise ValueError(
-                f"the dataset's column {reserved[0]!r} has the name of an argument of reward_fn: "
-                "rename it with dataset.rename_column"
-            )
+        check_reserved([c for c in names if c != column], f"{of}the dataset")
         found = cls.from_list(
             list(dataset[column]),
             tokenizer,

@@ -49,12 +49,22 @@ class GroupSampler(Sampler[int]):
 
 
 def in_groups(stream: Any, size: int, prompts: int = 1, uses: int = 1) -> Any:
-    """The rows of a ``datasets.IterableDataset`` in :class:`GroupSampler`'s order, unshuffled."""
+    """The rows of a ``datasets.IterableDataset`` in :class:`GroupSampler`'s order, unshuffled.
 
-    def repeat(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        count = len(next(iter(batch.values())))
+    Raises:
+        ValueError: as it is read: fewer than ``prompts`` rows.
+    """
+
+    def repeat(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        count = len(indices)
+        if indices[0] == 0 and count < prompts:
+            raise ValueError(
+                f"the stream has {count} prompts, fewer than the {prompts} that are generated for "
+                "at a time, so that no step would be taken: lower generation_batch_size or bring "
+                "more prompts"
+            )
         rows = list(range(count)) if count == prompts else []
         order = [i for _ in range(uses) for i in rows for _ in range(size)]
         return {name: [copy.deepcopy(column[i]) for i in order] for name, column in batch.items()}
 
-    return stream.map(repeat, batched=True, batch_size=prompts)
+    return stream.map(repeat, with_indices=True, batched=True, batch_size=prompts)

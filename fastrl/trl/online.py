@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fastrl.core import set_seed
 from fastrl.data.chat import as_answer
 from fastrl.data.chat_prompts import check_prompt, encode_prompts
+from fastrl.data.columns import check_reserved
 from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
@@ -44,7 +45,7 @@ from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.policy_loss import LearnedTokens
-from fastrl.trl.prompt_data import PromptRoom, check_data, refuse_dispatch
+from fastrl.trl.prompt_data import PromptRoom, check_data, refuse_dispatch, reserved_of
 from fastrl.trl.reference import (
     Follow,
     following_weights,
@@ -426,6 +427,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def _learnable(self, rows: list[dict[str, Any]], mode: str) -> SampledResponses:
         """Responses to the prompts of some rows, judged."""
+        of = "train_dataset" if mode == "train" else "eval_dataset"  # streams name columns in rows
+        check_reserved(rows[0], of, reserved_of(self._environments is not None))
         prompts = self._prompts_of(rows)
         group = self.num_generations if mode == "train" else self.num_generations_eval
         found = self._respond(prompts, group)

@@ -6,9 +6,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fastrl.data.chat import is_blank
 from fastrl.data.chat_prompts import check_prompt, encode_prompts
+from fastrl.data.columns import REWARD_ARGUMENTS, check_reserved
 from fastrl.data.tables import each_row, is_stream
 from fastrl.models.layout import layout_of
+
+_OF_TRAINERS = ("trainer_state", "log_extra", "log_metric")
 
 
 def refuse_dispatch(args: Any) -> None:
@@ -28,9 +32,10 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
 
     Raises:
         TypeError: training data of another kind.
-        ValueError: no column prompt; a prompt that is neither a text nor a chat, or messages that
-            :func:`fastrl.data.chat.check_messages` refuses; a stream whose batches one process is
-            to send to the others.
+        ValueError: no column prompt, or one with the name of what reward functions get; a prompt
+            that is neither a text nor a chat, or messages that
+            :func:`fastrl.data.chat.check_messages` refuses; fewer prompts than a generation needs;
+            a stream whose batches one process is to send to the others.
     """
     from datasets import Dataset, IterableDataset
 
@@ -40,9 +45,12 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
             f"{type(train).__name__}: Dataset.from_list makes one of rows"
         )
     named = _named(train, evaluation)
-    if asked:
-        for name, data in named.items():
+    for name, data in named.items():
+        check_reserved(getattr(data, "column_names", None) or (), name, reserved_of(not asked))
+        if asked:
             _check_prompts(data, name)
+    if isinstance(train, Dataset):
+        check_enough(len(train), args)
     if any(isinstance(data, IterableDataset) for data in named.values()):
         refuse_dispatch(args)
         args.accelerator_config.dispatch_batches = False
@@ -53,6 +61,27 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
             stacklevel=4,
         )
         args.dataloader_num_workers = 0
+
+
+def reserved_of(environments: bool) -> tuple[str, ...]:
+    """Names of what reward functions get by keyword, which no column may have."""
+    return (*REWARD_ARGUMENTS, *_OF_TRAINERS, *(("environments",) if environments else ()))
+
+
+def check_enough(count: int, args: Any) -> None:
+    """
+    Raises:
+        ValueError: so many prompts make no generation, and no step would be taken.
+    """
+    needed = args.generation_batch_size // args.num_generations
+    if count < needed:
+        raise ValueError(
+            f"train_dataset has {count} prompts, fewer than the {needed} that are generated for "
+            f"at a time (generation_batch_size={args.generation_batch_size} / num_generations="
+            f"{args.num_generations}), so that no step would be taken: lower "
+            "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation or "
+            "generation_batch_size, or bring more prompts"
+        )
 
 
 class PromptRoom:
@@ -73,13 +102,14 @@ class PromptRoom:
         found as they are learned from.
 
         Raises:
-            ValueError: a prompt that is too long, by its row.
+            ValueError: a prompt that is too long, or a blank one without a token, by its row.
         """
         for name, data in _named(train, evaluation).items():
             for i, prompt in _prompts(data):
-                if self._exceeded(_bytes_of(prompt)) is not None:
-                    ids = encode_prompts([prompt], self._tokenizer, self._template)
-                    self.check(ids[0], f"the prompt of row {i} of {name}")
+                if is_blank(prompt) or self._exceeded(_bytes_of(prompt)) is not None:
+                    where = f"the prompt of row {i} of {name}"
+                    ids = encode_prompts([prompt], self._tokenizer, self._template, lambda _: where)
+                    self.check(ids[0], where)
 
     def check(self, ids: Any, name: str) -> None:
         """

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.trl.metric_means import MetricMeans
+from fastrl.trl.prompt_data import reserved_of
 
 _OF_ROLLOUTS = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -42,7 +43,8 @@ def rolled_out(
         said: token ids as texts or messages.
 
     Raises:
-        ValueError: a key is missing, or a list has another length than the prompts or responses.
+        ValueError: a key is missing, or is the name of what reward functions get; a list has
+            another length than the prompts or responses.
     """
     output = dict(output)
     missing = sorted({*_OF_ROLLOUTS} - output.keys())
@@ -67,6 +69,12 @@ def rolled_out(
         known = [_with_nan(row) for row in logprobs]
         logprobs = _tensors(known, torch.float32)
         _check_lengths("logprobs", logprobs, lengths)
+    for name in output:
+        if name in reserved_of(environments=False):
+            raise ValueError(
+                f"rollout_func returned {name!r}, the name of what reward functions get by "
+                "keyword, and would replace it: return it by another name"
+            )
     return Responses(
         _tensors(prompt_ids, torch.long), responses, said(responses), written, logprobs, output
     )

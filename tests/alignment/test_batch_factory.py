@@ -275,3 +275,10 @@ def test_an_online_factory_needs_somebody_who_writes() -> None:
 def test_a_batch_without_rewards_says_so() -> None:
     with pytest.raises(ValueError, match="has no rewards"):
         first("sft", None).rewards(1)
+
+
+def test_a_column_of_prompts_that_replaced_what_rewards_get_is_refused() -> None:
+    rows = [replace(e, columns={"completions": "w5"}) for e in examples(PROMPTS)]
+    with pytest.raises(ValueError, match="column 'completions' of the data has the name of what"):
+        make_factory("reinforcement-learning", rows)
+    make_factory("sft", [replace(e, columns={"completions": "w5"}) for e in examples(PAIRS)])

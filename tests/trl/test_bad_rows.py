@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 import fastrl
 from fastrl.data.chat import check_messages
+from fastrl.trl.responses import rolled_out
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import SETTINGS, reward_model
@@ -279,3 +280,43 @@ def test_rows_whose_prompt_leaves_no_room_are_counted(
     assert len(trainer.train_dataset) == 3 * count
     with pytest.raises(ValueError, match=rf"no row is left of .* longer than {longest} tokens"):
         make(kind, tmp_path, rows[2:3] * 2, max_length=limit, tokenizer=tiny.tokenizer())
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "log_metric"])
+def test_a_column_named_as_what_rewards_get_is_refused(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    """It would replace the model's own; of streams as the first row comes."""
+    rows = [{"prompt": "w5", name: "w6"}] * 4
+    said = f"the column {name!r} of (train|eval)_dataset has the name of what reward functions get"
+    with pytest.raises(ValueError, match=said):
+        make(kind, tmp_path, rows)
+    with pytest.raises(ValueError, match=said):
+        make(kind, tmp_path, [{"prompt": "w5"}], eval_dataset=Dataset.from_list(rows))
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    trainer = make(kind, tmp_path, stream, dataloader_num_workers=0)
+    with pytest.raises(ValueError, match=said):
+        trainer.train()
+
+
+def test_a_rollout_func_replaces_nothing_that_rewards_get() -> None:
+    given = {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": None, "completions": ["x"]}
+    with pytest.raises(ValueError, match="rollout_func returned 'completions', the name of what"):
+        rolled_out(given, 1, lambda ids: ["w2"] * len(ids))
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_an_empty_prompt_is_refused_by_row(kind: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "w5"}, {"prompt": ""}]
+    with pytest.raises(ValueError, match="the prompt of row 1 of train_dataset is empty"):
+        make(kind, tmp_path, rows)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_fewer_prompts_than_a_generation_are_refused(kind: str, tmp_path: Path) -> None:
+    """No step would be taken."""
+    rows = [{"prompt": "w5"}] * 3
+    said = r"3 prompts, fewer than the 4 .*generation_batch_size=16.*num_generations=4"
+    with pytest.raises(ValueError, match=said):
+        make(kind, tmp_path, rows, generation_batch_size=16)
