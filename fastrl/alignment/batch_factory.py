@@ -44,8 +44,8 @@ class BatchFactory:
 
     Raises:
         ValueError: an unknown task; an online task without an annotator, or an offline one with
-            one; sizes below 1; data that the task cannot use; online, a column with the name of what
-            annotators get.
+            one; sizes below 1; data that the task cannot use; online, a column with the name of
+            what annotators get.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,27 +30,28 @@ def encode_prompts(
     prompts: Sequence[Any],
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any],
-    name_of: Callable[[int], str] = "prompt {}".format,
+    names: Sequence[str] = (),
 ) -> list[Tensor]:
     """Token ids of texts, or of chats by the tokenizer's template up to where the answer begins.
 
     Args:
-        name_of: the name of a prompt by its index, for messages.
+        names: of the prompts, for messages; by default their places.
 
     Raises:
         ValueError: a prompt that :func:`check_prompt` refuses, or without a token; chats and a
             tokenizer without a chat template.
     """
-    for i, prompt in enumerate(prompts):
-        check_prompt(prompt, name_of(i))
+    names = names or [f"prompt {i}" for i in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        check_prompt(prompt, name)
     encoded: list[Tensor] = []
-    for i, prompt in enumerate(prompts):
+    for name, prompt in zip(names, prompts, strict=True):
         if isinstance(prompt, str):
             ids = tokenizer(text=prompt)["input_ids"]
         else:
             ids = chat_ids(prompt, tokenizer, answered=False, template=chat_template_kwargs)
         if not len(ids):
-            raise ValueError(f"{name_of(i)} is empty: it needs at least one token")
+            raise ValueError(f"{name} is empty: it needs at least one token")
         encoded.append(torch.tensor(ids, dtype=torch.long))
     return encoded
 

@@ -108,7 +108,7 @@ class PromptRoom:
             for i, prompt in _prompts(data):
                 if is_blank(prompt) or self._exceeded(_bytes_of(prompt)) is not None:
                     where = f"the prompt of row {i} of {name}"
-                    ids = encode_prompts([prompt], self._tokenizer, self._template, lambda _: where)
+                    ids = encode_prompts([prompt], self._tokenizer, self._template, [where])
                     self.check(ids[0], where)
 
     def check(self, ids: Any, name: str) -> None:
