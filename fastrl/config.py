@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastrl.core import flatten_dict
-from fastrl.settings import check_types, setting
+from fastrl.settings import check_ranges, check_types, setting
 from fastrl_kernels.policy_losses import POLICY_LOSSES, RATIO_LEVELS
 from fastrl_kernels.types import AGGREGATES
 
@@ -86,7 +86,11 @@ class PPOConfig:
         "Name of the experiment, for trackers.",
         lambda: os.path.basename(sys.argv[0]).removesuffix(".py") or "fastrl",
     )
-    seed: int = setting("Seed of Python, NumPy, torch and of the shuffle of the PPO epochs.", 0)
+    seed: int = setting(
+        "Seed of Python, NumPy, torch and of the shuffle of the PPO epochs.",
+        0,
+        within="[0, 4294967295]",
+    )
     log_with: str | None = setting(
         "Tracker: any that accelerate knows, such as wandb or tensorboard.", None
     )
@@ -107,6 +111,7 @@ class PPOConfig:
         "Of several processes: seconds that each waits for the others before it fails; longer than "
         "the rollouts and rewards of a step may take.",
         1800.0,
+        within="(0, inf)",
     )
     tracker_project_name: str = setting("Project name that the tracker shows.", "fastrl")
     push_to_hub_if_best_kwargs: dict | str | None = setting(
@@ -119,7 +124,9 @@ class PPOConfig:
     remove_unused_columns: bool = setting(
         "Drop columns that neither the model nor the loop uses (label, query, response stay).", True
     )
-    dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
+    dataset_num_proc: int | None = setting(
+        "Processes for preparing the data set.", None, within="[1, inf)"
+    )
 
     # Optimisation
     steps: int = setting("Number of samples to train on, for planning only.", 20_000)
@@ -151,6 +158,7 @@ class PPOConfig:
         "Tokens of a forward and backward pass, at most: mini-batches that have more are computed "
         "in parts, to the same result. None: a mini-batch at a time.",
         None,
+        within="(0, inf)",
     )
     forward_batch_size: int | None = setting("Deprecated: use mini_batch_size.", None)
     gradient_accumulation_steps: int = setting("Mini-batches per optimizer step.", 1)
@@ -177,6 +185,7 @@ class PPOConfig:
         "Temperature T of the policy softmax(logits / T): of rollouts, and of the log-probs of "
         "policy and reference.",
         1.0,
+        within="(0, inf)",
     )
     rollout_backend: str = setting(
         "Generate in the engine, or by the model's own generate: engine, generate.", "engine"
@@ -194,12 +203,19 @@ class PPOConfig:
         "sequence-truncate, sequence-mask; off: none.",
         "off",
     )
-    sampler_correction_max: float | None = setting("Upper bound of these weights.", 3.0)
-    sampler_correction_min: float | None = setting("Lower bound of these weights.", None)
-    rollout_slots: int = setting("Samples that the engine generates at a time, at most.", 64)
+    sampler_correction_max: float | None = setting(
+        "Upper bound of these weights.", 3.0, within="(0, inf)"
+    )
+    sampler_correction_min: float | None = setting(
+        "Lower bound of these weights.", None, within="(0, inf)"
+    )
+    rollout_slots: int = setting(
+        "Samples that the engine generates at a time, at most.", 64, within="[1, inf)"
+    )
     rollout_kv_cache_gib: float | None = setting(
         "Memory for the engine's keys and values; fewer samples at a time if they do not fit.",
         None,
+        within="(0, inf)",
     )
     rollout_sleep: bool = setting(
         "Free the engine's memory before every update: less memory, slower.", False
@@ -223,6 +239,7 @@ class PPOConfig:
         "With trunk: the bottom layers, and the embeddings below them, are frozen, and policy and "
         "reference share them.",
         None,
+        within="[1, inf)",
     )
     reference_dtype: str = setting(
         "With copy and offload: type of the reference's weights: bfloat16 (half the memory of "
@@ -315,6 +332,7 @@ class PPOConfig:
         "α of a λ for each response of l tokens, 1 - 1/(α·l) and at least 0, in place of lam for "
         "the advantages (VAPO; 0.05 is its value).",
         None,
+        within="(0, inf)",
     )
     critic_warmup_steps: int = setting(
         "First steps in which the value function alone learns; the policy stays as it is.", 0
@@ -325,7 +343,9 @@ class PPOConfig:
         None,
     )
     critic_learning_rate: float | None = setting(
-        "With a critic of its own: its learning rate, if it differs from learning_rate.", None
+        "With a critic of its own: its learning rate, if it differs from learning_rate.",
+        None,
+        within="(0, inf)",
     )
     cliprange: float = setting("Clip range of the probability ratio.", 0.2)
     cliprange_high: float | None = setting("Clip range of the ratio above 1, if it differs.", None)
@@ -416,9 +436,13 @@ class PPOConfig:
         for name in _JSON_FIELDS:
             setattr(self, name, parse_json(name, getattr(self, name)))
         self._apply_deprecated_names()
-        if self.mini_batch_size is None:
-            self.mini_batch_size = min(128, self.batch_size)
+        unset = self.mini_batch_size is None
+        if unset:
+            self.mini_batch_size = 1
         check_types(self, PPOConfig, but=("log_with",))  # which may be a tracker
+        check_ranges(self, PPOConfig)
+        if unset:
+            self.mini_batch_size = min(128, self.batch_size)
         self._check_values()
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
@@ -478,13 +502,10 @@ class PPOConfig:
             "ppo_epochs",
             "steps",
             "compare_steps",
-            "rollout_slots",
             "group_size",
-            "ddp_timeout",
             "horizon",
             "target_kl",
             "ratio_threshold",
-            "temperature",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -521,14 +542,10 @@ class PPOConfig:
         for name in (
             "max_grad_norm",
             "score_clip",
-            "micro_batch_tokens",
-            "rollout_kv_cache_gib",
             "loss_norm_length",
             "overlong_buffer",
             "max_kl",
             "max_ratio",
-            "lam_length_alpha",
-            "critic_learning_rate",
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -628,10 +645,6 @@ class PPOConfig:
             return
         asked = f"sampler_correction={kind!r}"
         least, most = self.sampler_correction_min, self.sampler_correction_max
-        for name in ("sampler_correction_min", "sampler_correction_max"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, or None, got {value}")
         if least is not None and most is not None and not least < most:
             raise ValueError(
                 f"sampler_correction_min ({least}) must be below sampler_correction_max ({most})"

@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import os
+import re
 import types
 import typing
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import field
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 _REFUSED = "Not supported: "  # before the remedy, in a setting's help
 _IDLE = "Changes nothing: "
+_RANGES = {
+    "(0, inf)": "be positive",
+    "(0, inf]": "be positive",
+    "[0, inf)": "be 0 or more",
+    "[0, inf]": "be 0 or more",
+    "[1, inf)": "be at least 1",
+    "(-inf, inf)": "be a number",
+    "[-inf, inf]": "be a number",
+    "[0, 4294967295]": "lie between 0 and 4294967295",
+}
+_EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")
+_OF_YAML = ": YAML reads 1e-5 as a text, write 1.0e-5"
 # Of which a truth value is no number.
 _NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
-def setting(text: str, default: Any = dataclasses.MISSING, aliases: Sequence[str] = ()) -> Any:
+class _Bounded(str):
+    """The help of a number with a range. Parsers of command lines hand all of a field's metadata
+    to argparse, so that no key of its own can hold it."""
+
+    within: str
+
+
+def setting(
+    text: str,
+    default: Any = dataclasses.MISSING,
+    aliases: Sequence[str] = (),
+    within: str = "",
+) -> Any:
     """A field of a dataclass, with its text for ``--help``.
 
     Args:
         default: the default, or a function that makes it.
         aliases: other flags for it, such as "--report-to", whose names YAML files may use, too.
+        within: the interval that :func:`check_ranges` keeps a number in, or each of a list, such as
+            "[0, inf)".
     """
+    if within:
+        text = _Bounded(text)
+        text.within = within
     metadata: dict[str, Any] = {"help": text}
     if aliases:
         both = [x for a in aliases for x in (a, f"--{a[2:].replace('-', '_')}")]
@@ -44,8 +76,7 @@ def setting_like(kind: Any, name: str, default: Any = dataclasses.MISSING) -> An
 
 
 class _Remedy(str):
-    """The help of a setting that is not honoured. Parsers of command lines hand all of a field's
-    metadata to argparse, so that no key of its own can mark it."""
+    """The help of a setting that is not honoured, as :class:`_Bounded`."""
 
 
 def refused(default: Any, remedy: str) -> Any:
@@ -136,14 +167,58 @@ def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
             continue
         value = getattr(config, name)
         if int in wanted and float not in wanted and _is(value, float) and value == value // 1:
-            setattr(config, name, int(value))
+            object.__setattr__(config, name, int(value))  # of frozen ones, too
         elif not any(_is(value, each) for each in wanted):
             allowed = [_NAMES[each] for each in wanted if each in _NAMES]
             nothing = ["None"] if types.NoneType in wanted else []
+            yaml = isinstance(value, str) and _EXPONENT.fullmatch(value)
             raise TypeError(
                 f"{name} must be {' or '.join(allowed + nothing)}, got {value!r} "
-                f"({type(value).__name__})"
+                f"({type(value).__name__})" + (_OF_YAML if yaml else "")
             )
+
+
+def check_ranges(
+    config: Any, kind: type, of_others: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Checks that numbers lie in the intervals of their settings, and so are no NaN.
+
+    Args:
+        config: an instance of a dataclass, whose types were checked.
+        kind: the dataclass, or one that it is made of.
+        of_others: intervals of settings that another library declares.
+
+    Raises:
+        ValueError: a number that does not, by its setting.
+        TypeError: a list that holds something else than numbers.
+    """
+    for each in dataclasses.fields(kind):
+        within = getattr(each.metadata.get("help"), "within", of_others.get(each.name))
+        value = getattr(config, each.name)
+        if value is None or within is None:
+            continue
+        several = isinstance(value, list | tuple)
+        for i, number in enumerate(value if several else [value]):
+            name = f"{each.name}[{i}]" if several else each.name
+            if not is_number(number):
+                raise TypeError(f"{name} must be a number, got {number!r}")
+            if not _lies(number, within):
+                nothing = " or None" if each.default is None and not several else ""
+                asked = _RANGES.get(within, f"lie in {within}")
+                if not math.isfinite(number) and within.endswith("inf)"):
+                    asked += " and finite"
+                raise ValueError(f"{name} must {asked}{nothing}, got {number}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, as a truth value is not."""
+    return _is(value, float)
+
+
+def _lies(number: Any, within: str) -> bool:
+    low, high = map(float, within[1:-1].split(","))
+    above = number > low or (within[0] == "[" and number == low)
+    return above and (number < high or (within[-1] == "]" and number == high))
 
 
 @cache

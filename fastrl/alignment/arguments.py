@@ -22,7 +22,9 @@ class AlignmentConfig(SupervisedArguments):
     """
 
     max_length: int | None = setting(
-        "Longest prompt with its response, in tokens. None: the model's limit.", 1024
+        "Longest prompt with its response, in tokens. None: the model's limit.",
+        1024,
+        within="[1, inf)",
     )
     reference: str = setting(
         "Reference model of the losses: cached (its log-probs are computed once, before training; "
@@ -57,5 +59,3 @@ class AlignmentConfig(SupervisedArguments):
                 f"unknown reference_dtype {self.reference_dtype!r}: choose one of "
                 f"{', '.join(REFERENCE_DTYPES)}"
             )
-        if self.rollout_slots < 1:
-            raise ValueError(f"rollout_slots must be at least 1, got {self.rollout_slots}")

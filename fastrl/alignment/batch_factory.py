@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,7 +65,7 @@ class BatchFactory:
     ):
         self.task = find_task(task)
         for name, x in (("batch_size", batch_size), ("epochs", epochs), ("examples", examples)):
-            if x is not None and x < 1:
+            if x is not None and not (isinstance(x, numbers.Integral) and x >= 1):
                 raise ValueError(f"{name} must be at least 1, got {x}")
         if self.task.online and annotator is None:
             raise ValueError(

@@ -78,17 +78,21 @@ class AlignJob(FitJob):
         'The reweighter\'s options as JSON, such as {"power": 0.5}.', None
     )
 
-    max_prompt_length: int | None = setting("Longest prompt, in tokens; longer ones are cut.", None)
+    max_prompt_length: int | None = setting(
+        "Longest prompt, in tokens; longer ones are cut.", None, within="[1, inf)"
+    )
     truncation: str = setting(
         "Which end of a long prompt to keep: keep_end or keep_start.", "keep_end"
     )
-    max_new_tokens: int = setting("Online: longest response, in tokens.", 64)
+    max_new_tokens: int = setting("Online: longest response, in tokens.", 64, within="[1, inf)")
     temperature: float = setting("Online: sampling temperature.", 1.0)
     top_k: int = setting("Online: sample among the k likeliest tokens; 0 is all of them.", 0)
     top_p: float = setting(
         "Online: sample among the likeliest tokens that make up this probability.", 1.0
     )
-    samples: int = setting("Online: responses to show before and after training.", 8)
+    samples: int = setting(
+        "Online: responses to show before and after training.", 8, within="[0, inf)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

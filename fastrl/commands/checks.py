@@ -6,17 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_SEEDS = 2**32  # NumPy's limit
-
-
-def check_seed(seed: int) -> None:
-    """
-    Raises:
-        ValueError: a seed that NumPy does not take.
-    """
-    if not 0 <= seed < _SEEDS:
-        raise ValueError(f"seed must lie between 0 and {_SEEDS - 1}, got {seed}")
-
 
 def check_call(
     name: str, function: Callable[..., Any], arguments: Sequence[str], columns: Sequence[str]

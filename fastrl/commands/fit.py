@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from fastrl.commands.checks import check_seed
 from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
 from fastrl.commands.memory import RunMemory
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table, numbered
@@ -78,12 +77,8 @@ class FitJob(TrainingJob):
         "Examples held out for evaluation, 0 for none; by default a tenth, 256 at most. With "
         "--eval-dataset: how many of its examples; by default all, 256 at most.",
         None,
+        within="[0, inf)",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.eval_examples is not None and self.eval_examples < 0:
-            raise ValueError(f"eval_examples must be 0 or more, got {self.eval_examples}")
 
     def load(self, seed: int) -> tuple[Dataset, Dataset | None]:
         """Examples to train on and to evaluate on, which are disjoint if they are of one data set;
@@ -223,20 +218,10 @@ class CommandFlags:
     def check(self) -> None:
         """
         Raises:
-            ValueError: a size, a rate or a seed out of range; an unknown tracker.
+            ValueError: steps out of range; an unknown tracker.
             ImportError: a tracker that is not installed.
         """
         given: Any = self
-        for name in (
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-        ):
-            if getattr(given, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(given, name)}")
-        for name in ("learning_rate", "weight_decay", "logging_steps", "save_steps"):
-            if not 0 <= getattr(given, name) < math.inf:
-                raise ValueError(f"{name} must be 0 or more and finite, got {getattr(given, name)}")
         if given.save_total_limit is not None and given.save_total_limit < 0:
             raise ValueError(f"save_total_limit must be 0 or more, got {given.save_total_limit}")
         if given.max_steps == 0 or given.max_steps < -1:
@@ -245,7 +230,6 @@ class CommandFlags:
             )
         if given.max_steps < 0 and not 0 < given.num_train_epochs < math.inf:
             raise ValueError(f"num_train_epochs must be positive, got {given.num_train_epochs}")
-        check_seed(given.seed)
         check_trackers("report_to", given.report_to, of_transformers=True)
 
 

@@ -14,7 +14,7 @@ from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
 from fastrl.run.checkpoints import LATEST
 from fastrl.run.folder import STARTED_IN, RunFolder
 from fastrl.run.launcher import is_main_process
-from fastrl.settings import setting
+from fastrl.settings import check_ranges, check_types, setting
 
 
 def resume_setting(aliases: Sequence[str]) -> Any:
@@ -61,9 +61,11 @@ class TrainingJob:
     )
     output: str = setting("Folder for the model, the metrics and the report.", "runs/fit")
     dataset_split: str = setting("Split of a Hub data set.", "train")
-    lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
-    lora_alpha: int = setting("LoRA's scaling numerator.", 32)
-    lora_dropout: float = setting("LoRA's dropout in training.", 0.0)
+    lora_r: int = setting(
+        "Train a LoRA adapter of this rank; 0 trains all weights.", 0, within="[0, inf)"
+    )
+    lora_alpha: int = setting("LoRA's scaling numerator.", 32, within="[1, inf)")
+    lora_dropout: float = setting("LoRA's dropout in training.", 0.0, within="[0, 1)")
     load_in_4bit: bool | None = setting(
         "Keep the base model's weights in four bits (bitsandbytes), under a LoRA adapter; by "
         "default as a saved adapter was trained, else not.",
@@ -85,9 +87,9 @@ class TrainingJob:
     )
 
     def __post_init__(self) -> None:
+        check_types(self, type(self))
+        check_ranges(self, type(self))
         check_weights(self)
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout must lie in [0, 1), got {self.lora_dropout}")
         if self.lora_dropout and not self.lora_r:
             raise ValueError(
                 f"lora_dropout={self.lora_dropout:g} is for a new adapter: set lora_r, too, or "

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastrl.commands.checks import check_call, check_seed
+from fastrl.commands.checks import check_call
 from fastrl.commands.fit import say_none_held_out
 from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
 from fastrl.commands.memory import RunMemory
@@ -104,8 +103,12 @@ class PPOJob(TrainingJob):
     prompt_column: str | None = setting(
         "Column of the prompts; by default the first of prompt, query and text.", None
     )
-    prompt_words: int | None = setting("Take only the first words of each text as prompt.", None)
-    max_prompt_tokens: int | None = setting("Take only the first tokens of each prompt.", None)
+    prompt_words: int | None = setting(
+        "Take only the first words of each text as prompt.", None, within="[1, inf)"
+    )
+    max_prompt_tokens: int | None = setting(
+        "Take only the first tokens of each prompt.", None, within="[1, inf)"
+    )
     long_prompts: str = setting(
         "How to treat prompts that with their new tokens exceed the model's context: refuse (an "
         "error) or drop (counted).",
@@ -119,8 +122,11 @@ class PPOJob(TrainingJob):
         "Prompts held out for evaluation, 0 for none; by default a tenth, 256 at most. With "
         "--eval-dataset: how many of its prompts; by default all, 256 at most.",
         None,
+        within="[0, inf)",
     )
-    eval_every: int = setting("Steps between evaluations; 0 is before and after only.", 0)
+    eval_every: int = setting(
+        "Steps between evaluations; 0 is before and after only.", 0, within="[0, inf)"
+    )
 
     reward_label: str | None = setting(
         "Label of the classifier whose logit is the reward, by name or index; by default the last.",
@@ -141,27 +147,37 @@ class PPOJob(TrainingJob):
         "How often a call of a reward is repeated that raised an exception or took too long.", 0
     )
     missing_eos_penalty: float | None = setting(
-        "Subtracted from the reward of completions without an EOS token.", None
+        "Subtracted from the reward of completions without an EOS token.",
+        None,
+        within="(-inf, inf)",
     )
 
-    max_new_tokens: int = setting("Longest completion, in tokens.", 32)
-    top_k: int = setting("Sample among the k likeliest tokens; 0 is all of them.", 0)
-    top_p: float = setting("Sample among the likeliest tokens that make up this probability.", 1.0)
+    max_new_tokens: int = setting("Longest completion, in tokens.", 32, within="[1, inf)")
+    top_k: int = setting(
+        "Sample among the k likeliest tokens; 0 is all of them.", 0, within="[0, inf)"
+    )
+    top_p: float = setting(
+        "Sample among the likeliest tokens that make up this probability.", 1.0, within="(0, 1]"
+    )
 
     lora_dropout: float = setting("Must be 0: a policy that PPO trains has no dropout.", 0.0)
     save_every: int = setting(
         "Steps between two checkpoints; 0 is only where the run fails or is stopped.",
         SAVE_EVERY,
         aliases=["--save-steps"],
+        within="[0, inf)",
     )
     keep_last: int = setting(
-        "Checkpoints to keep; 0 keeps all.", KEEP_LAST, aliases=["--save-total-limit"]
+        "Checkpoints to keep; 0 keeps all.",
+        KEEP_LAST,
+        aliases=["--save-total-limit"],
+        within="[0, inf)",
     )
     ledger: bool = setting(
         "Keep a row for each sample that is trained on: see fastrl samples and replay.", True
     )
     resume: str | None = resume_setting(aliases=["--resume-from-checkpoint"])
-    samples: int = setting("Completions to show before and after training.", 8)
+    samples: int = setting("Completions to show before and after training.", 8, within="[0, inf)")
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, str):
@@ -173,16 +189,6 @@ class PPOJob(TrainingJob):
             self.reward_retries,
             self.reward_batch_size,
         )
-        for name in ("max_new_tokens", "prompt_words", "max_prompt_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("eval_prompts", "eval_every", "top_k", "samples", "save_every", "keep_last"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
-        if self.missing_eos_penalty is not None and not math.isfinite(self.missing_eos_penalty):
-            raise ValueError(f"missing_eos_penalty must be finite, got {self.missing_eos_penalty}")
         if self.lora_dropout:
             raise ValueError(
                 f"lora_dropout must be 0, got {self.lora_dropout}: with dropout the probability "
@@ -194,8 +200,6 @@ class PPOJob(TrainingJob):
                 f"unknown long_prompts {self.long_prompts!r}: choose one of "
                 f"{', '.join(LONG_PROMPTS)}"
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         super().__post_init__()
 
     @property
@@ -309,7 +313,6 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     from fastrl.run.stopping import stop_at_a_steps_end
 
     folder.checkpoint(job.resume)  # is there, and whole
-    check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
     policy, _ = job.check_model(), job.lora_config("CAUSAL_LM")  # refused before data is read

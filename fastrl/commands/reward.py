@@ -9,7 +9,7 @@ from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held
 from fastrl.commands.memory import longest_text, most_in_a_pass
 from fastrl.data.collators import ID_COLUMNS, SIDES
 from fastrl.run.folder import RunFolder
-from fastrl.settings import setting, setting_like
+from fastrl.settings import setting_like
 from fastrl.trainers.reward import RewardConfig
 
 
@@ -29,7 +29,7 @@ class RewardFlags(CommandFlags, RewardConfig):
 
     _argument_group_name: ClassVar[str] = "reward modelling, and transformers' training arguments"
 
-    num_print_samples: int = setting("Pairs to show at each evaluation; -1 is all of them.", 0)
+    num_print_samples: int = setting_like(RewardConfig, "num_print_samples", 0)
 
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:

@@ -69,8 +69,14 @@ class Loop:
     ):
         config, tokenizer, rollouts = trainer.config, trainer.tokenizer, trainer.rollouts
         self.processes = trainer.processes
-        if steps < 1:
+        if not steps >= 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
+        if eval_every < 0:
+            raise ValueError(
+                f"eval_every must be 0 (before and after only) or more, got {eval_every}"
+            )
+        if missing_eos_penalty is not None and not math.isfinite(missing_eos_penalty):
+            raise ValueError(f"missing_eos_penalty must be finite, got {missing_eos_penalty}")
         if prompts is not None and dataset is not None:
             raise ValueError("pass prompts or dataset, not both")
         if long_prompts not in LONG_PROMPTS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor
 from fastrl.data.prompt_ids import Prompt, check_prompts, token_ids
 from fastrl.models.layout import EncoderDecoder, layout_of
 from fastrl.rollout.kv_cache import Room
+from fastrl.settings import check_types
 
 # Fields that make tokens come from another distribution than softmax(logits / T), by their names in
 # ``model.generate``, with the values that do not. Greedy decoding ignores the first.
@@ -54,19 +57,22 @@ class SamplingParams:
     stop: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
+        check_types(self, SamplingParams)
         for i, most in enumerate(self._limits()):
-            if not most >= 1:
-                place = "max_new_tokens" + (f"[{i}]" if self._per_prompt else "")
+            place = "max_new_tokens" + (f"[{i}]" if self._per_prompt else "")
+            if isinstance(most, bool) or not isinstance(most, numbers.Integral):
+                raise TypeError(f"{place} must be a whole number, got {most!r}")
+            if most < 1:
                 raise ValueError(f"{place} must be at least 1, got {most}")
         at_least = {"n": 1, "top_k": 0, "temperature": 0, "min_new_tokens": 0}
         for name, least in at_least.items():
-            if not getattr(self, name) >= least:
+            if not least <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if not self.repetition_penalty > 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
                 f"repetition_penalty must be positive, got {self.repetition_penalty}: 1 is none"
             )
@@ -76,11 +82,11 @@ class SamplingParams:
 
     @property
     def _per_prompt(self) -> bool:
-        return not isinstance(self.max_new_tokens, int)
+        return isinstance(self.max_new_tokens, list | tuple)
 
     def _limits(self) -> Sequence[int]:
         most = self.max_new_tokens
-        return [most] if isinstance(most, int) else most
+        return most if isinstance(most, list | tuple) else [most]  # type: ignore[list-item]
 
     @property
     def longest(self) -> int:
@@ -93,8 +99,8 @@ class SamplingParams:
         Raises:
             ValueError: a list of another length.
         """
-        if isinstance(self.max_new_tokens, int):
-            return [self.max_new_tokens] * prompts
+        if not isinstance(self.max_new_tokens, list | tuple):
+            return [int(self.max_new_tokens)] * prompts  # type: ignore[call-overload]
         if len(self.max_new_tokens) != prompts:
             raise ValueError(
                 f"max_new_tokens has {len(self.max_new_tokens)} numbers for {prompts} prompts: "

@@ -55,9 +55,12 @@ class RewardConfig(SupervisedArguments):
         "Longest side, in tokens; pairs of texts with a longer one are dropped. None: the model's "
         "limit.",
         512,
+        within="[1, inf)",
     )
     center_rewards_coefficient: float | None = setting(
-        "Weight of mean((r_chosen + r_rejected)²), which keeps rewards around 0.", None
+        "Weight of mean((r_chosen + r_rejected)²), which keeps rewards around 0.",
+        None,
+        within="[0, inf)",
     )
     append_eos: bool | None = setting(
         "End every side with EOS; saved with the model, so that it is scored in the same way. "
@@ -65,7 +68,9 @@ class RewardConfig(SupervisedArguments):
         None,
     )
     disable_dropout: bool = setting("Train without dropout.", False)
-    num_print_samples: int = setting("Pairs to show at each evaluation; -1 is all of them.", 4)
+    num_print_samples: int = setting(
+        "Pairs to show at each evaluation; -1 is all of them.", 4, within="[-1, inf)"
+    )
 
 
 def compute_accuracy(eval_pred: Any) -> dict[str, float]:

@@ -76,9 +76,11 @@ class SFTConfig(SupervisedArguments):
     """Settings of :class:`SFTTrainer`, beside those of ``transformers.TrainingArguments``."""
 
     max_length: int | None = setting(
-        "Longest text, in tokens; longer ones are cut. None: the model's limit.", 1024
+        "Longest text, in tokens; longer ones are cut. None: the model's limit.",
+        1024,
+        within="[1, inf)",
     )
-    max_seq_length: int | None = setting("An older name of max_length.", None)
+    max_seq_length: int | None = setting("An older name of max_length.", None, within="[1, inf)")
     dataset_text_field: str = setting("Column of the texts.", "text")
     packing: bool = setting(
         "Put several texts into a row of max_length tokens; none sees another.", False
@@ -110,6 +112,7 @@ class SFTConfig(SupervisedArguments):
         "Weight of the loss that balances the experts of a mixture; None: the model's own, if its "
         "configuration has output_router_logits, else none.",
         None,
+        within="[0, inf)",
     )
 
     _VALID_DICT_FIELDS = [*SupervisedArguments._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012

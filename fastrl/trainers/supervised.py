@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import typing
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -31,7 +32,7 @@ from fastrl.models.utils import NO_LIMIT, check_trainable, context_length, model
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
-from fastrl.settings import check_refused, check_types, setting, setting_like
+from fastrl.settings import check_ranges, check_refused, check_types, setting, setting_like
 from fastrl.trainers.logged import LoggedMetrics
 from fastrl.trainers.logged import joined as joined_metrics
 from fastrl.trainers.low_memory import LowMemoryTrainer
@@ -40,6 +41,24 @@ from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.sharing import SharedBatches, share_batches
 from fastrl.trainers.special_tokens import settle_tokenizer
 
+# Intervals of transformers' own numbers.
+_RANGES = {
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "[1, inf)"),
+    **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps"), "[1, inf)"),
+    **dict.fromkeys(("torch_empty_cache_steps", "ddp_bucket_cap_mb"), "[1, inf)"),
+    **dict.fromkeys(("num_train_epochs", "learning_rate", "weight_decay"), "[0, inf)"),
+    **dict.fromkeys(("adam_epsilon", "neftune_noise_alpha", "eval_delay"), "[0, inf)"),
+    **dict.fromkeys(
+        ("warmup_steps", "eval_steps", "save_steps", "dataloader_num_workers"), "[0, inf)"
+    ),
+    **dict.fromkeys(("logging_steps", "ddp_timeout"), "(0, inf)"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), "[0, 1)"),
+    **dict.fromkeys(("seed", "data_seed"), "[0, 4294967295]"),  # as NumPy takes them
+    "max_grad_norm": "[0, inf]",
+    "max_steps": "[-1, inf)",
+    "dataloader_prefetch_factor": "[1, inf)",
+}
+
 
 @dataclass
 class SupervisedArguments(TrainingArguments):
@@ -47,7 +66,9 @@ class SupervisedArguments(TrainingArguments):
     ``eval_strategy``, and ``report_to=None`` reports to no tracker."""
 
     evaluation_strategy: str | None = setting("Deprecated: use eval_strategy.", None)
-    max_length: int | None = setting("Longest sequence, in tokens; None: the model's limit.", 512)
+    max_length: int | None = setting(
+        "Longest sequence, in tokens; None: the model's limit.", 512, within="[1, inf)"
+    )
     padding_free: bool = setting(
         "Compute without padding, and what pairs begin with once, where the model's attention "
         "allows it.",
@@ -65,7 +86,9 @@ class SupervisedArguments(TrainingArguments):
     )
     eos_token: str | None = setting("The token that ends texts; None: the tokenizer's.", None)
     pad_token: str | None = setting("The token that pads; None: the tokenizer's.", None)
-    dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
+    dataset_num_proc: int | None = setting(
+        "Processes for preparing the data set.", None, within="[1, inf)"
+    )
     model_init_kwargs: dict | str | None = setting(
         "Keyword arguments of from_pretrained (JSON), where the model is a path.", None
     )
@@ -115,7 +138,7 @@ class SupervisedArguments(TrainingArguments):
         if self.report_to is None:
             self.report_to = "none"
         self._settle_checkpointing()
-        check_types(self, type(self), but=TrainingArguments.__dataclass_fields__)
+        check_numbers(self, type(self))
         super().__post_init__()
         self._settle_checkpointing()  # what was JSON has been parsed
         if isinstance(self.pad_to_multiple_of, str):
@@ -125,12 +148,6 @@ class SupervisedArguments(TrainingArguments):
                 f"pad_to_multiple_of must be positive or None, got {self.pad_to_multiple_of}"
             )
         _check_optimizer(self)
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
-        if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
-            raise ValueError(
-                f"micro_batch_tokens must be positive or None, got {self.micro_batch_tokens}"
-            )
         if self.on_nonfinite not in ON_NONFINITE:
             raise ValueError(
                 f"unknown on_nonfinite {self.on_nonfinite!r}: choose one of "
@@ -489,6 +506,22 @@ def _check_optimizer(args: TrainingArguments) -> None:
     check_optimizer(optimizer_name(args), arguments=args.optim_args, decay_is_a_setting=True)
 
 
+def check_numbers(args: Any, kind: type) -> None:
+    """Checks all numbers and truth values of settings, transformers' own, too, and other types of
+    ours.
+
+    Raises:
+        TypeError, ValueError: as :func:`fastrl.settings.check_types` and ``check_ranges``.
+    """
+    theirs = dataclasses.fields(TrainingArguments)
+    hints = typing.get_type_hints(TrainingArguments)
+    texts = [
+        x.name for x in theirs if str in typing.get_args(hints[x.name]) or hints[x.name] is str
+    ]
+    check_types(args, kind, but=texts)
+    check_ranges(args, kind, _RANGES)
+
+
 def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     """A copy of the arguments, with the keywords that are not None; settings that transformers' own
     arguments lack get their defaults."""
@@ -501,6 +534,7 @@ def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     for name, value in keywords.items():
         if value is not None:
             setattr(args, name, value)
+    check_numbers(args, kind)
     return args
 
 

@@ -34,20 +34,21 @@ class DPOConfig(PreferenceConfig):
         f"One or several of {', '.join(LOSSES)}; their weighted sum is learned.",
         lambda: ["sigmoid"],
     )
-    loss_weights: list[float] | None = setting("Of each loss; None: 1.", None)
+    loss_weights: list[float] | None = setting("Of each loss; None: 1.", None, within="(-inf, inf)")
     ld_alpha: float | None = setting(
-        "Weight of the log-probs behind the shorter completion's length (LD-DPO); None: 1.", None
+        "Weight of the log-probs behind the shorter completion's length (LD-DPO); None: 1.",
+        None,
+        within="[0, 1]",
     )
     f_divergence_type: str = setting(
         f"Divergence from the reference: {', '.join(F_DIVERGENCES)}.", "reverse_kl"
     )
-    f_alpha_divergence_coef: float = setting("α of alpha_divergence.", 0.5)
+    f_alpha_divergence_coef: float = setting("α of alpha_divergence.", 0.5, within="(-inf, inf)")
     label_smoothing: float = setting(
-        f"Share of swapped labels, for {', '.join(SMOOTHED)}.",
-        0.0,
+        f"Share of swapped labels, for {', '.join(SMOOTHED)}.", 0.0, within="[0, 1]"
     )
     use_weighting: bool = setting("Weigh pairs by the policy's probability of them (WPO).", False)
-    discopop_tau: float = setting("Temperature of discopop's mixture.", 0.05)
+    discopop_tau: float = setting("Temperature of discopop's mixture.", 0.05, within="(0, inf)")
 
     def __post_init__(self) -> None:
         if isinstance(self.loss_type, str):
@@ -67,8 +68,6 @@ class DPOConfig(PreferenceConfig):
             raise ValueError(
                 f"unknown truncation_mode {self.truncation_mode!r}: choose keep_start or keep_end"
             )
-        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
-            raise ValueError(f"ld_alpha must be in [0, 1] or None, got {self.ld_alpha}")
         if self.f_divergence_type not in F_DIVERGENCES:
             raise ValueError(
                 f"unknown f_divergence_type {self.f_divergence_type!r}: choose one of "

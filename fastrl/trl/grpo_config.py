@@ -18,7 +18,9 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 class GRPOConfig(OnlineConfig):
     """Settings of :class:`GRPOTrainer`; names, meanings and defaults are TRL 1.x's."""
 
-    delta: float | None = setting("Upper bound of the ratio itself, for both signs.", None)
+    delta: float | None = setting(
+        "Upper bound of the ratio itself, for both signs.", None, within="(0, inf]"
+    )
     importance_sampling_level: str = setting("The ratio: of a token, or of a sequence.", "token")
     scale_rewards: str = setting(  # or a bool, which command lines would take for all
         "What advantages are divided by: the deviation of the group or of the batch, or none.",
@@ -30,31 +32,52 @@ class GRPOConfig(OnlineConfig):
     loss_type: str = setting("The loss, see the table in docs/grpo.md.", "dapo")
     use_bias_correction_kl: bool = setting("Multiply the KL by the ratio.", True)
     top_entropy_quantile: float = setting(
-        "Share of the tokens, those of highest entropy, that the policy's loss is of.", 1.0
+        "Share of the tokens, those of highest entropy, that the policy's loss is of.",
+        1.0,
+        within="(0, 1]",
     )
-    entropy_coef: float = setting("Coefficient of the mean entropy, which is added.", 0.0)
+    entropy_coef: float = setting(
+        "Coefficient of the mean entropy, which is added.", 0.0, within="(-inf, inf)"
+    )
     use_adaptive_entropy: bool = setting("Adapt that coefficient to entropy_target.", False)
-    entropy_coef_min: float = setting("Its least value.", 0.0)
-    entropy_coef_max: float = setting("Its greatest value.", 1.0)
-    entropy_coef_delta: float = setting("Its change at each step.", 0.005)
-    entropy_target: float = setting("The entropy below which the bonus acts, in nats.", 0.2)
+    entropy_coef_min: float = setting("Its least value.", 0.0, within="(-inf, inf)")
+    entropy_coef_max: float = setting("Its greatest value.", 1.0, within="(-inf, inf)")
+    entropy_coef_delta: float = setting("Its change at each step.", 0.005, within="[0, inf)")
+    entropy_target: float = setting(
+        "The entropy below which the bonus acts, in nats.", 0.2, within="[0, inf)"
+    )
     off_policy_mask_threshold: float | None = setting(
         "Leave out responses of negative advantage whose mean KL to the policy that sampled them "
         "exceeds this, in nats.",
         None,
+        within="[0, inf]",
     )
-    sapo_temperature_neg: float = setting("Of loss_type='sapo', for negative advantages.", 1.05)
-    sapo_temperature_pos: float = setting("Of loss_type='sapo', for positive advantages.", 1.0)
+    sapo_temperature_neg: float = setting(
+        "Of loss_type='sapo', for negative advantages.", 1.05, within="(0, inf)"
+    )
+    sapo_temperature_pos: float = setting(
+        "Of loss_type='sapo', for positive advantages.", 1.0, within="(0, inf)"
+    )
     cast_lm_head_to_fp32: bool = setting(
         "Have the head's products in float32, that is refuse a head or mixed precision in less.",
         False,
     )
-    vespo_k_pos: float = setting("Of loss_type='vespo': power k where A is 0 or more.", 2.0)
-    vespo_lambda_pos: float = setting("Of loss_type='vespo': decay λ where A is 0 or more.", 3.0)
-    vespo_k_neg: float = setting("Of loss_type='vespo': power k where A is negative.", 3.0)
-    vespo_lambda_neg: float = setting("Of loss_type='vespo': decay λ where A is negative.", 2.0)
+    vespo_k_pos: float = setting(
+        "Of loss_type='vespo': power k where A is 0 or more.", 2.0, within="[0, inf)"
+    )
+    vespo_lambda_pos: float = setting(
+        "Of loss_type='vespo': decay λ where A is 0 or more.", 3.0, within="(0, inf)"
+    )
+    vespo_k_neg: float = setting(
+        "Of loss_type='vespo': power k where A is negative.", 3.0, within="[0, inf)"
+    )
+    vespo_lambda_neg: float = setting(
+        "Of loss_type='vespo': decay λ where A is negative.", 2.0, within="(0, inf)"
+    )
     max_tool_calling_iterations: int | None = setting(
-        "Most turns of tools in a response; None: any number.", None
+        "Most turns of tools in a response; None: any number, 0: runs no tools.",
+        None,
+        within="[0, inf)",
     )
     vllm_importance_sampling_correction: bool = setting(
         "Weight the policy's loss by π_old/π_sampler where a rollout_func returns the log-probs of "
@@ -64,16 +87,21 @@ class GRPOConfig(OnlineConfig):
     vllm_importance_sampling_mode: str = setting(
         f"Of these weights: {', '.join(MODES)}.", "sequence_mask"
     )
-    vllm_importance_sampling_clip_max: float | None = setting("Their upper bound.", 3.0)
-    vllm_importance_sampling_clip_min: float | None = setting("Their lower bound.", None)
+    vllm_importance_sampling_clip_max: float | None = setting(
+        "Their upper bound.", 3.0, within="(0, inf]"
+    )
+    vllm_importance_sampling_clip_min: float | None = setting(
+        "Their lower bound.", None, within="[0, inf)"
+    )
     vllm_importance_sampling_cap: float | None = setting(
-        "Deprecated name of vllm_importance_sampling_clip_max.", None
+        "Deprecated name of vllm_importance_sampling_clip_max.", None, within="(0, inf]"
     )
     log_completions_hub_repo: str | None = refused(None, "upload the folder completions yourself")
 
     def __post_init__(self) -> None:
         if isinstance(self.scale_rewards, bool):  # as older scripts have it
             self.scale_rewards = "group" if self.scale_rewards else "none"
+        super().__post_init__()
         for name, known in (
             ("scale_rewards", SCALES),
             ("multi_objective_aggregation", AGGREGATIONS),
@@ -84,19 +112,6 @@ class GRPOConfig(OnlineConfig):
                 raise ValueError(
                     f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(known)}"
                 )
-        for name in ("epsilon", "epsilon_high"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
-        if (self.max_tool_calling_iterations or 0) < 0:
-            raise ValueError(
-                "max_tool_calling_iterations must not be negative, got "
-                f"{self.max_tool_calling_iterations}: 0 runs no tools"
-            )
-        if not 0 < self.top_entropy_quantile <= 1:
-            raise ValueError(
-                f"top_entropy_quantile must lie in (0, 1], got {self.top_entropy_quantile}"
-            )
         if self.vllm_importance_sampling_cap is not None:
             warnings.warn(
                 "vllm_importance_sampling_cap is deprecated: use vllm_importance_sampling_clip_max",
@@ -105,5 +120,4 @@ class GRPOConfig(OnlineConfig):
             )
             self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
         check_correction(self)
-        super().__post_init__()
         GroupLoss(self)

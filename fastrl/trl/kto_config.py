@@ -25,8 +25,10 @@ class KTOConfig(PreferenceConfig):
         "sequential",
     )
     loss_type: str = setting(f"One of {', '.join(LOSSES)}.", "kto")
-    desirable_weight: float = setting("Weight of desirable completions.", 1.0)
-    undesirable_weight: float = setting("Weight of undesirable completions.", 1.0)
+    desirable_weight: float = setting("Weight of desirable completions.", 1.0, within="[0, inf)")
+    undesirable_weight: float = setting(
+        "Weight of undesirable completions.", 1.0, within="[0, inf)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,9 +36,6 @@ class KTOConfig(PreferenceConfig):
             raise ValueError(
                 f"unknown loss_type {self.loss_type!r}: choose one of {', '.join(LOSSES)}"
             )
-        for name in ("desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.loss_type == "kto" and self.train_sampling_strategy != "sequential":
             raise ValueError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r} would take completions "

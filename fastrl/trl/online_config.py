@@ -20,36 +20,50 @@ class OnlineConfig(SupervisedArguments):
     """Settings of trainers that learn from responses which they sample themselves, beside those of
     ``transformers.TrainingArguments``; names, meanings and defaults are TRL 1.x's."""
 
-    learning_rate: float = setting("Learning rate at the start.", 1e-6)
-    logging_steps: float = setting("Steps between two logs; below 1: a share of all steps.", 10)
+    learning_rate: float = setting("Learning rate at the start.", 1e-6, within="[0, inf)")
+    logging_steps: float = setting(
+        "Steps between two logs; below 1: a share of all steps.", 10, within="(0, inf)"
+    )
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
         "Compute layers again in the backward pass, in place of keeping their activations.", True
     )
     remove_unused_columns: bool = setting_like(SupervisedArguments, "remove_unused_columns", False)
     disable_dropout: bool = setting("Set all dropout of the model to 0.", False)
     router_aux_loss_coef: float | None = setting(
-        "Weight of the load-balancing loss of mixtures of experts; None: the model's own.", None
+        "Weight of the load-balancing loss of mixtures of experts; None: the model's own.",
+        None,
+        within="[0, inf)",
     )
     shuffle_dataset: bool | None = setting("Draw prompts in random order.", True)
 
-    num_generations: int = setting("Responses to each prompt.", 8)
-    num_generations_eval: int | None = setting("The same in evaluation; None: as many.", None)
-    max_completion_length: int = setting("Longest response, in tokens.", 512)
+    num_generations: int = setting("Responses to each prompt.", 8, within="[1, inf)")
+    num_generations_eval: int | None = setting(
+        "The same in evaluation; None: as many.", None, within="[1, inf)"
+    )
+    max_completion_length: int = setting("Longest response, in tokens.", 512, within="[1, inf)")
     generation_batch_size: int | None = setting(
         "Responses that are generated at a time, by all processes; None: by steps_per_generation.",
         None,
+        within="[1, inf)",
     )
     steps_per_generation: int | None = setting(
         "Batches of per_device_train_batch_size that are generated at a time; None: "
         "gradient_accumulation_steps.",
         None,
+        within="[1, inf)",
     )
-    num_iterations: int = setting("How often each response is learned from.", 1)
-    temperature: float = setting("T of the policy softmax(logits / T).", 1.0)
-    top_p: float = setting("Sample from the fewest tokens of at least this probability.", 1.0)
-    top_k: int = setting("Sample from the likeliest tokens; 0: from all.", 0)
-    min_p: float | None = setting("Least probability, over that of the likeliest token.", None)
-    repetition_penalty: float = setting("Divides logits of tokens that occurred; 1: none.", 1.0)
+    num_iterations: int = setting("How often each response is learned from.", 1, within="[1, inf)")
+    temperature: float = setting("T of the policy softmax(logits / T).", 1.0, within="(0, inf)")
+    top_p: float = setting(
+        "Sample from the fewest tokens of at least this probability.", 1.0, within="(0, 1]"
+    )
+    top_k: int = setting("Sample from the likeliest tokens; 0: from all.", 0, within="[0, inf)")
+    min_p: float | None = setting(
+        "Least probability, over that of the likeliest token.", None, within="[0, 1)"
+    )
+    repetition_penalty: float = setting(
+        "Divides logits of tokens that occurred; 1: none.", 1.0, within="(0, inf)"
+    )
     generation_kwargs: dict | str | None = setting(
         "Further arguments of model.generate (JSON); they come first.", None
     )
@@ -62,16 +76,26 @@ class OnlineConfig(SupervisedArguments):
     rollout_sleep: bool = setting_like(PPOConfig, "rollout_sleep")
     rollout_merge_adapter: bool = setting_like(PPOConfig, "rollout_merge_adapter")
 
-    beta: float = setting("Coefficient of the KL to the reference model; 0: there is none.", 0.0)
-    epsilon: float = setting("Bound of the clipped ratio below 1.", 0.2)
-    epsilon_high: float | None = setting("The same above 1; None: as epsilon.", None)
-    reward_weights: list[float] | None = setting("Of each reward function; None: 1.", None)
+    beta: float = setting(
+        "Coefficient of the KL to the reference model; 0: there is none.", 0.0, within="[0, inf)"
+    )
+    epsilon: float = setting("Bound of the clipped ratio below 1.", 0.2, within="[0, inf]")
+    epsilon_high: float | None = setting(
+        "The same above 1; None: as epsilon.", None, within="[0, inf]"
+    )
+    reward_weights: list[float] | None = setting(
+        "Of each reward function; None: 1.", None, within="(-inf, inf)"
+    )
     mask_truncated_completions: bool = setting("Learn nothing from responses that are cut.", False)
     sync_ref_model: bool = setting("Move the reference model towards the policy.", False)
-    ref_model_mixup_alpha: float = setting("Its way towards the policy, each time.", 0.6)
-    ref_model_sync_steps: int = setting("Steps from one time to the next.", 512)
+    ref_model_mixup_alpha: float = setting(
+        "Its way towards the policy, each time.", 0.6, within="(0, 1]"
+    )
+    ref_model_sync_steps: int = setting("Steps from one time to the next.", 512, within="[1, inf)")
     log_completions: bool = setting("Print and save prompts with their responses.", False)
-    num_completions_to_print: int | None = setting("How many are printed; None: all.", None)
+    num_completions_to_print: int | None = setting(
+        "How many are printed; None: all.", None, within="[0, inf)"
+    )
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
 
     max_length: int | None = refused(None, _LENGTH)
@@ -122,16 +146,11 @@ class OnlineConfig(SupervisedArguments):
                 "auto_find_batch_size would break groups of num_generations responses: leave it "
                 "out, and lower per_device_train_batch_size"
             )
-        for name in ("num_generations", "max_completion_length", "num_iterations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.sync_ref_model and self.beta == 0:
             raise ValueError(
                 "sync_ref_model moves a reference model, and there is none with beta=0.0: leave "
                 "sync_ref_model out"
             )
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
         if self.num_generations < 2:
             raise ValueError(
                 "num_generations must be at least 2, as advantages compare the responses to a "

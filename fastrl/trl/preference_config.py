@@ -14,17 +14,23 @@ class PreferenceConfig(SupervisedArguments):
     """Settings of trainers that learn from preferences, beside those of
     ``transformers.TrainingArguments``; names, meanings and defaults are TRL 1.x's."""
 
-    learning_rate: float = setting("Learning rate at the start.", 1e-6)
-    logging_steps: float = setting("Steps between two logs; below 1: a share of all steps.", 10)
+    learning_rate: float = setting("Learning rate at the start.", 1e-6, within="[0, inf)")
+    logging_steps: float = setting(
+        "Steps between two logs; below 1: a share of all steps.", 10, within="(0, inf)"
+    )
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
         "Compute layers again in the backward pass, in place of keeping their activations.", True
     )
     disable_dropout: bool = setting("Set all dropout of policy and reference to 0.", True)
     router_aux_loss_coef: float | None = setting(
-        "Weight of the load-balancing loss of mixtures of experts; None: the model's own.", None
+        "Weight of the load-balancing loss of mixtures of experts; None: the model's own.",
+        None,
+        within="[0, inf)",
     )
     max_length: int | None = setting(
-        "Longest prompt with its completion, in tokens; None: the model's limit.", 1024
+        "Longest prompt with its completion, in tokens; None: the model's limit.",
+        1024,
+        within="[1, inf)",
     )
     padding_free: bool = setting(
         "Compute without padding, and a prompt that several completions have once, where the "
@@ -35,12 +41,16 @@ class PreferenceConfig(SupervisedArguments):
         "Compute the reference's log-probs before training, and do not keep the reference.", False
     )
     precompute_ref_batch_size: int | None = setting(
-        "Examples of a batch of that; None: those of training or evaluation.", None
+        "Examples of a batch of that; None: those of training or evaluation.",
+        None,
+        within="[1, inf)",
     )
-    beta: float = setting("Strength of the bond to the reference.", 0.1)
+    beta: float = setting("Strength of the bond to the reference.", 0.1, within="(0, inf)")
     sync_ref_model: bool = setting("Move the reference model towards the policy.", False)
-    ref_model_mixup_alpha: float = setting("Its way towards the policy, each time.", 0.6)
-    ref_model_sync_steps: int = setting("Steps from one time to the next.", 512)
+    ref_model_mixup_alpha: float = setting(
+        "Its way towards the policy, each time.", 0.6, within="(0, 1]"
+    )
+    ref_model_sync_steps: int = setting("Steps from one time to the next.", 512, within="[1, inf)")
 
     use_liger_kernel: bool = refused(
         False, "log-probs are computed in chunks without it: leave it out"
@@ -49,20 +59,10 @@ class PreferenceConfig(SupervisedArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_refused(self)
-        if not self.beta > 0:
-            raise ValueError(f"beta must be positive, got {self.beta}")
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
                 "precompute_ref_log_probs keeps log-probs of a reference that sync_ref_model "
                 "changes: choose one of them"
-            )
-        if self.ref_model_sync_steps < 1:
-            raise ValueError(
-                f"ref_model_sync_steps must be at least 1, got {self.ref_model_sync_steps}"
-            )
-        if not 0 < self.ref_model_mixup_alpha <= 1:
-            raise ValueError(
-                f"ref_model_mixup_alpha must be in (0, 1], got {self.ref_model_mixup_alpha}"
             )
         if self.precompute_ref_batch_size is not None and not self.precompute_ref_log_probs:
             warnings.warn(

@@ -12,14 +12,18 @@ from fastrl.trl.online_config import OnlineConfig
 class RLOOConfig(OnlineConfig):
     """Settings of :class:`RLOOTrainer`; names, meanings and defaults are TRL 1.x's."""
 
-    num_generations: int = setting("Responses to each prompt.", 2)
-    beta: float = setting("Coefficient of the KL in the reward; 0: there is none.", 0.05)
+    num_generations: int = setting("Responses to each prompt.", 2, within="[1, inf)")
+    beta: float = setting(
+        "Coefficient of the KL in the reward; 0: there is none.", 0.05, within="[0, inf)"
+    )
     normalize_advantages: bool = setting("Standardise advantages over the batch.", False)
     # Not a tuple, which no parser of command lines knows.
-    reward_clip_range: list[float] | None = setting("Bounds of the reward, low and high.", None)
+    reward_clip_range: list[float] | None = setting(
+        "Bounds of the reward, low and high.", None, within="[-inf, inf]"
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         bounds = self.reward_clip_range
         if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
             raise ValueError(f"reward_clip_range must be (low, high), got {bounds}")
-        super().__post_init__()

@@ -252,7 +252,7 @@ def test_without_a_kl_coefficient_there_is_no_reference(make_trainer: Make) -> N
     [
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"mini_batches": 0}, "mini_batches must be at least 1, got 0"),
-        ({"cliprange": -1.0}, "cliprange must be 0 or more"),
+        ({"cliprange": -1.0}, "cliprange of the loss ppo must be a number of 0 or more"),
     ],
 )
 def test_coefficients_out_of_range_are_refused(given: dict[str, Any], says: str) -> None:

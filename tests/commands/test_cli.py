@@ -91,8 +91,11 @@ def test_steps_count_ppo_steps_and_names_come_from_the_job():
         (["ppo", *REQUIRED, "--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["ppo", *REQUIRED, "--top-p", "1.5"], "top_p must lie in (0, 1], got 1.5"),
         (["ppo", *REQUIRED, "--temperature", "0"], "temperature must be positive, got 0"),
-        (["ppo", *REQUIRED, "--max-new-tokens", "0"], "max_new_tokens must be positive, got 0"),
-        (["ppo", *REQUIRED, "--eval-prompts", "-1"], "eval_prompts must be 0 or more, got -1"),
+        (["ppo", *REQUIRED, "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (
+            ["ppo", *REQUIRED, "--eval-prompts", "-1"],
+            "eval_prompts must be 0 or more or None, got -1",
+        ),
         (["ppo", *REQUIRED, "--batch-size", "0"], "batch_size must be positive, got 0"),
         (["ppo", "config.txt"], "unexpected argument 'config.txt': a configuration ends in .yaml"),
         (["demo", "--steps", "0"], "steps must be positive, got 0"),

@@ -198,7 +198,10 @@ def test_a_missing_peft_is_named(command, folder, tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be positive, got 0"),
+        (
+            {"per_device_train_batch_size": 0},
+            "per_device_train_batch_size must be at least 1, got 0",
+        ),
         ({"learning_rate": "nan"}, "learning_rate must be 0 or more and finite, got nan"),
         ({"max_steps": 0}, "max_steps must be positive, or -1 for whole epochs, got 0"),
         ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs must be positive"),

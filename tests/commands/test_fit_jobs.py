@@ -94,7 +94,7 @@ def test_a_template_says_what_is_learned(folder, tmp_path, capsys):
     ("flags", "message"),
     [
         ({"eval-examples": 60}, "60 held-out examples leave none of 60 to train on"),
-        ({"eval-examples": -1}, "eval_examples must be 0 or more, got -1"),
+        ({"eval-examples": -1}, "eval_examples must be 0 or more or None, got -1"),
         ({"lora-r": -2}, "lora_r must be 0 or more"),
         ({"dataset": "nowhere.jsonl"}, "there is no data set at nowhere.jsonl"),
         ({"packing": "true"}, "unknown argument '--packing'"),

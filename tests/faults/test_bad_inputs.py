@@ -255,7 +255,7 @@ COMMANDS = [
     ("ppo", {"steps": 0}, "steps must be"),
     ("ppo", {"steps": "many"}, "argument --steps"),
     ("ppo", {"stepz": 3}, "--stepz"),
-    ("ppo", {"max-new-tokens": 0}, "max_new_tokens must be positive"),
+    ("ppo", {"max-new-tokens": 0}, "max_new_tokens must be at least 1"),
     ("ppo", {"top-p": 2.0}, r"top_p must lie in (0, 1]"),
     ("ppo", {"lora-dropout": 0.1}, "lora_dropout must be 0"),
     ("ppo", {"dtype": "int4"}, "unknown dtype 'int4'"),

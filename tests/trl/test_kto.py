@@ -150,7 +150,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a loss": ({"loss_type": "bco"}, "unknown loss_type 'bco'"),
     "an order": ({"train_sampling_strategy": "random"}, "train_sampling_strategy='random' would"),
-    "a weight": ({"desirable_weight": -1.0}, "desirable_weight must be at least 0"),
+    "a weight": ({"desirable_weight": -1.0}, "desirable_weight must be 0 or more"),
     "passes": ({"micro_batch_tokens": 99}, "the KL of kto is one of the whole batch"),
     "single examples": ({"per_device_train_batch_size": 1}, "must be at least 2 for kto"),
 }

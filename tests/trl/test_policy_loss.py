@@ -280,6 +280,6 @@ def _trl_loss(trainer: Any, batch: Batch, args: GRPOConfig, leaves: Any) -> Tens
 def test_bounds_of_settings_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="delta must be above 1"):
         settings(tmp_path, delta=0.5)
-    with pytest.raises(ValueError, match="sapo_temperatures"):
+    with pytest.raises(ValueError, match="sapo_temperature_neg"):
         settings(tmp_path, loss_type="sapo", sapo_temperature_neg=0.0)
     assert math.isinf(GroupLoss(settings(tmp_path, loss_type="cispo")).cliprange[0])

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.tasks import Task
 from fastrl.rollout import SamplingParams
+from fastrl.settings import is_number
 
 LOSSES: dict[str, type[Loss]] = {}  # by name; of a task's losses the first is its default
 SomeLoss = TypeVar("SomeLoss", bound="type[Loss]")
@@ -52,6 +53,19 @@ class Loss(ABC):
     reads_all: ClassVar[bool] = False
     learns: ClassVar[str] = "policy"
     backward: ClassVar[Any] = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: a coefficient that is no number of 0 or more.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(field.default) in (int, float) and not (is_number(value) and value >= 0):
+                raise ValueError(
+                    f"{field.name} of the loss {self.name} must be a number of 0 or more, got "
+                    f"{value!r}"
+                )
 
     @abstractmethod
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:

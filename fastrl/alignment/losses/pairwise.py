@@ -37,6 +37,7 @@ class PairwiseLoss(Loss):
         Raises:
             ValueError: a coefficient out of range.
         """
+        super().__post_init__()
         one = torch.ones(1)
         side = ResponseLogprobs(-one, one.long(), -one)
         self.losses(side, side)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from fastrl.alignment.losses.base import (
     weighted_mean,
 )
 from fastrl.alignment.tasks import Task
+from fastrl.settings import is_number
 
 
 @register
@@ -72,6 +74,10 @@ class KTO(Loss):
         Raises:
             ValueError: a coefficient out of range.
         """
+        super().__post_init__()
+        threshold = self.threshold
+        if threshold is not None and not (is_number(threshold) and math.isfinite(threshold)):
+            raise ValueError(f"threshold must be a number or None, got {self.threshold!r}")
         zero = torch.zeros(1)
         self._losses(zero, zero, zero == 0, zero[0])
 

@@ -77,6 +77,7 @@ class PPO(Loss):
     target_kl: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("epochs", "mini_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -1,0 +1,120 @@
+"""Numbers that no setting can mean are refused by name, on every surface."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import TrainingArguments
+
+import fastrl
+from fastrl.alignment.arguments import AlignmentConfig
+from fastrl.alignment.losses import LOSSES, make_loss
+from fastrl.rollout import SamplingParams
+from fastrl.settings import idle_settings, refusals
+from fastrl.trainers.supervised import settings_of
+
+SURFACES = ("PPO", "GRPO", "RLOO", "DPO", "KTO", "SFT", "Reward", "Alignment")
+# A negative number has a meaning for these; infinity leaves those without a bound.
+NEGATIVE = {
+    *("max_steps", "save_total_limit", "local_rank", "num_print_samples", "reward_weights"),
+    *("entropy_coef", "entropy_coef_min", "entropy_coef_max", "reward_clip_range", "loss_weights"),
+    "f_alpha_divergence_coef",
+}
+UNBOUNDED = {
+    *("max_grad_norm", "max_kl", "max_ratio", "ratio_threshold", "score_clip", "target_kl"),
+    *("delta", "epsilon", "epsilon_high", "off_policy_mask_threshold", "reward_clip_range"),
+    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "target", "horizon"),
+}
+# Older names of other settings, which errors name.
+NEWER = {
+    "max_seq_length": "max_length",
+    "forward_batch_size": "mini_batch_size",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+}
+
+
+def config_of(surface: str) -> Any:
+    return AlignmentConfig if surface == "Alignment" else getattr(fastrl, f"{surface}Config")
+
+
+def numbers_of(surface: str) -> dict[str, bool]:
+    """Settings that are numbers or lists of them, and whether they are lists; transformers' own of
+    one surface for all."""
+    kind = config_of(surface)
+    made = kind() if surface == "PPO" else kind(output_dir="out", use_cpu=True, report_to="none")
+    unread = {*refusals(made), *idle_settings(made)}
+    if surface != "SFT":
+        unread |= inspect.get_annotations(TrainingArguments).keys() - kind.__annotations__.keys()
+    hints, found = typing.get_type_hints(kind), {}
+    for each in dataclasses.fields(kind):
+        hint = hints[each.name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = typing.get_args(hint) if union else (hint,)
+        if each.init and each.name not in unread and {int, float, list[float]} & set(kinds):
+            found[each.name] = list[float] in kinds
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("surface", SURFACES)
+def test_what_is_no_number_in_range_is_refused_by_name(surface: str) -> None:
+    kind, own = config_of(surface), {}
+    if surface != "PPO":
+        own = {"output_dir": "out", "use_cpu": True, "report_to": "none"}
+    taken = []
+    for name, several in numbers_of(surface).items():
+        for value in (math.nan, True, "x", math.inf, -1):
+            means = (value == -1 and name in NEGATIVE) or (value == math.inf and name in UNBOUNDED)
+            if means:
+                continue
+            try:
+                kind(**{**own, name: [value, 3.0] if several else value})
+            except (TypeError, ValueError) as error:
+                if not re.search(rf"\b({name}|{NEWER.get(name)})\b", str(error)):
+                    taken.append(f"{name}={value!r} gives {error!r:.200}")
+            else:
+                taken.append(f"{name}={value!r} is taken")
+    assert taken == []
+
+
+def test_numbers_that_a_script_sets_later_are_checked(tmp_path: Path) -> None:
+    """Of transformers' own arguments, too, as a trainer is made."""
+    args = fastrl.SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
+    args.max_grad_norm = math.nan
+    with pytest.raises(ValueError, match="max_grad_norm must be 0 or more, got nan"):
+        settings_of(args, fastrl.SFTConfig)
+
+
+def test_a_number_that_yaml_reads_as_text_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"learning_rate must be a number, got '1e-5'.*1\.0e-5"):
+        fastrl.DPOConfig(str(tmp_path), use_cpu=True, learning_rate="1e-5")
+
+
+def test_coefficients_that_are_no_numbers_are_refused_by_name() -> None:
+    for name, kind in LOSSES.items():
+        for each in dataclasses.fields(kind):
+            for value in () if isinstance(each.default, bool) else (math.nan, True, "x"):
+                with pytest.raises((TypeError, ValueError), match=rf"\b{each.name}\b"):
+                    make_loss(name, **{each.name: value})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_new_tokens": "5"}, {"max_new_tokens": 2.5}, {"n": True}, {"top_k": 2.5},
+        {"temperature": math.inf}, {"temperature": "1"}, {"repetition_penalty": math.inf},
+    ],
+)  # fmt: skip
+def test_sampling_takes_numbers_in_range_alone(given: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=next(iter(given))):
+        SamplingParams(**given)
+    assert SamplingParams(max_new_tokens=np.int64(5)).limits(2) == [5, 5]
