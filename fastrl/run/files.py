@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import functools
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,12 +82,32 @@ def remove_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Waits until the disk has a file, or a folder's list of names."""
+    """Waits until the disk has a file, or a folder's list of names, where it can sync those."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if not (path.is_dir() and (lacks_function(error) or error.errno == errno.EINVAL)):
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        _warn_of_folders()
     finally:
         os.close(handle)
+
+
+def lacks_function(error: OSError) -> bool:
+    """Whether a file system says that it does not have a function, as Lustre, NFS and those in user
+    space (FUSE) may."""
+    return error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
+
+
+@functools.cache
+def _warn_of_folders() -> None:
+    """Once: there are many."""
+    warnings.warn(
+        "the output's file system does not sync folders: after a power failure the newest "
+        "checkpoint may be missing",
+        stacklevel=3,
+    )
 
 
 def free_name(path: Path, kind: str) -> Path:

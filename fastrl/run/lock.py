@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import platform
+import warnings
 from pathlib import Path
+
+from fastrl.run.files import lacks_function
 
 
 class FolderInUse(OSError):
@@ -15,7 +19,7 @@ class FolderInUse(OSError):
 
 class FolderLock:
     """Held by at most one process, or one object of a process; the system frees it when the process
-    ends, however it ends.
+    ends, however it ends. Where the file system has no locks, a warning says that nothing is held.
 
     Args:
         folder: must exist; its file ``.lock`` says who holds the lock.
@@ -38,15 +42,18 @@ class FolderLock:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError:
                 holder = _holder(file)
                 os.close(file)
-                if not isinstance(error, BlockingIOError):
-                    raise
                 raise FolderInUse(
                     f"output {self.path.parent} is being written by another run{holder}: wait for "
                     "it, or name another folder"
                 ) from None
+            except OSError as error:
+                if not lacks_function(error):
+                    os.close(file)
+                    raise OSError(error.errno, error.strerror, str(self.path)) from None
+                _warn_of_no_locks()
             if self._is_there(file):
                 self._file = file
             else:  # its holder has removed it since it was opened
@@ -68,6 +75,16 @@ class FolderLock:
             return os.path.samestat(os.fstat(file), os.stat(self.path))
         except FileNotFoundError:
             return False
+
+
+@functools.cache
+def _warn_of_no_locks() -> None:
+    """Once for all folders."""
+    warnings.warn(
+        "the output's file system has no locks: nothing keeps a second run from writing to the "
+        "same folder, so start only one",
+        stacklevel=3,
+    )
 
 
 def _holder(file: int) -> str:

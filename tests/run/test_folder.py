@@ -1,14 +1,18 @@
 """The run folder: what is overwritten, what stays, and that nothing is seen half written."""
 
+import errno
+import fcntl
 import json
 import math
 import os
+import stat
 
 import pytest
 
 from fastrl.run.checkpoints import Checkpoints
+from fastrl.run.files import _warn_of_folders
 from fastrl.run.folder import RunFolder
-from fastrl.run.lock import FolderInUse
+from fastrl.run.lock import FolderInUse, _warn_of_no_locks
 from fastrl.run.metrics import MetricsFile
 
 
@@ -90,6 +94,68 @@ def test_two_runs_do_not_write_one_folder(tmp_path):
             raise AssertionError
     with second.claim(resume=True):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_warned_of_once(number, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    _warn_of_no_locks.cache_clear()
+    with pytest.warns(UserWarning, match="has no locks: nothing keeps a second run") as found:
+        for name in ("one", "two"):
+            with RunFolder(tmp_path / name).claim():
+                RunFolder(tmp_path / name).begin()
+    assert len(found) == 1
+    assert names(tmp_path / "two") == ["metrics.jsonl", "run.json"]
+
+
+def test_a_lock_that_fails_for_another_reason_ends_the_run(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="Input/output error"), RunFolder(tmp_path / "run").claim():
+        pytest.fail("claimed")
+
+
+def fsync_failing(of_folders, number):
+    """As ``os.fsync``, which fails for folders, or for files."""
+    sync = os.fsync
+
+    def fsync(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode) == of_folders:
+            raise OSError(number, os.strerror(number))
+        sync(file)
+
+    return fsync
+
+
+def test_folders_that_cannot_be_synced_are_warned_of_once(earlier, monkeypatch):
+    monkeypatch.setattr(os, "fsync", fsync_failing(True, errno.EINVAL))
+    _warn_of_folders.cache_clear()
+    with pytest.warns(UserWarning, match="does not sync folders") as found:
+        earlier.save_model(save("new"))
+        with Checkpoints(earlier.checkpoints).new(6) as part:
+            (part / "x").write_text("6")
+    assert len(found) == 1
+    assert names(earlier.model) == ["new"]
+    assert Checkpoints(earlier.checkpoints).newest_good().name == "checkpoint-6"
+
+
+@pytest.mark.parametrize(
+    ("of_folders", "number"), [(True, errno.ENOSPC), (True, errno.EIO), (False, errno.EINVAL)]
+)
+def test_what_the_disk_did_not_get_is_not_saved(of_folders, number, earlier, monkeypatch):
+    monkeypatch.setattr(os, "fsync", fsync_failing(of_folders, number))
+    checkpoints = Checkpoints(earlier.checkpoints)
+    with (
+        pytest.raises(OSError, match=r"checkpoint-6 could not be saved .* is checkpoint-4"),
+        checkpoints.new(6) as part,
+    ):
+        (part / "x").write_text("6")
+    assert [path.name for path in checkpoints.paths()] == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_a_claim_that_wrote_nothing_leaves_nothing(tmp_path):
