@@ -97,17 +97,17 @@ def test_two_runs_do_not_write_one_folder(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_warned_of_once(number, tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_warned_of_once(number, tmp_path, monkeypatch, recwarn):
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     _warn_of_no_locks.cache_clear()
-    with pytest.warns(UserWarning, match="has no locks: nothing keeps a second run") as found:
-        for name in ("one", "two"):
-            with RunFolder(tmp_path / name).claim():
-                RunFolder(tmp_path / name).begin()
-    assert len(found) == 1
+    for name in ("one", "two"):
+        with RunFolder(tmp_path / name).claim():
+            RunFolder(tmp_path / name).begin()
+    (warned,) = recwarn
+    assert "has no locks: nothing keeps a second run" in str(warned.message)
     assert names(tmp_path / "two") == ["metrics.jsonl", "run.json"]
 
 
@@ -132,14 +132,14 @@ def fsync_failing(of_folders, number):
     return fsync
 
 
-def test_folders_that_cannot_be_synced_are_warned_of_once(earlier, monkeypatch):
+def test_folders_that_cannot_be_synced_are_warned_of_once(earlier, monkeypatch, recwarn):
     monkeypatch.setattr(os, "fsync", fsync_failing(True, errno.EINVAL))
     _warn_of_folders.cache_clear()
-    with pytest.warns(UserWarning, match="does not sync folders") as found:
-        earlier.save_model(save("new"))
-        with Checkpoints(earlier.checkpoints).new(6) as part:
-            (part / "x").write_text("6")
-    assert len(found) == 1
+    earlier.save_model(save("new"))
+    with Checkpoints(earlier.checkpoints).new(6) as part:
+        (part / "x").write_text("6")
+    (warned,) = recwarn
+    assert "does not sync folders" in str(warned.message)
     assert names(earlier.model) == ["new"]
     assert Checkpoints(earlier.checkpoints).newest_good().name == "checkpoint-6"
 
