@@ -20,7 +20,7 @@ from fastrl.run.launcher import (
 )
 from fastrl.run.progress import drop_bars, line_start
 from fastrl.run.stopping import Stopped
-from fastrl.user_code import fault_of
+from fastrl.user_code import exits_are_errors, fault_of
 
 USAGE = """\
 usage: fastrl COMMAND [CONFIG.yaml] [--flag value ...]
@@ -177,7 +177,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     run = getattr(found, function)
     if command in _PARSE_THEMSELVES:
         return run(arguments) or 0
-    status = run(*parse(command, [getattr(found, kind) for kind in kinds], arguments))
+    given = parse(command, [getattr(found, kind) for kind in kinds], arguments)
+    with exits_are_errors():
+        status = run(*given)
     return status if command == "demo" else 0
 
 

@@ -72,9 +72,30 @@ def running(name: str) -> Iterator[None]:
     """Marks exceptions in the block as errors of the user's ``name``."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         setattr(error, _MARK, name)
         raise
+
+
+class ExitCalled(RuntimeError):
+    """A user's function has called ``sys.exit()`` in the midst of a run."""
+
+
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """Raises :class:`ExitCalled` where code in the block calls ``sys.exit()``: the run would end as
+    one that is done does, and nothing of it would be saved."""
+    try:
+        yield
+    except SystemExit as exits:
+        trace = exits.__traceback__
+        error = ExitCalled(
+            f"it called sys.exit({exits.code!r}), which would pass for the end of the run: raise "
+            "an exception instead"
+        )
+        last = _users(traceback.extract_tb(trace))[-1]
+        setattr(error, _MARK, getattr(exits, _MARK, last.name))
+        raise error.with_traceback(trace) from None
 
 
 def fault_of(error: BaseException) -> Fault | None:

@@ -19,6 +19,7 @@ from fastrl.run.processes import OneProcess, PeerFailed, Processes
 from fastrl.run.random_state import random_state, restore_random_state, same_state
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
+from fastrl.user_code import exits_are_errors
 
 if TYPE_CHECKING:
     from fastrl.ppo.loop import Loop
@@ -151,7 +152,8 @@ class SavedInFolder:
         trainer, begun = self.trainer, random_state()
         steps, updates = trainer.current_step, trainer.update.steps_begun
         try:
-            yield
+            with exits_are_errors():
+                yield
         except (Exception, Stopped) as error:
             random = [random_state()]  # of other processes it is not known after the update
             if trainer.current_step == steps:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastrl.run.breaking_off import BrokenOff, broken_off_by
 from fastrl.run.stopping import Stopped, asked
+from fastrl.user_code import exits_are_errors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -231,7 +232,8 @@ class SeveralProcesses:
     def together(self) -> Iterator[None]:
         error: Exception | None = None
         try:
-            yield
+            with exits_are_errors():
+                yield
         except Exception as caught:
             error = caught
         self._agree(error, stops=False)
@@ -240,7 +242,7 @@ class SeveralProcesses:
     def shared_work(self) -> Iterator[None]:
         news, error = _News(next(_works)), None
         try:
-            with broken_off_by(lambda: asked() or news.there()):
+            with exits_are_errors(), broken_off_by(lambda: asked() or news.there()):
                 yield
         except BrokenOff:
             pass

@@ -45,6 +45,7 @@ from fastrl.run.random_state import (
 )
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
+from fastrl.user_code import exits_are_errors
 
 # Settings that do not change what is computed, by their beginnings.
 _FREE = (
@@ -228,7 +229,8 @@ class ResumableTrainer(transformers.Trainer):
         evaluates_first = self.args.eval_on_start
         self.args.eval_on_start = evaluates_first and path is None
         try:
-            return super().train(path, trial, ignore_keys_for_eval)
+            with exits_are_errors():
+                return super().train(path, trial, ignore_keys_for_eval)
         except Stopped as stopped:
             if stopped.args:  # the state is saved
                 raise
@@ -489,7 +491,8 @@ class ResumableTrainer(transformers.Trainer):
         """
         error: Exception | None = None
         try:
-            yield
+            with exits_are_errors():
+                yield
         except Exception as caught:
             error = caught
         if self.processes.any(error is not None):  # one number is told sooner than an object

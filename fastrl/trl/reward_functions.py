@@ -15,7 +15,7 @@ from fastrl.data.chat_prompts import classifier_inputs
 from fastrl.data.choose_padding import classifier_side
 from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.models.reward_head import padding_of, rewards_of_padded
-from fastrl.rewards.calls import EventLoop, is_async
+from fastrl.rewards.calls import EventLoop, await_within, is_async
 from fastrl.rewards.functions import READY, read_rewards
 from fastrl.user_code import name_of, running
 
@@ -132,7 +132,10 @@ class RewardFunctions:
                 with running(self._who(k)):
                     answers[k] = function(**arguments)
         if waiting:
-            calls = [self.functions[k](**arguments) for k in waiting]
+            calls = [
+                await_within(None, functools.partial(self.functions[k], **arguments))
+                for k in waiting
+            ]
             for k, answer in zip(waiting, self.event_loop().gather(calls), strict=True):
                 answers[k] = answer
         rewards = []

@@ -103,6 +103,30 @@ def test_function_reward_reads_the_data_sets_columns(world, tmp_path, eval_promp
     assert ("reward_gain" in summary) == (eval_prompts > 0)
 
 
+QUITS = """\
+import sys
+calls = []
+{keyword} quits(completions, **columns):
+    calls.append(1)
+    if len(calls) == 3:
+        sys.exit(0)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:after ExitCalled the state is saved in")
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+def test_a_reward_function_does_not_end_the_program(world, tmp_path, capsys, keyword):
+    (tmp_path / "quits.py").write_text(QUITS.format(keyword=keyword))
+    run, reward = tmp_path / "run", f"{tmp_path / 'quits.py'}:quits"
+    flags = {"save-every": 0, "eval-prompts": 0, "steps": 5, "reward-retries": 2}
+    assert cli.main(arguments(world, run, reward, **flags)) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {reward} raised ExitCalled: it called sys.exit(0)" in said
+    assert "quits.py, line 6)" in said
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-2"]
+
+
 def test_several_rewards_have_weights_and_names(world, tmp_path):
     reward, run = world / "rewards.py", tmp_path / "run"
     words = arguments(world, run, f"{reward}:length", steps=1)

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import sys
 from dataclasses import asdict
 
 import numpy as np
@@ -16,6 +17,7 @@ from fastrl.core import set_seed
 from fastrl.run.checkpoints import BadCheckpoint, Checkpoints
 from fastrl.run.ledger import read_ledger
 from fastrl.run.stopping import Stopped, stop_at_a_steps_end
+from fastrl.user_code import ExitCalled
 from tests import tiny_models
 from tests.bits import bits, differing
 from tests.golden import tiny
@@ -280,6 +282,22 @@ def test_resuming_before_there_is_a_checkpoint_begins(tmp_path):
     resumed = make_trainer()
     run(resumed, tmp_path / "run", resume=True)
     assert differing(bits(straight), bits(resumed)) == []
+
+
+class Quitting(TrainCallback):
+    def on_step(self, trainer, step, metrics):
+        if step == 3:
+            sys.exit()
+
+
+@pytest.mark.filterwarnings("ignore:after ExitCalled the state is saved in")
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_callback_does_not_end_the_program(saved, tmp_path):
+    output = tmp_path / "run" if saved else None
+    with pytest.raises(ExitCalled, match=r"sys\.exit\(None\)"):
+        run(make_trainer(), output, callbacks=[Quitting()], **({} if saved else {"save_every": 0}))
+    if saved:
+        assert Checkpoints(output / "checkpoints").newest_good().name == "checkpoint-3"
 
 
 class Signal(TrainCallback):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,7 @@ def begins_anew(folder: Path) -> None:
 JOBS: dict[str, Callable[[Path], object]] = {
     # The others are waiting for something that takes long.
     "raises": lambda folder: train(folder, InTheThirdCall(_wait, _raise)),
+    "exits": lambda folder: train(folder, InTheThirdCall(_wait, sys.exit)),
     "dies": lambda folder: train(folder, InTheThirdCall(_wait, _die)),
     "main dies": lambda folder: train(folder, InTheThirdCall(_die, _wait), save_every=1),
     "is stopped": lambda folder: train(folder, InTheThirdCall(_wait, _terminate)),

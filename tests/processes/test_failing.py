@@ -36,6 +36,7 @@ def assert_resumed_by_one_process_like(straight, folder):
     ("name", "message"),
     [
         ("raises", "PeerFailed: process 1 of {count} failed: LookupError: the judge is gone"),
+        ("exits", "PeerFailed: process 1 of {count} failed: ExitCalled: it called sys.exit(None)"),
         ("raises in a callback", "LookupError: the disk of the notes is full"),
         ("dies", "PeerFailed: another process has ended, or did not answer"),
         ("main dies", "PeerFailed: another process has ended, or did not answer"),

@@ -19,6 +19,7 @@ from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.metric_means import MetricMeans
 from fastrl.trl.sampled import SampledResponses
+from fastrl.user_code import ExitCalled
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_resumes, with_dropout
@@ -167,6 +168,20 @@ def test_log_has_trls_names(kind: str, tmp_path: Path) -> None:
     assert named <= trainer.state.log_history[0].keys()
     assert {f"eval_{name}" for name in ("loss", "reward", "entropy")} <= trainer.evaluate().keys()
     assert {"trl", kind, "fastrl"} <= set(trainer.model.model_tags)
+
+
+@pytest.mark.filterwarnings("ignore:after ExitCalled the state is saved in")
+def test_an_async_reward_does_not_end_the_program(tmp_path: Path) -> None:
+    answers = iter([[0.0, 1.0, 2.0, 3.0]])
+
+    async def quits(**_: Any) -> list[float]:
+        return next(answers, None) or sys.exit(0)
+
+    saving = {"save_strategy": "steps", "save_steps": 10}
+    trainer = make(tmp_path, rewards=quits, max_steps=3, **saving)
+    with pytest.raises(ExitCalled, match=r"it called sys.exit\(0\)"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
 def test_rewards_of_all_kinds_are_weighted(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import sys
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -20,6 +21,7 @@ from fastrl.data.tool_calls import ToolChat, find_reader
 from fastrl.rewards.calls import EventLoop
 from fastrl.rollout import RolloutOutput
 from fastrl.trl.tools import Toolbox, ToolLoop
+from fastrl.user_code import ExitCalled
 from tests import chat_tokenizer, tiny_models
 from tests.patience import PATIENCE
 from tests.resuming import assert_resumes
@@ -414,6 +416,17 @@ def test_an_environment_is_acted_on_by_its_response(tmp_path: Path) -> None:
     assert logged["rewards/Counter/mean"] == 2.0
     assert logged["reward"] == pytest.approx((0.5 * 10 + 1) * 2.0)
     assert Counter.made == 4  # and reset for the next batch
+
+
+class Quits(Echo):
+    async def reset(self, **columns: Any) -> None:
+        sys.exit(0)
+
+
+def test_an_environment_does_not_end_the_program(tmp_path: Path) -> None:
+    trainer = make(tmp_path, environment_factory=Quits, train_dataset=None)
+    with pytest.raises(ExitCalled, match=r"it called sys.exit\(0\)"):
+        trainer.train()
 
 
 def test_rows_name_their_environment(tmp_path: Path) -> None:
