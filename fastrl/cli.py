@@ -19,7 +19,7 @@ from fastrl.run.launcher import (
     process_index,
 )
 from fastrl.run.progress import drop_bars, line_start
-from fastrl.run.stopping import Stopped
+from fastrl.run.stopping import Stopped, Terminated
 from fastrl.user_code import exits_are_errors, fault_of
 
 USAGE = """\
@@ -102,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # head or a pager has closed the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Terminated as stop:  # it has said so
+        shown, status = "", stop.status
     except Stopped as stop:
         shown, status = _from_main(f"fastrl: {stop}"), stop.status
     except KeyboardInterrupt as interrupt:

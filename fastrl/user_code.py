@@ -87,6 +87,8 @@ def exits_are_errors() -> Iterator[None]:
     one that is done does, and nothing of it would be saved."""
     try:
         yield
+    except KeyboardInterrupt:  # a run that SIGTERM has ended is an exit, too
+        raise
     except SystemExit as exits:
         trace = exits.__traceback__
         error = ExitCalled(

@@ -171,7 +171,7 @@ _LEFT_OUT: dict[str, tuple[str, ...]] = {
     "processes/test_failing.py::test_one_process_ends_all_soon_with_the_state_saved": (
         "2-exits-PeerFailed: process 1 of {count} failed: ExitCalled: it called sys.exit(None)",
         "2-hangs-PeerFailed: another process has ended, or did not answer within",
-        "2-is stopped-Stopped: stopped after step 2; saved: ",
+        "2-is stopped-stopped after step 2; saved: ",
         "2-raises in a callback-LookupError: the disk of the notes is full",
     ),
     "rollout/test_decode_step.py::test_draws_are_distributed_as_the_model_says": (

@@ -257,7 +257,6 @@ def fit(
         make_plan: plans the memory of the run.
     """
     from fastrl.run.report import finish_run, pair_samples
-    from fastrl.run.stopping import stop_at_a_steps_end
     from fastrl.run.transformers_callbacks import recording
 
     settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}
@@ -272,8 +271,7 @@ def fit(
             if is_main_process():
                 folder.resume(None) if resume else folder.begin()
             trainer.kept["before"] = results(trainer.evaluate()) if held_out else {}
-        with stop_at_a_steps_end():
-            outcome = trainer.train(resume_from_checkpoint=checkpoint)
+        outcome = trainer.train(resume_from_checkpoint=checkpoint)
         before = trainer.kept.get("before", {})
         after = results(trainer.evaluate()) if held_out else {}
 

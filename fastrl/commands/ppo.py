@@ -310,7 +310,6 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     from fastrl.rewards.classifier import ClassifierReward
     from fastrl.rewards.functions import load_reward
     from fastrl.run.report import finish_training
-    from fastrl.run.stopping import stop_at_a_steps_end
 
     folder.checkpoint(job.resume)  # is there, and whole
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
@@ -334,27 +333,26 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     for reward in rewards:
         if isinstance(reward, ClassifierReward):
             reward.to(trainer.current_device)
-    with stop_at_a_steps_end():
-        result = trainer.train(
-            rewards,
-            reward_weights=job.reward_weights,
-            reward_timeout=job.reward_timeout,
-            reward_retries=job.reward_retries,
-            reward_batch_size=job.reward_batch_size,
-            steps=flags.steps,
-            dataset=train_rows,
-            prompt_column=PROMPT,
-            generation_kwargs=job.generation_kwargs,
-            eval_prompts=eval_rows,
-            eval_every=job.eval_every,
-            missing_eos_penalty=job.missing_eos_penalty,
-            long_prompts=job.long_prompts,
-            output=folder,
-            save_every=job.save_every,
-            keep_last=job.keep_last,
-            resume=job.resume or False,
-            ledger=job.ledger,
-        )
+    result = trainer.train(
+        rewards,
+        reward_weights=job.reward_weights,
+        reward_timeout=job.reward_timeout,
+        reward_retries=job.reward_retries,
+        reward_batch_size=job.reward_batch_size,
+        steps=flags.steps,
+        dataset=train_rows,
+        prompt_column=PROMPT,
+        generation_kwargs=job.generation_kwargs,
+        eval_prompts=eval_rows,
+        eval_every=job.eval_every,
+        missing_eos_penalty=job.missing_eos_penalty,
+        long_prompts=job.long_prompts,
+        output=folder,
+        save_every=job.save_every,
+        keep_last=job.keep_last,
+        resume=job.resume or False,
+        ledger=job.ledger,
+    )
     memory.end()
     eval_prompts = 0 if eval_rows is None else len(eval_rows) - result.dropped_eval_prompts
     comparison = finish_training(

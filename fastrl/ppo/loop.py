@@ -32,6 +32,7 @@ from fastrl.run.ledger import Ledger
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.progress import ProgressCallback
 from fastrl.run.random_state import random_state_kept, seed_at
+from fastrl.run.stopping import stop_at_a_steps_end
 from fastrl.user_code import exits_are_errors
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class Loop:
         """Runs the steps and evaluations, and calls the callbacks."""
         self.processes.check_same("train()", self._shared_settings())
         opened, ledger = self.saving.opened(self), self.ledger.opened(self.trainer)
-        with exits_are_errors(), opened as resumed, ledger:
+        with stop_at_a_steps_end(), exits_are_errors(), opened as resumed, ledger:
             done, last = self.trainer.current_step, self.last_step
             self._call("on_train_begin", max(last - done, 0))
             if not resumed:

@@ -601,6 +601,8 @@ class PPOTrainer(ClassicMethods, Persistence):
             FolderInUse: an OSError: another process writes to ``output``.
             TimeoutError: a reward function took longer than ``reward_timeout``.
             Exception: what a reward function raised.
+            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved; the
+                second is also a SystemExit, with status 143.
 
         An exception in a step leaves a checkpoint in ``output``: the state before that step.
         """

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fastrl.run.stopping import uninterrupted
+
 _HERE, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 
 
@@ -37,24 +39,26 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = False) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty folder of the same name elsewhere, which takes the place of ``path`` at the end of
-    the block; by then the disk has all of it. Removed after an exception.
+    the block; by then the disk has all of it. Removed after an exception. Ctrl-C and SIGTERM wait
+    for it.
     """
     new = part_of(path)
     around = new.parent
-    shutil.rmtree(around, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
-        yield new
-        for each in sorted(new.rglob("*")):
-            sync_file(each)
-        sync_file(new)
-        if path.exists():
-            _exchange(new, path)
-        else:
-            new.rename(path)
-        sync_file(path.parent)
-    finally:
+    with uninterrupted():
         shutil.rmtree(around, ignore_errors=True)
+        new.mkdir(parents=True)
+        try:
+            yield new
+            for each in sorted(new.rglob("*")):
+                sync_file(each)
+            sync_file(new)
+            if path.exists():
+                _exchange(new, path)
+            else:
+                new.rename(path)
+            sync_file(path.parent)
+        finally:
+            shutil.rmtree(around, ignore_errors=True)
 
 
 def part_of(path: Path) -> Path:

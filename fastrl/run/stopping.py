@@ -6,12 +6,16 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
-from fastrl.run.launcher import is_main_process
+from fastrl.run.launcher import is_main_process, process_count
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FORWARDED = 5.0  # seconds after Ctrl-C within which a launcher sends it once more to its processes
 _asked: int | None = None  # the signal: handlers belong to the process, as this does
+_asked_at = 0.0
 
 
 class Stopped(KeyboardInterrupt):
@@ -23,7 +27,15 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, *message: str):
         super().__init__(*message)
-        self.status = 128 + (_asked or signal.SIGINT)
+        self.status: int = 128 + (_asked or signal.SIGINT)
+
+
+class Terminated(Stopped, SystemExit):
+    """The same after SIGTERM; a program that does not catch it ends with status 143."""
+
+    def __init__(self, *message: str):
+        super().__init__(*message)
+        self.status = self.code = int(128 + signal.SIGTERM)
 
 
 def asked() -> bool:
@@ -33,36 +45,90 @@ def asked() -> bool:
 
 @contextlib.contextmanager
 def stop_at_a_steps_end() -> Iterator[None]:
-    """Context in which Ctrl-C and SIGTERM are kept until :func:`asked` is read; a second one
+    """Context in which Ctrl-C and SIGTERM are kept until :func:`asked` is read; a second Ctrl-C
     interrupts at once. A signal that the process was started to ignore, as a shell has background
-    jobs ignore Ctrl-C, stays ignored. Handlers are restored at the end. Without effect outside the
-    main thread, where there are no signals."""
+    jobs ignore Ctrl-C, stays ignored, and one that the program handles itself is left to it.
+    Handlers are restored at the end. Without effect outside the main thread, where there are no
+    signals, and within another such context.
+
+    Raises:
+        KeyboardInterrupt, Terminated: the block was :class:`Stopped`, by Ctrl-C, SIGTERM.
+    """
     global _asked
-    if threading.current_thread() is not threading.main_thread():
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    taken = {}
+    if threading.current_thread() is threading.main_thread():
+        taken = {x: found for x in _SIGNALS if (found := signal.getsignal(x)) in usual}
+    if not taken:
         yield
         return
     _asked = None
-    before = {
-        number: signal.signal(number, _handle)
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
+    for number in taken:
+        signal.signal(number, _handle)
+    try:
+        yield
+    except Stopped as stopped:
+        if _asked == signal.SIGTERM:
+            if is_main_process():  # a program that exits shows nothing of it
+                print(f"fastrl: {stopped}", file=sys.stderr, flush=True)
+            raise Terminated(*stopped.args) from None
+        if _asked == signal.SIGINT:  # Python knows only this very kind at a program's end
+            raise KeyboardInterrupt(*stopped.args) from None
+        raise
+    else:
+        late = _asked
+    finally:
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+        _asked = None
+    if late is not None:  # it came behind the last look
+        signal.raise_signal(late)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _asked, _asked_at
+    if _asked is None:
+        _asked, _asked_at = number, time.monotonic()
+        if is_main_process():
+            print(
+                "\nfastrl: the run stops as soon as it can save its state; Ctrl-C (once more) "
+                "stops it at once",
+                file=sys.stderr,
+                flush=True,
+            )
+    elif number == signal.SIGINT and not _is_forwarded(_asked_at):
+        raise KeyboardInterrupt
+
+
+def _is_forwarded(first: float) -> bool:
+    """Whether a second Ctrl-C is the launcher's, which sends on to its processes what the terminal
+    has sent them already."""
+    return process_count() > 1 and time.monotonic() - first < _FORWARDED
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Context of what must be written as a whole: Ctrl-C and SIGTERM come at its end. A second
+    Ctrl-C in it comes at once. Without effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept: dict[int, float] = {}  # signals, and when they came first
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in kept and not _is_forwarded(kept[number]):
+            raise KeyboardInterrupt
+        kept.setdefault(number, time.monotonic())
+
+    # One that is ignored stays so, and one that was not set from Python (None) cannot be restored.
+    others = (signal.SIG_IGN, None)
+    before = {int(x): found for x in _SIGNALS if (found := signal.getsignal(x)) not in others}
+    for number in before:
+        signal.signal(number, keep)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _asked = None
-
-
-def _handle(number: int, frame: FrameType | None) -> None:
-    global _asked
-    if _asked is not None:
-        raise KeyboardInterrupt
-    _asked = number
-    if is_main_process():
-        print(
-            "\nfastrl: the run stops as soon as it can save its state; once more stops it at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        for number in kept:
+            signal.raise_signal(number)

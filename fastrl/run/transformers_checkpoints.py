@@ -44,7 +44,7 @@ from fastrl.run.random_state import (
     seed_at,
 )
 from fastrl.run.state import load_tree, save_tree
-from fastrl.run.stopping import Stopped, asked
+from fastrl.run.stopping import Stopped, asked, stop_at_a_steps_end
 from fastrl.user_code import exits_are_errors
 
 # Settings that do not change what is computed, by their beginnings.
@@ -202,6 +202,8 @@ class ResumableTrainer(transformers.Trainer):
             FileNotFoundError: there is no such folder, or no checkpoint in it.
             BadCheckpoint: a ValueError: a checkpoint that is damaged, or that another trainer,
                 model or data set made; nothing has changed then.
+            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved; the
+                second is also a SystemExit, with status 143.
         """
         if trial is not None:  # a search of hyperparameters
             resume: Any = resume_from_checkpoint
@@ -228,19 +230,20 @@ class ResumableTrainer(transformers.Trainer):
         path = None if run.checkpoint is None else str(run.checkpoint)
         evaluates_first = self.args.eval_on_start
         self.args.eval_on_start = evaluates_first and path is None
-        try:
-            with exits_are_errors():
-                return super().train(path, trial, ignore_keys_for_eval)
-        except Stopped as stopped:
-            if stopped.args:  # the state is saved
+        with stop_at_a_steps_end():
+            try:
+                with exits_are_errors():
+                    return super().train(path, trial, ignore_keys_for_eval)
+            except Stopped as stopped:
+                if stopped.args:  # the state is saved
+                    raise
+                self._save_after(stopped)
+                raise self._stopped() from None
+            except Exception as error:
+                self._save_after(error)
                 raise
-            self._save_after(stopped)
-            raise self._stopped() from None
-        except Exception as error:
-            self._save_after(error)
-            raise
-        finally:
-            self.args.eval_on_start = evaluates_first
+            finally:
+                self.args.eval_on_start = evaluates_first
 
     def _find(self, resume: str | Path | bool | None) -> Path | None:
         if resume is None or resume is False:
@@ -521,17 +524,19 @@ class ResumableTrainer(transformers.Trainer):
         """Called at the end of each step and of each epoch."""
         run, control = self._run, self.control
         stops = self.processes.any(asked())
-        if control.should_save or run.save_is_due or stops:
+        saves = control.should_save or run.save_is_due or (stops and self.saves_when_it_fails)
+        if saves:
             ends = control.should_training_stop or control.should_epoch_stop
             ends = ends or self.state.epoch % 1 == 0
             run.save_is_due = not (run.epoch_is_over or (not ends and self.at_rest()))
             control.should_save = not run.save_is_due
-        stops = control.should_save and stops
+        stops = stops and (control.should_save or not saves)
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._mark()
         if stops:
             # save_strategy="best" has the last word on its evaluations
-            if not self.processes.from_main(self._is_there(self.state.global_step)):
+            there = self.processes.from_main(self._is_there(self.state.global_step))
+            if self.saves_when_it_fails and not there:
                 self._save_checkpoint(self.model, None)
             raise self._stopped()
 

@@ -14,9 +14,10 @@ import torch
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrainCallback
 from fastrl.core import set_seed
+from fastrl.run import stopping
 from fastrl.run.checkpoints import BadCheckpoint, Checkpoints
 from fastrl.run.ledger import read_ledger
-from fastrl.run.stopping import Stopped, stop_at_a_steps_end
+from fastrl.run.stopping import stop_at_a_steps_end
 from fastrl.user_code import ExitCalled
 from tests import tiny_models
 from tests.bits import bits, differing
@@ -318,20 +319,23 @@ def ignored(number):
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_the_run_at_the_steps_end(number, status, tmp_path, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_run_at_the_steps_end(number, tmp_path, capsys):
     straight = make_trainer()
     run(straight, tmp_path / "straight")
     stopped = make_trainer()
     before = signal.getsignal(number)
-    with (
-        pytest.raises(Stopped, match="stopped after step 3; saved: ") as stop,
-        stop_at_a_steps_end(),
-    ):
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 3; saved: ") as stop:
         run(stopped, tmp_path / "run", callbacks=[Signal(number, 3)])
-    assert stop.value.status == status
     assert signal.getsignal(number) is before
-    assert "stops as soon as it can save its state" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "stops as soon as it can save its state" in said
+    if number == signal.SIGTERM:
+        assert isinstance(stop.value, SystemExit)
+        assert stop.value.code == 143
+        assert f"fastrl: {stop.value}\n" in said
+    else:
+        assert type(stop.value) is KeyboardInterrupt  # any other kind would not end with 130
     assert stopped.current_step == 3
     resumed = make_trainer()
     run(resumed, tmp_path / "run", resume=True)
@@ -346,12 +350,40 @@ def test_an_ignored_signal_stays_ignored():
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
-def test_a_second_signal_stops_at_once(tmp_path, capsys):
-    twice = [Signal(signal.SIGINT, 3), Signal(signal.SIGINT, 3)]
-    with pytest.raises(KeyboardInterrupt) as stop, stop_at_a_steps_end():
+def test_a_second_ctrl_c_stops_at_once(tmp_path, capsys):
+    twice = [Signal(signal.SIGTERM, 3), Signal(signal.SIGINT, 3)]
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted; the newest checkpoint is .*-2: "):
         run(make_trainer(), tmp_path / "run", callbacks=twice)
-    assert not isinstance(stop.value, Stopped)
     assert Checkpoints(tmp_path / "run" / "checkpoints").newest_good().name == "checkpoint-2"
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_sends_a_signal_on_does_not_hasten_it(second, tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "process_count", lambda: 2)
+    twice = [Signal(signal.SIGINT, 3), Signal(second, 3)]
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 3; saved: "):
+        run(make_trainer(), tmp_path / "run", callbacks=twice)
+
+
+def test_a_program_handles_signals_by_itself(tmp_path):
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda *_: got.append("program"))
+    try:
+        run(make_trainer(), tmp_path / "run", steps=2, callbacks=[Signal(signal.SIGTERM, 1)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == ["program"]
+    assert Checkpoints(tmp_path / "run" / "checkpoints").newest_good().name == "checkpoint-2"
+
+
+class Late(TrainCallback):
+    def on_train_end(self, trainer, result):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_behind_the_last_step_is_not_lost(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(make_trainer(), tmp_path / "run", steps=1, callbacks=[Late()])
 
 
 def test_a_step_that_fails_within_its_update_is_not_saved(tmp_path, monkeypatch):

@@ -32,7 +32,6 @@ from fastrl.alignment import Trainer as AlignmentTrainer
 from fastrl.data.columns import ANSWERS, FEEDBACK, PAIRS, PROMPTS
 from fastrl.rollout import SamplingParams
 from fastrl.run.launcher import process_count
-from fastrl.run.stopping import stop_at_a_steps_end
 from tests import tiny_models
 from tests.alignment.conftest import LikesHigh, examples, make_factory
 from tests.golden import tiny
@@ -458,8 +457,7 @@ def differ(folder: Path) -> None:
 
 
 def fail(name: str, folder: Path) -> None:
-    with stop_at_a_steps_end():
-        FAILING[name](folder=str(folder), **{**SAVED, "save_steps": 100})
+    FAILING[name](folder=str(folder), **{**SAVED, "save_steps": 100})
 
 
 def run(folder: Path, *names: str) -> None:

@@ -40,7 +40,7 @@ def assert_resumed_by_one_process_like(straight, folder):
         ("raises in a callback", "LookupError: the disk of the notes is full"),
         ("dies", "PeerFailed: another process has ended, or did not answer"),
         ("main dies", "PeerFailed: another process has ended, or did not answer"),
-        ("is stopped", "Stopped: stopped after step 2; saved: "),
+        ("is stopped", "stopped after step 2; saved: "),
         ("hangs", "PeerFailed: another process has ended, or did not answer within"),
     ],
 )

@@ -89,14 +89,14 @@ def test_processes_that_differ_all_refuse_to_begin(done, count):
         ),
         ("the loss raises", "reward", 2, "LookupError: there is no such thing"),
         ("a process is killed", "sft", 2, "RuntimeError"),
-        ("a process is stopped", "reward", 3, "Stopped: stopped after step 3; saved: "),
+        ("a process is stopped", "reward", 3, "stopped after step 3; saved: "),
         (
             "the annotator raises",
             "dpo, online",
             2,
             "PeerFailed: process 1 of {count} failed: LookupError",
         ),
-        ("the annotator is stopped", "dpo, online", 2, "Stopped: stopped after step 2; saved: "),
+        ("the annotator is stopped", "dpo, online", 2, "stopped after step 2; saved: "),
     ],
 )
 def test_what_goes_wrong_in_one_process_ends_all_with_the_state_saved(

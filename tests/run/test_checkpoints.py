@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from fastrl.run import checkpoints as module
+from fastrl.run import stopping
 from fastrl.run.checkpoints import (
     BadCheckpoint,
     Checkpoints,
@@ -161,6 +163,31 @@ def test_a_kill_during_the_save_leaves_what_was_there(checkpoints, at):
     assert checkpoints.paths() == [checkpoints.path(2)]
     write(checkpoints, 4)
     assert names(checkpoints.folder) == ["checkpoint-2", "checkpoint-4"]
+
+
+def interrupt(checkpoints, times):
+    """As Ctrl-C does in the midst of a save."""
+    with checkpoints.new(9) as part:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+        (part / "x").write_text("9")
+
+
+@pytest.mark.parametrize("forwarded", [False, True])
+def test_a_save_is_not_cut_by_signals(checkpoints, forwarded, monkeypatch):
+    """A launcher's second signal does not cut it either."""
+    monkeypatch.setattr(stopping, "process_count", lambda: 2 if forwarded else 1)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(checkpoints, times=2 if forwarded else 1)
+    assert checkpoints.newest_good().name == "checkpoint-9"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_cuts_a_save(checkpoints):
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(checkpoints, times=2)
+    assert "checkpoint-9" not in [path.name for path in checkpoints.paths()]
+    assert not list(checkpoints.folder.glob(".saving-*"))
 
 
 def test_another_machine_is_told_of(checkpoints):

@@ -23,7 +23,6 @@ from transformers import TrainerCallback, TrainingArguments
 from fastrl import SFTConfig, SFTTrainer
 from fastrl.run import transformers_checkpoints
 from fastrl.run.checkpoints import BadCheckpoint, verify, write_manifest
-from fastrl.run.stopping import Stopped, stop_at_a_steps_end
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_same_run, resumed, straight, untimed, with_dropout
@@ -389,16 +388,21 @@ def test_a_signal_stops_a_run_at_a_steps_end(step: int, tmp_path: Path) -> None:
     callback = At("on_step_begin", step - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     trainer = rarely(tmp_path / "run", callbacks=[callback])
     trainer.evaluate()
-    with (
-        stop_at_a_steps_end(),
-        pytest.raises(
-            Stopped, match=rf"stopped after step {step}; saved: .*-{step}; --resume"
-        ) as e,
-    ):
+    said = rf"stopped after step {step}; saved: .*-{step}; --resume"
+    with pytest.raises(KeyboardInterrupt, match=said) as e:
         trainer.train()
-    assert e.value.status == 143
+    assert isinstance(e.value, SystemExit)
+    assert e.value.code == 143
     assert names(tmp_path / "run") == [f"checkpoint-{step}"]
     assert_same_run(resumed(rarely, tmp_path / "run", True), straight(rarely, tmp_path / "whole"))
+
+
+def test_a_run_that_saves_nothing_saves_nothing_when_it_is_stopped(tmp_path: Path) -> None:
+    stop = At("on_step_begin", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    trainer = make(tmp_path / "run", save_strategy="no", callbacks=[stop])
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 2; its state is not saved"):
+        trainer.train()
+    assert not names(tmp_path / "run")
 
 
 def test_what_is_kept_is_there_again(tmp_path: Path) -> None:
