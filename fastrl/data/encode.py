@@ -182,11 +182,43 @@ class Encoder:
         """The special tokens in front of a text, the text's tokens, and their spans."""
         special = not _is_complete(text, self.tokenizer, chat)
         ids, added, spans = _tokens(self.tokenizer, text, special)
+        begin, end = self._between(ids, added)
+        return ids[:begin], ids[begin:end], spans and spans[begin:end]
+
+    def _between(self, ids: Sequence[int], added: Sequence[int]) -> tuple[int, int]:
+        """Where a text's tokens begin and end between the special tokens that were added."""
         begin = next((i for i, special in enumerate(added) if not special), len(added))
         if begin == 0 and ids[:1] in ([self.tokenizer.bos_token_id], [self.tokenizer.cls_token_id]):
             begin = 1  # the text itself begins with it
-        end = next((i for i in range(begin, len(added)) if added[i]), len(added))
-        return ids[:begin], ids[begin:end], spans and spans[begin:end]
+        return begin, next((i for i in range(begin, len(added)) if added[i]), len(added))
+
+    def prompts(
+        self, texts: Sequence[str], chat: Sequence[bool], *, closed: bool = False
+    ) -> list[list[int]]:
+        """The token ids of many prompts, as :func:`encode_prompt` has those of one.
+
+        Args:
+            chat: which of the texts a chat template has written.
+        """
+        complete = [
+            _is_complete(text, self.tokenizer, is_chat)
+            for text, is_chat in zip(texts, chat, strict=True)
+        ]
+        found: dict[int, list[int]] = {}
+        for special in (True, False):
+            some = [i for i, done in enumerate(complete) if done != special]
+            if not some:
+                continue
+            made = self.tokenizer(
+                [texts[i] for i in some],
+                add_special_tokens=special,
+                return_special_tokens_mask=True,
+                return_attention_mask=False,
+            )
+            rows = zip(some, made["input_ids"], made["special_tokens_mask"], strict=True)
+            for i, ids, added in rows:
+                found[i] = ids if closed else ids[: self._between(ids, added)[1]]
+        return [found[i] for i in range(len(texts))]
 
     def _response(
         self, prompt: TextOrMessages, prompt_text: str, answer: TextOrMessages, finished: bool

@@ -31,6 +31,7 @@ _FORMATS = {
 }
 _HELD_OUT_OF = 10  # one in so many
 _CHUNK = 1 << 22  # bytes
+_AT_A_TIME = 1 << 12  # texts
 
 
 def load_table(source: str, split: str = "train") -> Dataset:
@@ -219,10 +220,12 @@ def take_prompts(
     if words is not None:
         prompts = [" ".join(text.split()[:words]) for text in prompts]
     if max_tokens is not None:
-        for row, text in enumerate(prompts):
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(ids) > max_tokens:
-                prompts[row] = tokenizer.decode(ids[:max_tokens])
+        for begin in range(0, len(prompts), _AT_A_TIME):
+            some = prompts[begin : begin + _AT_A_TIME]
+            encoded = tokenizer(some, add_special_tokens=False)["input_ids"]
+            for row, ids in enumerate(encoded, start=begin):
+                if len(ids) > max_tokens:
+                    prompts[row] = tokenizer.decode(ids[:max_tokens])
     kept = [row for row, prompt in enumerate(prompts) if _has_text(prompt)]
     if not kept:
         raise ValueError(f"column {column!r} holds no text: every prompt is empty")
@@ -235,7 +238,7 @@ def take_prompts(
 
 def sample_rows(table: Dataset, count: int, seed: int) -> Dataset:
     """``count`` random rows of distinct prompts, or all if there are fewer."""
-    row_of = {_key(prompt): row for row, prompt in enumerate(table[PROMPT])}
+    row_of = {_key(prompt): row for row, prompt in enumerate(table[PROMPT][:])}
     rows = sorted(row_of.values())
     return table.select(random.Random(seed).sample(rows, min(count, len(rows))))
 
@@ -247,7 +250,7 @@ def drop_prompts(table: Dataset, prompts: Collection[TextOrMessages]) -> Dataset
         ValueError: no row left.
     """
     unwanted = {_key(prompt) for prompt in prompts}
-    kept = [row for row, prompt in enumerate(table[PROMPT]) if _key(prompt) not in unwanted]
+    kept = [row for row, prompt in enumerate(table[PROMPT][:]) if _key(prompt) not in unwanted]
     if not kept:
         raise ValueError(
             f"the {len(unwanted)} evaluation prompts leave none to train on: take fewer of them"
@@ -268,7 +271,7 @@ def _has_text(prompt: TextOrMessages) -> bool:
 
 def count_prompts(table: Dataset) -> int:
     """The number of distinct prompts."""
-    return len({_key(prompt) for prompt in table[PROMPT]})
+    return len({_key(prompt) for prompt in table[PROMPT][:]})
 
 
 def held_out_count(asked: int | None, available: int) -> int:

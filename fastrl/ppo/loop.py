@@ -107,13 +107,14 @@ class Loop:
         new_tokens = self.generation_kwargs.get("max_new_tokens") or 1
         room = (rollouts.layout, new_tokens, long_prompts)
         closed = isinstance(rollouts.layout, EncoderDecoder)
-        given = (
-            Prompts.from_dataset(dataset, prompt_column, tokenizer, closed=closed)
-            if prompts is None
-            else Prompts.from_list(prompts, tokenizer, closed=closed)
-        )
+        with self.processes.one_first():
+            given = (
+                Prompts.from_dataset(dataset, prompt_column, tokenizer, closed=closed)
+                if prompts is None
+                else Prompts.from_list(prompts, tokenizer, closed=closed)
+            )
         policy = trainer.accelerator.unwrap_model(trainer.model)
-        check_vocabulary(policy, tokenizer, (ids.tolist() for ids in given.ids))
+        check_vocabulary(policy, tokenizer, [[given.largest_id]])
         self.prompts = given.fitting(*room)
         self._check_tokens(self.prompts, new_tokens)
         self.prompts_per_step = config.prompts_per_step * self.processes.count
@@ -129,7 +130,7 @@ class Loop:
         self.eval_prompts: Prompts | None = None
         if eval_prompts is not None:
             given = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
-            check_vocabulary(policy, tokenizer, (ids.tolist() for ids in given.ids))
+            check_vocabulary(policy, tokenizer, [[given.largest_id]])
             self.eval_prompts = given.fitting(*room)
             self._check_tokens(self.eval_prompts, new_tokens)
             if len(self.eval_prompts) < self.processes.count:
@@ -138,8 +139,8 @@ class Loop:
                     f"{self.processes.count} processes: bring more, or start fewer"
                 )
             self.result.dropped_eval_prompts = len(given) - len(self.eval_prompts)
-        every = [*self.prompts.ids, *(self.eval_prompts.ids if self.eval_prompts else ())]
-        rollouts.expect(max(map(len, every)) + new_tokens)
+        every = [*self.prompts.lengths, *(self.eval_prompts.lengths if self.eval_prompts else ())]
+        rollouts.expect(max(every) + new_tokens)
         self.saving = saving
         self.ledger = open_ledger(
             ledger if self.processes.is_main else False,
@@ -168,7 +169,7 @@ class Loop:
         """
         check_tokens(
             self.trainer.config.micro_batch_tokens,
-            list(map(len, prompts.ids)),
+            prompts.lengths,
             [new_tokens] * len(prompts),
             lambda i: f"{prompts.name_of(prompts.rows[i])} and {new_tokens} new tokens",
         )
@@ -309,7 +310,10 @@ class Loop:
         batch, scores = self.prompts.take(chosen), self._scores(own)
         of_tokens = self._scores_of_tokens(own)
         stats = self.trainer.step(
-            own.prompts.ids, own.rollout.sequences, of_tokens or list(scores), rollout=own.rollout
+            list(own.prompts.ids),
+            own.rollout.sequences,
+            of_tokens or list(scores),
+            rollout=own.rollout,
         )
         samples = own.of_all(self.processes, batch.repeated(size))
         metrics = {

@@ -73,6 +73,10 @@ class Processes(Protocol):
     def any(self, own: bool) -> bool:
         """Whether it holds in one of them."""
 
+    def one_first(self) -> AbstractContextManager[None]:
+        """Context of work that one process of each machine does before the others, which then find
+        what it has kept there."""
+
     def together(self) -> AbstractContextManager[None]:
         """Context of work that each process does by itself; behind it all go on, or none does.
 
@@ -129,6 +133,9 @@ class OneProcess:
 
     def any(self, own: bool) -> bool:
         return own
+
+    def one_first(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -227,6 +234,17 @@ class SeveralProcesses:
         import torch
 
         return bool(self.sums(torch.tensor(float(own))) > 0)
+
+    @contextmanager
+    def one_first(self) -> Iterator[None]:
+        first = self.accelerator.is_local_main_process
+        if not first:
+            self.any(False)  # waits for the others
+        try:
+            yield
+        finally:
+            if first:
+                self.any(False)
 
     @contextmanager
     def together(self) -> Iterator[None]:

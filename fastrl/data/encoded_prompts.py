@@ -1,0 +1,172 @@
+"""The token ids of many prompts: encoded in batches, kept in one tensor, and on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastrl.data.chat import TextOrMessages, prompt_text
+from fastrl.data.encode import Encoder
+from fastrl.run.files import write_file
+from fastrl.run.fingerprint import hash_of
+
+KEPT_FROM = 10_000  # prompts; fewer are encoded in a second
+_AT_A_TIME = 1 << 12
+
+
+class TokenRows(Sequence[Tensor]):
+    """1-D int64 tensors of token ids, which are one tensor of int32 in memory.
+
+    Args:
+        flat: [N], all of them one after the other.
+        ends: int64 [B], where each ends.
+    """
+
+    def __init__(self, flat: Tensor, ends: Tensor):
+        self.flat, self.ends = flat, ends
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
+        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        every = itertools.chain.from_iterable(rows)
+        flat = np.fromiter(every, np.int32, int(ends[-1]) if len(ends) else 0)
+        return cls(torch.from_numpy(flat), torch.from_numpy(ends))
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        begin = int(self.ends[index - 1]) if index else 0
+        return self.flat[begin : int(self.ends[index])].long()
+
+
+def encode_prompts(
+    prompts: Sequence[TextOrMessages],
+    name_of: Callable[[int], str],
+    tokenizer: Any,
+    *,
+    closed: bool = False,
+) -> tuple[list[str], TokenRows]:
+    """Prompts as texts, chats by the tokenizer's template; and their token ids, as
+    :func:`fastrl.data.encode.encode_prompt` has them one by one.
+
+    Of many prompts the result is kept in the cache of ``datasets``, by the prompts and all that the
+    tokenizer is: the next run, and the other processes of this one, read it.
+
+    Args:
+        name_of: the name of a prompt by its index, for messages.
+        closed: add the special tokens at the end, too, which encoders read.
+
+    Raises:
+        ValueError: as :func:`fastrl.data.chat.prompt_text`.
+    """
+    place = _place(prompts, tokenizer, closed) if len(prompts) >= KEPT_FROM else None
+    known = None if place is None else _read(place)
+    if known is not None:
+        texts, rows = known
+        return texts or list(prompts), rows  # type: ignore[arg-type]
+    with _progress(len(prompts)) as advance:
+        texts, parts = [], []
+        for i in range(0, len(prompts), _AT_A_TIME):
+            some = prompts[i : i + _AT_A_TIME]
+            chat = [not isinstance(prompt, str) for prompt in some]
+            for j, prompt in enumerate(some, start=i):
+                name = "" if isinstance(prompt, str) else name_of(j)
+                texts.append(prompt_text(prompt, tokenizer, name))
+            ids = Encoder(tokenizer).prompts(texts[i:], chat, closed=closed)
+            parts.append(TokenRows.of(ids))
+            advance(len(some))
+    rows = _joined(parts)
+    if place is not None:
+        all_texts = all(isinstance(prompt, str) for prompt in prompts)
+        _keep(place, [] if all_texts else texts, rows)
+    return texts, rows
+
+
+def _joined(parts: Sequence[TokenRows]) -> TokenRows:
+    lengths = [n for part in parts for n in part.lengths]
+    flat = torch.cat([torch.zeros(0, dtype=torch.int32), *(part.flat for part in parts)])
+    return TokenRows(flat, torch.tensor(lengths, dtype=torch.int64).cumsum(0))
+
+
+@contextlib.contextmanager
+def _progress(count: int) -> Iterator[Any]:
+    from tqdm.auto import tqdm
+
+    with tqdm(total=count, desc="encoding prompts", unit="", disable=count < KEPT_FROM) as bar:
+        yield bar.update
+
+
+def _place(prompts: Sequence[Any], tokenizer: Any, closed: bool) -> Path | None:
+    """The file of some prompts; None where it cannot be told what the tokenizer does."""
+    import datasets
+    import tokenizers
+    import transformers
+
+    if not getattr(tokenizer, "is_fast", False):
+        return None
+    what = [
+        hash_of(prompts),
+        tokenizer.backend_tokenizer.to_str(),
+        type(tokenizer).__name__,
+        repr(tokenizer.chat_template),
+        repr(tokenizer.special_tokens_map),
+        transformers.__version__,
+        tokenizers.__version__,
+        repr(closed),
+    ]
+    key = hashlib.sha256("\n".join(what).encode()).hexdigest()[:32]
+    return Path(datasets.config.HF_DATASETS_CACHE) / "fastrl-prompts" / f"{key}.safetensors"
+
+
+def _read(place: Path) -> tuple[list[str], TokenRows] | None:
+    """None where there is no such file, or a broken one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(place)
+    except (OSError, SafetensorError):
+        return None
+    letters, ends = found["letters"].numpy().tobytes(), found["text ends"].tolist()
+    texts = [letters[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)]
+    return texts, TokenRows(found["ids"], found["ends"])
+
+
+def _keep(place: Path, texts: list[str], rows: TokenRows) -> None:
+    """Writes the file; a folder that cannot be written to costs time alone."""
+    from safetensors.torch import save
+
+    letters = [text.encode() for text in texts]
+    tensors = {
+        "ids": rows.flat,
+        "ends": rows.ends,
+        "letters": torch.from_numpy(np.frombuffer(b"".join(letters), np.uint8).copy()),
+        "text ends": torch.tensor([len(x) for x in letters], dtype=torch.int64).cumsum(0),
+    }
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # By a name of its own: several processes may write the same.
+        own = place.with_name(f"{place.stem}-{os.getpid()}.safetensors")
+        write_file(own, save(tensors))
+        own.replace(place)
