@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.data.chat import as_text
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.math_reward import load_math_reward
 from fastrl.user_code import named, running
@@ -31,6 +32,7 @@ _Returned = Sequence[float | Sequence[float] | Tensor | None]
 RewardFunction = Callable[..., _Returned | Awaitable[_Returned]]
 
 _TEXT = (str, bytes)  # which float() may read as a number
+_SHOWN = 80  # characters of a prompt in a message
 
 # Rewards that come with fastrl, by name; a folder of such a name is ./name.
 READY: dict[str, Callable[[], RewardFunction]] = {"math": load_math_reward}
@@ -190,6 +192,25 @@ def _not_finite(reward: Any, completion: int, who: str) -> ValueError:
         f"{who} returned {reward!r} for completion {completion}: rewards must be finite numbers"
         f"{text}"
     )
+
+
+def say_not_finite(which: Sequence[int], rewards: Any, prompts: Sequence[Any]) -> str:
+    """The first of the rewards that are not finite, its prompt and the number of others, as a
+    message goes on behind the function's name.
+
+    Args:
+        which: the numbers of their completions.
+        rewards: of all completions.
+    """
+    i = which[0]
+    what = f"returned {float(rewards[i])} for completion {i} ({shown(prompts[i])})"
+    return what + (f" and {len(which) - 1} more that are not finite" if len(which) > 1 else "")
+
+
+def shown(prompt: Any) -> str:
+    """A prompt in a message: the beginning of its text."""
+    text = as_text(prompt)
+    return f"prompt {text[:_SHOWN] + '…' if len(text) > _SHOWN else text!r}"
 
 
 def check_preferences(returned: Any, count: int, who: str) -> list[float | None]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fastrl.config import ON_NONFINITE
-from fastrl.data.chat import as_text
 from fastrl.rewards.calls import (
     EventLoop,
     LoopBlocked,
@@ -26,14 +25,19 @@ from fastrl.rewards.calls import (
     is_async,
 )
 from fastrl.rewards.classifier import ClassifierReward
-from fastrl.rewards.functions import RewardFunction, as_number, read_token_rewards
+from fastrl.rewards.functions import (
+    RewardFunction,
+    as_number,
+    read_token_rewards,
+    say_not_finite,
+    shown,
+)
 from fastrl.run.processes import Processes
 from fastrl.user_code import name_of, running
 
 RewardFunctions = RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before the first retry, doubled for each other
-_SHOWN = 80  # characters of a prompt in a message
 
 
 @dataclass(frozen=True)
@@ -333,7 +337,7 @@ class Rewards:
         for i in asked:
             if has_none[i]:
                 raise ValueError(
-                    f"no reward function judges completion {i} ({_shown(prompts[i])}): "
+                    f"no reward function judges completion {i} ({shown(prompts[i])}): "
                     f"{', '.join(self.names)} returned None; one must return a number"
                 )
         wrong = judged & ~values.float().isfinite()  # fp32: scores are
@@ -361,11 +365,7 @@ class Rewards:
             which = row.nonzero()[:, 0].tolist()
             if not which:
                 continue
-            what = (
-                f"returned {float(of_function[which[0]])} for completion {which[0]} "
-                f"({_shown(prompts[which[0]])})"
-            )
-            what += f" and {len(which) - 1} more that are not finite" if len(which) > 1 else ""
+            what = say_not_finite(which, of_function, prompts)
             none = not self._shared and bool(wrong[:, asked].any(0).all())
             if self._raises or none:
                 none_left = "" if self._raises else ", and no completion is left"
@@ -510,11 +510,6 @@ def _of_tokens(
 
 def _pause_after(attempt: int) -> float:
     return min(_FIRST_PAUSE * 2.0 ** min(attempt - 1, 100), _LONGEST_PAUSE)
-
-
-def _shown(prompt: Any) -> str:
-    text = as_text(prompt)
-    return f"prompt {text[:_SHOWN] + '…' if len(text) > _SHOWN else text!r}"
 
 
 def _moments(rewards: Tensor) -> tuple[float, float]:

@@ -93,8 +93,8 @@ class SupervisedArguments(TrainingArguments):
         "Keyword arguments of from_pretrained (JSON), where the model is a path.", None
     )
     on_nonfinite: str = setting(
-        "How to treat optimizer steps whose loss or gradient is NaN or infinite: skip (they are "
-        "left out and counted, with a warning), raise (an error).",
+        "How to treat optimizer steps whose loss or gradient is NaN or infinite, and responses "
+        "with such rewards: skip (they are left out, with a warning), raise (an error).",
         "skip",
     )
     master_weights: bool = setting_like(PPOConfig, "master_weights")

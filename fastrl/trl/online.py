@@ -124,6 +124,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             dict(load),
             dict(args.chat_template_kwargs or {}),
             () if self._environments is None else self._environments.rewards,
+            args.on_nonfinite,
         )
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._read_tools(args)
@@ -561,15 +562,17 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 row,
             )
         by_function = self._gathered(own)
+        nonfinite = by_function.isinf()
+        by_function = by_function.masked_fill(nonfinite, torch.nan)
         if by_function.isnan().all():
             _LOGGER.warning(
-                "Nothing is learned from this generation: no reward function returned a number for "
-                "any of its %d responses (%s)",
+                "Nothing is learned from this generation: no reward function returned a finite "
+                "number for any of its %d responses (%s)",
                 len(by_function),
                 ", ".join(self.reward_func_names),
             )
         rewards = (by_function * self.reward_weights).nansum(1)
-        rewards[by_function.isnan().all(1)] = torch.nan
+        rewards[by_function.isnan().all(1) | nonfinite.any(1)] = torch.nan
         return Judged(by_function, rewards)
 
     def _log_completion_extra(self, column: str, values: list) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -16,7 +17,7 @@ from fastrl.data.choose_padding import classifier_side
 from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.models.reward_head import padding_of, rewards_of_padded
 from fastrl.rewards.calls import EventLoop, await_within, is_async
-from fastrl.rewards.functions import READY, read_rewards
+from fastrl.rewards.functions import READY, read_rewards, say_not_finite
 from fastrl.user_code import name_of, running
 
 
@@ -36,6 +37,8 @@ class RewardFunctions:
         load: keyword arguments to load a classifier with.
         chat_template_kwargs: of the classifiers' chat templates.
         further: functions of weight 1 behind these.
+        on_nonfinite: "raise" makes a reward that is not finite an error; "skip" warns of it, once
+            for each function.
 
     Attributes:
         functions, names, processing_classes: lists of K.
@@ -54,6 +57,7 @@ class RewardFunctions:
         load: dict[str, Any],
         chat_template_kwargs: dict[str, Any],
         further: Sequence[Callable[..., Any]] = (),
+        on_nonfinite: str = "skip",
     ):
         given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if reward_funcs is None:
@@ -96,6 +100,8 @@ class RewardFunctions:
         self._chat = chat_template_kwargs
         self._sides: dict[int, str | None] = {}  # of the classifiers' padding, once they are called
         self._loop: EventLoop | None = None
+        self._raises = on_nonfinite == "raise"
+        self._warned: set[int] = set()  # functions
 
     def to(self, device: torch.device) -> None:
         """Moves classifiers there, frozen and in evaluation mode."""
@@ -110,10 +116,12 @@ class RewardFunctions:
         completion_ids: Sequence[list[int]],
         columns: dict[str, Any],
     ) -> Tensor:
-        """Rewards [B, K] fp32; NaN where a function returned None.
+        """Rewards [B, K] fp32; NaN where a function returned None, inf where it returned a number
+        that is not finite.
 
         Raises:
-            ValueError: a function did not return one number or None for each completion.
+            ValueError: a function did not return one number or None for each completion; with
+                "raise", one that is not finite.
         """
         arguments = {
             "prompts": prompts,
@@ -141,8 +149,27 @@ class RewardFunctions:
         rewards = []
         for k, answer in enumerate(answers):
             row = read_rewards(answer, range(len(prompts)), self._who(k))
-            rewards.append([math.nan if r is None else r for r in row])
-        return torch.tensor(rewards, dtype=torch.float32).t().contiguous()
+            numbers = torch.tensor([0.0 if r is None else r for r in row], dtype=torch.float32)
+            which = (~numbers.isfinite()).nonzero()[:, 0].tolist()
+            if which:
+                self._not_finite(k, say_not_finite(which, row, prompts))
+            numbers[which] = math.inf
+            numbers[[i for i, r in enumerate(row) if r is None]] = math.nan
+            rewards.append(numbers)
+        return torch.stack(rewards, 1)
+
+    def _not_finite(self, k: int, what: str) -> None:
+        what = f"{self._who(k)} {what}"
+        if self._raises:
+            raise ValueError(f"{what}: rewards must be finite numbers")
+        if k not in self._warned:
+            self._warned.add(k)
+            warnings.warn(
+                f"{what}: its response is left out of its group, as any later ones will be; mend "
+                "the function, or let it return None for what it cannot judge; "
+                "on_nonfinite='raise' makes this an error",
+                stacklevel=5,
+            )
 
     def event_loop(self) -> EventLoop:
         """The one that coroutine functions run on, the same for all calls."""

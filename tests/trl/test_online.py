@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,6 +222,41 @@ def test_what_no_function_judges_is_not_learned(tmp_path: Path, caplog: Any) -> 
     assert "All reward functions returned None" in caplog.text
     for old, new in zip(before.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("wrong", [-math.inf, math.nan, 1e39], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reward_that_is_not_finite_leaves_out_its_response(
+    kind: str, wrong: float, tmp_path: Path
+) -> None:
+    """The others of its group are learned from as if it were not there."""
+
+    def sick(completions: list[str], **_: Any) -> list[float]:
+        return [1.0, wrong, 2.0, 4.5]
+
+    def ones(completions: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    trainer = make(tmp_path, kind, [sick, ones], max_steps=3, beta=0.0, shuffle_dataset=False)
+    found: list[Tensor] = []
+    compute = trainer.advantages_of
+
+    def spy(*args: Any) -> Any:
+        found.append(compute(*args)[0])
+        return compute(*args)
+
+    trainer.advantages_of = spy
+    said = re.escape(f"function sick returned {wrong} for completion 1 (prompt 'w3 w4 w5'): ")
+    with pytest.warns(UserWarning, match=f"{said}.*on_nonfinite='raise'") as warned:
+        trainer.train()
+    assert len(warned) == 1
+    known = torch.tensor([1.0, 2.0, 4.5]) + 1
+    for each in found:
+        assert each[1] == 0
+        torch.testing.assert_close(each[[0, 2, 3]], advantages(known, kind))
+    strict = make(tmp_path, kind, [ones, sick], on_nonfinite="raise", shuffle_dataset=False)
+    with pytest.raises(ValueError, match=f"{said}rewards must be finite"):
+        strict.train()
 
 
 @pytest.mark.parametrize("kind", KINDS)
