@@ -566,8 +566,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         by_function = by_function.masked_fill(nonfinite, torch.nan)
         if by_function.isnan().all():
             _LOGGER.warning(
-                "Nothing is learned from this generation: no reward function returned a finite "
-                "number for any of its %d responses (%s)",
+                "Nothing is learned from this generation: no reward function returned a number for "
+                "any of its %d responses (%s)",
                 len(by_function),
                 ", ".join(self.reward_func_names),
             )
