@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.attention import Attention, replaced
+from fastrl.models.utils import text_config
 
 
 def score_head(model: Any) -> nn.Module | None:
@@ -42,9 +43,7 @@ def rewards_at(
 
 def padding_of(plain: Any) -> int | None:
     """The token that a classifier takes for padding."""
-    config: Any = getattr(plain, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "pad_token_id", None)
+    return getattr(text_config(plain), "pad_token_id", None)
 
 
 def rewards_of_padded(
@@ -70,11 +69,15 @@ def rewards_of_padded(
         for rows in groups:
             real = mask[rows].bool()
             part = {name: x[rows][real].view(len(rows), -1) for name, x in inputs.items()}
-            parts.append(model(**part, return_dict=True)["logits"])
+            parts.append(_logits(model(**part, return_dict=True)))
         return torch.cat(parts)[torch.cat(groups).argsort()]
     order = mask.argsort(dim=1, descending=side == "right", stable=True)
     moved = {name: x.gather(1, order) for name, x in inputs.items()}
     if padding is not None:
         unread = moved["attention_mask"] == 0
         moved["input_ids"] = moved["input_ids"].masked_fill(unread, padding)
-    return model(**moved, return_dict=True)["logits"]
+    return _logits(model(**moved, return_dict=True))
+
+
+def _logits(output: Any) -> Tensor:
+    return output["logits"] if isinstance(output, Mapping) else output.logits

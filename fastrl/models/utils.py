@@ -36,10 +36,16 @@ def need_peft(what: str) -> None:
         raise ImportError(f"{what} needs peft: pip install 'fastrl-lm[peft]'")
 
 
+def text_config(model: Any) -> Any:
+    """The part of a model's configuration that is about its text; None where it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def context_length(model: Any) -> int | None:
     """Number of positions of the model; None where its configuration names none: XLNet's, which has
     no limit, says -1, others more than any text has."""
-    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    stated = getattr(text_config(model), "max_position_embeddings", None)
     return stated if stated is not None and 0 < stated < NO_LIMIT else None
 
 

@@ -168,13 +168,14 @@ class ClassifierReward:
             chosen = order[start : start + self.batch_size]
             batch = batch_of([rows[i] for i in chosen])
             inputs = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
-            rewards = rewards_of_padded(self.model, inputs, self._side, padding_of(self.model))
+            side = "right" if batch["attention_mask"].all() else self._side
+            rewards = rewards_of_padded(self.model, inputs, side, padding_of(self.model))
             scores[chosen] = rewards[:, self.label].float().cpu()
         return scores.tolist()
 
     @cached_property
     def _side(self) -> str | None:
-        """Of padding; found at the first use, when the model is on its device."""
+        """Of padding; found at the first batch that has some, when the model is on its device."""
         return classifier_side(self.model, self.model.device, self.model.dtype, stacklevel=4)
 
 

@@ -129,7 +129,8 @@ class RewardTrainer(SupervisedTrainer):
 
     Raises:
         FileNotFoundError: a path without a model.
-        ValueError: no weight to train, no pad token, data that cannot be used; from :meth:`train`,
+        ValueError: no weight to train, no pad token, ``append_eos`` of an EOS that pads a decoder's
+            texts, data that cannot be used; from :meth:`train`,
             token columns that the data collator cannot read.
     """
 
@@ -245,6 +246,7 @@ class RewardTrainer(SupervisedTrainer):
         if config is not None and self._tokenizer is not None:
             adapts = self._peft_config is not None or hasattr(model, "peft_config")
             settle_model(model, self._tokenizer, self._settings, adapts)
+            self._check_end(model)
         if getattr(self._peft_config, "task_type", "SEQ_CLS") != "SEQ_CLS":
             warnings.warn(
                 "peft_config.task_type is not SEQ_CLS: the layer that computes the reward is "
@@ -257,6 +259,19 @@ class RewardTrainer(SupervisedTrainer):
         if hasattr(model, "add_model_tags"):
             model.add_model_tags([*self._tag_names])
         return model
+
+    def _check_end(self, model: Any) -> None:
+        """
+        Raises:
+            ValueError: EOS is to be read, and it is what the model takes for padding.
+        """
+        skipped = None if score_head(model) is None else padding_of(model)
+        if self._settings.append_eos and skipped == end_token(self._tokenizer):
+            raise ValueError(
+                "append_eos=True changes nothing: EOS is the pad token, and a decoder is scored at "
+                "its last token that is another; name a token for padding that texts do not have, "
+                "pad_token='<pad>', say, or leave append_eos out"
+            )
 
     def prepare_data(self, dataset: Any, training: bool) -> Any:
         """Token columns, see :func:`fastrl.data.prepare.prepare_pairs`."""

@@ -90,6 +90,21 @@ def test_whether_it_reads_eos_is_saved_with_the_model(
     assert again.train_dataset[0]["chosen_ids"] == ids
 
 
+def test_eos_that_a_decoder_passes_over_as_padding_is_not_said_to_be_read(
+    make_reward: Make,
+) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    given = {"processing_class": tokenizer, "append_eos": True}
+    with pytest.raises(ValueError, match=r"append_eos=True changes nothing: .* pad_token="):
+        make_reward(reward_model("gpt2", pad_token_id=None), **given)
+    # An encoder's mask lets it read EOS, and another pad token a decoder.
+    make_reward(reward_model("roberta"), **given)
+    trainer = make_reward(reward_model("gpt2", pad_token_id=None), **given, pad_token="w3")
+    assert trainer.model.config.pad_token_id == 3
+    assert trainer.train_dataset[0]["chosen_ids"][-1] == EOS
+
+
 def test_the_key_outlives_transformers(make_reward: Make, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

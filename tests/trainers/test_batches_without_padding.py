@@ -13,6 +13,7 @@ import torch
 from fastrl.data.batch import pad
 from fastrl.data.collators import TextCollator
 from fastrl.data.padding_free import join_sides, right_padded
+from fastrl.data.prepare import prepare_pairs
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import Make, pairs, reward_model, texts
@@ -165,7 +166,7 @@ def test_a_reward_is_read_where_the_classifier_itself_reads_it() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_rewards_are_those_of_the_model_where_eos_pads(make_reward: Make, family: str) -> None:
     model = reward_model(family, pad_token_id=tiny.EOS)
-    trainer = make_reward(model, pairs(5), append_eos=True)
+    trainer = make_reward(model, prepare_pairs(pairs(5), tiny.tokenizer(), None, add_eos=True))
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(5)])
     _, rewards = trainer.compute_loss(model, batch, return_outputs=True)
     assert trainer._is_padding_free()
