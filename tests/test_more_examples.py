@@ -93,7 +93,7 @@ def test_a_reward_model(tmp_path, capsys):
         max_length=32, num_train_epochs=8, learning_rate=1e-2, **QUIET,
     )  # fmt: skip
     assert metrics["eval_accuracy"] == 1
-    assert "P(chosen)" in capsys.readouterr().out
+    assert "chosen_text" in capsys.readouterr().out
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
 
 

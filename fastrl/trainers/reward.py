@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
 import fastrl_kernels
 from fastrl.data import reads_eos
@@ -27,7 +28,7 @@ from fastrl.data.prepare import (
 from fastrl.data.tables import is_stream
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded, score_head
-from fastrl.models.utils import evaluating, without_dropout
+from fastrl.models.utils import evaluating, need_peft, without_dropout
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import REWARD
@@ -45,6 +46,8 @@ from fastrl.trainers.supervised import (
     tokenizer_of,
     with_quantization,
 )
+
+_SHOWN = ("chosen_text", "rejected_text", "logits")  # columns of shown pairs
 
 
 @dataclass
@@ -119,7 +122,7 @@ class RewardTrainer(SupervisedTrainer):
         tokenizer, processing_class: the tokenizer, under its old or new name; by default the one
             saved with the model.
         compute_metrics: by default :func:`compute_accuracy`.
-        max_length: in place of the configuration's.
+        max_length: in place of the configuration's; deprecated.
         peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
         quantization_config: for loading the model by its path.
 
@@ -164,6 +167,13 @@ class RewardTrainer(SupervisedTrainer):
                 "RewardTrainer does not take optimizer_cls_and_kwargs: pass optimizers=(optimizer, "
                 "None), or name it by optim"
             )
+        self.use_reward_data_collator = data_collator is None
+        _check_classic(args, max_length, self.use_reward_data_collator)
+        if peft_config is not None:
+            try:
+                need_peft("peft_config")
+            except ImportError as error:
+                raise ValueError(str(error)) from None
         args = settings_of(args, RewardConfig, max_length=max_length)
         with_quantization(args, model, quantization_config)
         self._own_collator = not isinstance(
@@ -173,6 +183,7 @@ class RewardTrainer(SupervisedTrainer):
         if not (self._own_collator and tokenizer is processing_class is None):
             self._tokenizer = tokenizer_of(tokenizer, processing_class, model, args)
         self._settings, self._peft_config = args, peft_config
+        self._said_own_collator = False
         self._append_eos = args.append_eos
         self._padding_free: bool | None = None
         self._padded_on: str | None = "right"  # what has to be padded
@@ -228,6 +239,11 @@ class RewardTrainer(SupervisedTrainer):
         model = super().call_model_init(trial)
         reads_eos.record(model, self._reads_eos)
         return model
+
+    @property
+    def tokenizer(self) -> Any:
+        """``processing_class``, by its older name."""
+        return self.processing_class
 
     def prepare_model(self, model: Any) -> Any:
         """The model, checked, with an adapter if there is a peft_config."""
@@ -348,6 +364,13 @@ class RewardTrainer(SupervisedTrainer):
     ) -> Any:
         """The mean loss of a batch; with ``return_outputs`` also both sides' rewards, [B, labels]
         each."""
+        if not (self.use_reward_data_collator or self._said_own_collator):
+            self._said_own_collator = True
+            warnings.warn(
+                "the loss is of batches that a data_collator of your own makes: it reads those of "
+                "RewardDataCollatorWithPadding, so make the same, or override compute_loss",
+                stacklevel=2,
+            )
         rewards = self._rewards(model, inputs)
         chosen, rejected = rewards.reshape(len(rewards), -1).chunk(2)
         losses = self._losses(chosen, rejected, inputs.get("margin"))
@@ -473,7 +496,8 @@ class RewardTrainer(SupervisedTrainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def visualize_samples(self, num_print_samples: int, eval_dataset: Any = None) -> None:
-        """Prints a table of evaluation pairs and the model's probabilities; -1: of all pairs."""
+        """Prints a table of evaluation pairs and P(chosen) and P(rejected), its ``logits``; -1: of
+        all pairs. It is sent to wandb, too, where the run reports there."""
         if num_print_samples == 0 or self.processing_class is None:
             return
         rows: list[tuple[str, str, list[float]]] = []
@@ -488,7 +512,8 @@ class RewardTrainer(SupervisedTrainer):
                     )
                     for side in SIDES
                 )
-                rows += gather_object(list(zip(*texts, probabilities.tolist(), strict=True)))
+                both = [[round(p, 4) for p in pair] for pair in probabilities.tolist()]
+                rows += gather_object(list(zip(*texts, both, strict=True)))
                 if 0 <= num_print_samples <= len(rows):
                     break
         shown: Any = loader.dataset
@@ -496,6 +521,53 @@ class RewardTrainer(SupervisedTrainer):
             rows = rows[: len(shown)]  # without those that are there twice
         if self.accelerator.is_main_process:
             _print_pairs(rows if num_print_samples < 0 else rows[:num_print_samples])
+            if "wandb" in self.args.report_to:
+                import wandb
+
+                if wandb.run is not None:
+                    table = wandb.Table(columns=[*_SHOWN], data=[[*row] for row in rows])
+                    wandb.log({"completions": table})
+
+
+def _check_classic(args: Any, max_length: int | None, collates: bool) -> None:
+    """Says what TRL's classic trainer says of these arguments.
+
+    Args:
+        collates: the data collator is the trainer's own.
+
+    Raises:
+        ValueError: ``max_length`` is given twice.
+    """
+    plain = type(args) is TrainingArguments
+    given = None if plain else getattr(args, "max_length", None)
+    if max_length is not None and given not in (None, RewardConfig.max_length):
+        raise ValueError(
+            f"max_length is given twice, {max_length} and {given} in args: set it in RewardConfig "
+            "alone"
+        )
+    if plain:
+        warnings.warn(
+            "TrainingArguments as args is deprecated: pass a fastrl.RewardConfig",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if max_length is not None:
+        warnings.warn(
+            "max_length as an argument is deprecated: set it in RewardConfig",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if plain and collates and max_length is None:
+        warnings.warn(
+            f"max_length is not given: {RewardConfig.max_length} is taken; set it in RewardConfig",
+            stacklevel=3,
+        )
+    if plain and collates and args.remove_unused_columns:
+        warnings.warn(
+            "remove_unused_columns=True would remove the columns of the pairs: it is set to False; "
+            "do so in RewardConfig",
+            stacklevel=3,
+        )
 
 
 def _print_pairs(rows: list[tuple[str, str, list[float]]]) -> None:
@@ -504,7 +576,7 @@ def _print_pairs(rows: list[tuple[str, str, list[float]]]) -> None:
     from fastrl.run.report import run_console
     from fastrl.run.terminal import plain
 
-    table = Table("chosen", "rejected", "P(chosen)", "P(rejected)", show_lines=True)
+    table = Table(*_SHOWN, show_lines=True)
     for chosen, rejected, probabilities in rows:
-        table.add_row(plain(chosen), plain(rejected), *(f"{p:.4f}" for p in probabilities))
+        table.add_row(plain(chosen), plain(rejected), plain(str(probabilities)))
     run_console().print(table)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,7 +106,7 @@ def test_a_model_with_two_labels_is_evaluated_by_the_mean_of_its_rewards(
         trainer.train()
     assert len(warned) == 1
     assert predictions.shape == (6, 2)
-    assert "P(chosen)" in capsys.readouterr().out
+    assert "rejected_text" in capsys.readouterr().out
     assert metrics["test_accuracy"] == evaluation["eval_accuracy"]
 
 
@@ -170,6 +172,7 @@ def test_both_sides_go_through_the_model_in_one_forward(make_reward: Make) -> No
     assert set(shapes[:-3]) == {1, 4}  # of the comparison that finds the side of its padding
 
 
+@pytest.mark.filterwarnings("ignore:the loss is of batches that a data_collator of your own")
 @pytest.mark.parametrize("labels", [False, True])
 def test_gradient_accumulation_is_one_big_batch(make_reward: Make, labels: bool) -> None:
     collate = RewardDataCollatorWithPadding(tiny.tokenizer())
@@ -249,21 +252,88 @@ def test_the_documented_example_trains(tmp_path: Path) -> None:
     assert batch["input_ids_chosen"].shape == (9, 4)
 
 
+def classic(folder: Path, args: Any = None, **given: Any) -> RewardTrainer:
+    """A trainer by the names and arguments of TRL's classic one."""
+    if args is None:
+        args = TrainingArguments(str(folder), max_steps=1, use_cpu=True, save_strategy="no")
+    tokenizer = tiny.tokenizer()
+    return RewardTrainer(reward_model(), args, tokenizer=tokenizer, train_dataset=pairs(), **given)
+
+
 def test_plain_training_arguments_and_a_classic_max_length_do(tmp_path: Path) -> None:
-    args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, use_cpu=True, save_strategy="no"
-    )
-    with pytest.warns(UserWarning, match="dropped: 5 have a side of more than max_length=8 tokens"):
-        trainer = RewardTrainer(
-            reward_model(),
-            args,
-            RewardDataCollatorWithPadding(tiny.tokenizer(), max_length=8),
-            pairs(),
-            tokenizer=tiny.tokenizer(),
-            max_length=8,
-        )
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, save_strategy="no")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer = classic(tmp_path, args, max_length=8)
+    said = sorted((w.category.__name__, str(w.message)) for w in warned)
+    for (kind, message), (category, begin) in zip(
+        said,
+        [
+            ("FutureWarning", "TrainingArguments as args is deprecated"),
+            ("FutureWarning", "max_length as an argument is deprecated"),
+            ("UserWarning", "5 of 8 pairs dropped: 5 have a side of more than max_length=8 tokens"),
+            ("UserWarning", "remove_unused_columns=True"),
+        ],
+        strict=True,
+    ):
+        assert kind == category
+        assert message.startswith(begin)
     trainer.train()
+    assert trainer.tokenizer is trainer.processing_class
+    assert trainer.use_reward_data_collator
+    assert not trainer.args.remove_unused_columns
     assert args.remove_unused_columns, "the caller's own arguments stay as they are"
+
+
+@pytest.mark.filterwarnings("ignore:TrainingArguments as args", "ignore:remove_unused_columns")
+def test_a_length_that_nobody_gave_is_said_and_one_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="max_length is not given: 512 is taken"):
+        trainer = classic(tmp_path)
+    assert trainer.args.max_length == 512
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": None}
+    with pytest.raises(ValueError, match="max_length is given twice, 9 and 8"):
+        classic(tmp_path, RewardConfig(**given, max_length=8), max_length=9)
+    with pytest.warns(FutureWarning, match="max_length as an argument is deprecated"):
+        trainer = classic(tmp_path, RewardConfig(**given), max_length=20)
+    assert trainer.args.max_length == 20
+    classic(tmp_path, RewardConfig(**given))  # TRL 1.x's way: nothing to say
+
+
+def test_a_loss_of_an_own_collators_batches_is_warned_of_once(tmp_path: Path) -> None:
+    args = RewardConfig(str(tmp_path), **{**SETTINGS, "max_steps": 3})
+    trainer = classic(tmp_path, args, data_collator=RewardDataCollatorWithPadding(tiny.tokenizer()))
+    assert not trainer.use_reward_data_collator
+    with pytest.warns(UserWarning, match="data_collator of your own") as warned:
+        trainer.train()
+    assert len(warned) == 1
+
+
+def test_without_peft_a_peft_config_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    args = RewardConfig(str(tmp_path), use_cpu=True, report_to=None)
+    with pytest.raises(ValueError, match=r"peft_config needs peft: pip install"):
+        classic(tmp_path, args, peft_config={"r": 8})
+
+
+def test_shown_pairs_go_to_wandb_with_the_classic_columns(
+    make_reward: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    logged: list[Any] = []
+    fake = SimpleNamespace(run=object(), log=logged.append, Table=lambda **table: table)
+    trainer = make_reward(eval_dataset=pairs(3))
+    trainer.args.report_to = ["wandb"]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    trainer.visualize_samples(-1)
+    shown = capsys.readouterr().out
+    table = logged[0]["completions"]
+    assert table["columns"] == ["chosen_text", "rejected_text", "logits"]
+    assert all(name in shown for name in table["columns"])
+    assert len(table["data"]) == 3
+    for row in table["data"]:
+        assert sum(row[2]) == pytest.approx(1, abs=2e-4)
+        assert str(row[2]) in shown
 
 
 def test_predictions_are_the_softmax_of_both_rewards(make_reward: Make) -> None:
@@ -320,7 +390,7 @@ def test_evaluation_prints_as_many_pairs_as_asked_for(
     assert trainer.model.training
     out = capsys.readouterr().out
     assert sum(row["chosen"] in out for row in data) == shown
-    assert ("P(chosen)" in out) == (shown > 0)
+    assert ("logits" in out) == (shown > 0)
 
 
 def test_brackets_in_texts_are_printed_as_they_are(make_reward: Make, capsys: Any) -> None:
@@ -381,6 +451,7 @@ def test_a_decoder_without_a_pad_token_reads_the_last_token(make_reward: Make) -
     np.testing.assert_allclose(predictions, expected, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:the loss is of batches that a data_collator of your own")
 def test_an_own_collator_may_pad_each_side_by_itself(make_reward: Make) -> None:
     tokenizer = tiny.tokenizer()
 
