@@ -30,12 +30,14 @@ from fastrl.models.quantised import WITHOUT_FSDP, compute_dtypes, refuse_quantis
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.sharding import name_by_path
 from fastrl.models.utils import check_trainable, evaluating
+from fastrl.models.value_head import HEAD_PREFIX
 from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
 from fastrl.rollout.merged_adapters import has_mergeable
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import launched_accelerator
 from fastrl.run.metrics import open_trackers
 from fastrl.run.precision import kind_of_device, precision_for
+from fastrl.run.processes import Processes
 
 # Where accelerate wraps models in DDP, whether or not there are other processes.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
@@ -190,6 +192,30 @@ def prepared(
         return found
     model = accelerator.prepare_model(model, evaluation_mode=True)  # all but the wrapping
     return (model, *accelerator.prepare(*others))
+
+
+@torch.no_grad()
+def share_new_weights(processes: Processes, *models: nn.Module | None) -> None:
+    """Gives each process the main one's weights of what scripts make anew, so that they need no
+    seed: value heads, and adapters that are trained. A reference that is copied from them is then
+    the same everywhere; DDP does it for the policy alone, and later. Other weights are loaded, and
+    where they differ processes are not to begin.
+    """
+    for model in models:
+        if model is None or processes.count == 1:
+            continue
+        adapts = bool(getattr(model, "is_peft_model", False))
+        own = {
+            name: p
+            for name, p in model.named_parameters()
+            if name.startswith(HEAD_PREFIX) or (adapts and p.requires_grad)
+        }
+        shapes = {name: p.shape for name, p in own.items()}
+        if any(other != shapes for other in processes.objects(shapes)):
+            continue  # models of different kinds: they will be compared
+        main = processes.from_main({name: p.detach().cpu() for name, p in own.items()})
+        for name, p in own.items():
+            p.copy_(main[name])
 
 
 def fill_in_config(

@@ -61,6 +61,7 @@ from fastrl.ppo.setup import (
     make_accelerator,
     precision_of,
     prepared,
+    share_new_weights,
     warn_of_a_single_response,
 )
 from fastrl.ppo.state import TrainerState, deciding
@@ -172,6 +173,8 @@ class PPOTrainer(ClassicMethods, Persistence):
             self.dataloader = self.prepare_dataloader(dataset, data_collator)
         self.training_data_collator = training_data_collator
 
+        if not loads_once(self.accelerator):  # else the main process alone has weights
+            share_new_weights(self.processes, model, ref_model)
         # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
         if optimizer is None:

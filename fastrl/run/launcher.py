@@ -60,6 +60,19 @@ def connect_cpus() -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
+def wait_at_most(args: Any) -> None:
+    """Has processes wait for each other as long as transformers' TrainingArguments say in
+    ``ddp_timeout``. These hand it to the group that they make on GPUs alone; and a group may have
+    been there before them, so that their default changes nothing."""
+    import torch
+
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized()):
+        return
+    if args.ddp_timeout != type(args).ddp_timeout:
+        group.distributed_c10d._set_pg_timeout(timedelta(seconds=args.ddp_timeout))
+
+
 def leave_group() -> None:
     """Leaves the group of processes that accelerate has joined, if any: threads of torch's gloo
     that still run as the interpreter ends may abort a process whose work is done and saved."""

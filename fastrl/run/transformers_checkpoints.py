@@ -35,7 +35,7 @@ from fastrl.run.files import part_of
 from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
 from fastrl.run.gradient_buckets import settle_buckets
-from fastrl.run.launcher import check_found
+from fastrl.run.launcher import check_found, wait_at_most
 from fastrl.run.processes import processes_of
 from fastrl.run.random_state import (
     drawing_from,
@@ -120,6 +120,7 @@ class ResumableTrainer(transformers.Trainer):
         self.run_folder: RunFolder | None = None
         self._run = _Run()
         super().__init__(*args, **kwargs)
+        wait_at_most(self.args)
         check_found(self.accelerator)
         self.processes = processes_of(self.accelerator)
         self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO

@@ -30,6 +30,7 @@ from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import spread
 from fastrl.models.utils import NO_LIMIT, check_trainable, context_length, model_identity
 from fastrl.run.checkpoints import describe_weights
+from fastrl.run.launcher import wait_at_most
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
 from fastrl.settings import check_ranges, check_refused, check_types, setting, setting_like
@@ -200,6 +201,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if is_stream(train_dataset) and args.max_steps <= 0:
             raise ValueError("train_dataset is a stream, which has no length: set max_steps")
         _keep_batches_whole(args)
+        wait_at_most(args)  # the others, for the data too
         with args.main_process_first(desc="preparing the data"):
             train = None if train_dataset is None else self.prepare_data(train_dataset, True)
             if isinstance(eval_dataset, dict):

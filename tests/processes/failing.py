@@ -14,11 +14,20 @@ from typing import Any
 
 import torch
 
+from fastrl import (
+    AutoModelForCausalLMWithValueHead,
+    PPOConfig,
+    PPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from fastrl.run.callbacks import TrainCallback
 from fastrl.run.processes import PeerFailed
 from tests import tiny_models
+from tests.golden import tiny
 from tests.patience import LONG
-from tests.processes.jobs import PROMPTS, make_trainer, reward, train
+from tests.processes.jobs import PROMPTS, make_trainer, reward, sizes_of_steps, train
+from tests.trainers.conftest import texts
 
 
 class InTheThirdCall:
@@ -115,6 +124,36 @@ def differs(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(said))
 
 
+def unseeded(folder: Path) -> None:
+    """Writes how long processes wait for each other, by transformers' arguments, and which value
+    heads trainers begin with, of which each process has made its own."""
+    from torch.distributed import distributed_c10d
+
+    own = int(os.environ["RANK"])
+    said: dict[str, Any] = {}
+    args = SFTConfig(str(folder), ddp_timeout=77, use_cpu=True, report_to="none")
+    SFTTrainer(
+        tiny_models.language_model(),
+        args,
+        train_dataset=texts(),
+        processing_class=tiny.tokenizer(),
+    )
+    group = distributed_c10d._get_default_group()
+    said["timeout"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    for kind in ("plain", "with ref_model", "with an adapter"):
+        torch.manual_seed(own)
+        model = tiny_models.language_model("gpt2")
+        adapter = tiny_models.lora() if kind == "with an adapter" else None
+        policy = AutoModelForCausalLMWithValueHead.from_pretrained(model, peft_config=adapter)
+        other = None
+        if kind == "with ref_model":
+            other = AutoModelForCausalLMWithValueHead(tiny_models.language_model("gpt2"))
+        PPOTrainer(PPOConfig(**sizes_of_steps()), policy, other, tiny.tokenizer())
+        trained = {k: p for k, p in policy.named_parameters() if "v_head" in k or "lora_" in k}
+        said[kind] = {k: p.sum().item() for k, p in trained.items()}
+    (folder / f"{own}.json").write_text(json.dumps(said))
+
+
 def _slow(completion_ids: list[list[int]], **_: Any) -> list[float]:
     time.sleep(0.7)  # longer than from one look for news to the next
     return reward(completion_ids)
@@ -139,6 +178,7 @@ JOBS: dict[str, Callable[[Path], object]] = {
     "begins anew": begins_anew,
     "goes on": lambda folder: train(folder, resume=True),
     "differs": differs,
+    "unseeded": unseeded,
 }
 
 

@@ -90,3 +90,23 @@ def test_processes_that_differ_all_refuse_to_begin(tmp_path, count):
         assert message.startswith(expected)
     assert other[6].startswith("ValueError: queries has 0 elements")
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{i}.json" for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def unseeded(tmp_path_factory, count):
+    """What each process says of trainers whose models it made without a seed."""
+    folder = tmp_path_factory.mktemp("unseeded")
+    ended = fork(fail, "unseeded", folder, processes=count)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def test_a_timeout_in_transformers_arguments_holds_on_cpus(unseeded):
+    assert {each["timeout"] for each in unseeded} == {77}
+
+
+@pytest.mark.parametrize("kind", ["plain", "with ref_model", "with an adapter"])
+def test_new_weights_are_the_main_processes(unseeded, kind):
+    main, *others = (each[kind] for each in unseeded)
+    assert len(main) == 2 + 4 * (kind == "with an adapter")
+    assert all(other == main for other in others)
