@@ -605,6 +605,7 @@ class PPOConfig:
                 unread += [(name, f"{by}={own!r}, not {' or '.join(values)}") for name in names]
         if self.overlong_buffer is None:
             unread.append(("overlong_penalty", "overlong_buffer is None"))
+        unread.append(("dataset_num_proc", "prompts are encoded in this process"))
         defaults = type(self).__dataclass_fields__
         given = [
             f"{name}={getattr(self, name)!r} ({why})"

@@ -80,10 +80,7 @@ class BatchFactory:
         self.data = data.as_kind(self.task.data)
         if self.task.online:
             check_reserved(self.data[0].columns, "the data", RESERVED)
-        if self.task.data == PAIRS and not self.task.rewards:
-            self.data = self.data.uncut()  # a reward model is scored on whole texts
-        else:
-            self.data.warn_of_cuts()
+        self._settle_lengths()
         self.tokenizer = data.tokenizer
         self.batch_size, self.epochs, self.examples = batch_size, epochs, examples
         self.annotator = annotator
@@ -95,6 +92,32 @@ class BatchFactory:
         self.sampler: ResponseSampler | None = None
         if engine is not None and self.task.online:
             self.sample_with(engine)
+
+    def _settle_lengths(self) -> None:
+        if self.task.data == PAIRS and not self.task.rewards:
+            self.data = self.data.uncut()  # a reward model is scored on whole texts
+        else:
+            self.data.warn_of_cuts()
+
+    def limit(self, max_length: int) -> None:
+        """Has prompts with their responses be ``max_length`` tokens long at most, as a loader with
+        that limit would: longer ones are cut, or left out for reward models, and counted in a
+        warning; online, prompts leave room for responses of full length.
+
+        Raises:
+            ValueError: no example left, or no room for prompts.
+        """
+        room = max_length - self.params.longest if self.task.online else None
+        if room is not None and room < 1:
+            raise ValueError(
+                f"max_new_tokens={self.params.longest} leaves nothing of max_length={max_length} "
+                "(of AlignmentConfig, the model or its tokenizer) for prompts: lower the first, or "
+                "raise max_length"
+            )
+        limited = self.data.limited(max_length, room)
+        if limited is not self.data:
+            self.data = limited
+            self._settle_lengths()
 
     def sample_with(self, engine: Any) -> None:
         """Sets the engine that generates the responses of an online task."""

@@ -41,9 +41,10 @@ from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method, OwnModelCard
 from fastrl.run.random_state import seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
+from fastrl.settings import warn_of_idle
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import DeferredGradients, check_sizes
-from fastrl.trainers.supervised import settings_of, trained_identity
+from fastrl.trainers.supervised import is_path, length_limit, settings_of, trained_identity
 
 
 class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
@@ -97,18 +98,23 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         optimizers: tuple = (None, None),
     ):
         args = settings_of(args, AlignmentConfig)
+        warn_of_idle(args, stacklevel=2)
         self.factory, self.reweighter = factory, reweighter
         self.loss = make_loss(loss) if isinstance(loss, str) else loss
         self.loss.check(factory.task, factory.batch_size * process_count())
         if factory.task.online:
             self.loss.check_sampling(factory.params)
         _check(factory, eval_factory)
+        _refuse_sizes(args, factory, eval_factory)
         self._factories = [f for f in (factory, eval_factory) if f is not None]
+        self._limit(args, model)
         if args.micro_batch_tokens is not None:
             self._check_passes(args.micro_batch_tokens)
         self.method = Method.aligned(factory.task.name, self.loss.name)
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
-        model = self.learner.ready(model, ref_model, peft_config)
+        given, model = model, self.learner.ready(model, ref_model, peft_config)
+        if is_path(given):
+            self._limit(args, model)
         for each in (factory, eval_factory):
             if each is not None:
                 check_examples(model, each.tokenizer, each.data)
@@ -151,6 +157,13 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
         self._engine: Any = None
         self._deferred: DeferredGradients
+
+    def _limit(self, args: AlignmentConfig, model: Any) -> None:
+        """Has no example be longer than ``max_length``, and than model and tokenizer take."""
+        for factory in self._factories:
+            limit = length_limit(args, model, factory.tokenizer)
+            if limit is not None:
+                factory.limit(limit)
 
     def _check_passes(self, most: int) -> None:
         """
@@ -504,6 +517,24 @@ class _Epoch(IterableDataset):
 
     def __len__(self) -> int:
         return self._length
+
+
+def _refuse_sizes(
+    args: AlignmentConfig, factory: BatchFactory, eval_factory: BatchFactory | None
+) -> None:
+    """
+    Raises:
+        ValueError: a size that the factories have, and that was set to another one here.
+    """
+    held_out = factory if eval_factory is None else eval_factory
+    for name, own, theirs in (
+        ("num_train_epochs", factory.epochs, "BatchFactory(epochs=)"),
+        ("per_device_train_batch_size", factory.batch_size, "BatchFactory(batch_size=)"),
+        ("per_device_eval_batch_size", held_out.batch_size, "the eval_factory's batch_size"),
+    ):
+        value = getattr(args, name)
+        if value not in (own, AlignmentConfig.__dataclass_fields__[name].default):
+            raise ValueError(f"{name}={value} does not act: {theirs} does, and is {own}")
 
 
 def _check(factory: BatchFactory, eval_factory: BatchFactory | None) -> None:

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, overload
 
 from fastrl.data.chat import PromptAndAnswers, is_blank
@@ -122,6 +123,18 @@ class DatasLoader(Sequence[Example]):
             return self
         other = copy.copy(self)
         other._take(kind)
+        return other
+
+    def limited(self, max_length: int, of_prompt: int | None = None) -> DatasLoader:
+        """The same examples with prompts and responses of at most ``max_length`` tokens, and
+        prompts of ``of_prompt``."""
+        old = self.encoder
+        whole = min(max_length, old.max_length or max_length)
+        prompt = min((x for x in (of_prompt, old.max_prompt_length) if x is not None), default=None)
+        if (whole, prompt) == (old.max_length, old.max_prompt_length):
+            return self
+        other = copy.copy(self)
+        other.encoder = replace(old, max_length=whole, max_prompt_length=prompt)
         return other
 
     def uncut(self) -> DatasLoader:

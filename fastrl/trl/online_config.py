@@ -103,6 +103,9 @@ class OnlineConfig(SupervisedArguments):
     eos_token: str | None = refused(None, f"set eos_token of {_TOKENIZER}")
     pad_token: str | None = refused(None, f"set pad_token of {_TOKENIZER}")
     dataset_num_proc: int | None = refused(None, "prompts are encoded as they are used")
+    train_sampling_strategy: str = refused(
+        "random", "shuffle_dataset orders the prompts, and False keeps the data's order"
+    )
     micro_batch_tokens: int | None = refused(None, "lower per_device_train_batch_size")
     vllm_structured_outputs_regex: str | None = refused(
         None, "pass prefix_allowed_tokens_fn in generation_kwargs"

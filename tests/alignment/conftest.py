@@ -58,6 +58,9 @@ class Examples:
     def as_kind(self, kind: str) -> Examples:
         return self
 
+    def limited(self, max_length: int, of_prompt: int | None = None) -> Examples:
+        return self
+
     def uncut(self) -> Examples:
         return self
 

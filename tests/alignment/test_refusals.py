@@ -8,8 +8,12 @@ import pytest
 
 from fastrl.alignment import BatchFactory, make_loss
 from fastrl.data.columns import PAIRS
+from fastrl.data.datas_loader import DatasLoader
+from fastrl.rollout import SamplingParams
+from tests import tiny_models
 from tests.alignment.conftest import (
     Examples,
+    LikesHigh,
     Make,
     examples,
     make_factory,
@@ -71,3 +75,63 @@ def test_a_classifier_with_two_labels_is_no_reward_model(make_trainer: Make) -> 
 
     with pytest.raises(ValueError, match="has 2 labels, a reward model has one"):
         make_trainer("bradley-terry", reward_model("gpt2", num_labels=2))
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ({"num_train_epochs": 2.0}, r"BatchFactory\(epochs=\) does, and is 1"),
+        ({"per_device_train_batch_size": 2}, r"BatchFactory\(batch_size=\) does, and is 4"),
+        ({"per_device_eval_batch_size": 2}, "the eval_factory's batch_size does, and is 4"),
+        ({"label_smoothing_factor": 0.1}, "losses with labels have a label_smoothing"),
+        ({"dataloader_drop_last": True}, r"BatchFactory\(examples=\)"),
+        ({"train_sampling_strategy": "sequential"}, r"BatchFactory\(seed=, shuffle=\)"),
+        ({"dataset_num_proc": 2}, "examples are encoded as they are read"),
+    ],
+)
+def test_settings_that_a_factory_has_are_refused(
+    make_trainer: Make, setting: dict[str, Any], remedy: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(setting))}=.*{remedy}"):
+        make_trainer("dpo", **setting)
+
+
+def test_settings_of_a_loader_change_nothing_and_are_named(make_trainer: Make) -> None:
+    with pytest.warns(UserWarning, match="change nothing in AlignmentConfig: dataloader_num_wor"):
+        make_trainer("dpo", dataloader_num_workers=1)
+
+
+LONG = [{"prompt": "w5 " * 60, "chosen": " w6 w7", "rejected": " w8"}]
+SHORT = [{"prompt": "w5", "chosen": " w6 w7", "rejected": " w8"}]
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+def test_examples_are_as_long_as_the_model_takes(make_trainer: Make, limit: int | None) -> None:
+    """Cut as the trainer is made, as the command has it: they ended a run as their turn came."""
+    most = limit or tiny_models.CONTEXT
+    factory = BatchFactory("offline-pairwise", DatasLoader(SHORT + LONG, tiny.tokenizer()))
+    with pytest.warns(UserWarning, match=f"1 of 2 examples are longer than max_length={most}"):
+        trainer = make_trainer("dpo", factory=factory, max_length=limit)
+    lengths = [len(e.prompt_ids) + len(r.ids) for e in factory.data for r in e.responses]
+    assert max(lengths) == most
+    trainer.train()
+
+
+def test_pairs_of_a_reward_model_that_are_too_long_are_left_out(make_trainer: Make) -> None:
+    factory = BatchFactory("reward-modelling", DatasLoader(SHORT + LONG, tiny.tokenizer()))
+    with pytest.warns(UserWarning, match="1 of 2 examples are longer than max_length=30.* dropped"):
+        make_trainer("bradley-terry", factory=factory, max_length=30)
+    assert len(factory) == 1
+
+
+def test_prompts_leave_room_for_what_is_sampled(make_trainer: Make) -> None:
+    def online(new: int) -> BatchFactory:
+        loader = DatasLoader([{"prompt": "w5 " * 60}], tiny.tokenizer())
+        params = SamplingParams(max_new_tokens=new)
+        return BatchFactory("online-pairwise", loader, annotator=LikesHigh(), params=params)
+
+    with pytest.warns(UserWarning, match="1 of 1 examples are longer than"):
+        trainer = make_trainer("dpo", factory=online(8), task="online-pairwise")
+    assert len(trainer.factory.data[0].prompt_ids) == tiny_models.CONTEXT - 8
+    with pytest.raises(ValueError, match="max_new_tokens=48 leaves nothing of max_length=48"):
+        make_trainer("dpo", factory=online(48), task="online-pairwise")
