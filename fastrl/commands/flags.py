@@ -124,6 +124,14 @@ def _flags_of(path: Path, known: Mapping[str, argparse.Action]) -> list[str]:
             for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [str(key.value).replace("-", "_") for key, _ in node.value]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    line = node.value[i][0].start_mark.line + 1
+                    raise UsageError(f"{path} sets {key!r} twice (line {line}): leave one out")
+            return super().construct_mapping(node, deep)
+
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
     except UnicodeDecodeError as error:

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fastrl.data.chat import as_chatml, check_messages, template_arguments
 from fastrl.data.collators import (
     ID_COLUMNS,
@@ -193,6 +195,20 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
     ) from (errors[0] if errors else None)
 
 
+def _check_numbers(found: Any, name: str, also: int = 0) -> None:
+    """
+    Raises:
+        ValueError: something else than whole numbers that are token ids, or -100 in labels.
+    """
+    numbers = np.asarray([] if found is None else found)
+    whole = numbers.dtype.kind in "iu" or (found is not None and not numbers.size)
+    if numbers.ndim != 1 or not whole or not ((numbers >= 0) | (numbers == also)).all():
+        raise ValueError(
+            f"{name} holds {found!r:.80}: it must be a list of token ids, whole numbers of 0 or "
+            "more"
+        )
+
+
 def _row_encoder(
     columns: Sequence[str],
     encoder: Encoder,
@@ -210,8 +226,23 @@ def _row_encoder(
     def tokens(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
         ids, labels = row["input_ids"], row.get("labels")
         masks = [row[name] for name in _MASKS if row.get(name) is not None]
-        if labels or not masks:
-            return ids, labels or ids
+        _check_numbers(ids, f"input_ids of row {i}")
+        if labels is not None and len(labels):
+            _check_numbers(labels, f"labels of row {i}", IGNORED)
+            if len(labels) != len(ids):
+                raise ValueError(
+                    f"row {i}: input_ids has {len(ids)} tokens, its labels {len(labels)}: make "
+                    "them of one length"
+                )
+            return ids, labels
+        for mask in masks:
+            if not set(mask) <= {0, 1}:
+                raise ValueError(
+                    f"row {i}: a mask ({' or '.join(_MASKS)}) holds {list(mask)!r:.80}: 1 is a "
+                    "token that is learned, 0 one that is not"
+                )
+        if not masks:
+            return ids, ids
         if any(len(mask) != len(ids) for mask in masks):
             raise ValueError(
                 f"row {i}: input_ids has {len(ids)} tokens, its masks "

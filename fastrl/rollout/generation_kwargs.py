@@ -3,12 +3,14 @@ are drawn from."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from fastrl.rollout.sampling_params import PROCESSORS, TRUNCATIONS, SamplingParams
+from fastrl.settings import is_number
 
 # Used where neither the caller nor the model's generation_config sets a value.
 _DEFAULTS = {"max_new_tokens": 20, "do_sample": False, "top_k": 50}
@@ -85,6 +87,12 @@ _UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "top_h": None,
 }
 
+# Types of arguments; of the others many are allowed.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "min_new_tokens", "min_length"), int),
+    **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), float),
+    "do_sample": bool,
+}
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 # Defaults for responses that an update learns from.
@@ -203,6 +211,7 @@ class _EffectiveKwargs:
 
     def __init__(self, kwargs: Mapping[str, Any], model: Any):
         self.kwargs = kwargs
+        _check_given(kwargs)
         self.vocabulary = model.config.get_text_config().vocab_size
         self.settings = _settings(model)
         self.sampled = bool(self["do_sample"])
@@ -259,6 +268,14 @@ class _EffectiveKwargs:
         ends = None
         if self.kwargs.get("eos_token_id") is not None:
             ends = self._in_vocabulary(self["eos_token_id"])
+            asked = [i for i in _ids(self["eos_token_id"]) if i >= 0]
+            if asked and not ends:
+                warnings.warn(
+                    f"eos_token_id={asked[0]} is not in the model's vocabulary of "
+                    f"{self.vocabulary} tokens, so that no token ends a response: -1 says so "
+                    "without this warning",
+                    stacklevel=3,
+                )
         suppressed = self._in_vocabulary(self["suppress_tokens"])
         truncation: dict[str, Any] = {"temperature": 0.0}
         if self.sampled:
@@ -297,6 +314,29 @@ class _EffectiveKwargs:
 
     def _in_vocabulary(self, ids: Any) -> tuple[int, ...]:
         return tuple(i for i in _ids(ids) if 0 <= i < self.vocabulary)
+
+
+def _check_given(kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        TypeError: an argument of ``model.generate`` of another type than it has.
+        ValueError: NaN; a padding token below 0.
+    """
+    for name, kind in _KINDS.items():
+        value = kwargs.get(name)
+        if value is None:
+            continue
+        if not (isinstance(value, bool) if kind is bool else is_number(value)):
+            asked = "True or False" if kind is bool else "a number"
+            raise TypeError(f"generation_kwargs has {name}={value!r}: it must be {asked}")
+        if value != value:
+            raise ValueError(f"generation_kwargs has {name}=nan: it must be a number")
+    pad = kwargs.get("pad_token_id")
+    if pad is not None and (not is_number(pad) or pad < 0):
+        raise ValueError(
+            f"generation_kwargs has pad_token_id={pad!r}: pass the id of a token, such as "
+            "tokenizer.eos_token_id, or leave it out"
+        )
 
 
 def _settings(model: Any) -> dict[str, Any]:

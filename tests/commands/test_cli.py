@@ -117,6 +117,7 @@ def test_user_errors_are_one_line_and_exit_with_two(capsys, arguments, message):
         ("stepz: 3\n", "unknown setting 'stepz': did you mean 'steps'?"),
         ("- steps\n", "must hold settings"),
         ("steps: [\n", "is not valid YAML"),
+        ("batch-size: 4\nsteps: 1\nbatch_size: 8\n", "sets 'batch_size' twice (line 3)"),
         ("steps: 1.5\n", "argument --steps: invalid int value: '1.5'"),
         ("model: [a, b]\n", "model takes one value (text), not a list"),
         ("model: {a: 1}\n", "model takes one value (text), not a mapping"),

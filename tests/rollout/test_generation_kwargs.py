@@ -197,3 +197,22 @@ def test_the_engine_then_does_what_generate_does(kwargs, prompt, model):
     ends = {tiny.EOS, *([70, 80] if "eos_token_id" in kwargs else [])}
     cut = next((i + 1 for i, t in enumerate(expected.tolist()) if t in ends), len(expected))
     assert torch.equal(got, expected[:cut])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"do_sample": "False"}, "do_sample='False': it must be True or False"),
+        ({"temperature": "1"}, "temperature='1': it must be a number"),
+        ({"top_p": float("nan")}, "top_p=nan"),
+        ({"pad_token_id": -5}, "pad_token_id=-5: pass the id of a token"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(given, message, model):
+    with pytest.raises((TypeError, ValueError), match=message):
+        translate(given, model)
+
+
+def test_an_end_outside_the_vocabulary_is_named(model):
+    with pytest.warns(UserWarning, match="eos_token_id=99999 is not in the model's vocabulary"):
+        assert translate({"eos_token_id": 99999}, model).eos_token_ids == ()

@@ -119,6 +119,21 @@ def test_masks_make_labels_and_labels_come_first(make_sft: Make) -> None:
         make_sft(data=[{**rows[0], "assistant_masks": [1]}])
 
 
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"input_ids": [3, 5.5, 4]}, r"input_ids of row 0 holds \[3.0, 5.5, 4.0\]"),
+        ({"input_ids": [3, -4, 5]}, "input_ids of row 0 holds .*0 or more"),
+        ({"input_ids": [3, 4, 5], "completion_mask": [0, 2, 7]}, r"completion_mask.* \[0, 2, 7\]"),
+        ({"input_ids": [3, 4, 5], "labels": [3, -1, 5]}, "labels of row 0 holds"),
+        ({"input_ids": [3, 4, 5], "labels": [3, 4]}, "3 tokens, its labels 2"),
+    ],
+)
+def test_rows_of_what_are_no_token_ids_are_refused(make_sft: Make, row: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        make_sft(data=[row])
+
+
 def test_rows_that_are_ready_are_taken_as_they_are(make_sft: Make) -> None:
     ready = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     data = Dataset.from_list([{"input_ids": [3, 4, 5]}] * 4)
