@@ -16,6 +16,7 @@ import inspect
 import math
 import os
 import sys
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -286,11 +287,27 @@ def _load_module(name: str) -> Any:
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = _module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     with running(str(path)):
         spec.loader.exec_module(module)
     return module
+
+
+def _module_name(path: Path) -> str:
+    """The file's own name, by which other processes import what was pickled; where that is another
+    module's, such as json of the standard library, one of its own, so that it replaces none."""
+    name, whole = path.stem, path.resolve()
+    known = sys.modules.get(name)
+    if known is None and name.isidentifier():
+        found = importlib.util.find_spec(name)
+        origin = whole if found is None else found.origin
+    else:
+        origin = whole if known is None else getattr(known, "__file__", None)
+    if origin is not None and Path(origin).resolve() == whole:
+        return name
+    return f"_fastrl_{name}_{zlib.crc32(os.fsencode(whole)):08x}"

@@ -1,5 +1,7 @@
 """Reward functions by name."""
 
+import importlib
+import pickle
 import sys
 
 import numpy as np
@@ -62,3 +64,36 @@ def test_a_text_is_no_reward_though_it_reads_like_a_number(text):
         check_rewards(returned, 2, "judge")
     with pytest.raises(ValueError, match=r"judge returned .* for pair 1"):
         check_preferences(returned, 2, "judge")
+
+
+CODE = """
+class Kept:
+    pass
+
+def f(completions, **_):
+    return [{number}] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("name", ["json", "sys", "colorsys"])
+def test_a_file_named_as_another_module_does_not_replace_it(name, tmp_path):
+    path = tmp_path / f"{name}.py"
+    path.write_text(CODE.format(number=1.0))
+    known = sys.modules.get(name)
+    reward = load_reward(f"{path}:f")
+    assert reward(["w5"]) == [1.0]
+    assert sys.modules.get(name) is known
+    assert importlib.import_module(name).__dict__.get("Kept") is None
+
+
+def test_files_of_one_name_stay_apart_and_what_they_define_is_pickled(tmp_path):
+    kept = []
+    for number in (1.0, 2.0):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "my_own_rewards.py").write_text(CODE.format(number=number))
+        reward = load_reward(f"{folder}/my_own_rewards.py:f")
+        kept.append((reward, reward.__wrapped__.__globals__["Kept"]))
+    assert [reward(["w5"]) for reward, _ in kept] == [[1.0], [2.0]]
+    assert [type(pickle.loads(pickle.dumps(kind()))) for _, kind in kept] == [k for _, k in kept]
+    assert kept[0][1].__module__ == "my_own_rewards"  # other processes import it by that name
