@@ -33,6 +33,7 @@ from transformers.utils import cached_file, logging
 from fastrl.models import quantised
 from fastrl.models.flash_attention import need_flash_attention
 from fastrl.models.utils import need_peft
+from fastrl.run.files import NO_PICKLE
 from fastrl.run.launcher import is_main_process
 
 CONFIG_NAME = "config.json"
@@ -313,7 +314,9 @@ class _Checkpoint:
 
     def __init__(self, path: str | os.PathLike, options: dict[str, Any]):
         need_flash_attention(options.get("attn_implementation"))
-        self.options: dict[str, Any] = {"use_safetensors": True} | options
+        if not options.get("use_safetensors", True):
+            raise ValueError(f"use_safetensors={options['use_safetensors']}: {NO_PICKLE}")
+        self.options: dict[str, Any] = options | {"use_safetensors": True}
         self.folder = model_folder(path, options.get("subfolder"))
         self.adapter: Any = None
         if find_file(self.folder, ADAPTER_CONFIG, options) is not None:
@@ -614,8 +617,13 @@ def _check_weights(folder: str, subfolder: str | None) -> None:
     """
     Raises:
         ValueError: a file of weights in a local folder that is cut short or is something else.
+        OSError: pickles alone.
     """
-    for file in sorted((Path(folder) / (subfolder or "")).glob("*.safetensors")):
+    files = sorted((Path(folder) / (subfolder or "")).glob("*.safetensors"))
+    pickled = [] if files else sorted((Path(folder) / (subfolder or "")).glob("*model*.bin"))
+    if pickled:
+        raise OSError(f"{pickled[0]}: {NO_PICKLE}")
+    for file in files:
         try:
             with safe_open(file, framework="pt"):  # checks the header and the length
                 pass

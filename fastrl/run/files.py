@@ -15,6 +15,10 @@ from typing import Any
 
 from fastrl.run.stopping import uninterrupted
 
+NO_PICKLE = (
+    "no pickle is read, as it may run code: convert it once, where it is trusted, by transformers' "
+    "from_pretrained(folder).save_pretrained(other), which writes safetensors"
+)
 _HERE, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 
 

@@ -31,7 +31,7 @@ from fastrl.run.checkpoints import (
     verify,
     warn_of_another_machine,
 )
-from fastrl.run.files import part_of
+from fastrl.run.files import NO_PICKLE, part_of
 from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
 from fastrl.run.gradient_buckets import settle_buckets
@@ -760,8 +760,13 @@ def _check_torch_files(checkpoint: Path) -> None:
     it reads them: code in them is not executed.
 
     Raises:
-        BadCheckpoint: one that holds more than tensors and plain values, or is damaged.
+        BadCheckpoint: one that holds more than tensors and plain values, or is damaged; weights
+            that are no safetensors.
     """
+    pickled = [*checkpoint.glob("pytorch_model*.bin"), *checkpoint.rglob("adapter_model.bin")]
+    for path in pickled:
+        if not any(path.parent.glob("*.safetensors")):
+            raise BadCheckpoint(f"resume: {path}: {NO_PICKLE}")
     names = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
     for path in (path for name in names for path in sorted(checkpoint.glob(name))):
         try:

@@ -262,8 +262,10 @@ def test_no_pickle_is_read(tmp_path):
     model = tiny_models.language_model()
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(OSError, match=r"pytorch_model.bin: no pickle is read.*save_pretrained"):
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="use_safetensors=False: no pickle is read"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, use_safetensors=False)
 
 
 def test_a_pickled_value_head_is_not_read(tmp_path):

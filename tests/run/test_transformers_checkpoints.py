@@ -265,6 +265,17 @@ def test_no_pickle_is_executed(name: str, manifest: str, copied: Path, tmp_path:
         assert not sang.exists()
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin"])
+def test_weights_of_transformers_alone_are_no_pickle(
+    name: str, copied: Path, tmp_path: Path
+) -> None:
+    path = copied / "checkpoint-4"
+    torch.save({"state": torch.ones(1)}, path / name)
+    (path / "model.safetensors").unlink()
+    (path / "manifest.json").unlink()
+    assert_refused(make(tmp_path / "other"), path, f"{name}: no pickle is read")
+
+
 def test_a_pickle_that_is_not_in_the_manifest_is_not_opened(copied: Path, tmp_path: Path) -> None:
     path, sang = copied / "checkpoint-4", tmp_path / "sang"
     for name in ("pytorch_model.bin", "adapter_model.bin", "scaler.pt.bak"):
