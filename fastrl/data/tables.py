@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import glob
 import json
 import os
 import random
@@ -293,10 +294,18 @@ def _read_files(files: list[Path]) -> Dataset:
     try:
         with _quiet():
             return datasets.load_dataset(
-                formats.pop(), data_files=[str(file) for file in files], split="train", **options
+                formats.pop(),
+                data_files=list(map(_literal, files)),
+                split="train",
+                **options,
             )
     except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
         _raise_read_error(files, error)
+
+
+def _literal(file: Path) -> str:
+    """A path as a pattern that matches it alone."""
+    return glob.escape(str(file))
 
 
 @contextlib.contextmanager

@@ -187,3 +187,16 @@ def test_held_out_prompts_are_distinct_and_never_trained_on():
     assert not set(train["prompt"]) & set(held_out["prompt"])
     with pytest.raises(ValueError, match="leave none to train on"):
         drop_prompts(table, sample_rows(table, 50, seed=0)["prompt"])
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "b*.jsonl", "c?.jsonl", "[d]/e.jsonl", "f[!x].csv"])
+def test_a_files_name_is_taken_literally(name, tmp_path):
+    """The names are patterns, too, that match other files."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    text = "prompt\nown\n" if path.suffix == ".csv" else '{"prompt": "own"}\n'
+    path.write_text(text)
+    for other in ("a1.jsonl", "b2.jsonl", "c3.jsonl", "d/e.jsonl", "fy.csv"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).write_text(text.replace("own", "another"))
+    assert list(load_table(str(path))["prompt"]) == ["own"]
