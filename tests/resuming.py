@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from tests.weights import assert_same_weights
 
@@ -26,6 +27,17 @@ def untimed(rows: Iterable[dict[str, Any]]) -> list[str]:
         )
         for row in rows
     ]
+
+
+class OwnStates(TrainerCallback):
+    """What a trainer adds to checkpoints, as each step of its run begins."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.seen = trainer, list[dict[str, Any]]()
+        trainer.add_callback(self)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.seen.append(self.trainer.own_state())
 
 
 def straight(make: Make, folder: Path) -> Any:

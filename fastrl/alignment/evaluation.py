@@ -126,7 +126,8 @@ class OnlineEvaluation:
 
     factory: BatchFactory
     processes: Processes
-    judged: list[Samples] = field(default_factory=list)  # of each evaluation, of all processes
+    # Of the first evaluation and the last, of all processes.
+    judged: list[Samples] = field(default_factory=list)
 
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
         with self.processes.shared_work():
@@ -136,7 +137,7 @@ class OnlineEvaluation:
         parts = self.processes.objects((own, counts))
         judged = sorted(row for rows, _ in parts for row in rows)
         _, prompts, completions, rewards = map(list, zip(*judged, strict=True))
-        self.judged.append(Samples(prompts, completions, rewards))
+        self.judged[1:] = [Samples(prompts, completions, rewards)]
         count, total, squares = len(rewards), sum(rewards), sum(x**2 for x in rewards)
         sem = standard_error(count, total, squares)
         counts = joined_statistics([each for _, each in parts])

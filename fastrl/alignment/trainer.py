@@ -403,6 +403,9 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             "first_evaluation": dataclasses.asdict(judged[0]) if judged else None,
         }
 
+    def drop_metrics(self) -> None:
+        self._means = Means()
+
     def own_mark(self) -> dict[str, Any]:
         return {"taken": self.factory.taken, "means": self._means.lengths()}
 

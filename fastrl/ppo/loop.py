@@ -277,7 +277,8 @@ class Loop:
         if set(changed) - {"missing_eos_penalty"}:
             return
         prompts = [] if self.eval_prompts is None else self.eval_prompts.texts
-        self.result.evaluations = evaluations_from_tree(state["evaluations"], prompts)
+        for evaluation in evaluations_from_tree(state["evaluations"], prompts):
+            self.result.add_evaluation(evaluation)
 
     def _next_step(self) -> tuple[dict[str, float], ScoredSamples]:
         """A step on the next prompts of the trainer's stream of them."""
@@ -427,7 +428,7 @@ class Loop:
             nonfinite_rewards=rewards.nonfinite,
             by_function={name: each.tolist() for name, each in rewards.by_function.items()},
         )
-        self.result.evaluations.append(evaluation)
+        self.result.add_evaluation(evaluation)
         self._call("on_eval", step, evaluation)
 
     def _rewards(

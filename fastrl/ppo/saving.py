@@ -286,4 +286,4 @@ def evaluations_as_tree(evaluations: list[Evaluation]) -> list[dict[str, Any]]:
 
 
 def evaluations_from_tree(tree: list[Mapping[str, Any]], prompts: list[str]) -> list[Evaluation]:
-    return [Evaluation(prompts=prompts, **one) for one in tree]
+    return [Evaluation(prompts=prompts if one["completions"] else [], **one) for one in tree]

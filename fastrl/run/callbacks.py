@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -42,9 +42,13 @@ class Evaluation:
             found["eval/nonfinite_rewards"] = self.nonfinite_rewards
         if len(self.by_function) > 1:
             for name, rewards in self.by_function.items():
-                known = [reward for reward in rewards if not math.isnan(reward)]
-                found[f"eval/reward/{name}/mean"] = sum(known) / len(known) if known else math.nan
+                found[f"eval/reward/{name}/mean"] = _mean_of_known(rewards)
         return found
+
+    def without_samples(self) -> Evaluation:
+        """Its numbers alone; of each function's rewards their mean."""
+        means = {name: [_mean_of_known(rewards)] for name, rewards in self.by_function.items()}
+        return replace(self, rewards=[], prompts=[], completions=[], by_function=means)
 
     def __repr__(self) -> str:
         return (
@@ -64,7 +68,8 @@ class Samples:
 
 @dataclass(repr=False)
 class TrainResult:
-    """The result of ``train``: a dict of numbers per step, and every evaluation.
+    """The result of ``train``: a dict of numbers per step, and every evaluation; those between the
+    first and the last without their samples, of which a long run would have more than weights.
 
     Attributes:
         dropped_prompts, dropped_eval_prompts: how many prompts ``long_prompts="drop"`` left out.
@@ -76,6 +81,12 @@ class TrainResult:
     dropped_prompts: int = 0
     dropped_eval_prompts: int = 0
     seconds: float = 0.0
+
+    def add_evaluation(self, new: Evaluation) -> None:
+        """Adds an evaluation, now the last."""
+        if len(self.evaluations) > 1:
+            self.evaluations[-1] = self.evaluations[-1].without_samples()
+        self.evaluations.append(new)
 
     def __repr__(self) -> str:
         parts = [f"steps={len(self.history)}"]
@@ -122,6 +133,11 @@ def closing_callbacks(run: Callable[..., TrainResult]) -> Callable[..., TrainRes
                     callback.close()
 
     return closing
+
+
+def _mean_of_known(rewards: list[float]) -> float:
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def kl_text(nats: float) -> str:

@@ -55,6 +55,7 @@ class RunFolder:
         self.ledger = self.path / "ledger"
         self.report = self.path / "report.png"
         self.lock = FolderLock(self.path)
+        self._counted = (0, 0)  # bytes of the metrics, and their lines
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
@@ -203,6 +204,7 @@ class RunFolder:
             shutil.rmtree(path, ignore_errors=True)
         self.write("run.json", self.config)
         self.metrics.write_text("")
+        self._counted = (0, 0)
 
     def resume(self, checkpoint: Path | None, rows: int | None = None) -> None:
         """Makes the files those of a run that has just written ``checkpoint``; None: that has not
@@ -227,11 +229,15 @@ class RunFolder:
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def count_rows(self) -> int:
-        """How many lines the metrics have."""
+        """How many lines the metrics have, to which lines are only added since the last count: what
+        was counted then is not read again."""
         if not self.metrics.is_file():
             return 0
-        with self.metrics.open(encoding="utf-8") as file:
-            return sum(1 for _ in file)
+        with self.metrics.open("rb") as file:
+            file.seek(self._counted[0])
+            lines = self._counted[1] + sum(1 for _ in file)
+            self._counted = (file.tell(), lines)
+        return lines
 
     def _supersede_metrics(self, step: int, rows: int | None) -> None:
         """Moves lines of later steps or behind so many, and one that was not written to its end."""
@@ -244,6 +250,7 @@ class RunFolder:
         if later:
             write_file(free_name(self.metrics, "superseded"), "".join(later), sync=True)
         write_file(self.metrics, "".join(kept), sync=True)
+        self._counted = (0, 0)
 
     def sync(self) -> None:
         """Waits until the disk has the metrics."""
@@ -323,19 +330,19 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number} is not a JSON object")
-        rows.append(row)
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                if not line.endswith("\n"):  # the last
+                    break
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} is not a JSON object")
+            rows.append(row)
     return rows
 
 

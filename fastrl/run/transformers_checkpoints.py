@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.data_loader import SeedableRandomSampler
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import SaveStrategy
 
@@ -179,6 +179,10 @@ class ResumableTrainer(transformers.Trainer):
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         """Makes the own state that of a mark."""
+
+    def drop_metrics(self) -> None:
+        """Forgets the metrics of the steps since the last log; called where there is no logging,
+        and they would only pile up."""
 
     def at_rest(self) -> bool:
         """Whether a run can be resumed from here, between two steps."""
@@ -532,6 +536,8 @@ class ResumableTrainer(transformers.Trainer):
             run.save_is_due = not (run.epoch_is_over or (not ends and self.at_rest()))
             control.should_save = not run.save_is_due
         stops = stops and (control.should_save or not saves)
+        if self.args.logging_strategy == "no":
+            self.drop_metrics()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._mark()
         if stops:
@@ -558,14 +564,15 @@ class ResumableTrainer(transformers.Trainer):
         if self.run_folder is not None:
             self.run_folder.sync()
         with self._new_checkpoint() as part:
-            super()._save_checkpoint(model, trial)
+            with _not_saved(self.state):
+                super()._save_checkpoint(model, trial)
             (part / self._state_folder).mkdir(parents=True, exist_ok=True)
             save_tree(self._state(), part / self._state_folder)
             best = self.state.best_global_step
             if best is not None and (best == self.state.global_step or self._is_there(best)):
                 self.state.best_model_checkpoint = str(self.checkpoints.path(best))
-            if self.args.should_save:  # once more, with the path that is to stay
-                self.state.save_to_json(str(part / OF_TRANSFORMERS.file))
+            if self.args.should_save:
+                _save_state(self.state, part / OF_TRANSFORMERS.file)
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(path))
 
@@ -574,11 +581,12 @@ class ResumableTrainer(transformers.Trainer):
         """The folder to which all processes write a checkpoint."""
         step, run = self.state.global_step, self._run
         with contextlib.ExitStack() as stack:
+            checkpoints = self.checkpoints
             if self.args.should_save:
-                new = self.checkpoints.new(step, self.state.best_global_step)
+                new = checkpoints.new(step, self.state.best_global_step)
                 run.part = stack.enter_context(new)
             else:
-                run.part = part_of(self.checkpoints.path(step))
+                run.part = part_of(checkpoints.path(step))
             self._wait()
             yield run.part
             self._wait()
@@ -701,6 +709,29 @@ class ResumableTrainer(transformers.Trainer):
                     "(resume_from_checkpoint=True) continues from there",
                     stacklevel=3,
                 )
+
+
+@contextlib.contextmanager
+def _not_saved(state: TrainerState) -> Iterator[None]:
+    """Context in which transformers does not write its state: it is written once, behind it, when
+    the checkpoint's path is known that is to stay."""
+    vars(state)["save_to_json"] = lambda path: None
+    try:
+        yield
+    finally:
+        del vars(state)["save_to_json"]
+
+
+def _save_state(state: TrainerState, path: Path) -> None:
+    """As transformers does, but with a line for each log and without a copy of them all: a long run
+    has many, and every save writes them."""
+    rest = json.dumps({**vars(state), "log_history": []}, indent=2, sort_keys=True)
+    before, name, after = rest.partition('"log_history": [')
+    with path.open("w", encoding="utf-8") as file:
+        file.write(before + name)
+        for i, log in enumerate(state.log_history):
+            file.write(f"{',' if i else ''}\n    {json.dumps(log, sort_keys=True)}")
+        file.write(f"{after}\n")
 
 
 class _Events(TrainerCallback):

@@ -700,6 +700,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         online = {**own, "step": 0, "buffer": None, "metrics": MetricMeans().state()}
         return {**super().joined_state(states), "online": online}
 
+    def drop_metrics(self) -> None:
+        self._metrics["train"].shorten(0)
+
     def own_mark(self) -> dict[str, Any]:
         made, metrics = self._generations["train"], len(self._metrics["train"])
         kept = self._step, made, self._buffer, metrics, self._responder.state()

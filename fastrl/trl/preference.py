@@ -416,6 +416,9 @@ class PreferenceTrainer(SupervisedTrainer):
         joined["preferences"] = {**states[0]["preferences"], "metrics": empty}
         return joined
 
+    def drop_metrics(self) -> None:
+        self._metrics["train"].shorten(0)
+
     def own_mark(self) -> dict[str, Any]:
         return {**super().own_mark(), "preferences": len(self._metrics["train"])}
 

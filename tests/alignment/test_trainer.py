@@ -111,12 +111,19 @@ def test_a_second_run_goes_on_through_the_prompts(make_trainer: Make) -> None:
             assert first == second
 
 
+def test_metrics_that_nobody_logs_do_not_pile_up(make_trainer: Make) -> None:
+    trainer = make_trainer("dpo", max_steps=2, logging_strategy="no")
+    trainer.train()
+    assert trainer.own_state()["means"] == {}
+
+
 def test_an_evaluation_writes_the_same_while_nothing_is_learned(make_trainer: Make) -> None:
     factory = make_factory("online-pairwise", examples(PROMPTS, 6))
     trainer = make_trainer("dpo", task="online-pairwise", eval_factory=factory)
     first = trainer.evaluate()
     torch.randn(3)
-    assert trainer.evaluate() == first
+    assert trainer.evaluate() == trainer.evaluate() == first
+    assert len(trainer.evaluation.judged) == 2  # the first and the last
     assert trainer.evaluation.judged[0] == trainer.evaluation.judged[1]
     assert len(trainer.evaluation.judged[0].prompts) == 6
 

@@ -518,11 +518,39 @@ def test_one_process_under_ddp_trains(monkeypatch):
     assert not torch.equal(trainer.model.v_head.summary.weight, before)
 
 
+class Evaluations(TrainCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_eval(self, trainer, step, evaluation):
+        self.seen.append(evaluation)
+
+
+def test_the_result_has_the_samples_of_the_first_and_last_evaluation_alone():
+    recorded = Evaluations()
+    rewards = {"one": Recorder(), "two": zero}
+    result = run(
+        make_trainer(),
+        rewards,
+        steps=3,
+        eval_prompts=TEXTS[:3],
+        eval_every=1,
+        callbacks=[recorded],
+    )
+    kept = result.evaluations
+    assert [e.scalars() for e in kept] == [e.scalars() for e in recorded.seen]
+    assert kept[0] == recorded.seen[0]
+    assert kept[-1] == recorded.seen[-1]
+    for name in ("prompts", "completions", "rewards"):
+        assert [len(getattr(e, name)) for e in kept] == [3, 0, 0, 3]
+        assert [len(getattr(e, name)) for e in recorded.seen] == [3] * 4
+
+
 def test_an_unchanged_policy_evaluates_the_same_every_time():
-    trainer = make_trainer(learning_rate=0.0)
-    result = run(trainer, Recorder(), steps=2, eval_prompts=TEXTS[:3], eval_every=1)
-    first, *others = result.evaluations
-    assert [e.step for e in result.evaluations] == [0, 1, 2]
+    trainer, recorded = make_trainer(learning_rate=0.0), Evaluations()
+    run(trainer, Recorder(), steps=2, eval_prompts=TEXTS[:3], eval_every=1, callbacks=[recorded])
+    first, *others = recorded.seen
+    assert [e.step for e in recorded.seen] == [0, 1, 2]
     for other in others:
         assert (other.completions, other.rewards) == (first.completions, first.rewards)
     assert first.kl == pytest.approx(0.0, abs=1e-6)

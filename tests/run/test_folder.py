@@ -209,6 +209,22 @@ def test_records_after_the_checkpoint_are_moved_and_not_lost(earlier):
     assert (folder.path / "metrics.superseded-2.jsonl").read_text() == "".join(lines[:3])
 
 
+def test_lines_of_metrics_are_counted_once(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.begin()
+    file = MetricsFile(folder.metrics)
+    for step in range(3):
+        file.append(step, {"x": 1.0})
+    assert folder.count_rows() == 3
+    with folder.metrics.open("r+") as opened:  # without its ends of lines
+        opened.write(" " * folder.metrics.stat().st_size)
+    file.append(3, {"x": 1.0})
+    assert folder.count_rows() == 4
+    folder.resume(None)
+    file.append(0, {"x": 1.0})
+    assert folder.count_rows() == 1
+
+
 def test_a_run_may_be_resumed_from_another_working_directory(tmp_path):
     config = {"command": "ppo", "job": {"model": "m"}}
     for place in ("here", "there"):

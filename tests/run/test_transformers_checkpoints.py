@@ -3,6 +3,7 @@ fails or is stopped; no code in them is executed."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -18,7 +19,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from torch.nn.modules.module import _IncompatibleKeys
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from fastrl import SFTConfig, SFTTrainer
 from fastrl.run import transformers_checkpoints
@@ -414,6 +415,23 @@ def test_a_run_that_saves_nothing_saves_nothing_when_it_is_stopped(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt, match="stopped after step 2; its state is not saved"):
         trainer.train()
     assert not names(tmp_path / "run")
+
+
+def test_a_state_is_written_once_with_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainerState, "save_to_json", failing)  # copies them
+    found: list[Any] = []
+
+    def read() -> None:
+        text = (tmp_path / "checkpoint-2" / "trainer_state.json").read_text()
+        found.extend((json.loads(text), dataclasses.asdict(trainer.state)))
+
+    callbacks = [At("on_save", 2, read)]
+    trainer = make(tmp_path, max_steps=2, logging_steps=1, callbacks=callbacks)
+    trainer.train()
+    assert found[0] == found[1]
+    assert [log["step"] for log in found[0]["log_history"]] == [1, 2, 2]
 
 
 def test_what_is_kept_is_there_again(tmp_path: Path) -> None:

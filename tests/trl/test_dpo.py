@@ -17,7 +17,7 @@ from fastrl.trl.dpo_config import LOSSES
 from fastrl_kernels import reference as formulas
 from tests import tiny_models
 from tests.golden import tiny
-from tests.resuming import assert_resumes
+from tests.resuming import OwnStates, assert_resumes
 from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
@@ -283,6 +283,13 @@ def test_long_sequences_are_cut_and_long_prompts_dropped(tmp_path):
     batch = made.data_collator(rows[:1])
     assert batch["input_ids"].shape == (2, 8)
     assert batch["completion_mask"].sum(1).tolist() == [5, 2]
+
+
+def test_metrics_that_nobody_logs_do_not_pile_up(tmp_path):
+    made = trainer(tmp_path, max_steps=2, logging_strategy="no")
+    states = OwnStates(made)
+    made.train()
+    assert [x["preferences"]["metrics"] for x in states.seen] == [{"rows": []}] * 2
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):

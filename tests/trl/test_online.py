@@ -24,7 +24,7 @@ from fastrl.trl.sampled import SampledResponses
 from fastrl.user_code import ExitCalled
 from tests import tiny_models
 from tests.golden import tiny
-from tests.resuming import assert_resumes, with_dropout
+from tests.resuming import OwnStates, assert_resumes, with_dropout
 from tests.trainers.conftest import GRADIENT_STEP, ONE_STEP
 
 SETTINGS: dict[str, Any] = {
@@ -213,6 +213,13 @@ def test_rewards_of_all_kinds_are_weighted(tmp_path: Path) -> None:
     assert {"step", "prompt", "completion", "later", "some", "advantage", "place"} <= set(
         table.column_names
     )
+
+
+def test_metrics_that_nobody_logs_do_not_pile_up(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=2, logging_strategy="no")
+    states = OwnStates(trainer)
+    trainer.train()
+    assert [x["online"]["metrics"] for x in states.seen] == [MetricMeans().state()] * 2
 
 
 def test_what_no_function_judges_is_not_learned(tmp_path: Path, caplog: Any) -> None:
