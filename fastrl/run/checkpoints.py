@@ -8,7 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep_last: int | None = None):
         self.folder, self.keep_last = folder, keep_last
+        self._checksums: dict[str, str] = {}  # of a new one's files, as far as they are shared out
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -112,8 +113,29 @@ class Checkpoints:
             part = processes.from_main(own)
             with processes.together():
                 yield part
+            self.share_checksums(part, processes)
             with processes.together():
                 stack.close()
+
+    def share_checksums(self, part: Path, processes: Processes) -> None:
+        """Computes the checksums of a new checkpoint's files for its manifest, each process those
+        of a share. Called by all of them, when the files are written.
+
+        Raises:
+            PeerFailed: another process answers no more.
+        """
+        if processes.count == 1:
+            return
+        with processes.together():
+            own = _sizes(part) if processes.is_main else {}
+        sizes = processes.from_main(own)
+        names, found = list(sizes), {}
+        for i in processes.balanced(list(sizes.values()))[processes.index]:
+            # One that is not here, or not yet as it is there, is left to the main process.
+            with suppress(OSError):
+                if (part / names[i]).stat().st_size == sizes[names[i]]:
+                    found[names[i]] = _sha256(part / names[i])
+        self._checksums = {k: v for each in processes.objects(found) for k, v in each.items()}
 
     @contextmanager
     def _new(self, step: int, best: int | None) -> Iterator[Path]:
@@ -123,7 +145,7 @@ class Checkpoints:
         try:
             with new_folder(path) as part:
                 yield part
-                write_manifest(part, step)
+                write_manifest(part, step, self._checksums)
         except Exception as error:
             if not _is_of_writing(error):
                 raise
@@ -274,12 +296,16 @@ def step_of(path: Path) -> int:
     return int(found[1]) if found else -1
 
 
-def write_manifest(folder: Path, step: int) -> None:
-    """Writes the manifest of a folder's files."""
+def write_manifest(folder: Path, step: int, known: Mapping[str, str] | None = None) -> None:
+    """Writes the manifest of a folder's files.
+
+    Args:
+        known: checksums of some of them.
+    """
+    known = known or {}
     files = {
-        str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
+        name: {"size": size, "sha256": known.get(name) or _sha256(folder / name)}
+        for name, size in _sizes(folder).items()
     }
     content = {
         "format": FORMAT,
@@ -358,6 +384,15 @@ def _is_of_writing(error: Exception) -> bool:
     """Whether an error is the file system's; torch and safetensors have their own kinds of it."""
     kinds = (OSError, RuntimeError)
     return isinstance(error, kinds) or type(error).__name__ == "SafetensorError"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of a folder's files, but for its manifest."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
 
 
 def _sha256(path: Path) -> str:

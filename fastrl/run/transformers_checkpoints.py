@@ -590,6 +590,8 @@ class ResumableTrainer(transformers.Trainer):
             self._wait()
             yield run.part
             self._wait()
+            if not (run.alone or self.args.save_on_each_node):
+                checkpoints.share_checksums(run.part, self.processes)
         self._wait()
         run.part = None
 

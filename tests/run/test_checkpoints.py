@@ -1,6 +1,7 @@
 """Checkpoints: there as a whole or not at all; a damaged one is named, and the one before taken."""
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from fastrl.run.checkpoints import (
     warn_of_another_machine,
 )
 from fastrl.run.machine import remedies
+from fastrl.run.processes import OneProcess
 from fastrl.run.state import load_tree, save_tree
 
 
@@ -232,6 +234,38 @@ def test_limits_of_instructions_are_part_of_the_machine(checkpoints, monkeypatch
     monkeypatch.setenv(name, "AVX2")
     with pytest.warns(UserWarning, match=f"{name}: None → AVX2.*start it with {name}= for"):
         warn_of_another_machine(manifest)
+
+
+class Main(OneProcess):
+    """The first of two processes, of which the other answers with texts."""
+
+    count = 2
+
+    def balanced(self, sizes):
+        return [[0], [1]]
+
+    def objects(self, own):
+        return [own, {"state.json": "the other's"}]
+
+
+def test_each_process_computes_the_checksums_of_its_share(checkpoints):
+    with checkpoints.new(1, processes=Main()) as part:
+        (part / "part").write_text("own")
+        (part / "state.json").write_text("{}")
+    files = json.loads((checkpoints.path(1) / "manifest.json").read_text())["files"]
+    own = hashlib.sha256(b"own").hexdigest()
+    assert {name: x["sha256"] for name, x in files.items()} == {
+        "part": own,
+        "state.json": "the other's",
+    }
+
+
+def test_what_another_process_does_not_see_the_main_one_reads(checkpoints, monkeypatch):
+    monkeypatch.setattr(Main, "objects", lambda self, own: [own, {}])
+    with checkpoints.new(1, processes=Main()) as part:
+        (part / "part").write_text("own")
+        (part / "state.json").write_text("{}")
+    assert len(verify(checkpoints.path(1))["files"]) == 2
 
 
 def test_a_tree_is_read_as_it_was_written(tmp_path):
