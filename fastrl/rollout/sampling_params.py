@@ -100,7 +100,7 @@ class SamplingParams:
             ValueError: a list of another length.
         """
         if not isinstance(self.max_new_tokens, list | tuple):
-            return [int(self.max_new_tokens)] * prompts  # type: ignore[call-overload]
+            return [int(self.max_new_tokens)] * prompts  # type: ignore[arg-type]
         if len(self.max_new_tokens) != prompts:
             raise ValueError(
                 f"max_new_tokens has {len(self.max_new_tokens)} numbers for {prompts} prompts: "
