@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from fastrl.core import set_seed
@@ -604,23 +603,26 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         metrics = self._metrics[mode]
         note_rewards(metrics, self.reward_func_names, judged, spreadless)
         values = self._extra_metrics
-        for name in sorted(set(gather_object(list(values)))):
+        for name in sorted({name for names in self.processes.objects([*values]) for name in names}):
             metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
         values.clear()
 
     def _note_responses(
         self, prompts: list[Any], found: Responses, judged: Judged, advantages: Tensor, mode: str
     ) -> None:
-        logs = self._logs
-        logs["prompt"].extend(gather_object(prompts))
-        logs["completion"].extend(gather_object(found.completions))
+        """Keeps them for the table of the latest responses, which the main process has."""
+        logs, columns = self._logs, dict(self._extra_columns)
+        self._extra_columns.clear()
+        parts = self.processes.objects_at_main((prompts, found.completions, columns))
+        names = sorted({name for _, _, extra in parts for name in extra})
+        for asked, said, extra in parts:
+            logs["prompt"].extend(asked)
+            logs["completion"].extend(said)
+            for name in names:
+                logs["extra"][name].extend(extra.get(name, [None] * len(asked)))
         for name, column in zip(self.reward_func_names, judged.by_function.t(), strict=True):
             logs["rewards"][name].extend(column.tolist())
         logs["advantages"].extend(advantages.tolist())
-        columns = self._extra_columns
-        for name in sorted(set(gather_object(list(columns)))):
-            logs["extra"][name].extend(gather_object(columns.get(name, [None] * len(prompts))))
-        columns.clear()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the means of what was noted since the last log, by TRL's names."""

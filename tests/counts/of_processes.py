@@ -4,6 +4,7 @@ counted, not seconds."""
 from __future__ import annotations
 
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from tests.counts.record import Count
@@ -15,6 +16,7 @@ from tests.processes.traffic import SAMPLES, exchange
 PROCESSES, MOST = 2, 20.0
 
 
+@cache
 def received() -> float:
     """By the main process in a step, for each token of the responses of all."""
     with tempfile.TemporaryDirectory() as folder:
