@@ -246,6 +246,22 @@ def test_shares_far_below_others(backend, device, shared, op):
     judge(shared, given, getattr(reference, op.__name__), inputs, (0, 20, 40, 60))
 
 
+def test_shares_below_what_was_taken_for_impossible(backend, device, shared):
+    """Biases of large negative numbers, as masks have them in the place of -inf."""
+    inputs = batch(3, 60, device=device, bias=True)
+    inputs["bias"][20:40] = -1e31
+    inputs["labels"] = torch.tensor([3, 25, 47], device=device)
+    for bias in (0.0, -2e31):  # of the others, too: then all that is likely is a share of them
+        inputs["bias"][:20] += bias
+        inputs["bias"][40:] += bias
+        wide = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
+        expected, entropies = reference.linear_logprobs(**wide, entropy=True)
+        op = flat(linear_logprobs, entropy=True, backend=backend)
+        found = shared(op, inputs, (0, 20, 40, 60), wrt=[]).joined
+        torch.testing.assert_close(found["output 0"].double(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found["output 1"].double(), entropies, rtol=1e-6, atol=1e-6)
+
+
 def test_shift_among_processes(backend, device, shared):
     inputs = batch(2, 5, 507, device=device, bias=True)
     op = functools.partial(linear_logprobs, shift=2, entropy=True, backend=backend)
