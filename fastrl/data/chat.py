@@ -69,6 +69,22 @@ def _check_role(message: Mapping[str, Any], at: str) -> None:
         raise ValueError(f"{at} has the role {role!r}: did you mean {close[0]!r}?")
 
 
+def check_unicode(text: str, where: str = "a text holds") -> str:
+    """The text.
+
+    Raises:
+        ValueError: it holds half of a surrogate pair, of which no tokenizer knows a token.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} {text[error.start]!r} at {error.start}, half of a surrogate pair and no "
+            "character: leave it out, as text.encode('utf-8', 'ignore').decode() does"
+        ) from error
+    return text
+
+
 def is_blank(said: TextOrMessages) -> bool:
     if isinstance(said, str):
         return not said.strip()
@@ -115,12 +131,27 @@ def render(
         template: further arguments of the chat template, such as ``tools``.
 
     Raises:
-        ValueError: a tokenizer without a chat template.
+        ValueError: a tokenizer without a chat template; a template that fails, or writes nothing.
     """
-    _check_template(tokenizer, "the data hold chat messages")
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=not answered, **template
+    return _written(
+        messages, tokenizer, tokenize=False, add_generation_prompt=not answered, **template
     )
+
+
+def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
+    _check_template(tokenizer, "the data hold chat messages")
+    try:
+        made = tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # a template's code fails as it may
+        raise ValueError(
+            f"the chat template refuses these messages: {type(error).__name__}: {error}"
+        ) from error
+    asked = any(message["role"] not in ("system", "developer") for message in messages)
+    if asked and not (made["input_ids"] if isinstance(made, Mapping) else made):
+        raise ValueError(
+            "the chat template writes nothing for these messages: mend tokenizer.chat_template"
+        )
+    return made
 
 
 def chat_ids(
@@ -144,9 +175,9 @@ def chat_ids_and_marks(
 ) -> tuple[list[int], list[bool]]:
     """The token ids of a chat, and which of them the chat template marks as the assistant's; none
     of them without ``marks``. Further arguments and errors are those of :func:`render`."""
-    _check_template(tokenizer, "the data hold chat messages")
-    made = tokenizer.apply_chat_template(
+    made = _written(
         messages,
+        tokenizer,
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=marks,
@@ -242,7 +273,7 @@ def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
             a tokenizer without a chat template, or a template that refuses the messages.
     """
     if isinstance(prompt, str):
-        return prompt
+        return check_unicode(prompt, f"{name} holds")
     check_messages(prompt, name, texts=True)
     if is_blank(prompt):
         raise ValueError(f"{name} is empty: nothing is said in its messages")
@@ -252,12 +283,10 @@ def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
             "of the prompt"
         )
     _check_template(tokenizer, f"{name} holds chat messages")
-    from jinja2 import TemplateError
-
     try:
-        return render(prompt, tokenizer, answered=False)
-    except TemplateError as error:
-        raise ValueError(f"{name}: the chat template refuses these messages: {error}") from error
+        return check_unicode(render(prompt, tokenizer, answered=False))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def split_conversations(chats: Sequence[TextOrMessages], where: str) -> PromptAndAnswers:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import chat_ids, check_messages, is_chat, render
+from fastrl.data.chat import chat_ids, check_messages, check_unicode, is_chat, render
 
 
 def check_prompt(prompt: Any, where: str) -> None:
@@ -47,7 +47,7 @@ def encode_prompts(
     encoded: list[Tensor] = []
     for name, prompt in zip(names, prompts, strict=True):
         if isinstance(prompt, str):
-            ids = tokenizer(text=prompt)["input_ids"]
+            ids = tokenizer(text=check_unicode(prompt, f"{name} holds"))["input_ids"]
         else:
             ids = chat_ids(prompt, tokenizer, answered=False, template=chat_template_kwargs)
         if not len(ids):

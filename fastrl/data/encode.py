@@ -14,6 +14,7 @@ from fastrl.data.chat import (
     as_messages,
     assistant_spans,
     chat_ids_and_marks,
+    check_unicode,
     is_blank,
     marks_answers,
     prompt_text,
@@ -324,7 +325,8 @@ def encode_prompt(
 def encode_text(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
     """The token ids of a whole text, with the tokenizer's special tokens at both ends; that of a
     chat template has its own."""
-    return tokenizer(text, add_special_tokens=not _is_complete(text, tokenizer, chat))["input_ids"]
+    special = not _is_complete(text, tokenizer, chat)
+    return tokenizer(check_unicode(text), add_special_tokens=special)["input_ids"]
 
 
 def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -384,7 +386,7 @@ def _tokens(
     """A text's token ids, which of them the tokenizer added, and their spans."""
     fast = tokenizer.is_fast
     made = tokenizer(
-        text,
+        check_unicode(text),
         add_special_tokens=special,
         return_special_tokens_mask=True,
         return_offsets_mapping=fast,

@@ -102,7 +102,17 @@ def as_dataset(dataset: Any) -> Dataset:
             "return trainer-ready rows (input_ids and labels)"
         )
     if not isinstance(dataset, datasets.Dataset):
-        dataset = datasets.Dataset.from_list([dataset[i] for i in range(len(dataset))])
+        from fastrl.data.chat import check_unicode
+
+        rows = [dataset[i] for i in range(len(dataset))]
+        try:
+            dataset = datasets.Dataset.from_list(rows)
+        except UnicodeEncodeError:
+            for i, row in enumerate(rows):
+                for name, value in row.items():
+                    if isinstance(value, str):
+                        check_unicode(value, f"column {name!r} of row {i} holds")
+            raise
     return dataset.with_format(None)
 
 

@@ -295,14 +295,12 @@ def _calls(names: Sequence[str]) -> dict[str, Any]:
 
 def _tried(tokenizer: Any, template: Mapping[str, Any]) -> tuple[str, str]:
     """A chat that ends with a call, and the same with the call's result."""
-    from jinja2 import TemplateError
-
     chat = [_ASKS, _calls([_NAME])]
     result = {"role": "tool", "name": _NAME, "content": _RESULT}
     try:
         alone = render(chat, tokenizer, template=template)
         return alone, render([*chat, result], tokenizer, answered=False, template=template)
-    except (TemplateError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(
             f"the tokenizer's chat template refuses calls of tools ({error}): set a "
             "tokenizer.chat_template that renders an assistant's tool_calls and messages of the "

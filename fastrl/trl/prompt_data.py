@@ -97,16 +97,16 @@ class PromptRoom:
         self._tokenizer, self._template = tokenizer, template
 
     def check_data(self, train: Any, evaluation: Any) -> None:
-        """Checks the rows whose texts alone have more bytes than there is room for tokens, of which
-        each has a byte at least. Those of streams, and what a chat template makes too long, are
-        found as they are learned from.
+        """Checks the first row, and those whose texts alone have more bytes than there is room for
+        tokens, of which each has a byte at least. Those of streams, and what a chat template makes
+        too long, are found as they are learned from.
 
         Raises:
             ValueError: a prompt that is too long, or a blank one without a token, by its row.
         """
         for name, data in _named(train, evaluation).items():
             for i, prompt in _prompts(data):
-                if is_blank(prompt) or self._exceeded(_bytes_of(prompt)) is not None:
+                if not i or is_blank(prompt) or self._exceeded(_bytes_of(prompt)) is not None:
                     where = f"the prompt of row {i} of {name}"
                     ids = encode_prompts([prompt], self._tokenizer, self._template, [where])
                     self.check(ids[0], where)

@@ -133,7 +133,7 @@ def test_it_scores_pairs_as_it_was_trained(make_reward: Make, append_eos: bool) 
 def test_the_alignment_framework_says_so_too(tmp_path: Path, add_eos: bool) -> None:
     loader = DatasLoader([PAIR, PAIR], tiny.tokenizer(), add_eos=add_eos)
     args = AlignmentConfig(output_dir=str(tmp_path), **{**SETTINGS, "report_to": "none"})
-    factory = BatchFactory("reward-modelling", loader, batch_size=2)
+    factory = BatchFactory("reward-modelling", loader, batch_size=4)
     trainer = Trainer(reward_model("gpt2"), args, factory, "bradley-terry")
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))

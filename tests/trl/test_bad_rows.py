@@ -13,6 +13,9 @@ from datasets import Dataset, IterableDataset
 
 import fastrl
 from fastrl.data.chat import check_messages
+from fastrl.data.datas_loader import DatasLoader
+from fastrl.data.prompts import Prompts
+from fastrl.data.tables import as_dataset
 from fastrl.trl.responses import rolled_out
 from tests import tiny_models
 from tests.golden import tiny
@@ -320,3 +323,31 @@ def test_fewer_prompts_than_a_generation_are_refused(kind: str, tmp_path: Path) 
     said = r"3 prompts, fewer than the 4 .*generation_batch_size=16.*num_generations=4"
     with pytest.raises(ValueError, match=said):
         make(kind, tmp_path, rows, generation_batch_size=16)
+
+
+TEMPLATES = {
+    "is no template": ("{% if %}", "TemplateSyntaxError: Expected"),
+    "refuses": ("{{ raise_exception('no system here') }}", "TemplateError: no system here"),
+    "is for other messages": ("{{ messages[0].parts[0] }}", "UndefinedError"),
+    "fails": ("{{ messages + 1 }}", "TypeError"),
+    "writes nothing": ("", "the chat template writes nothing"),
+}
+
+
+@pytest.mark.parametrize("what", TEMPLATES)
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_a_chat_template_that_fails_says_so(kind: str, what: str, tmp_path: Path) -> None:
+    tokenizer = chats()
+    tokenizer.chat_template, named = TEMPLATES[what]
+    with pytest.raises(ValueError, match=f"the chat template .*{named.split(' ')[-1]}"):
+        make(kind, tmp_path, rows_of(kind, SOUND[:1]), tokenizer=tokenizer)
+
+
+def test_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
+    rows = [{"prompt": "w5", "chosen": "w6", "rejected": "w7 \ud800 w8"}]
+    with pytest.raises(ValueError, match=r"a text holds '\\ud800' at 3, half of a surrogate"):
+        DatasLoader(rows, tiny.tokenizer())[0]
+    with pytest.raises(ValueError, match="prompts\\[1\\] holds '\\\\ud800' at 0"):
+        Prompts.from_list(["w5", "\ud800"], tiny.tokenizer())
+    with pytest.raises(ValueError, match="column 'text' of row 1 holds '\\\\ud800'"):
+        as_dataset([{"text": "w5"}, {"text": "\ud800"}])
