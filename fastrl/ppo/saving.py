@@ -186,6 +186,7 @@ class SavedInFolder:
         stops = any(asked for asked, _ in found)
         if stops or (self.save_every and (last or step % self.save_every == 0)):
             self.save()
+            stops = stops or self.processes.any(asked())  # a save may take long
         if stops:
             raise self._stopped()
 

@@ -535,11 +535,12 @@ class ResumableTrainer(transformers.Trainer):
             ends = ends or self.state.epoch % 1 == 0
             run.save_is_due = not (run.epoch_is_over or (not ends and self.at_rest()))
             control.should_save = not run.save_is_due
-        stops = stops and (control.should_save or not saves)
+        stops, saving = stops and (control.should_save or not saves), control.should_save
         if self.args.logging_strategy == "no":
             self.drop_metrics()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._mark()
+        stops = stops or (saving and self.processes.any(asked()))  # a save may take long
         if stops:
             # save_strategy="best" has the last word on its evaluations
             there = self.processes.from_main(self._is_there(self.state.global_step))

@@ -14,7 +14,7 @@ import torch
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrainCallback
 from fastrl.core import set_seed
-from fastrl.run import stopping
+from fastrl.run import checkpoints, stopping
 from fastrl.run.checkpoints import BadCheckpoint, Checkpoints
 from fastrl.run.ledger import read_ledger
 from fastrl.run.stopping import stop_at_a_steps_end
@@ -355,6 +355,22 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt, match=r"interrupted; the newest checkpoint is .*-2: "):
         run(make_trainer(), tmp_path / "run", callbacks=twice)
     assert Checkpoints(tmp_path / "run" / "checkpoints").newest_good().name == "checkpoint-2"
+
+
+def test_a_signal_during_a_save_stops_the_run_behind_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "write_manifest", interrupted(checkpoints.write_manifest))
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 2; saved: .*-2; --resume"):
+        run(make_trainer(), tmp_path / "run")
+
+
+def interrupted(write):
+    """Writes as Ctrl-C is pressed."""
+
+    def writes(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        write(*given)
+
+    return writes
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])

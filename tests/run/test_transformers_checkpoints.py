@@ -22,7 +22,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from fastrl import SFTConfig, SFTTrainer
-from fastrl.run import transformers_checkpoints
+from fastrl.run import checkpoints, transformers_checkpoints
 from fastrl.run.checkpoints import BadCheckpoint, verify, write_manifest
 from tests import tiny_models
 from tests.golden import tiny
@@ -407,6 +407,18 @@ def test_a_signal_stops_a_run_at_a_steps_end(step: int, tmp_path: Path) -> None:
     assert e.value.code == 143
     assert names(tmp_path / "run") == [f"checkpoint-{step}"]
     assert_same_run(resumed(rarely, tmp_path / "run", True), straight(rarely, tmp_path / "whole"))
+
+
+def test_a_signal_during_a_save_stops_the_run_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writes(*given: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        write_manifest(*given)
+
+    monkeypatch.setattr(checkpoints, "write_manifest", writes)
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1; saved: .*-1; --resume"):
+        make(tmp_path / "run").train()
 
 
 def test_a_run_that_saves_nothing_saves_nothing_when_it_is_stopped(tmp_path: Path) -> None:
