@@ -163,8 +163,8 @@ class TrainerState:
             )
 
     def _restore_random_state(self, count: int, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restores this process's random state; that of the main one, on which samples depend,
-        where there were others, or only that is known.
+        """Restores this process's random state, from which reward functions may draw; that of the
+        main one where there were others, or only that is known.
 
         Args:
             count: of the processes of the checkpoint's run.

@@ -316,10 +316,11 @@ class ResumableTrainer(transformers.Trainer):
     def _of_others(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """This process's state from those of other processes, as far as they are known."""
         first, count, index = states[0], _processes_of(states[0]), self.processes.index
+        same = count == self.processes.count
         warnings.warn(
             f"resume: the run had {count} process(es), {len(states)} of which saved the state, and "
-            f"has {self.processes.count}: the examples of its steps are the same, what is drawn "
-            "within them, such as dropout, is not",
+            f"has {self.processes.count}: the examples of its steps are the same, what "
+            + ("your functions draw need not be" if same else "dropout draws in them is not"),
             stacklevel=4,
         )
         done, size = first["place"], first["settings"]["per_device_train_batch_size"] * count

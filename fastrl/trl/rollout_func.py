@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from fastrl.models.sharding import is_spread, whole_weights
 from fastrl.rollout import RolloutEngine, SamplingParams, sampling_params
 from fastrl.rollout.self_check import UnsupportedModel
 from fastrl.run.processes import Processes, processes_of
+from fastrl.run.random_state import seed_at
 from fastrl.trl.generation import samples_per_prompt
 
 # What is read of a trainer, by its names in TRL 1.16.
@@ -31,8 +33,8 @@ class TRLRollouts:
 
     Prompts, settings of sampling and tokens that end a response are the trainer's, and log-probs
     are log softmax(logits / T) of the tokens at its temperature T. The responses to a prompt share
-    its prefill. Draws are seeded from torch's own generator, whose state TRL's checkpoints keep: a
-    resumed run draws what it would have drawn.
+    its prefill. Draws hang on the trainer's seed, its step and the sample: a resumed run draws what
+    it would have drawn.
 
     Args:
         slots: responses that are generated at a time, at most.
@@ -53,6 +55,7 @@ class TRLRollouts:
         self._processes: Processes | None = None
         self._engine: RolloutEngine | None = None
         self._room: dict[str, int] | None = None  # as the trainer's state has it
+        self._calls: Counter[tuple[str, int]] = Counter()  # at each step; of the latest alone
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """A response to each prompt, as TRL 1.16 calls its ``rollout_func``.
@@ -93,9 +96,12 @@ class TRLRollouts:
         # Draws differ by the number of a prompt, which no other process has, however many it has.
         every, own = trainer.accelerator.num_processes, trainer.accelerator.process_index
         numbers = [own + every * i for i in range(len(ids) // size)]
+        place = ("train" if model.training else "eval", trainer.state.global_step)
+        self._calls = Counter({place: self._calls[place] + 1})
+        seed = seed_at(trainer.args.seed, *place, self._calls[place])
         engine = self._engine or self._begin(trainer, model)
         self._adopt(trainer.state, engine)
-        output = engine.generate(ids[::size], replace(params, n=size), numbers)
+        output = engine.generate(ids[::size], replace(params, n=size, seed=seed), numbers)
         if self.sleep:
             engine.sleep()
         self._keep(trainer.state, engine)
