@@ -257,7 +257,7 @@ def classifier_side(
     plain = _language_model(model)
     try:
         batch = {name: x.to(device) for name, x in _closed_texts(plain.config).items()}
-    except AttributeError:  # no vocabulary: characters, or images
+    except (AttributeError, TypeError):  # no vocabulary: characters, or images
         return "right"
     padding = padding_of(plain)
     with evaluating(model):
