@@ -20,6 +20,7 @@ from fastrl.run.launcher import (
 )
 from fastrl.run.progress import drop_bars, line_start
 from fastrl.run.stopping import Stopped, Terminated
+from fastrl.run.terminal import visible
 from fastrl.user_code import exits_are_errors, fault_of
 
 USAGE = """\
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.collect()
     sys.stdout.flush()
     if shown:
-        print(shown, file=sys.stderr)
+        print(visible(shown), file=sys.stderr)
     return status
 
 
@@ -152,7 +153,7 @@ def _warning_line(
 ) -> str:
     """A warning as a line of its own; those for programmers, of other categories, with file and
     line."""
-    text, start = " ".join(str(message).split()), line_start(sys.stderr)
+    text, start = visible(" ".join(str(message).split())), line_start(sys.stderr)
     if category is UserWarning:
         return f"{start}fastrl: warning: {text}\n"
     return f"{start}{filename}:{lineno}: {category.__name__}: {text}\n"

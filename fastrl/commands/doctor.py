@@ -12,6 +12,7 @@ from fastrl.run.curves import RunCurves
 from fastrl.run.doctor import Diagnosis, examine
 from fastrl.run.folder import RunFolder
 from fastrl.run.report import run_console
+from fastrl.run.terminal import plain
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -45,11 +46,11 @@ def _print(run: RunCurves, diagnosis: Diagnosis) -> None:
     console = run_console()
     for finding in diagnosis.findings:
         where = "" if finding.stage is None else f" ({finding.stage})"
-        console.print(f"{finding.severity}: {finding.name}{where}", style="bold", markup=False)
+        console.print(plain(f"{finding.severity}: {finding.name}{where}"), style="bold")
         for text in (finding.figures, f"→ {finding.advice}"):
             shown = textwrap.fill(
                 text, console.width - 2, initial_indent="  ", subsequent_indent="    "
             )
-            console.print(shown, markup=False, soft_wrap=True)
+            console.print(plain(shown), soft_wrap=True)
     verdict = "healthy" if diagnosis.healthy else "ill"
-    console.print(f"{run.name}: {verdict}; {diagnosis.checks}", markup=False)
+    console.print(plain(f"{run.name}: {verdict}; {diagnosis.checks}"))

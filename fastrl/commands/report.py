@@ -14,6 +14,7 @@ from fastrl.run.report import (
     write_page,
     write_report,
 )
+from fastrl.run.terminal import plain
 
 
 def run_report(arguments: Sequence[str]) -> int:
@@ -41,10 +42,10 @@ def run_report(arguments: Sequence[str]) -> int:
     target = _target(runs, flags.output)
     console = run_console()
     for run in runs:
-        console.print(f"drawn: {write_report(run)}", markup=False, soft_wrap=True)
+        console.print(plain(f"drawn: {write_report(run)}"), soft_wrap=True)
     if len(runs) > 1:
-        console.print(f"drawn: {write_overlay(runs, target)}", markup=False, soft_wrap=True)
-    console.print(f"page:  {write_page(runs, target)}", markup=False, soft_wrap=True)
+        console.print(plain(f"drawn: {write_overlay(runs, target)}"), soft_wrap=True)
+    console.print(plain(f"page:  {write_page(runs, target)}"), soft_wrap=True)
     samples = runs[0].samples()
     if len(runs) == 1 and samples and flags.samples > 0:
         console.print(samples_table(samples, flags.samples))

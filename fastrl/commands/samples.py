@@ -183,7 +183,10 @@ def _table(rows: pa.Table) -> Table:
     for name in rows.column_names:
         is_text = name in _TEXTS or name == "finish_reason"
         table.add_column(
-            name, ratio=_TEXTS.get(name), justify="left" if is_text else "right", overflow="fold"
+            plain(name),
+            ratio=_TEXTS.get(name),
+            justify="left" if is_text else "right",
+            overflow="fold",
         )
     for row in rows.to_pylist():
         table.add_row(*(plain(_shown(x)) for x in row.values()))

@@ -10,6 +10,9 @@ from typing import Any
 
 from fastrl.run.folder import RunFolder
 
+# Beyond it neither sums of values nor the scales of axes are finite: larger ones count as this.
+_LARGEST = 1e100
+
 
 @dataclass(frozen=True)
 class Series:
@@ -63,7 +66,7 @@ def series(rows: Sequence[Mapping[str, Any]], *keys: str) -> Series:
             value = row.get(key)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 steps.append(float(row.get("step", index)))
-                values.append(float(value))
+                values.append(max(-_LARGEST, min(float(value), _LARGEST)))
         if steps:
             return Series(steps, values)
     return Series([], [])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastrl.run.curves import RunCurves, Series
 from fastrl.run.panels import COLOURS, GREY, Line, Panel, TimePanel, panels_of
+from fastrl.run.terminal import visible
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -56,7 +57,8 @@ def draw(runs: Sequence[RunCurves], *, title: str) -> Figure:
         _place(figure, rows, columns, above, HEADING + LEGEND_ROW * max(map(len, legends)))
         height = figure.get_figheight()
         x = LEFT / figure.get_figwidth()
-        figure.text(x, 1 - 0.12 / height, title, va="top", fontsize=14, fontweight="bold")
+        shown = visible(title)
+        figure.text(x, 1 - 0.12 / height, shown, va="top", fontsize=14, fontweight="bold")
         if names:
             box = _packed(names, 10, "upper left", (x, 1 - TITLE / height), figure.transFigure)
             figure.add_artist(box)
@@ -74,7 +76,7 @@ def draw_alone(panel: Panel | TimePanel, runs: Sequence[RunCurves]) -> tuple[Fig
 
 def run_names(runs: Sequence[RunCurves]) -> list[Name]:
     """The runs' names and colours, where there are several."""
-    return [Name(run.name, COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)]
+    return [Name(visible(run.name), COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)]
 
 
 def draw_panel(axes: Axes, panel: Panel | TimePanel, runs: Sequence[RunCurves]) -> list[Name]:

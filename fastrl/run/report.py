@@ -136,8 +136,8 @@ def finish_run(
     if samples and show:
         console.print(samples_table(samples, show))
     for line in lines:
-        console.print(line)
-    console.print(f"saved: {folder.path}/{written}")
+        console.print(plain(line))
+    console.print(plain(f"saved: {folder.path}/{written}"))
     ill = [x.name for x in examine(RunCurves.of(folder)).findings if x.severity == ILLNESS]
     if ill:
         quoted = shlex.quote(str(folder.path))
@@ -265,14 +265,13 @@ def results_table(folders: Sequence[RunFolder]) -> Table:
     """The numbers in the summaries of runs, side by side."""
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for folder in folders:
-        table.add_column(Text(folder.name), justify="right", overflow="fold")
+        table.add_column(plain(folder.name), justify="right", overflow="fold")
     for name, values in results(folders).items():
-        table.add_row(Text(name), *values)
+        table.add_row(plain(name), *values)
     return table
 
 

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from fastrl.cli import main
 from fastrl.run.folder import RunFolder
 from fastrl.run.html_report import page, short_names
 from fastrl.run.ledger import Ledger
@@ -193,3 +194,29 @@ def test_a_run_without_samples_or_results_has_a_page(tmp_path):
     run.begin()
     assert notable_samples(run) is None
     assert "none were recorded" in page([run], {})
+
+
+ESCAPES = "\x1b[31m\x07\x9b5m"
+
+
+def test_no_text_of_a_run_controls_the_terminal(tmp_path, capsys):
+    run = make_run(
+        tmp_path / f"run{ESCAPES}",
+        samples=[held_out(prompt=ESCAPES, after=ESCAPES)],
+        title=ESCAPES,
+        summary={f"held out {ESCAPES}": 1.0},
+    )
+    for arguments in (["report", run.path], ["doctor", run.path], ["report", f"gone{ESCAPES}"]):
+        main(list(map(str, arguments)))
+        out, err = capsys.readouterr()
+        assert r"\x1b" in out + err
+        assert not set(ESCAPES[0] + "\x07\x9b") & set(out + err)
+
+
+def test_numbers_whose_sums_are_infinite_are_drawn_and_examined(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    rows = [{"step": s, "reward/mean": (-1) ** s * 1e308, "objective/kl": 1e308} for s in range(9)]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["report", str(run.path)]) == 0
+    assert main(["doctor", str(run.path)]) == 0
+    assert "error" not in capsys.readouterr().err
