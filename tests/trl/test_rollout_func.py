@@ -15,6 +15,7 @@ from datasets import Dataset
 
 import fastrl
 from fastrl import RolloutEngine, SamplingParams, TRLRollouts
+from fastrl.run.random_state import seed_at
 from tests import tiny_models
 from tests.golden import tiny
 from tests.weights import assert_same_weights
@@ -78,11 +79,9 @@ class Noted:
         self.rollouts = rollouts
         self.prompts: list[list[str]] = []
         self.seen: list[dict[str, Any]] = []
-        self.seeds: list[torch.Tensor] = []
         self.off: list[float] = []
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        self.seeds.append(torch.get_rng_state())
         found = self.rollouts(prompts, trainer)
         self.prompts.append(prompts)
         self.seen.append(found)
@@ -133,10 +132,9 @@ def test_tokens_are_those_of_the_engine_alone(tmp_path: Path) -> None:
     (found,), (prompts,) = noted.seen, noted.prompts
     assert prompts == [prompts[0]] * 4 + [prompts[4]] * 4
     assert found["prompt_ids"] == trainer._tokenize_prompts(prompts)[0]
-    torch.set_rng_state(noted.seeds[0])
     alone = RolloutEngine(model, tiny.tokenizer()).generate(
         [torch.tensor(found["prompt_ids"][i]) for i in (0, 4)],
-        SamplingParams(max_new_tokens=6, n=4),
+        SamplingParams(max_new_tokens=6, n=4, seed=seed_at(trainer.args.seed, "train", 0, 1)),
     )
     assert found["completion_ids"] == [x.tolist() for x in alone.sequences]
 
