@@ -119,7 +119,7 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "ppo/test_resume.py::test_a_resumed_run_is_the_run_that_was_not_interrupted": (
         *("ppo", "an adapter"),
     ),
-    "ppo/test_resume.py::test_a_signal_stops_the_run_at_the_steps_end": ("Signals.SIGTERM",),
+    "ppo/test_resume.py::test_a_signal_stops_the_run_at_the_steps_end": ("15",),
     "ppo/test_resume.py::test_the_last_evaluation_is_made_up": ("2",),
     "ppo/test_seq2seq_ppo.py::test_rewards_rise": (),
     "processes/test_inside_trl.py::test_a_model_that_would_be_trained_without_ddp_is_refused": (),
