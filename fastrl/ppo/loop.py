@@ -196,7 +196,7 @@ class Loop:
                 with self.saving.step():
                     metrics, samples = self._next_step()
                     metrics |= self.ledger.add(self.trainer, samples)
-                    self.result.history.append(metrics)
+                    self.result.add_step(metrics)
                     self._call("on_samples", step, samples.shown)
                     self._call("on_step", step, metrics)
                     check_divergence(self.trainer.config, step, metrics)

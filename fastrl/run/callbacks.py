@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+KEPT_STEPS = 10_000  # in a result's history
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,10 +71,12 @@ class Samples:
 
 @dataclass(repr=False)
 class TrainResult:
-    """The result of ``train``: a dict of numbers per step, and every evaluation; those between the
-    first and the last without their samples, of which a long run would have more than weights.
+    """The result of ``train``: a dict of numbers for each of the latest 10,000 steps, and every
+    evaluation; those between the first and the last without their samples, of which a long run
+    would have more than weights. ``metrics.jsonl`` in the run's folder has all steps.
 
     Attributes:
+        forgotten_steps: how many steps came before those.
         dropped_prompts, dropped_eval_prompts: how many prompts ``long_prompts="drop"`` left out.
         seconds: that the run has taken, in all processes that resumed it, too.
     """
@@ -81,6 +86,20 @@ class TrainResult:
     dropped_prompts: int = 0
     dropped_eval_prompts: int = 0
     seconds: float = 0.0
+    forgotten_steps: int = 0
+
+    def add_step(self, metrics: dict[str, float]) -> None:
+        self.history.append(metrics)
+        if len(self.history) <= KEPT_STEPS:
+            return
+        if not self.forgotten_steps:
+            warnings.warn(
+                f"the result's history keeps the latest {KEPT_STEPS} steps; metrics.jsonl in the "
+                "folder of train(output=...) has all",
+                stacklevel=4,
+            )
+        del self.history[0]
+        self.forgotten_steps += 1
 
     def add_evaluation(self, new: Evaluation) -> None:
         """Adds an evaluation, now the last."""
@@ -89,7 +108,7 @@ class TrainResult:
         self.evaluations.append(new)
 
     def __repr__(self) -> str:
-        parts = [f"steps={len(self.history)}"]
+        parts = [f"steps={self.forgotten_steps + len(self.history)}"]
         if self.evaluations:
             rewards = [evaluation.mean for evaluation in self.evaluations]
         else:

@@ -84,3 +84,15 @@ def test_results_are_shown_in_a_line():
         "TrainResult(steps=100, reward 0.100 → 99.100, evaluations=0)"
     )
     assert repr(TrainResult()) == "TrainResult(steps=0, evaluations=0)"
+
+
+def test_a_history_is_bounded_and_says_so(monkeypatch):
+    monkeypatch.setattr("fastrl.run.callbacks.KEPT_STEPS", 3)
+    result = TrainResult()
+    for step in range(3):
+        result.add_step({"step": step})
+    with pytest.warns(UserWarning, match="keeps the latest 3 steps; metrics.jsonl"):
+        result.add_step({"step": 3})
+    result.add_step({"step": 4})
+    assert [row["step"] for row in result.history] == [2, 3, 4]
+    assert repr(result) == "TrainResult(steps=5, evaluations=0)"
