@@ -437,7 +437,11 @@ def _check_margins(dataset: Any) -> None:
 
 def _check_margin(margin: Any, name: str) -> None:
     number = margin[0] if isinstance(margin, list) and len(margin) == 1 else margin
-    if not isinstance(number, (int, float)) or not math.isfinite(number):
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, (int, float))
+        or not math.isfinite(number)
+    ):
         raise ValueError(f"{name} is {margin}: margins must be finite numbers, or lists of one")
 
 

@@ -351,3 +351,9 @@ def test_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
         Prompts.from_list(["w5", "\ud800"], tiny.tokenizer())
     with pytest.raises(ValueError, match="column 'text' of row 1 holds '\\\\ud800'"):
         as_dataset([{"text": "w5"}, {"text": "\ud800"}])
+
+
+def test_truth_values_are_no_margins(tmp_path: Path) -> None:
+    rows = [{"chosen": "w5 w6", "rejected": "w7", "margin": True}]
+    with pytest.raises(ValueError, match=r"margin\[0\] is True"):
+        make("Reward", tmp_path, rows)
