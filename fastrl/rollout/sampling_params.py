@@ -82,11 +82,11 @@ class SamplingParams:
 
     @property
     def _per_prompt(self) -> bool:
-        return isinstance(self.max_new_tokens, list | tuple)
+        return hasattr(self.max_new_tokens, "__len__") and not isinstance(self.max_new_tokens, str)
 
     def _limits(self) -> Sequence[int]:
         most = self.max_new_tokens
-        return most if isinstance(most, list | tuple) else [most]  # type: ignore[list-item]
+        return most if self._per_prompt else [most]  # type: ignore[list-item,return-value]
 
     @property
     def longest(self) -> int:
@@ -99,14 +99,15 @@ class SamplingParams:
         Raises:
             ValueError: a list of another length.
         """
-        if not isinstance(self.max_new_tokens, list | tuple):
-            return [int(self.max_new_tokens)] * prompts  # type: ignore[arg-type]
-        if len(self.max_new_tokens) != prompts:
+        most = self._limits()
+        if not self._per_prompt:
+            return [int(most[0])] * prompts
+        if len(most) != prompts:
             raise ValueError(
-                f"max_new_tokens has {len(self.max_new_tokens)} numbers for {prompts} prompts: "
+                f"max_new_tokens has {len(most)} numbers for {prompts} prompts: "
                 "pass one each, or one for all"
             )
-        return list(self.max_new_tokens)
+        return list(most)
 
     def changes_of_the_draw(self) -> dict[str, Any]:
         """Fields because of which tokens are not drawn from softmax(logits / temperature), with
