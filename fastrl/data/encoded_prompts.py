@@ -91,8 +91,7 @@ def encode_prompts(
             some = prompts[i : i + _AT_A_TIME]
             chat = [not isinstance(prompt, str) for prompt in some]
             for j, prompt in enumerate(some, start=i):
-                name = "" if isinstance(prompt, str) else name_of(j)
-                texts.append(prompt_text(prompt, tokenizer, name))
+                texts.append(prompt_text(prompt, tokenizer, name_of(j)))
             ids = Encoder(tokenizer).prompts(texts[i:], chat, closed=closed)
             parts.append(TokenRows.of(ids))
             advance(len(some))
