@@ -193,7 +193,8 @@ class PPOConfig:
     old_logprobs: str = setting(
         "Source of the log-probs and values before the update: rollout (computed while "
         "generating), recompute (another forward), auto (the rollout, if a few samples that are "
-        "scored again agree with it).",
+        "scored again agree with it; another forward for kl_in='reward' without values, where "
+        "the rounding between both would be a KL that groups of equal rewards learn).",
         "auto",
     )
     sampler_correction: str = setting(

@@ -246,6 +246,9 @@ class PPOTrainer(ClassicMethods, Persistence):
         self.sampler_correction = make_sampler_correction(config)
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         recomputes = self._kl_penalty.needs_logits or self.sampler_correction.recomputes
+        # Without values the KL in rewards is all that groups of equal rewards learn.
+        rounds = config.old_logprobs == "auto" and config.kl_in == "reward"
+        recomputes |= rounds and bool(config.init_kl_coef) and not config.needs_values
         kind = "recompute" if recomputes else config.old_logprobs
         self.score_or_reuse = OldLogprobs(kind, self.scorer)
         self.rollouts = Rollouts(

@@ -78,6 +78,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     config: ClassVar[type]
     _tag_names: ClassVar[list[str]]
     needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
+    learns_kl: ClassVar[bool] = False  # whether rewards have the KL of old log-probs
     rollout_func: Callable[..., dict[str, Any]] | None = None
     _environments: Environments | None = None
 
@@ -456,6 +457,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         own, others = found.logprobs, None
         if self.rollout_func is not None:
             own, others = None, self._of_all_or_none(found.logprobs)
+        if self.learns_kl and self._reference is not None:
+            own = None  # scored as the reference is: else rounding would be a KL, and learned
         correction = None if others is None else self._correction
         if self.needs_old or behind or correction is not None:
             learnable.old = self._scorer.old(model, learnable, own, size)

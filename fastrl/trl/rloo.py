@@ -34,6 +34,7 @@ class RLOOTrainer(OnlineTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "rloo"]
     method = policy_gradient("RLOO")
     needs_old: ClassVar[bool] = True
+    learns_kl: ClassVar[bool] = True
 
     def advantages_of(
         self, judged: Judged, kl: Tensor | None, group: int, mode: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl import GRPOTrainer, PPOConfig, RLOOTrainer
+from fastrl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer
 from fastrl.ppo.advantages import make_advantages
 from fastrl.trl.responses import Judged
+from tests import tiny_models
+from tests.golden import tiny
+from tests.trl.test_online import make
 
 GROUPS = 40
 
@@ -72,3 +76,44 @@ def test_of_the_classic_trainer(advantage: str, size: int) -> None:
     found = found.view(GROUPS, size, 5)
     assert (found[equal] == 0).all()
     assert (found[~equal] != 0).flatten(1).any(-1).all()
+
+
+def _equal(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [0.1] * len(completion_ids)
+
+
+def _moved(model: Any, train: Any) -> float:
+    before = [p.detach().clone() for p in model.parameters()]
+    train()
+    pairs = zip(model.parameters(), before, strict=True)
+    return max(float((p.detach() - old).abs().max()) for p, old in pairs)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_step_beside_a_reference_moves_no_weight(kind: str, tmp_path: Path) -> None:
+    """The policy is its reference: their KL is 0, not the rounding of two forwards."""
+    trainer = make(tmp_path, kind, _equal, beta=0.05, max_steps=1, learning_rate=1e-2)
+    assert _moved(trainer.model, trainer.train) == 0
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++"])
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_a_classic_step_beside_a_reference_moves_no_weight(advantage: str, kl_in: str) -> None:
+    config = PPOConfig(
+        batch_size=8,
+        mini_batch_size=8,
+        group_size=1 if advantage == "reinforce++" else 4,
+        advantage=advantage,
+        kl_in=kl_in,
+        init_kl_coef=0.05,
+        learning_rate=1e-2,
+        ppo_epochs=1,
+    )
+    trainer = PPOTrainer(config, tiny_models.language_model(), None, tiny.tokenizer())
+    sampling = {"max_new_tokens": 6, "top_k": 0}
+    prompts = [f"w{i} w4" for i in range(3, 11)]
+
+    def train() -> None:
+        trainer.train(_equal, steps=1, prompts=prompts, generation_kwargs=sampling, progress=False)
+
+    assert _moved(trainer.model, train) == 0
