@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fastrl.data.chat import TextOrMessages, prompt_text
 from fastrl.data.encode import Encoder
-from fastrl.run.files import write_file
+from fastrl.run.files import cache_file
 from fastrl.run.fingerprint import hash_of
 
 KEPT_FROM = 10_000  # prompts; fewer are encoded in a second
@@ -153,7 +152,6 @@ def _read(place: Path) -> tuple[list[str], TokenRows] | None:
 
 
 def _keep(place: Path, texts: list[str], rows: TokenRows) -> None:
-    """Writes the file; a folder that cannot be written to costs time alone."""
     from safetensors.torch import save
 
     letters = [text.encode() for text in texts]
@@ -163,9 +161,4 @@ def _keep(place: Path, texts: list[str], rows: TokenRows) -> None:
         "letters": torch.from_numpy(np.frombuffer(b"".join(letters), np.uint8).copy()),
         "text ends": torch.tensor([len(x) for x in letters], dtype=torch.int64).cumsum(0),
     }
-    with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        # By a name of its own: several processes may write the same.
-        own = place.with_name(f"{place.stem}-{os.getpid()}.safetensors")
-        write_file(own, save(tensors))
-        own.replace(place)
+    cache_file(place, save(tensors))

@@ -40,6 +40,16 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = False) -> None:
         sync_file(path.parent)
 
 
+def cache_file(path: Path, content: bytes) -> None:
+    """Writes a file that saves time alone, with its folder; where it cannot be written there is
+    none. Several processes may write the same."""
+    own = path.with_name(f"{path.stem}-{os.getpid()}{path.suffix}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(own, content)
+        own.replace(path)
+
+
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty folder of the same name elsewhere, which takes the place of ``path`` at the end of
