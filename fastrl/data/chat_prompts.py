@@ -44,10 +44,16 @@ def encode_prompts(
     names = names or [f"prompt {i}" for i in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         check_prompt(prompt, name)
+    texts = [
+        check_unicode(prompt, f"{name} holds")
+        for name, prompt in zip(names, prompts, strict=True)
+        if isinstance(prompt, str)
+    ]
+    of_texts = iter(tokenizer(text=texts)["input_ids"] if texts else ())
     encoded: list[Tensor] = []
     for name, prompt in zip(names, prompts, strict=True):
         if isinstance(prompt, str):
-            ids = tokenizer(text=check_unicode(prompt, f"{name} holds"))["input_ids"]
+            ids = next(of_texts)
         else:
             ids = chat_ids(prompt, tokenizer, answered=False, template=chat_template_kwargs)
         if not len(ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from fastrl.data.tables import each_row, is_stream
 from fastrl.models.layout import layout_of
 
 _OF_TRAINERS = ("trainer_state", "log_extra", "log_metric")
+_AT_A_TIME = 1 << 10  # prompts
 
 
 def refuse_dispatch(args: Any) -> None:
@@ -105,11 +107,16 @@ class PromptRoom:
             ValueError: a prompt that is too long, or a blank one without a token, by its row.
         """
         for name, data in _named(train, evaluation).items():
-            for i, prompt in _prompts(data):
-                if not i or is_blank(prompt) or self._exceeded(_bytes_of(prompt)) is not None:
-                    where = f"the prompt of row {i} of {name}"
-                    ids = encode_prompts([prompt], self._tokenizer, self._template, [where])
-                    self.check(ids[0], where)
+            doubtful = (
+                (f"the prompt of row {i} of {name}", prompt)
+                for i, prompt in _prompts(data)
+                if not i or is_blank(prompt) or self._exceeded(_bytes_of(prompt)) is not None
+            )
+            while some := list(itertools.islice(doubtful, _AT_A_TIME)):
+                names, prompts = zip(*some, strict=True)
+                rows = encode_prompts(prompts, self._tokenizer, self._template, names)
+                for where, ids in zip(names, rows, strict=True):
+                    self.check(ids, where)
 
     def check(self, ids: Any, name: str) -> None:
         """
