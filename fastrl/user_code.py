@@ -67,6 +67,16 @@ def name_of(function: Any, otherwise: str) -> str:
     return getattr(function, _NAME, otherwise)
 
 
+def own_copy(value: Any) -> Any:
+    """Lists and dicts, whatever they hold of such in turn, as a function's own: what it changes in
+    them reaches neither the data nor the next function. Other objects stay the same."""
+    if type(value) is list:
+        return [own_copy(x) if type(x) in (list, dict) else x for x in value]
+    if type(value) is dict:
+        return {name: own_copy(x) for name, x in value.items()}
+    return value
+
+
 @contextmanager
 def running(name: str) -> Iterator[None]:
     """Marks exceptions in the block as errors of the user's ``name``."""

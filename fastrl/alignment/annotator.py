@@ -12,6 +12,7 @@ from fastrl.data.encode import encode_responses
 from fastrl.rewards.functions import check_preferences, check_rewards, load_reward
 from fastrl.rewards.judges import Counts
 from fastrl.rewards.weighted import RewardFunctions, Rewards
+from fastrl.user_code import own_copy
 
 # What annotators and the reward functions behind them get by keyword.
 RESERVED = (*REWARD_ARGUMENTS, "responses", "firsts", "seconds", "finished")
@@ -63,7 +64,7 @@ def ask_scores(
     others = _others(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
         others["finished"] = finished
-    scores = annotator.score(prompts, responses, **others)
+    scores = annotator.score(own_copy(prompts), own_copy(responses), **others)
     return check_rewards(scores, len(prompts), f"{name_of(annotator)}.score")
 
 
@@ -87,7 +88,7 @@ def ask_preferences(
     others = _others(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
         others["finished"] = finished
-    said = annotator.compare(prompts, firsts, seconds, **others)
+    said = annotator.compare(*map(own_copy, (prompts, firsts, seconds)), **others)
     return check_preferences(said, len(prompts), f"{name_of(annotator)}.compare")
 
 
@@ -194,4 +195,4 @@ def _needs(function: Any, argument: str) -> bool:
 
 def _others(columns: Mapping[str, list[Any]] | None) -> dict[str, Any]:
     check_reserved(columns or (), "the data", RESERVED)
-    return dict(columns or {})
+    return own_copy(dict(columns or {}))

@@ -83,11 +83,20 @@ def computes_in_tf32(device: torch.device) -> bool:
 def evaluating(*models: nn.Module | None) -> Iterator[None]:
     """Context of evaluation mode (dropout off); afterwards, and after an error, every module gets
     its own mode back."""
+    with modes_kept(*models):
+        for model in models:
+            if model is not None:
+                model.eval()
+        yield
+
+
+@contextlib.contextmanager
+def modes_kept(*models: nn.Module | None) -> Iterator[None]:
+    """Context after which every module has the mode that it had before, as of code that may change
+    it."""
     found = [model for model in models if model is not None]
     # A new adapter is in training mode on a base that is not: the model has no single mode.
     modes = [(module, module.training) for model in found for module in model.modules()]
-    for model in found:
-        model.eval()
     try:
         yield
     finally:

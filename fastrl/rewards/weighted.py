@@ -33,7 +33,7 @@ from fastrl.rewards.functions import (
     shown,
 )
 from fastrl.run.processes import Processes
-from fastrl.user_code import name_of, running
+from fastrl.user_code import name_of, own_copy, running
 
 RewardFunctions = RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction]
 
@@ -112,7 +112,7 @@ class _Call:
     arguments: dict[str, list[Any]]
 
     def __call__(self) -> Any:
-        return self.function.call(**self.arguments)
+        return self.function.call(**own_copy(self.arguments))
 
 
 class Rewards:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from fastrl.data.chat import is_chat
 from fastrl.rewards.calls import EventLoop, is_async
 from fastrl.trl.tools import Toolbox, outcomes
-from fastrl.user_code import running
+from fastrl.user_code import own_copy, running
 
 _COLUMN = "environment"
 _NOTHING_ASKED = ({"role": "user", "content": ""},)
@@ -139,7 +139,7 @@ class Environments:
         calls = []
         for row, environment in zip(rows, self.current, strict=True):
             columns = {k: v for k, v in row.items() if not (self.several and k == _COLUMN)}
-            calls.append(functools.partial(environment.reset, **columns))
+            calls.append(functools.partial(environment.reset, **own_copy(columns)))
         for i, said in enumerate(outcomes(calls, loop)):
             kind = type(self.current[i]).__name__
             if isinstance(said, BaseException):

@@ -24,7 +24,7 @@ from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import PolicyObjective, TokenScores
-from fastrl.models.utils import check_trainable, without_dropout
+from fastrl.models.utils import check_trainable, modes_kept, without_dropout
 from fastrl.ref_model import RefModel
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
@@ -430,9 +430,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         """Responses to the prompts of some rows, judged."""
         of = "train_dataset" if mode == "train" else "eval_dataset"  # streams name columns in rows
         check_reserved(rows[0], of, reserved_of(self._environments is not None))
-        prompts = self._prompts_of(rows)
         group = self.num_generations if mode == "train" else self.num_generations_eval
-        found = self._respond(prompts, group)
+        with modes_kept(self.model):  # which users' functions may change
+            prompts = self._prompts_of(rows)
+            found = self._respond(prompts, group)
         masks = found.masks
         if self.args.mask_truncated_completions:
             masks = [
@@ -472,7 +473,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             if learnable.old is not None:
                 triples = zip(learnable.old, learnable.ref, masks, strict=True)
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
-        judged = self._judge(rows, prompts, found)
+        with modes_kept(self.model):
+            judged = self._judge(rows, prompts, found)
         if kl is not None:
             self._metrics[mode].add(self._kl_metric(learnable))
             kl = self._gathered(kl)

@@ -18,7 +18,7 @@ from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.models.reward_head import padding_of, rewards_of_padded
 from fastrl.rewards.calls import EventLoop, await_within, is_async
 from fastrl.rewards.functions import READY, read_rewards, say_not_finite
-from fastrl.user_code import name_of, running
+from fastrl.user_code import name_of, own_copy, running
 
 
 class RewardFunctions:
@@ -138,10 +138,10 @@ class RewardFunctions:
                 waiting.append(k)
             else:
                 with running(self._who(k)):
-                    answers[k] = function(**arguments)
+                    answers[k] = function(**own_copy(arguments))
         if waiting:
             calls = [
-                await_within(None, functools.partial(self.functions[k], **arguments))
+                await_within(None, functools.partial(self.functions[k], **own_copy(arguments)))
                 for k in waiting
             ]
             for k, answer in zip(waiting, self.event_loop().gather(calls), strict=True):

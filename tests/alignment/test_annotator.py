@@ -147,3 +147,22 @@ def test_columns_named_as_arguments_are_refused() -> None:
         ask_scores(RewardAnnotator(length), PROMPTS, SHORT, {"responses": SHORT})
     with pytest.raises(ValueError, match="column 'firsts'"):
         ask_preferences(RewardAnnotator(length), PROMPTS, SHORT, LONG, {"firsts": SHORT})
+
+
+def test_an_annotator_that_changes_what_it_is_given_changes_no_data() -> None:
+    class Careless(Says):
+        def score(self, prompts: Any, responses: Any, **columns: Any) -> Any:
+            prompts[0][0]["content"] = "w9"
+            columns["answer"][0].clear()
+            return self.preferences
+
+        def compare(self, prompts: Any, firsts: Any, seconds: Any, **columns: Any) -> Any:
+            firsts[0].clear()
+            return self.score(prompts, firsts, **columns)
+
+    chats = [[{"role": "user", "content": "w5"}]]
+    columns = {"answer": [[1]]}
+    ask_scores(Careless([1.0]), chats, chats, columns)
+    ask_preferences(Careless([1.0]), chats, chats, chats, columns)
+    assert chats == [[{"role": "user", "content": "w5"}]]
+    assert columns == {"answer": [[1]]}

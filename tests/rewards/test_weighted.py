@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import math
 import signal
@@ -436,6 +437,30 @@ def test_a_functions_lists_are_its_own() -> None:
         return [0.0] * 5
 
     assert ask(Rewards([careless, length])).total.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.filterwarnings("ignore:the reward function careless raised")
+@pytest.mark.parametrize("retries", [0, 1])
+def test_messages_ids_and_columns_are_a_functions_own_at_each_call(retries: int) -> None:
+    prompts = [[{"role": "user", "content": "w5"}]]
+    ids, columns = [[3, 4]], {"answer": [{"parts": [1]}]}
+    seen: list[Any] = []
+
+    def careless(prompts: Any, completion_ids: Any, answer: Any, **_: Any) -> list[float]:
+        seen.append(copy.deepcopy((prompts, completion_ids, answer)))
+        prompts[0].append({"role": "assistant", "content": "w6"})
+        prompts[0][0]["content"] = completion_ids[0].pop()
+        answer[0]["parts"].clear()
+        if len(seen) <= retries:
+            raise ConnectionError
+        return [1.0]
+
+    given = copy.deepcopy((prompts, ids, columns["answer"]))
+    rewards = Rewards([careless, careless], reward_retries=retries)
+    assert rewards(prompts, ["w6"], ids, columns).total.tolist() == [2.0]
+    assert seen == [given] * (2 + retries)
+    assert (prompts, ids, columns["answer"]) == given
 
 
 @pytest.mark.parametrize(

@@ -468,3 +468,38 @@ def test_a_rollout_function_takes_the_place_of_sampling(tmp_path: Path) -> None:
     assert seen == [([[5, 6, 7 + i] for i in range(4)], list(range(4)))]
     assert trainer.state.log_history[0]["completions/mean_length"] == 2.0
     assert trainer._buffer[0].counts == [2] * 4
+
+
+def test_what_a_reward_function_does_to_its_lists_reaches_nobody_else(tmp_path: Path) -> None:
+    def careless(prompts: Any, completions: Any, completion_ids: Any, index: Any, **_: Any) -> Any:
+        for ids in completion_ids:
+            ids.clear()
+        for given in (prompts, completions, index):
+            given[:] = ["w3"] * len(given)
+        return [0.0] * len(prompts)
+
+    found = []
+    for rewards in ([small_tokens], [careless, small_tokens]):
+        trainer = make(tmp_path, rewards=rewards, log_completions=True)
+        trainer.train()
+        logs = trainer.state.log_history[0]
+        found.append((logs["reward"], logs["loss"], trainer._logs["completion"]))
+    assert found[0] == found[1]
+
+
+def test_a_reward_function_that_puts_the_policy_into_evaluation_mode_changes_no_loss(
+    tmp_path: Path,
+) -> None:
+    trainers: list[Any] = []
+
+    def judge(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        trainers[-1].model.eval()
+        return small_tokens(completion_ids)
+
+    for rewards in (small_tokens, judge):
+        model = with_dropout(tiny_models.language_model())
+        trainers.append(make(tmp_path, rewards=rewards, model=model, num_iterations=2))
+        trainers[-1].train()
+    one, other = (x.state.log_history[0] for x in trainers)
+    assert other["loss"] == one["loss"]
+    assert other["grad_norm"] == one["grad_norm"]

@@ -418,6 +418,31 @@ def test_an_environment_is_acted_on_by_its_response(tmp_path: Path) -> None:
     assert Counter.made == 4  # and reset for the next batch
 
 
+class Board(Counter):
+    """Acts on what the data set has given it."""
+
+    def reset(self, board: list[int], **columns: Any) -> None:
+        board.append(1)
+        self.count = len(board)
+
+
+def test_an_environment_that_acts_on_its_rows_columns_changes_them_for_nobody(
+    tmp_path: Path,
+) -> None:
+    seen: list[Any] = []
+
+    def judge(board: list[Any], **_: Any) -> list[float]:
+        seen.extend(board)
+        return [0.0] * len(board)
+
+    chat = [{"role": "user", "content": "w3"}]
+    rows = Dataset.from_list([{"prompt": chat, "board": [0]}] * 2)
+    trainer = make(tmp_path, judge, environment_factory=Board, train_dataset=rows)
+    trainer.train()
+    assert [e.count for e in trainer.environments] == [2] * 4
+    assert seen == [[0]] * 4
+
+
 class Quits(Echo):
     async def reset(self, **columns: Any) -> None:
         sys.exit(0)
