@@ -85,6 +85,7 @@ class _Run:
     random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # as the epoch began
     save_is_due: bool = False  # but waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
+    behind_step: bool = False  # where a step is logged, evaluated and saved
     last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
     part: Path | None = None  # of a checkpoint that is being written, or could not be
     alone: bool = False  # the main process saves by itself: the others may have ended
@@ -100,8 +101,9 @@ class ResumableTrainer(transformers.Trainer):
 
     It is written between steps that begin alike in a run that resumes: at an epoch's end behind its
     evaluation, and where :meth:`at_rest` says so. After an exception in a step that has not changed
-    the weights, the state before it is saved: by all processes where all have left :meth:`agreed`
-    work, else by the main one alone, without the others' random states.
+    the weights, the state before it is saved, and after one in what follows a step, such as its
+    evaluation, the state behind it: by all processes where all have left :meth:`agreed` work, else
+    by the main one alone, without the others' random states.
 
     A run of several processes goes on with another number of them, where all together still have as
     many samples in a step: with the same examples in the same steps.
@@ -125,6 +127,7 @@ class ResumableTrainer(transformers.Trainer):
         self.processes = processes_of(self.accelerator)
         self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO
         self.add_callback(_Events(self))
+        self.callback_handler.callbacks.insert(0, _StepEnds(self))
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -473,6 +476,8 @@ class ResumableTrainer(transformers.Trainer):
         """Without ``model_preparation_time``, which a run that is resumed does not measure."""
         for name in [name for name in logs if name.endswith("model_preparation_time")]:
             del logs[name]
+        if self._run.behind_step:
+            self._mark()  # what was logged is not logged again
         super().log(logs, start_time)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -540,6 +545,7 @@ class ResumableTrainer(transformers.Trainer):
         if self.args.logging_strategy == "no":
             self.drop_metrics()
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        run.behind_step = False
         self._mark()
         stops = stops or (saving and self.processes.any(asked()))  # a save may take long
         if stops:
@@ -548,6 +554,10 @@ class ResumableTrainer(transformers.Trainer):
             if self.saves_when_it_fails and not there:
                 self._save_checkpoint(self.model, None)
             raise self._stopped()
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self._mark()
+        return super()._evaluate(*args, **kwargs)
 
     def _stopped(self) -> Stopped:
         step = self.state.global_step
@@ -738,6 +748,17 @@ def _save_state(state: TrainerState, path: Path) -> None:
         file.write(f"{after}\n")
 
 
+class _StepEnds(TrainerCallback):
+    """Comes before all other callbacks, which may fail: the step is whole."""
+
+    def __init__(self, trainer: ResumableTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer._run.behind_step = True
+        self.trainer._mark()
+
+
 class _Events(TrainerCallback):
     """Tells a trainer what transformers' loop does."""
 
@@ -754,7 +775,7 @@ class _Events(TrainerCallback):
         self.trainer._run.between_steps = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer._run.epoch_is_over = True
+        self.trainer._run.epoch_is_over = self.trainer._run.behind_step = True
         self.trainer._run.between_steps = False
 
 

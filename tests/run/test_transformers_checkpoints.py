@@ -28,6 +28,7 @@ from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_same_run, resumed, straight, untimed, with_dropout
 from tests.trainers.conftest import SETTINGS, texts, weights
+from tests.weights import assert_same_weights
 
 Make = Callable[..., SFTTrainer]
 
@@ -369,11 +370,28 @@ def test_after_an_exception_in_a_step_the_state_before_it_is_saved(
     assert_same_run(again, straight(often, tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("event", ["on_optimizer_step", "on_step_end", "on_evaluate"])
-def test_a_state_whose_weights_are_ahead_is_not_saved(event: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_evaluate"])
+def test_after_an_exception_behind_a_step_its_state_is_saved(event: str, tmp_path: Path) -> None:
+    def rarely(folder: Path, **given: Any) -> SFTTrainer:
+        return make(folder, save_steps=10, eval_strategy="steps", eval_steps=2, **given)
+
+    trainer = rarely(tmp_path / "run", callbacks=[At(event, 2, failing)])
+    with (
+        pytest.warns(UserWarning, match=r"after RuntimeError the state is saved in .*-2; --"),
+        pytest.raises(RuntimeError, match="tired"),
+    ):
+        trainer.train()
+    assert names(tmp_path / "run") == ["checkpoint-2"]
+    again, whole = resumed(rarely, tmp_path / "run", True), straight(rarely, tmp_path / "whole")
+    assert_same_weights(again.model, whole.model)
+    one, other = (x.state.log_history[-1]["train_loss"] for x in (again, whole))
+    assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_a_state_whose_weights_are_ahead_is_not_saved(tmp_path: Path) -> None:
     """An exception behind the optimizer step: what else the step does is not done."""
-    number = {"on_optimizer_step": 3, "on_step_end": 4, "on_evaluate": 4}[event]
-    trainer = make(tmp_path / "run", save_steps=2, callbacks=[At(event, number, failing)])
+    at = At("on_optimizer_step", 3, failing)
+    trainer = make(tmp_path / "run", save_steps=2, callbacks=[at])
     with (
         pytest.warns(UserWarning, match="the state is not saved: the last checkpoint is .*-2"),
         pytest.raises(RuntimeError, match="tired"),
