@@ -518,7 +518,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             for i, prompt in enumerate(prompts):
                 check_prompt(prompt, f"prompt {i}")
             given = self.rollout_func(copy.deepcopy(prompts), self)
-            return rolled_out(given, len(prompts), lambda ids: self._as_said(prompts, ids))
+            model = self.accelerator.unwrap_model(self.model)
+            return rolled_out(given, len(prompts), lambda ids: self._as_said(prompts, ids), model)
         ids = encode_prompts(prompts, self._tokenizer, self.chat_template_kwargs)
         for i, prompt in enumerate(ids):
             self._room.check(prompt, f"prompt {i}, {prompts[i]!r:.80},")

@@ -306,7 +306,7 @@ def test_a_column_named_as_what_rewards_get_is_refused(
 def test_a_rollout_func_replaces_nothing_that_rewards_get() -> None:
     given = {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": None, "completions": ["x"]}
     with pytest.raises(ValueError, match="rollout_func returned 'completions', the name of what"):
-        rolled_out(given, 1, lambda ids: ["w2"] * len(ids))
+        rolled_out(given, 1, lambda ids: ["w2"] * len(ids), tiny_models.language_model())
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

@@ -435,9 +435,26 @@ def test_another_number_of_processes_begins_with_new_responses(tmp_path: Path) -
         ({"completion_ids": [[4, 5]]}, "1 completion_ids for 4 prompts"),
         ({"env_mask": [[1]] * 4}, r"env_mask of 1 tokens .* of 2 \(response 0\)"),
         ({"logprobs": [[-1.0]] * 4}, "logprobs of 1 tokens"),
+        ({"completion_ids": [[4.7, 5]] * 4}, r"completion_ids\[0\] .* must hold whole token ids"),
+        ({"completion_ids": [[True, False]] * 4}, r"completion_ids\[0\] .*whole token ids"),
+        ({"completion_ids": [[4, 5]] * 3 + [[4, -1]]}, r"completion_ids\[3\] has the token id -1"),
+        ({"prompt_ids": [[3, 97]] * 4}, r"prompt_ids\[0\] has the token id 97, .* of 97 tokens"),
+        ({"prompt_ids": [[3], [], [3], [3]]}, r"prompt_ids\[1\] is empty"),
+        (
+            {"prompt_ids": [[3] * 47] * 4},
+            r"47 \+ 2 tokens of response 0 exceed the .*context of 48",
+        ),
+        ({"completion_ids": [[[4], [5]]] * 4}, r"completion_ids\[0\] .* one number for each token"),
+        ({"completion_ids": ["45"] * 4}, r"completion_ids\[0\] .* one number for each token"),
+        ({"completion_ids": None}, "completion_ids must be a list"),
+        ({"env_mask": [[0.5, 1.0]] * 4}, r"env_mask\[0\] holds 0.5: "),
+        ({"env_mask": [[1, 1]] * 3 + [[1, 2]]}, r"env_mask\[3\] holds 2: "),
+        ({"logprobs": [[-1.0, 0.4]] * 4}, r"logprobs\[0\] holds 0.4.*: log-probs are 0 or less"),
+        ({"logprobs": [[[-1.0], [-1.0]]] * 4}, r"logprobs\[0\] .* one number for each token"),
+        ({"turns": [1, 2]}, "2 turns for 4 prompts"),
     ],
 )
-def test_rollouts_of_other_lengths_are_named(changed: dict, named: str, tmp_path: Path) -> None:
+def test_rollouts_that_are_none_are_named(changed: dict, named: str, tmp_path: Path) -> None:
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         whole = {"prompt_ids": [[3]] * 4, "completion_ids": [[4, 5]] * 4, "logprobs": None}
         return {k: x for k, x in {**whole, **changed}.items() if x is not ...}
