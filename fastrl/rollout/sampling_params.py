@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,6 +78,11 @@ class SamplingParams:
             )
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed must be in [0, 2**64), got {self.seed}")
+        _check_ids("suppress_tokens", self.suppress_tokens)
+        if self.eos_token_ids is not None:  # of transformers also one number; -1: none
+            several = isinstance(self.eos_token_ids, Sequence)
+            ids = self.eos_token_ids if several else [self.eos_token_ids]
+            _check_ids("eos_token_ids", ids, least=-1)
         check_stop(self.stop)
 
     @property
@@ -158,6 +163,23 @@ def check_stop(stop: Any) -> None:
         )
     if any(len(sequence) == 0 for sequence in stop):
         raise ValueError("stop holds an empty sequence: each needs at least one token")
+    for i, sequence in enumerate(stop):
+        _check_ids(f"stop[{i}]", sequence)
+
+
+def _check_ids(name: str, ids: Any, least: int = 0) -> None:
+    """
+    Raises:
+        ValueError: no list of token ids.
+    """
+    listed = ids.tolist() if hasattr(ids, "tolist") else ids
+    if (
+        isinstance(listed, str | Mapping)
+        or not isinstance(listed, Collection)
+        or any(isinstance(i, bool) or not isinstance(i, numbers.Integral) for i in listed)
+        or any(i < least for i in listed)
+    ):
+        raise ValueError(f"{name} must hold token ids, whole numbers of 0 or more, got {ids!r}")
 
 
 def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
@@ -199,6 +221,13 @@ class RolloutRequest:
         ]
         limits = params.limits(len(tokens))
         check_prompts(tokens, model, limits)
+        vocabulary = model.config.get_text_config().vocab_size
+        unknown = max(params.suppress_tokens, default=0)
+        if unknown >= vocabulary:
+            raise ValueError(
+                f"suppress_tokens has {unknown}, outside the vocabulary of {vocabulary}: was it "
+                "made by another tokenizer?"
+            )
         ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)
         if len(ids) != len(tokens):
             raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")

@@ -2,7 +2,9 @@
 
 import pytest
 
-from fastrl import SamplingParams
+from fastrl import RolloutEngine, SamplingParams
+from tests import tiny_models
+from tests.golden import tiny
 
 
 @pytest.mark.parametrize(
@@ -20,11 +22,26 @@ from fastrl import SamplingParams
         ({"min_p": -0.1}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty must"),
         ({"stop": [[1], []]}, "stop holds an empty"),
+        ({"stop": [[-1]]}, r"stop\[0\] must hold token ids"),  # it would stop at any token
+        ({"stop": [[3], [1.7]]}, r"stop\[1\] must hold token ids"),
+        ({"stop": [["a"]]}, r"stop\[0\] must hold token ids"),
+        ({"suppress_tokens": [1.7]}, "suppress_tokens must hold token ids"),
+        ({"suppress_tokens": [-1]}, "suppress_tokens must hold token ids"),
+        ({"suppress_tokens": "5"}, "suppress_tokens must hold token ids"),
+        ({"suppress_tokens": 5}, "suppress_tokens must hold token ids"),
+        ({"eos_token_ids": [True]}, "eos_token_ids must hold token ids"),
+        ({"eos_token_ids": [1.7]}, "eos_token_ids must hold token ids"),
     ],
 )
 def test_parameters_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**arguments)
+
+
+def test_tokens_that_the_model_does_not_have_cannot_be_suppressed():
+    engine = RolloutEngine(tiny_models.language_model(), tiny.tokenizer(), 1)
+    with pytest.raises(ValueError, match="suppress_tokens has 97, outside the vocabulary of 97"):
+        engine.generate(["w5"], SamplingParams(suppress_tokens=[3, 97]))
 
 
 def test_sampling_parameters_as_keywords_of_generate():
