@@ -94,15 +94,16 @@ class Batch(dict[str, Any]):
         """Makes :attr:`whole` that of all processes."""
         if processes.count == 1:
             return
-        parts = [part for part in processes.objects(self) if part.places]
-        where = {place: (part, i) for part in parts for i, place in enumerate(part.places)}
+        own: dict[str, Any] = {name: getattr(self, name) for name in ("rollout_logprobs", "scores")}
+        parts = [x for x in processes.objects((self.places, self.examples, own)) if x[0]]
+        where = {place: (part, i) for part in parts for i, place in enumerate(part[0])}
         rows = [where[place] for place in range(self.total)]
-        whole = Batch([part.examples[i] for part, i in rows], self.pad_token_id)
+        whole = Batch([part[1][i] for part, i in rows], self.pad_token_id)
         whole.seed = self.seed
-        for name in ("rollout_logprobs", "scores"):
-            if all(getattr(part, name) is not None for part in parts):
+        for name in own:
+            if all(part[2][name] is not None for part in parts):
                 sides = range(self.generations)
-                setattr(whole, name, [[getattr(p, name)[s][i] for p, i in rows] for s in sides])
+                setattr(whole, name, [[part[2][name][s][i] for part, i in rows] for s in sides])
         self._whole = whole
 
     def take_weights(self) -> None:
