@@ -481,8 +481,6 @@ class ResumableTrainer(transformers.Trainer):
         super().log(logs, start_time)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        model.train()
-        inputs = self._prepare_inputs(inputs)  # what is generated and judged comes before
         with self.own_draws():
             return super().training_step(model, inputs, *args, **kwargs)
 

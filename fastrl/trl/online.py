@@ -350,6 +350,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         begin = time.perf_counter()
         with self.products.on(model, self.ref_model):
+            model.train()
+            inputs = self._prepare_inputs(inputs)  # by rewards that may draw: before the pass does
             loss = super().training_step(model, inputs, *args, **kwargs)
         self._step += 1
         self._seconds += time.perf_counter() - begin
