@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _AT_A_TIME = 1 << 12  # rows
@@ -34,7 +34,7 @@ def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
         first = itertools.islice(data, _OF_A_STREAM) if hasattr(data, "take") else ()
         return f"a stream, {hash_of(first, but)}"
     digest = _hash_of_table(data, but) if hasattr(data, "with_format") else None
-    return f"{len(data)} examples, {digest or hash_of((data[i] for i in range(len(data))), but)}"
+    return f"{len(data)} examples, {digest or hash_of(_each(data), but)}"
 
 
 def hash_of(rows: Iterable[Any], but: Sequence[str] = ()) -> str:
@@ -46,6 +46,15 @@ def hash_of(rows: Iterable[Any], but: Sequence[str] = ()) -> str:
     while some := list(itertools.islice(stream, _AT_A_TIME)):  # many at once are much faster
         digest.update(text(some).encode())
     return digest.hexdigest()[:16]
+
+
+def _each(data: Any) -> Iterator[Any]:
+    """The rows; a data set of one's own may take long to make them."""
+    from tqdm.auto import tqdm
+
+    shown = {"desc": "reading the data, to know it again", "unit": "row", "delay": 5}
+    for i in tqdm(range(len(data)), **shown):
+        yield data[i]
 
 
 def _hash_of_table(table: Any, but: Sequence[str]) -> str | None:
