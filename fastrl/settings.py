@@ -31,7 +31,10 @@ _RANGES = {
 _EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")
 _OF_YAML = ": YAML reads 1e-5 as a text, write 1.0e-5"
 # Of which a truth value is no number.
-_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+_NAMES: dict[type, str] = {
+    **{bool: "True or False", int: "a whole number", float: "a number", str: "a text"},
+    **{list: "a list", dict: "a dict"},
+}
 
 
 class _Bounded(str):
@@ -156,7 +159,7 @@ def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
     Args:
         config: an instance of a dataclass.
         kind: the dataclass, or one that it is made of, whose settings are checked: those that are
-            truth values, numbers or texts.
+            truth values, numbers, texts, lists or dicts.
         but: settings that are not. Nor are those that change nothing or are not honoured.
 
     Raises:
@@ -229,7 +232,9 @@ def _plain_types(kind: type) -> dict[str, tuple[type, ...]]:
     for each in dataclasses.fields(kind):
         hint = hints[each.name]
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        wanted = typing.get_args(hint) if is_union else (hint,)
+        wanted = tuple(
+            typing.get_origin(x) or x for x in (typing.get_args(hint) if is_union else (hint,))
+        )
         unread = isinstance(each.metadata.get("help"), (_Remedy, _Likeness))
         if each.init and not unread and all(x in (*_NAMES, types.NoneType) for x in wanted):
             found[each.name] = wanted
@@ -241,5 +246,7 @@ def _is(value: Any, kind: type) -> bool:
         return kind is bool and isinstance(value, bool)
     if kind is str:
         return isinstance(value, (str, os.PathLike))
+    if kind is list:
+        return isinstance(value, (list, tuple))
     number = {int: numbers.Integral, float: numbers.Real}
     return isinstance(value, number.get(kind, kind))

@@ -99,6 +99,37 @@ def test_a_number_that_yaml_reads_as_text_says_so(tmp_path: Path) -> None:
         fastrl.DPOConfig(str(tmp_path), use_cpu=True, learning_rate="1e-5")
 
 
+@pytest.mark.parametrize("surface", ["GRPO", "RLOO", "DPO", "KTO", "SFT", "Reward", "Alignment"])
+def test_what_is_no_dict_is_refused_by_name(surface: str) -> None:
+    """A text that is no JSON object was passed over."""
+    kind, own = config_of(surface), {"output_dir": "out", "use_cpu": True, "report_to": "none"}
+    names = [
+        *("model_init_kwargs", "lr_scheduler_kwargs", "activation_checkpointing_kwargs"),
+        *("generation_kwargs", "chat_template_kwargs"),
+    ]
+    for name in set(names) & {each.name for each in dataclasses.fields(kind)}:
+        for value in ("top_k=5", '{"top_k": 5', '["top_k"]', [1], 1.5, True):
+            with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+                kind(**own, **{name: value})
+        kept = kind(**own, **{name: '{"use_reentrant": "true"}'})
+        assert getattr(kept, name) == {"use_reentrant": True}
+
+
+@pytest.mark.parametrize(
+    ("surface", "name", "value"),
+    [
+        ("GRPO", "rollout_backend", "hf"), ("RLOO", "rollout_backend", ""),
+        ("RLOO", "reward_clip_range", 1.5), ("GRPO", "reward_weights", 1.0),
+        ("DPO", "loss_weights", 1.0), ("DPO", "loss_type", None), ("DPO", "loss_type", []),
+        ("SFT", "pad_to_multiple_of", []), ("SFT", "dataset_kwargs", 1.5),
+        ("SFT", "train_sampling_strategy", "group_by_lenght"), ("SFT", "label_names", "labels"),
+    ],
+)  # fmt: skip
+def test_what_no_setting_can_be_is_refused_by_name(surface: str, name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+        config_of(surface)("out", use_cpu=True, report_to="none", **{name: value})
+
+
 def test_coefficients_that_are_no_numbers_are_refused_by_name() -> None:
     for name, kind in LOSSES.items():
         for each in dataclasses.fields(kind):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from fastrl.config import PPOConfig
+from fastrl.config import PPOConfig, parse_json
 from fastrl.data.choose_padding import runs_packed
 from fastrl.data.tables import is_stream
 from fastrl.data.token_batch import TokenBatch
@@ -33,7 +33,14 @@ from fastrl.run.checkpoints import describe_weights
 from fastrl.run.launcher import wait_at_most
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
-from fastrl.settings import check_ranges, check_refused, check_types, setting, setting_like
+from fastrl.settings import (
+    check_ranges,
+    check_refused,
+    check_types,
+    refusals,
+    setting,
+    setting_like,
+)
 from fastrl.trainers.logged import LoggedMetrics
 from fastrl.trainers.logged import joined as joined_metrics
 from fastrl.trainers.low_memory import LowMemoryTrainer
@@ -59,6 +66,9 @@ _RANGES = {
     "max_steps": "[-1, inf)",
     "dataloader_prefetch_factor": "[1, inf)",
 }
+# Of the order of the data; transformers takes any other for "random".
+_STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
+_FILES = {"accelerator_config", "fsdp_config", "deepspeed"}  # dicts, JSON, or paths of such
 
 
 @dataclass
@@ -509,8 +519,8 @@ def _check_optimizer(args: TrainingArguments) -> None:
 
 
 def check_numbers(args: Any, kind: type) -> None:
-    """Checks all numbers and truth values of settings, transformers' own, too, and other types of
-    ours.
+    """Checks all numbers, truth values, lists and dicts of settings, transformers' own, too, and
+    other types of ours.
 
     Raises:
         TypeError, ValueError: as :func:`fastrl.settings.check_types` and ``check_ranges``.
@@ -522,6 +532,14 @@ def check_numbers(args: Any, kind: type) -> None:
     ]
     check_types(args, kind, but=texts)
     check_ranges(args, kind, _RANGES)
+    for name in kind._VALID_DICT_FIELDS:  # type: ignore[attr-defined]
+        if name not in _FILES:
+            parse_json(name, getattr(args, name))
+    order = args.train_sampling_strategy
+    if order not in _STRATEGIES and "train_sampling_strategy" not in refusals(kind):
+        raise ValueError(
+            f"unknown train_sampling_strategy {order!r}: choose one of {', '.join(_STRATEGIES)}"
+        )
 
 
 def settings_of(args: Any, kind: type, **keywords: Any) -> Any:

@@ -54,6 +54,8 @@ class DPOConfig(PreferenceConfig):
         if isinstance(self.loss_type, str):
             self.loss_type = [self.loss_type]
         super().__post_init__()
+        if not self.loss_type:
+            raise ValueError(f"loss_type is empty: name one or several of {', '.join(LOSSES)}")
         for name in self.loss_type:
             if name not in LOSSES:
                 raise ValueError(

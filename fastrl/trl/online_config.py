@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastrl.config import PPOConfig
+from fastrl.config import ROLLOUT_BACKENDS, PPOConfig, parse_json
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 
@@ -144,6 +144,11 @@ class OnlineConfig(SupervisedArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_refused(self)
+        if self.rollout_backend not in ROLLOUT_BACKENDS:
+            raise ValueError(
+                f"unknown rollout_backend {self.rollout_backend!r}: choose one of "
+                f"{', '.join(ROLLOUT_BACKENDS)}"
+            )
         if self.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size would break groups of num_generations responses: leave it "
@@ -208,5 +213,4 @@ class OnlineConfig(SupervisedArguments):
         }
         if self.min_p is not None:
             own["min_p"] = self.min_p
-        given = self.generation_kwargs
-        return {**own, **(given if isinstance(given, dict) else {})}
+        return {**own, **parse_json("generation_kwargs", self.generation_kwargs)}
