@@ -72,7 +72,12 @@ class Prompts:
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of texts, got the text {prompts!r}")
-        if len(prompts) and isinstance(prompts[0], Mapping):
+        if not hasattr(prompts, "__len__"):
+            raise ValueError(f"prompts must be a list of texts, got {prompts!r:.80}")
+        if not len(prompts):
+            name = name_of(0).partition("[")[0]
+            raise ValueError(f"{name} is empty: pass at least one")
+        if isinstance(prompts[0], Mapping):
             raise ValueError(
                 "prompts must be a list of chats, got the messages of one: pass [messages]"
             )
@@ -132,6 +137,8 @@ class Prompts:
                 "prompts' column with prompt_column"
             )
         check_reserved([c for c in names if c != column], f"{of}the dataset")
+        if not len(dataset):
+            raise ValueError(f"{of}the dataset has no rows: bring some")
         found = cls.from_list(
             _whole(dataset, column),
             tokenizer,

@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +27,44 @@ from fastrl.ppo.overlong import make_overlong
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
 from fastrl.rollout import RolloutOutput
-from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult, closing_callbacks
+from fastrl.run.callbacks import (
+    Evaluation,
+    TrainCallback,
+    TrainResult,
+    checked_callbacks,
+    closing_callbacks,
+)
 from fastrl.run.checkpoints import BadCheckpoint, warn_of_changed_settings
 from fastrl.run.ledger import Ledger
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.progress import ProgressCallback
 from fastrl.run.random_state import random_state_kept, seed_at
 from fastrl.run.stopping import stop_at_a_steps_end
+from fastrl.settings import check_ranges, check_types, setting
 from fastrl.user_code import exits_are_errors
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
+
+
+@dataclass
+class Numbers:
+    """Those of :meth:`fastrl.PPOTrainer.train`, checked.
+
+    Raises:
+        TypeError, ValueError: as :func:`fastrl.settings.check_types` and ``check_ranges``.
+    """
+
+    steps: int = setting("", within="[1, inf)")
+    eval_every: int = setting("", within="[0, inf)")
+    missing_eos_penalty: float | None = setting("", within="(-inf, inf)")
+    save_every: int = setting("", within="[0, inf)")
+    keep_last: int = setting("", within="[0, inf)")
+    overwrite: bool = setting("")
+
+    def __post_init__(self) -> None:
+        check_types(self, Numbers)
+        check_ranges(self, Numbers)
 
 
 class Loop:
@@ -50,19 +78,17 @@ class Loop:
         self,
         trainer: PPOTrainer,
         reward_fn: RewardFunctions,
+        numbers: Numbers,
         *,
         reward_weights: Sequence[float] | None,
         reward_timeout: float | None,
         reward_retries: int,
         reward_batch_size: int | None,
-        steps: int,
         prompts: Any,
         dataset: Any,
         prompt_column: str | None,
         generation_kwargs: dict[str, Any],
         eval_prompts: Any,
-        eval_every: int,
-        missing_eos_penalty: float | None,
         long_prompts: str,
         callbacks: Iterable[TrainCallback],
         progress: bool,
@@ -71,14 +97,6 @@ class Loop:
     ):
         config, tokenizer, rollouts = trainer.config, trainer.tokenizer, trainer.rollouts
         self.processes = trainer.processes
-        if not steps >= 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
-        if eval_every < 0:
-            raise ValueError(
-                f"eval_every must be 0 (before and after only) or more, got {eval_every}"
-            )
-        if missing_eos_penalty is not None and not math.isfinite(missing_eos_penalty):
-            raise ValueError(f"missing_eos_penalty must be finite, got {missing_eos_penalty}")
         if prompts is not None and dataset is not None:
             raise ValueError("pass prompts or dataset, not both")
         if long_prompts not in LONG_PROMPTS:
@@ -88,6 +106,7 @@ class Loop:
         dataset = trainer.dataset if dataset is None else dataset
         if prompts is None and dataset is None:
             raise ValueError("nothing to train on: pass prompts or dataset")
+        callbacks = checked_callbacks(callbacks)
         self.trainer = trainer
         self.rewards = Rewards(
             reward_fn,
@@ -99,8 +118,8 @@ class Loop:
             shared=self.processes.count > 1,
         )
         self.resampling = make_resampling(config, self.processes)
-        self.steps, self.eval_every = steps, eval_every
-        self.missing_eos_penalty = missing_eos_penalty
+        steps, self.eval_every = numbers.steps, numbers.eval_every
+        self.steps, self.missing_eos_penalty = steps, numbers.missing_eos_penalty
         self.generation_kwargs = rollouts.arguments.of_training(generation_kwargs)
         self.overlong = make_overlong(config, self.generation_kwargs)
         # max_length in its place counts the prompt.

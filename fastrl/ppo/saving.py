@@ -83,7 +83,7 @@ class SavedInFolder:
         overwrite: remove an earlier run in the folder.
 
     Raises:
-        ValueError: a number below 0; as :meth:`RunFolder.claim` and ``find_checkpoint``.
+        ValueError: as :meth:`RunFolder.claim` and ``find_checkpoint``.
     """
 
     def __init__(
@@ -95,9 +95,6 @@ class SavedInFolder:
         resume: bool | str | Path,
         overwrite: bool,
     ):
-        for name, number in (("save_every", save_every), ("keep_last", keep_last)):
-            if number < 0:
-                raise ValueError(f"{name} must be 0 or more, got {number}")
         self.trainer, self.folder = trainer, folder
         self.processes = trainer.processes
         self.save_every, self.resume, self.overwrite = save_every, resume, overwrite

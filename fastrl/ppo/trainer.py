@@ -41,7 +41,7 @@ from fastrl.ppo.classic import ClassicMethods
 from fastrl.ppo.critic import CriticLearner, checked_critic
 from fastrl.ppo.experience import Experience, LastExperience, Scorer, check_tokens
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place, warn_of_negative_kl
-from fastrl.ppo.loop import Loop
+from fastrl.ppo.loop import Loop, Numbers
 from fastrl.ppo.loss import UpdateLoss
 from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
 from fastrl.ppo.old_logprobs import OldLogprobs
@@ -612,22 +612,22 @@ class PPOTrainer(ClassicMethods, Persistence):
 
         An exception in a step leaves a checkpoint in ``output``: the state before that step.
         """
-        saving = make_saving(self, output, save_every, keep_last, resume, overwrite)
+        numbers = Numbers(steps, eval_every, missing_eos_penalty, save_every, keep_last, overwrite)
+        saves = numbers.save_every, numbers.keep_last
+        saving = make_saving(self, output, *saves, resume, overwrite)
         loop = Loop(
             self,
             reward_fn,
+            numbers,
             reward_weights=reward_weights,
             reward_timeout=reward_timeout,
             reward_retries=reward_retries,
             reward_batch_size=reward_batch_size,
-            steps=steps,
             prompts=prompts,
             dataset=dataset,
             prompt_column=prompt_column,
             generation_kwargs=generation_kwargs or {},
             eval_prompts=eval_prompts,
-            eval_every=eval_every,
-            missing_eos_penalty=missing_eos_penalty,
             long_prompts=long_prompts,
             callbacks=callbacks,
             progress=progress,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 KEPT_STEPS = 10_000  # in a result's history
+_EVENTS = ("on_train_begin", "on_samples", "on_step", "on_eval", "on_train_end")
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,6 +141,26 @@ class TrainCallback:
         """Called last, also after an exception: releases resources."""
 
 
+def checked_callbacks(callbacks: Any) -> list[TrainCallback]:
+    """
+    Raises:
+        TypeError: no list, or something in it that lacks methods of :class:`TrainCallback`.
+    """
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks must be a list of TrainCallback objects, got {callbacks!r}")
+    found = list(callbacks)
+    for i, each in enumerate(found):
+        if isinstance(each, type):
+            raise TypeError(f"callbacks[{i}] is the class {each.__name__}, no object: make one")
+        lacking = [name for name in _EVENTS if not callable(getattr(each, name, None))]
+        if lacking:
+            raise TypeError(
+                f"callbacks[{i}] is {each!r:.80}, which lacks {', '.join(lacking)}: derive it from "
+                "fastrl.TrainCallback"
+            )
+    return found
+
+
 def closing_callbacks(run: Callable[..., TrainResult]) -> Callable[..., TrainResult]:
     """Decorator of a loop's method: closes its callbacks at the end, also after an exception."""
 
@@ -147,9 +169,10 @@ def closing_callbacks(run: Callable[..., TrainResult]) -> Callable[..., TrainRes
         try:
             return run(loop, *args, **kwargs)
         finally:
-            for callback in loop.callbacks:
-                if isinstance(callback, TrainCallback):
-                    callback.close()
+            with ExitStack() as stack:  # one that fails leaves the others their turn
+                for callback in reversed(loop.callbacks):
+                    if isinstance(callback, TrainCallback):
+                        stack.callback(callback.close)
 
     return closing
 

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
+from transformers import TrainerCallback
 
 from fastrl import JsonlCallback, PPOConfig, PPOTrainer, ProgressCallback, TrainCallback
 from fastrl.data.prompts import Prompts, PromptStream
@@ -230,6 +231,25 @@ def test_a_missing_column_is_refused_with_those_there_are(trainer, name):
     ("arguments", "message"),
     [
         ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"eval_every": math.nan}, "eval_every must be a whole number, got nan"),
+        ({"eval_every": 1.5}, "eval_every must be a whole number, got 1.5"),
+        ({"missing_eos_penalty": "1"}, "missing_eos_penalty must be a number or None, got '1'"),
+        ({"save_every": math.nan}, "save_every must be a whole number, got nan"),
+        ({"keep_last": 1.5}, "keep_last must be a whole number, got 1.5"),
+        ({"overwrite": "no"}, "overwrite must be True or False, got 'no'"),
+        ({"prompts": []}, "prompts is empty: pass at least one"),
+        ({"eval_prompts": []}, "eval_prompts is empty: pass at least one"),
+        (
+            {"prompts": None, "dataset": Dataset.from_dict({"prompt": []})},
+            "the dataset has no rows",
+        ),
+        ({"prompts": 5}, "prompts must be a list of texts, got 5"),
+        ({"callbacks": None}, "callbacks must be a list of TrainCallback objects, got None"),
+        ({"callbacks": [TrainCallback]}, r"callbacks\[0\] is the class TrainCallback.*: make one"),
+        (
+            {"callbacks": [TrainerCallback()]},
+            r"callbacks\[0\] .*lacks on_samples, on_step, on_eval",
+        ),
         ({"prompts": TEXTS[:1]}, "1 prompts are fewer than batch_size=2"),
         ({"prompts": None}, "nothing to train on"),
         ({"dataset": Dataset.from_dict({"prompt": TEXTS})}, "prompts or dataset, not both"),
@@ -240,7 +260,7 @@ def test_a_missing_column_is_refused_with_those_there_are(trainer, name):
     ],
 )
 def test_impossible_runs_are_refused(trainer, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         run(trainer, zero, **arguments)
 
 
