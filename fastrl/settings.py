@@ -10,7 +10,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import field
 from functools import cache
 from types import MappingProxyType
@@ -166,19 +166,43 @@ def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
         TypeError: a value of another type, named with the one that it must have.
     """
     for name, wanted in _plain_types(kind).items():
-        if name in but:
-            continue
-        value = getattr(config, name)
-        if int in wanted and float not in wanted and _is(value, float) and value == value // 1:
-            object.__setattr__(config, name, int(value))  # of frozen ones, too
-        elif not any(_is(value, each) for each in wanted):
-            allowed = [_NAMES[each] for each in wanted if each in _NAMES]
-            nothing = ["None"] if types.NoneType in wanted else []
-            yaml = isinstance(value, str) and _EXPONENT.fullmatch(value)
-            raise TypeError(
-                f"{name} must be {' or '.join(allowed + nothing)}, got {value!r} "
-                f"({type(value).__name__})" + (_OF_YAML if yaml else "")
-            )
+        if name not in but:
+            value = getattr(config, name)
+            typed = _typed(name, value, wanted)
+            if typed is not value:
+                object.__setattr__(config, name, typed)  # of frozen ones, too
+
+
+def typed_arguments(function: Callable[..., Any], **given: Any) -> tuple[Any, ...]:
+    """Arguments of a function by the types that it declares, as :func:`check_types` has settings:
+    whole floats become whole numbers.
+
+    Raises:
+        TypeError: a value of another type, named with the one that it must have.
+    """
+    hints = typing.get_type_hints(function)
+    return tuple(_typed(name, value, _kinds(hints[name])) for name, value in given.items())
+
+
+def _typed(name: str, value: Any, wanted: tuple[Any, ...]) -> Any:
+    if int in wanted and float not in wanted and _is(value, float) and value == value // 1:
+        return value if isinstance(value, int) else int(value)
+    if not any(_is(value, each) for each in wanted):
+        allowed = [_NAMES[each] for each in wanted if each in _NAMES]
+        nothing = ["None"] if types.NoneType in wanted else []
+        yaml = isinstance(value, str) and _EXPONENT.fullmatch(value)
+        raise TypeError(
+            f"{name} must be {' or '.join(allowed + nothing)}, got {value!r} "
+            f"({type(value).__name__})" + (_OF_YAML if yaml else "")
+        )
+    return value
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types of a hint: those of a union, and list of list[int]."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    every = typing.get_args(hint) if is_union else (hint,)
+    return tuple(typing.get_origin(each) or each for each in every)
 
 
 def check_ranges(
@@ -230,11 +254,7 @@ def _plain_types(kind: type) -> dict[str, tuple[type, ...]]:
     found = {}
     hints = typing.get_type_hints(kind)
     for each in dataclasses.fields(kind):
-        hint = hints[each.name]
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        wanted = tuple(
-            typing.get_origin(x) or x for x in (typing.get_args(hint) if is_union else (hint,))
-        )
+        wanted = _kinds(hints[each.name])
         unread = isinstance(each.metadata.get("help"), (_Remedy, _Likeness))
         if each.init and not unread and all(x in (*_NAMES, types.NoneType) for x in wanted):
             found[each.name] = wanted

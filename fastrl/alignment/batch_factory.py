@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from fastrl.data.columns import FEEDBACK, PAIRS, check_reserved
 from fastrl.data.examples import Example
 from fastrl.rollout import SamplingParams
 from fastrl.run.random_state import seed_at
+from fastrl.settings import typed_arguments
 
 
 class BatchFactory:
@@ -47,6 +47,7 @@ class BatchFactory:
         ValueError: an unknown task; an online task without an annotator, or an offline one with
             one; sizes below 1; data that the task cannot use; online, a column with the name of
             what annotators get.
+        TypeError: a size, seed or truth value of another type.
     """
 
     def __init__(
@@ -64,9 +65,16 @@ class BatchFactory:
         shuffle: bool = True,
     ):
         self.task = find_task(task)
-        for name, x in (("batch_size", batch_size), ("epochs", epochs), ("examples", examples)):
-            if x is not None and not (isinstance(x, numbers.Integral) and x >= 1):
+        sizes: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs, "examples": examples}
+        given = {**sizes, "seed": seed, "shuffle": shuffle}
+        batch_size, epochs, examples, seed, shuffle = typed_arguments(
+            BatchFactory.__init__, **given
+        )
+        for name, x in sizes.items():
+            if x is not None and not x >= 1:
                 raise ValueError(f"{name} must be at least 1, got {x}")
+        if not 0 <= seed < 1 << 32:
+            raise ValueError(f"seed must lie between 0 and 4294967295, got {seed}")
         if self.task.online and annotator is None:
             raise ValueError(
                 f"the task {self.task.name} needs an annotator to judge the policy's responses: "

@@ -21,6 +21,7 @@ from fastrl.data.chat import (
     render,
 )
 from fastrl.data.examples import Example, Response
+from fastrl.settings import check_types
 
 TRUNCATIONS = ("keep_end", "keep_start")
 
@@ -47,6 +48,7 @@ class Encoder:
 
     Raises:
         ValueError: limits that leave no room, another truncation.
+        TypeError: something else than numbers and truth values.
     """
 
     tokenizer: Any
@@ -57,6 +59,7 @@ class Encoder:
     template: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        check_types(self, Encoder)
         if self.truncation not in TRUNCATIONS:
             raise ValueError(
                 f"truncation must be one of {', '.join(TRUNCATIONS)}, got {self.truncation!r}"

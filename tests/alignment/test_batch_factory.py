@@ -282,3 +282,23 @@ def test_a_column_of_prompts_that_replaced_what_rewards_get_is_refused() -> None
     with pytest.raises(ValueError, match="column 'completions' of the data has the name of what"):
         make_factory("reinforcement-learning", rows)
     make_factory("sft", [replace(e, columns={"completions": "w5"}) for e in examples(PAIRS)])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"shuffle": "False"}, "shuffle must be True or False, got 'False'"),
+        ({"batch_size": True}, "batch_size must be a whole number, got True"),
+        ({"epochs": 1.5}, "epochs must be a whole number, got 1.5"),
+        ({"seed": None}, "seed must be a whole number, got None"),
+        ({"seed": -1}, "seed must lie between 0 and 4294967295, got -1"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        make_factory("sft", **given)
+
+
+def test_whole_floats_are_sizes() -> None:
+    factory = make_factory("sft", batch_size=2.0, examples=1e1)
+    assert (factory.batch_size, factory.examples, len(factory)) == (2, 10, 5)

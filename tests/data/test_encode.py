@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from fastrl import DataCollatorForCompletionOnlyLM
 from fastrl.data.collators import IGNORED, TextCollator
+from fastrl.data.encode import Encoder
 from fastrl.data.prepare import prepare_texts
 from tests.data.conftest import chat_tokenizer
 from tests.golden import tiny
@@ -288,3 +289,16 @@ def test_texts_that_are_cut_are_counted(row: dict[str, Any], cuts: int) -> None:
     said = [str(w.message) for w in caught]
     wanted = "1 of 3 texts are longer than max_length=4 tokens and are cut: raise max_length"
     assert [x[: len(wanted)] for x in said] == [wanted] * cuts
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_length": float("nan")}, "max_length must be a whole number or None, got nan"),
+        ({"max_prompt_length": "8"}, "max_prompt_length must be a whole number or None, got '8'"),
+        ({"add_eos": "False"}, "add_eos must be True or False, got 'False'"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(given, said):
+    with pytest.raises(TypeError, match=said):
+        Encoder(tiny.tokenizer(), **given)
