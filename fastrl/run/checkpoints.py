@@ -139,6 +139,7 @@ class Checkpoints:
 
     @contextmanager
     def _new(self, step: int, best: int | None) -> Iterator[Path]:
+        self._checksums = {}  # those of an earlier one's files are not this one's
         self.folder.mkdir(parents=True, exist_ok=True)
         self.remove_unfinished()
         path = self.path(step)

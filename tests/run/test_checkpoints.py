@@ -268,6 +268,14 @@ def test_what_another_process_does_not_see_the_main_one_reads(checkpoints, monke
     assert len(verify(checkpoints.path(1))["files"]) == 2
 
 
+def test_one_that_the_main_process_saves_alone_has_its_own_checksums(checkpoints):
+    with checkpoints.new(1, processes=Main()) as part:
+        (part / "state.json").write_text("{}")
+    with checkpoints.new(2, processes=OneProcess()) as part:
+        (part / "state.json").write_text("{} ")
+    verify(checkpoints.path(2))
+
+
 def test_a_tree_is_read_as_it_was_written(tmp_path):
     shared = torch.arange(6.0).reshape(2, 3)
     tree = {
