@@ -253,8 +253,19 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         return model
 
     def get_train_dataloader(self) -> DataLoader:
-        """As in ``Trainer``; several processes share the batches that one would draw."""
+        """As in ``Trainer``; several processes share the batches that one would draw.
+
+        Raises:
+            ValueError: the examples make no batch, so that no step would be taken.
+        """
         loader = super().get_train_dataloader()
+        data: Any = self.train_dataset
+        if not is_stream(data) and not len(loader):
+            count, size = len(data), self._train_batch_size * self.processes.count
+            raise ValueError(
+                f"{count} examples make no batch of {size}, and dataloader_drop_last leaves out "
+                "what makes none: turn it off, lower per_device_train_batch_size, or bring more"
+            )
         if self.processes.count > 1:
             stream = is_stream(self.train_dataset)
             sizes = [] if stream else list(self.sizes(self.train_dataset))

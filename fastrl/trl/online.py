@@ -663,6 +663,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), **trained_identity(self)}
 
+    def own_settings(self) -> dict[str, Any]:
+        return {**super().own_settings(), "reward_funcs": self.reward_func_names}
+
     def own_state(self) -> dict[str, Any]:
         return {
             **super().own_state(),

@@ -15,7 +15,7 @@ from fastrl import AutoModelForCausalLMWithValueHead, RewardConfig, SFTConfig
 from fastrl.models.load import with_adapter
 from tests import tiny_models
 from tests.golden import tiny
-from tests.trainers.conftest import Make, reward_model, texts, weights
+from tests.trainers.conftest import Make, pairs, reward_model, texts, weights
 
 
 def test_all_names_are_exported() -> None:
@@ -45,6 +45,14 @@ def test_the_command_line_reads_every_setting(tmp_path: Path) -> None:
         [*line[:2], "--center_rewards_coefficient", "0.1"]
     )
     assert args.center_rewards_coefficient == 0.1
+
+
+def test_data_that_make_no_batch_are_refused(make_sft: Make, make_reward: Make) -> None:
+    """No step would be taken, and the run end as if it had learned."""
+    for make, data in ((make_sft, texts(3)), (make_reward, pairs(3))):
+        trainer = make(data=data, dataloader_drop_last=True)
+        with pytest.raises(ValueError, match=r"3 examples make no batch of 4, and"):
+            trainer.train()
 
 
 @pytest.mark.parametrize(

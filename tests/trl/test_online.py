@@ -520,3 +520,36 @@ def test_a_reward_function_that_puts_the_policy_into_evaluation_mode_changes_no_
     one, other = (x.state.log_history[0] for x in trainers)
     assert other["loss"] == one["loss"]
     assert other["grad_norm"] == one["grad_norm"]
+
+
+
+
+@pytest.mark.filterwarnings("ignore:output_dir .* holds checkpoints")
+def test_a_run_that_resumes_with_other_rewards_says_so(tmp_path: Path) -> None:
+    def lengths(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make(tmp_path, **saving).train()
+    again = make(tmp_path, rewards=lengths, **saving)
+    said = r"settings differ .*reward_funcs: \['small_tokens'\] → \['lengths'\]"
+    with pytest.warns(UserWarning, match=said):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_reward_that_leaves_the_working_directory_takes_no_checkpoint_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def leaving(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        os.chdir(tmp_path / "elsewhere")
+        return small_tokens(completion_ids)
+
+    trainer = make(Path("run"), rewards=leaving, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model()
+    assert not any((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
