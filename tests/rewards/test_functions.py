@@ -97,3 +97,10 @@ def test_files_of_one_name_stay_apart_and_what_they_define_is_pickled(tmp_path):
     assert [reward(["w5"]) for reward, _ in kept] == [[1.0], [2.0]]
     assert [type(pickle.loads(pickle.dumps(kind()))) for _, kind in kept] == [k for _, k in kept]
     assert kept[0][1].__module__ == "my_own_rewards"  # other processes import it by that name
+
+
+def test_a_whole_number_beyond_floats_is_no_reward():
+    with pytest.raises(ValueError, match="f returned 10000.* for completion 1: rewards must be"):
+        read_rewards([1, 10**400], range(2), "f")
+    with pytest.raises(ValueError, match="f returned 10000.* for pair 0: it must be 1.0"):
+        check_preferences([10**400], 1, "f")
