@@ -100,7 +100,7 @@ def test_files_of_one_name_stay_apart_and_what_they_define_is_pickled(tmp_path):
 
 
 def test_a_whole_number_beyond_floats_is_no_reward():
-    with pytest.raises(ValueError, match="f returned 10000.* for completion 1: rewards must be"):
+    with pytest.raises(ValueError, match=r"f returned 10000.* for completion 1: rewards must be"):
         read_rewards([1, 10**400], range(2), "f")
-    with pytest.raises(ValueError, match="f returned 10000.* for pair 0: it must be 1.0"):
+    with pytest.raises(ValueError, match=r"f returned 10000.* for pair 0: it must be 1\.0"):
         check_preferences([10**400], 1, "f")
