@@ -14,6 +14,7 @@ from fastrl.alignment.annotator import ask_preferences, ask_scores
 from fastrl.alignment.batch import Batch, columns_of
 from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.losses import Loss
+from fastrl.alignment.losses.base import output_of
 from fastrl.alignment.responses import answers_of, finished_of, prompts_of
 from fastrl.data.chat import as_answer
 from fastrl.rollout.sampling_params import joined_statistic
@@ -88,7 +89,7 @@ class OfflineEvaluation:
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
         means = Means()
         for batch in self.batches():
-            loss, metrics = self.loss(batch, policy, reference)
+            loss, metrics = output_of(self.loss, batch, policy, reference)
             means.add(that_count({"loss": loss.expand(batch.size), **metrics}, batch))
         return means.take(accelerator, sem_of=[ACCURACY])
 

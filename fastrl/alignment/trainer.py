@@ -28,6 +28,7 @@ from fastrl.alignment.evaluation import (
 from fastrl.alignment.learners import make_learner
 from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
+from fastrl.alignment.losses.base import output_of
 from fastrl.alignment.planning import plan_alignment
 from fastrl.data.vocabulary import check_examples
 from fastrl.models.products import Products
@@ -221,7 +222,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
     ) -> Any:
         """The loss of one batch; keeps its metrics for the next log."""
         policy, reference = self.learner.views(model)
-        loss, metrics = self.loss(inputs, policy, reference)
+        loss, metrics = output_of(self.loss, inputs, policy, reference)
         self._deferred = policy.passes
         # Gradients are averaged over the processes, whose parts of the last batch may differ.
         loss = loss * (self.processes.count * inputs.fraction)

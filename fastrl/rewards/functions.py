@@ -105,7 +105,7 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
             raise _not_finite(reward, i, who)
         try:
             rewards.append(None if reward is None else float(reward))
-        except (TypeError, ValueError, RuntimeError):  # as in as_number
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # as in as_number
             if _is_of_tokens(reward):
                 raise ValueError(
                     f"{who} returned {len(reward)} numbers for completion {i}: it must return one "
@@ -241,7 +241,7 @@ def as_number(value: Any) -> float:
     """A value, or a text as tables may hold it, as a float; NaN where it is not a number."""
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of several elements; 10**400
         return math.nan
 
 

@@ -46,7 +46,7 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any] | None = None):
         self.name = os.fspath(path)
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a user's function may change the working directory
         self.config: dict[str, Any] = dict(config or {})
         self.metrics = self.path / "metrics.jsonl"
         self.logs = self.path / "logs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,6 +123,8 @@ class ResumableTrainer(transformers.Trainer):
         self.run_folder: RunFolder | None = None
         self._run = _Run()
         super().__init__(*args, **kwargs)
+        # A user's function may change the working directory.
+        self.args.output_dir = os.path.abspath(str(self.args.output_dir))
         wait_at_most(self.args)
         check_found(self.accelerator)
         self.processes = processes_of(self.accelerator)

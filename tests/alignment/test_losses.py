@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from fastrl.alignment import LOSSES, Example, make_loss
+from fastrl.alignment import LOSSES, Example, Loss, make_loss
 from fastrl.alignment.logprobs import ReferencePolicy, Tokens, TrainedPolicy
 from fastrl.data.batch import make_batches
 from fastrl.models import CausalLMPolicy
@@ -304,3 +305,29 @@ def plain_views(loss: Any) -> tuple[Any, Any]:
     tokens = Tokens(make_batches(policy, tiny.tokenizer(), None), policy.device, reference)
     passes = DeferredGradients(policy, Accelerator(cpu=True), bounded=False)
     return TrainedPolicy(policy, tokens, passes), ReferencePolicy(reference, tokens)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda x: x.mean(), "returned tensor"),
+        (lambda x: (x, {}), r"of shape \(4,\)"),
+        (lambda x: (x.mean().item(), {}), "returned a loss of the type float"),
+        (lambda x: (x.mean(), None), "metrics of the type NoneType"),
+        (lambda x: (x.mean(), {"m": 1.0}), "the metric 'm' of the type float"),
+        (lambda x: (x.mean(), {"loss": x.mean()}), "the metric 'loss', .* a name of the trainer's"),
+    ],
+)
+def test_what_a_loss_of_a_users_may_not_return_is_named(
+    make: Any, said: str, make_trainer: Make
+) -> None:
+    @dataclass(frozen=True)
+    class Own(Loss):
+        name = "own"
+        tasks = ("sft",)
+
+        def __call__(self, batch: Any, policy: Any, reference: Any) -> Any:
+            return make(-policy.logprobs(batch)[0].sums)
+
+    with pytest.raises(TypeError, match=rf"the loss own .*{said}"):
+        make_trainer(Own()).train()

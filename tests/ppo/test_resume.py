@@ -482,6 +482,19 @@ def test_settings_that_changed_are_named_and_a_new_learning_rate_is_used(saved):
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_a_reward_that_leaves_the_working_directory_takes_no_files_along(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def leaving(completions, **_):
+        os.chdir(tmp_path / "elsewhere")
+        return [float(len(text)) for text in completions]
+
+    run(make_trainer(), "run", leaving)
+    assert not any((tmp_path / "elsewhere").iterdir())
+    assert Checkpoints(tmp_path / "run" / "checkpoints").paths()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ from fastrl.rollout import SamplingParams
 from fastrl.settings import is_number
 
 LOSSES: dict[str, type[Loss]] = {}  # by name; of a task's losses the first is its default
+_TRAINERS = ("loss", "grad_norm", "learning_rate", "epoch")  # names of logs
 SomeLoss = TypeVar("SomeLoss", bound="type[Loss]")
 
 
@@ -107,6 +108,34 @@ class Loss(ABC):
         Raises:
             ValueError: the loss needs responses of another distribution.
         """
+
+
+def output_of(loss: Loss, batch: Batch, policy: Any, reference: Any) -> LossOutput:
+    """What a loss returns for a batch, checked.
+
+    Raises:
+        TypeError: it is not a number with its metrics, all of them tensors.
+    """
+    found = loss(batch, policy, reference)
+    said = "it must return LossOutput(loss, metrics), a tensor of one number and a dict of tensors"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(f"the loss {loss.name} returned {found!r:.80}: {said}")
+    number, metrics = found
+    wrong = None
+    if not isinstance(number, Tensor):
+        wrong = f"a loss of the type {type(number).__name__}"
+    elif number.dim():
+        wrong = f"a loss of shape {tuple(number.shape)}"
+    elif not isinstance(metrics, Mapping):
+        wrong = f"metrics of the type {type(metrics).__name__}"
+    for name, value in {} if wrong else metrics.items():
+        if not isinstance(value, Tensor):
+            wrong = f"the metric {name!r} of the type {type(value).__name__}"
+        elif name in _TRAINERS:
+            wrong = f"the metric {name!r}, and that is a name of the trainer's own"
+    if wrong:
+        raise TypeError(f"the loss {loss.name} returned {wrong}: {said}")
+    return LossOutput(number, metrics)
 
 
 def register(loss: SomeLoss) -> SomeLoss:
