@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -520,8 +521,6 @@ def test_a_reward_function_that_puts_the_policy_into_evaluation_mode_changes_no_
     one, other = (x.state.log_history[0] for x in trainers)
     assert other["loss"] == one["loss"]
     assert other["grad_norm"] == one["grad_norm"]
-
-
 
 
 @pytest.mark.filterwarnings("ignore:output_dir .* holds checkpoints")
