@@ -46,7 +46,7 @@ from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.reward_head import score_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, checksum, evaluating, without_dropout
-from fastrl.ppo.setup import precision_of
+from fastrl.ppo.setup import precision_of, share_new_weights
 from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.run.processes import processes_of
 from fastrl.trainers.passes import DeferredGradients
@@ -207,7 +207,9 @@ class PolicyLearner:
             init_kl_coef=0.0 if mode == "none" else 1.0,
             micro_batch_tokens=self.args.micro_batch_tokens,
         )
-        self.reference = choose_ref_model(settings, model, self._wrapped(ref_model, model))
+        other = self._wrapped(ref_model, model)
+        share_new_weights(processes_of(self.args.distributed_state), model, other)
+        self.reference = choose_ref_model(settings, model, other)
         return model
 
     def _wrapped(self, ref_model: Any, policy: PreTrainedModelWrapper) -> Any:

@@ -21,9 +21,13 @@ from fastrl import (
     SFTConfig,
     SFTTrainer,
 )
+from fastrl.alignment import AlignmentConfig, Trainer
+from fastrl.data import columns
+from fastrl.rollout import SamplingParams
 from fastrl.run.callbacks import TrainCallback
 from fastrl.run.processes import PeerFailed
 from tests import tiny_models
+from tests.alignment.conftest import LikesHigh, examples, make_factory
 from tests.golden import tiny
 from tests.patience import LONG
 from tests.processes.jobs import PROMPTS, make_trainer, reward, sizes_of_steps, train
@@ -151,6 +155,19 @@ def unseeded(folder: Path) -> None:
         PPOTrainer(PPOConfig(**sizes_of_steps()), policy, other, tiny.tokenizer())
         trained = {k: p for k, p in policy.named_parameters() if "v_head" in k or "lora_" in k}
         said[kind] = {k: p.sum().item() for k, p in trained.items()}
+    torch.manual_seed(own)
+    policy = AutoModelForCausalLMWithValueHead(tiny_models.language_model("gpt2"))
+    data = examples(columns.PROMPTS, 8)
+    params = SamplingParams(max_new_tokens=3)
+    factory = make_factory(
+        "reinforcement-learning", data, batch_size=8, annotator=LikesHigh(), params=params
+    )
+    settings = {"use_cpu": True, "report_to": "none", "reference": "copy"}
+    aligned = Trainer(policy, AlignmentConfig(str(folder), **settings), factory, "ppo")
+    said["aligned"] = {
+        "reference": aligned.learner.reference_identity(),
+        "head": policy.v_head.summary.weight.sum().item(),
+    }
     (folder / f"{own}.json").write_text(json.dumps(said))
 
 

@@ -105,8 +105,8 @@ def test_a_timeout_in_transformers_arguments_holds_on_cpus(unseeded):
     assert {each["timeout"] for each in unseeded} == {77}
 
 
-@pytest.mark.parametrize("kind", ["plain", "with ref_model", "with an adapter"])
+@pytest.mark.parametrize("kind", ["plain", "with ref_model", "with an adapter", "aligned"])
 def test_new_weights_are_the_main_processes(unseeded, kind):
     main, *others = (each[kind] for each in unseeded)
-    assert len(main) == 2 + 4 * (kind == "with an adapter")
+    assert len(main) == 2 + 4 * (kind == "with an adapter")  # weight and bias, A and B of a layer
     assert all(other == main for other in others)
