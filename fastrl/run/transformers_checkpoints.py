@@ -104,7 +104,7 @@ class ResumableTrainer(transformers.Trainer):
     evaluation, and where :meth:`at_rest` says so. After an exception in a step that has not changed
     the weights, the state before it is saved, and after one in what follows a step, such as its
     evaluation, the state behind it: by all processes where all have left :meth:`agreed` work, else
-    by the main one alone, without the others' random states.
+    that before a step by the main one alone, without the others' random states.
 
     A run of several processes goes on with another number of them, where all together still have as
     many samples in a step: with the same examples in the same steps.
@@ -706,6 +706,7 @@ class ResumableTrainer(transformers.Trainer):
         needs_others = (
             self.is_fsdp_enabled or self.is_deepspeed_enabled or self.state.best_global_step
         )
+        needs_others = needs_others or run.behind_step  # their losses of that step
         if not (run.between_steps and mark["at_rest"]) or (run.alone and needs_others):
             warnings.warn(f"after {kind} the state is not saved: {last}", stacklevel=3)
         elif step and newest != self.checkpoints.path(step):
