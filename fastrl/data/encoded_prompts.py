@@ -121,13 +121,14 @@ def _place(prompts: Sequence[Any], tokenizer: Any, closed: bool) -> Path | None:
     import tokenizers
     import transformers
 
-    if not getattr(tokenizer, "is_fast", False):
+    template = repr(tokenizer.chat_template)
+    if not getattr(tokenizer, "is_fast", False) or "strftime" in template:  # writes the date
         return None
     what = [
         hash_of(prompts),
         tokenizer.backend_tokenizer.to_str(),
         type(tokenizer).__name__,
-        repr(tokenizer.chat_template),
+        template,
         repr(tokenizer.special_tokens_map),
         transformers.__version__,
         tokenizers.__version__,

@@ -72,10 +72,15 @@ def test_what_is_kept_is_read_until_prompts_or_tokenizer_change(
         tokenizer = with_template(kind, template)
         encode_prompts(prompts, name_of, tokenizer)
         assert len(asked) == times
+    tokenizer.chat_template += "{# strftime_now #}"  # it may write another date tomorrow
+    for times in (8, 9):
+        encode_prompts(CHATS, name_of, tokenizer)
+        assert len(asked) == times
+    tokenizer = with_template("bpe", "open")
     for file in cache.iterdir():
         file.write_bytes(file.read_bytes()[:100])  # broken: encoded anew
     _, rows = encode_prompts(CHATS, name_of, tokenizer)
-    assert len(asked) == 8
+    assert len(asked) == 10
     assert [x.tolist() for x in rows] == [encode_prompt(x, tokenizer)[1] for x in CHATS]
 
 
