@@ -216,18 +216,21 @@ class SeveralProcesses:
 
     def joined(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         import torch
+        from accelerate.utils import gather
 
         longest, device = max(lengths), self.accelerator.device
         padded = torch.zeros((longest, *own.shape[1:]), dtype=own.dtype, device=device)
         padded[: len(own)] = own
         with _answers():
-            parts: Any = self.accelerator.gather(padded)
+            parts: Any = gather(padded)
         cut = [part[:n] for part, n in zip(parts.split(longest), lengths, strict=True)]
         return torch.cat(cut).to(own.device)
 
     def sums(self, own: Tensor) -> Tensor:
+        from accelerate.utils import reduce
+
         with _answers():
-            found: Any = self.accelerator.reduce(own.to(self.accelerator.device), reduction="sum")
+            found: Any = reduce(own.to(self.accelerator.device), reduction="sum")
         return found.to(own.device)
 
     def any(self, own: bool) -> bool:

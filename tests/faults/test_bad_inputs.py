@@ -208,7 +208,7 @@ def test_sampling_parameters_are_refused(settings, said):
     assert error.type is ValueError
 
 
-@pytest.mark.filterwarnings("ignore:damaged")
+@pytest.mark.filterwarnings("ignore:.*is damaged")
 @pytest.mark.parametrize(("arguments", "kind", "said"), TRAIN)
 def test_a_run_is_refused(arguments, kind, said, trainer, folders):
     before, files = bits(trainer), content(folders)
@@ -285,7 +285,7 @@ def given(world, folders):
     return folders
 
 
-@pytest.mark.filterwarnings("ignore:damaged")
+@pytest.mark.filterwarnings("ignore:.*is damaged")
 @pytest.mark.parametrize(("command", "flags", "said"), COMMANDS)
 def test_a_command_is_refused(command, flags, said, given, capsys):
     files = content(given)
