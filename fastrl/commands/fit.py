@@ -21,7 +21,7 @@ from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY, Checkpoints
 from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import is_main_process
 from fastrl.run.metrics import check_trackers, split_trackers
-from fastrl.run.transformers_checkpoints import find_trainer_checkpoint
+from fastrl.run.transformers_files import find_trainer_checkpoint
 from fastrl.settings import setting
 
 if TYPE_CHECKING:

@@ -15,24 +15,21 @@ from typing import Any
 import torch
 import transformers
 from accelerate.data_loader import SeedableRandomSampler
-from transformers import TrainerCallback, TrainerState
-from transformers.trainer_pt_utils import safe_globals
+from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from fastrl.run.checkpoints import (
-    LATEST,
     MANIFEST,
     OF_TRANSFORMERS,
     BadCheckpoint,
     Checkpoints,
     check_identity,
     check_weights,
-    find_checkpoint,
     step_of,
     verify,
     warn_of_another_machine,
 )
-from fastrl.run.files import NO_PICKLE, part_of
+from fastrl.run.files import part_of
 from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
 from fastrl.run.gradient_buckets import settle_buckets
@@ -46,8 +43,17 @@ from fastrl.run.random_state import (
 )
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked, stop_at_a_steps_end
+from fastrl.run.transformers_files import (
+    check_torch_files,
+    find_trainer_checkpoint,
+    is_foreign,
+    not_saved,
+    save_state,
+    shapes_of,
+)
 from fastrl.user_code import exits_are_errors
 
+KEPT_LOGS = 10_000  # in memory, and in each checkpoint
 # Settings that do not change what is computed, by their beginnings.
 _FREE = (
     "output_dir", "run_name", "resume_from", "disable_tqdm", "report_to", "project", "trackio",
@@ -90,6 +96,7 @@ class _Run:
     last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
     part: Path | None = None  # of a checkpoint that is being written, or could not be
     alone: bool = False  # the main process saves by itself: the others may have ended
+    forgets: bool = False  # logs, of which there are too many
 
 
 class ResumableTrainer(transformers.Trainer):
@@ -273,7 +280,7 @@ class ResumableTrainer(transformers.Trainer):
         Raises:
             BadCheckpoint: of another run, or not to be read.
         """
-        _check_torch_files(checkpoint)
+        check_torch_files(checkpoint)
         state: Mapping[str, Any] | None = None
         if not (checkpoint / _folder_of(0)).is_dir():
             self.check_foreign(checkpoint)
@@ -289,7 +296,7 @@ class ResumableTrainer(transformers.Trainer):
             self._warn_of_settings(first["settings"], but=_SIZES if others else ())
             same = there == self.processes.count == _processes_of(first)
             state = states[self.processes.index] if same else self._of_others(states)
-        if _is_foreign(checkpoint):
+        if is_foreign(checkpoint):
             warnings.warn(
                 f"resume: {checkpoint} has no {MANIFEST}, as those of transformers alone: it is "
                 "not verified",
@@ -350,7 +357,7 @@ class ResumableTrainer(transformers.Trainer):
         if weights.is_file():
             model: Any = self.model
             own = {name: list(x.shape) for name, x in model.state_dict().items()}
-            for name, shape in _shapes(weights).items():
+            for name, shape in shapes_of(weights).items():
                 if own.get(name, shape) != shape:
                     raise BadCheckpoint(
                         f"resume: {checkpoint} is of another model, whose {name} is {shape}, here "
@@ -482,6 +489,16 @@ class ResumableTrainer(transformers.Trainer):
         if self._run.behind_step:
             self._mark()  # what was logged is not logged again
         super().log(logs, start_time)
+        older = len(self.state.log_history) - KEPT_LOGS
+        if older > 0:
+            if not self._run.forgets:
+                warnings.warn(
+                    f"trainer.state.log_history keeps the latest {KEPT_LOGS} logs: raise "
+                    "logging_steps, or have report_to or a callback's on_log keep all",
+                    stacklevel=2,
+                )
+            self._run.forgets = True
+            del self.state.log_history[:older]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         with self.own_draws():
@@ -577,7 +594,7 @@ class ResumableTrainer(transformers.Trainer):
         if self.run_folder is not None:
             self.run_folder.sync()
         with self._new_checkpoint() as part:
-            with _not_saved(self.state):
+            with not_saved(self.state):
                 super()._save_checkpoint(model, trial)
             (part / self._state_folder).mkdir(parents=True, exist_ok=True)
             save_tree(self._state(), part / self._state_folder)
@@ -585,7 +602,7 @@ class ResumableTrainer(transformers.Trainer):
             if best is not None and (best == self.state.global_step or self._is_there(best)):
                 self.state.best_model_checkpoint = str(self.checkpoints.path(best))
             if self.args.should_save:
-                _save_state(self.state, part / OF_TRANSFORMERS.file)
+                save_state(self.state, part / OF_TRANSFORMERS.file)
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(path))
 
@@ -727,29 +744,6 @@ class ResumableTrainer(transformers.Trainer):
                 )
 
 
-@contextlib.contextmanager
-def _not_saved(state: TrainerState) -> Iterator[None]:
-    """Context in which transformers does not write its state: it is written once, behind it, when
-    the checkpoint's path is known that is to stay."""
-    vars(state)["save_to_json"] = lambda path: None
-    try:
-        yield
-    finally:
-        del vars(state)["save_to_json"]
-
-
-def _save_state(state: TrainerState, path: Path) -> None:
-    """As transformers does, but with a line for each log and without a copy of them all: a long run
-    has many, and every save writes them."""
-    rest = json.dumps({**vars(state), "log_history": []}, indent=2, sort_keys=True)
-    before, name, after = rest.partition('"log_history": [')
-    with path.open("w", encoding="utf-8") as file:
-        file.write(before + name)
-        for i, log in enumerate(state.log_history):
-            file.write(f"{',' if i else ''}\n    {json.dumps(log, sort_keys=True)}")
-        file.write(f"{after}\n")
-
-
 class _StepEnds(TrainerCallback):
     """Comes before all other callbacks, which may fail: the step is whole."""
 
@@ -781,15 +775,6 @@ class _Events(TrainerCallback):
         self.trainer._run.between_steps = False
 
 
-def find_trainer_checkpoint(resume: Any, checkpoints: Checkpoints) -> Path | None:
-    """As :func:`fastrl.run.checkpoints.find_checkpoint`, but a folder that is named may also be a
-    checkpoint without a manifest, which transformers alone has written."""
-    named = not isinstance(resume, bool) and resume != LATEST
-    if named and _is_foreign(Path(resume)):
-        return Path(resume)
-    return find_checkpoint(resume, checkpoints, OF_TRANSFORMERS)
-
-
 def _folder_of(process: int) -> str:
     return f"process-{process}"
 
@@ -797,10 +782,6 @@ def _folder_of(process: int) -> str:
 def _processes_of(state: Mapping[str, Any]) -> int:
     """How many processes the run had that saved a state."""
     return state.get("processes", state["identity"].get("processes"))
-
-
-def _is_foreign(path: Path) -> bool:
-    return (path / OF_TRANSFORMERS.file).is_file() and not (path / MANIFEST).exists()
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
@@ -811,38 +792,3 @@ def _set_epoch(loader: Any, epoch: int) -> None:
             loader.set_epoch(epoch)
         batches = getattr(loader, "batch_sampler", None)  # a stream's has no length, nor truth
         loader = getattr(loader, "sampler", None) if batches is None else batches
-
-
-def _check_torch_files(checkpoint: Path) -> None:
-    """Reads the files that transformers writes with torch.save, whose tensors stay on the disk, as
-    it reads them: code in them is not executed.
-
-    Raises:
-        BadCheckpoint: one that holds more than tensors and plain values, or is damaged; weights
-            that are no safetensors.
-    """
-    pickled = [*checkpoint.glob("pytorch_model*.bin"), *checkpoint.rglob("adapter_model.bin")]
-    for path in pickled:
-        if not any(path.parent.glob("*.safetensors")):
-            raise BadCheckpoint(f"resume: {path}: {NO_PICKLE}")
-    names = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
-    for path in (path for name in names for path in sorted(checkpoint.glob(name))):
-        try:
-            with safe_globals():
-                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            first = str(error).partition("\n")[0]
-            raise BadCheckpoint(
-                f"resume: {path} cannot be read as tensors and plain values ({first}); nothing in "
-                "it was executed"
-            ) from error
-
-
-def _shapes(path: Path) -> dict[str, list[int]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise BadCheckpoint(f"resume: {path} is damaged: {error}") from error

@@ -487,3 +487,21 @@ def test_transformers_own_arguments_do(tmp_path: Path) -> None:
     trainer.train()
     assert untimed(trainer.state.log_history)
     assert names(tmp_path / "run") == ["checkpoint-1"]
+
+
+@pytest.mark.filterwarnings("ignore:trainer.state.log_history keeps")
+def test_logs_are_bounded_and_a_run_resumes_with_those_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_checkpoints, "KEPT_LOGS", 3)
+    with pytest.warns(UserWarning, match="keeps the latest 3 logs: raise logging_steps"):
+        trainer = straight(lambda folder: make(folder, logging_steps=1), tmp_path / "run")
+    assert [log.get("step") for log in trainer.state.log_history] == [5, 5, 5]
+    state = json.loads((trainer.checkpoints.path(4) / "trainer_state.json").read_text())
+    assert [log["step"] for log in state["log_history"]] == [3, 4, 4]
+    again = resumed(
+        lambda folder: make(folder, logging_steps=1),
+        tmp_path / "again",
+        trainer.checkpoints.path(3),
+    )
+    assert_same_run(again, trainer)

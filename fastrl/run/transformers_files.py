@@ -1,0 +1,100 @@
+"""The files of a checkpoint of transformers' Trainer: which one it is, and what is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState
+from transformers.trainer_pt_utils import safe_globals
+
+from fastrl.run.checkpoints import (
+    LATEST,
+    MANIFEST,
+    OF_TRANSFORMERS,
+    BadCheckpoint,
+    Checkpoints,
+    find_checkpoint,
+)
+from fastrl.run.files import NO_PICKLE
+
+
+def find_trainer_checkpoint(resume: Any, checkpoints: Checkpoints) -> Path | None:
+    """As :func:`fastrl.run.checkpoints.find_checkpoint`, but a folder that is named may also be a
+    checkpoint without a manifest, which transformers alone has written."""
+    named = not isinstance(resume, bool) and resume != LATEST
+    if named and is_foreign(Path(resume)):
+        return Path(resume)
+    return find_checkpoint(resume, checkpoints, OF_TRANSFORMERS)
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether transformers alone has written a checkpoint."""
+    return (path / OF_TRANSFORMERS.file).is_file() and not (path / MANIFEST).exists()
+
+
+def check_torch_files(checkpoint: Path) -> None:
+    """Reads the files that transformers writes with torch.save, whose tensors stay on the disk, as
+    it reads them: code in them is not executed.
+
+    Raises:
+        BadCheckpoint: one that holds more than tensors and plain values, or is damaged; weights
+            that are no safetensors.
+    """
+    pickled = [*checkpoint.glob("pytorch_model*.bin"), *checkpoint.rglob("adapter_model.bin")]
+    for path in pickled:
+        if not any(path.parent.glob("*.safetensors")):
+            raise BadCheckpoint(f"resume: {path}: {NO_PICKLE}")
+    names = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+    for path in (path for name in names for path in sorted(checkpoint.glob(name))):
+        try:
+            with safe_globals():
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            raise BadCheckpoint(
+                f"resume: {path} cannot be read as tensors and plain values ({first}); nothing in "
+                "it was executed"
+            ) from error
+
+
+def shapes_of(path: Path) -> dict[str, list[int]]:
+    """Of the tensors in a file, by their names.
+
+    Raises:
+        BadCheckpoint: a damaged one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise BadCheckpoint(f"resume: {path} is damaged: {error}") from error
+
+
+@contextlib.contextmanager
+def not_saved(state: TrainerState) -> Iterator[None]:
+    """Context in which transformers does not write its state: it is written once, behind it, when
+    the checkpoint's path is known that is to stay."""
+    vars(state)["save_to_json"] = lambda path: None
+    try:
+        yield
+    finally:
+        del vars(state)["save_to_json"]
+
+
+def save_state(state: TrainerState, path: Path) -> None:
+    """As transformers does, but with a line for each log and without a copy of them all: a long run
+    has many, and every save writes them."""
+    rest = json.dumps({**vars(state), "log_history": []}, indent=2, sort_keys=True)
+    before, name, after = rest.partition('"log_history": [')
+    with path.open("w", encoding="utf-8") as file:
+        file.write(before + name)
+        for i, log in enumerate(state.log_history):
+            file.write(f"{',' if i else ''}\n    {json.dumps(log, sort_keys=True)}")
+        file.write(f"{after}\n")
