@@ -43,6 +43,7 @@ class Keeper(TrainCallback):
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    torch.rand(len(completion_ids))  # so many, which differ from process to process: no matter
     return [len(set(ids)) - 0.1 * ids[0] for ids in completion_ids]
 
 
