@@ -130,7 +130,7 @@ def test_sums_of_digits(tmp_path, capsys, advantage):
         str(tmp_path / "out"), list(example["ANSWERS"])[:16], advantage, sft_epochs=100,
         steps=14, batch_size=128, mini_batch_size=64, learning_rate=1e-3,
     )  # fmt: skip
-    assert 0.1 < result["sampled_before"] < result["sampled_after"] - 0.2
+    assert 0.1 < result["sampled_before"] < result["sampled_after"] - 0.1
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 

@@ -99,6 +99,7 @@ def _classic_step(trainer: PPOTrainer) -> dict[str, Any]:
     queries = tiny_models.prompts(*[2 + i % 4 for i in range(16)], seed=3)
     queries = queries[size * index : size * (index + 1)]
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 7, "return_prompt": False}
+    torch.manual_seed(5)  # the rewards of train() drew; generate() draws as torch's generator says
     responses = trainer.generate(queries, **options)
     scores = [torch.tensor(float(len(set(r.tolist())))) for r in responses]
     numbers = trainer.step(queries, responses, scores)
