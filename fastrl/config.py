@@ -111,7 +111,7 @@ class PPOConfig:
         "Of several processes: seconds that each waits for the others before it fails; longer than "
         "the rollouts and rewards of a step may take.",
         1800.0,
-        within="(0, inf)",
+        within="(0, 1000000000]",
     )
     tracker_project_name: str = setting("Project name that the tracker shows.", "fastrl")
     push_to_hub_if_best_kwargs: dict | str | None = setting(

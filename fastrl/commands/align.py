@@ -85,10 +85,14 @@ class AlignJob(FitJob):
         "Which end of a long prompt to keep: keep_end or keep_start.", "keep_end"
     )
     max_new_tokens: int = setting("Online: longest response, in tokens.", 64, within="[1, inf)")
-    temperature: float = setting("Online: sampling temperature.", 1.0)
-    top_k: int = setting("Online: sample among the k likeliest tokens; 0 is all of them.", 0)
+    temperature: float = setting("Online: sampling temperature.", 1.0, within="[0, inf)")
+    top_k: int = setting(
+        "Online: sample among the k likeliest tokens; 0 is all of them.", 0, within="[0, inf)"
+    )
     top_p: float = setting(
-        "Online: sample among the likeliest tokens that make up this probability.", 1.0
+        "Online: sample among the likeliest tokens that make up this probability.",
+        1.0,
+        within="(0, 1]",
     )
     samples: int = setting(
         "Online: responses to show before and after training.", 8, within="[0, inf)"

@@ -28,7 +28,7 @@ from fastrl.rewards.classifier import ClassifierReward
 from fastrl.run.callbacks import TrainResult
 from fastrl.run.folder import RunFolder
 from fastrl.run.report import finish_training, run_console
-from fastrl.settings import setting
+from fastrl.settings import check_ranges, setting
 
 GENERATION = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
 
@@ -40,14 +40,17 @@ _HELD_OUT_SEED_OFFSET = 1_000_000
 class Demo:
     """Settings of ``fastrl demo``."""
 
-    seed: int = setting("Seed of the text, the models and the training.", 0)
+    seed: int = setting(
+        "Seed of the text, the models and the training.", 0, within="[0, 4294967295]"
+    )
     output: str = setting("Folder for the model, the metrics and the report.", "runs/demo")
-    steps: int | None = setting("Number of PPO steps; by default 50, or 14 with --quick.", None)
+    steps: int | None = setting(
+        "Number of PPO steps; by default 50, or 14 with --quick.", None, within="[1, inf)"
+    )
     quick: bool = setting("Less data and fewer steps, for a first look.", False)
 
     def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps must be positive, got {self.steps}")
+        check_ranges(self, Demo)
 
 
 @dataclass(frozen=True)

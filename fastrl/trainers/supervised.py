@@ -59,7 +59,8 @@ _RANGES = {
     **dict.fromkeys(
         ("warmup_steps", "eval_steps", "save_steps", "dataloader_num_workers"), "[0, inf)"
     ),
-    **dict.fromkeys(("logging_steps", "ddp_timeout"), "(0, inf)"),
+    "logging_steps": "(0, inf)",
+    "ddp_timeout": "(0, 1000000000]",  # of 64-bit nanoseconds
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), "[0, 1)"),
     **dict.fromkeys(("seed", "data_seed"), "[0, 4294967295]"),  # as NumPy takes them
     "max_grad_norm": "[0, inf]",

@@ -45,6 +45,15 @@ class CompletionsTable(dict):
             "advantage": list(self["advantages"]),
         }
 
+    def state(self) -> str:
+        """As JSON; what functions noted beside numbers and texts becomes text."""
+        return json.dumps(self, default=lambda x: [*x] if isinstance(x, deque) else str(x))
+
+    def load(self, state: str) -> None:
+        for name, kept in json.loads(state).items():
+            for column, values in kept.items() if isinstance(kept, dict) else [(None, kept)]:
+                (self[name] if column is None else self[name][column]).extend(values)
+
     def report(self, trackers: Sequence[str], step: int, unique: bool) -> None:
         """Sends the table to those of wandb and trackio that a run reports to.
 

@@ -675,6 +675,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "uses": self.args.steps_per_generation * self.num_iterations,
                 "buffer": None if self._buffer is None else [x.state() for x in self._buffer],
                 "metrics": self._metrics["train"].state(),
+                "table": self._logs.state() if self.log_completions else None,
                 "responder": self._responder.state(),
                 "reuses": self._scorer.reuses,
                 "reference": following_weights(self._reference, self.args),
@@ -692,6 +693,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if own["buffer"] is not None:
             self._buffer = [SampledResponses.of_state(x) for x in own["buffer"]]
         self._metrics["train"].load(own["metrics"], self.args.device)
+        if own.get("table"):
+            self._logs.load(own["table"])
         self._responder.resume(own["responder"])
         load_following_weights(self._reference, own["reference"])
 

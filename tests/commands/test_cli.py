@@ -98,7 +98,7 @@ def test_steps_count_ppo_steps_and_names_come_from_the_job():
         ),
         (["ppo", *REQUIRED, "--batch-size", "0"], "batch_size must be positive, got 0"),
         (["ppo", "config.txt"], "unexpected argument 'config.txt': a configuration ends in .yaml"),
-        (["demo", "--steps", "0"], "steps must be positive, got 0"),
+        (["demo", "--steps", "0"], "steps must be at least 1 or None, got 0"),
         (["env", "--all"], "unknown argument '--all'"),
     ],
 )

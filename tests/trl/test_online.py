@@ -291,6 +291,25 @@ def test_a_run_goes_on_from_any_checkpoint(kind: str, tmp_path: Path) -> None:
     assert_resumes(again, tmp_path, (0, 2))
 
 
+@pytest.mark.filterwarnings("ignore:output_dir .* holds checkpoints later")
+def test_a_table_of_completions_outlives_the_run_that_sampled_them(tmp_path: Path) -> None:
+    def noted(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("length", [len(x) for x in completions])
+        return [float(len(x)) for x in completions]
+
+    settings: dict[str, Any] = {
+        "rewards": noted, "log_completions": True, "max_steps": 2, "save_strategy": "steps",
+        "save_steps": 1, "steps_per_generation": 2,
+    }  # fmt: skip
+    make(tmp_path, **settings).train()
+    path = tmp_path / "completions" / "completions_00002.parquet"
+    rows = Dataset.from_parquet(str(path)).to_list()
+    path.unlink()
+    make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert Dataset.from_parquet(str(path)).to_list() == rows
+    assert len(rows) == 8
+
+
 def test_groups_are_repeated_in_order() -> None:
     order = GroupSampler(range(7), size=2, prompts=3, uses=2, shuffle=False)
     once = [0, 0, 1, 1, 2, 2]
