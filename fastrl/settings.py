@@ -28,6 +28,7 @@ _RANGES = {
     "[-inf, inf]": "be a number",
     "[0, 4294967295]": "lie between 0 and 4294967295",
 }
+_INT64, _ABOVE_FLOAT32 = 2**63 - 1, 2.0**128
 _EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")
 _OF_YAML = ": YAML reads 1e-5 as a text, write 1.0e-5"
 # Of which a truth value is no number.
@@ -164,6 +165,7 @@ def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
 
     Raises:
         TypeError: a value of another type, named with the one that it must have.
+        ValueError: a number that is beyond float32.
     """
     for name, wanted in _plain_types(kind).items():
         if name not in but:
@@ -178,7 +180,7 @@ def typed_arguments(function: Callable[..., Any], **given: Any) -> tuple[Any, ..
     whole floats become whole numbers.
 
     Raises:
-        TypeError: a value of another type, named with the one that it must have.
+        TypeError, ValueError: as there.
     """
     hints = typing.get_type_hints(function)
     return tuple(_typed(name, value, _kinds(hints[name])) for name, value in given.items())
@@ -187,6 +189,10 @@ def typed_arguments(function: Callable[..., Any], **given: Any) -> tuple[Any, ..
 def _typed(name: str, value: Any, wanted: tuple[Any, ...]) -> Any:
     if int in wanted and float not in wanted and _is(value, float) and value == value // 1:
         return value if isinstance(value, int) else int(value)
+    if float in wanted and _is(value, float) and _INT64 < abs(value) < math.inf:
+        if abs(value) >= _ABOVE_FLOAT32:
+            raise ValueError(f"{name} must be less than 3.4e38, float32's largest, got {value}")
+        return float(value)  # torch takes no larger whole numbers
     if not any(_is(value, each) for each in wanted):
         allowed = [_NAMES[each] for each in wanted if each in _NAMES]
         nothing = ["None"] if types.NoneType in wanted else []

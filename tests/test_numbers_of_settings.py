@@ -67,14 +67,15 @@ def numbers_of(surface: str) -> dict[str, bool]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("surface", SURFACES)
 def test_what_is_no_number_in_range_is_refused_by_name(surface: str) -> None:
-    kind, own = config_of(surface), {}
+    kind, own = config_of(surface), dict[str, Any]()
+    hints = typing.get_type_hints(kind)
     if surface != "PPO":
         own = {"output_dir": "out", "use_cpu": True, "report_to": "none"}
-    taken = []
+    taken, floats = [], {x: float in typing.get_args(h) or h is float for x, h in hints.items()}
     for name, several in numbers_of(surface).items():
-        for value in (math.nan, True, "x", math.inf, -1):
+        for value in (math.nan, True, "x", math.inf, -1, 1e39):
             means = (value == -1 and name in NEGATIVE) or (value == math.inf and name in UNBOUNDED)
-            if means:
+            if means or (value == 1e39 and (several or not floats[name])):
                 continue
             try:
                 kind(**{**own, name: [value, 3.0] if several else value})
@@ -84,6 +85,12 @@ def test_what_is_no_number_in_range_is_refused_by_name(surface: str) -> None:
             else:
                 taken.append(f"{name}={value!r} is taken")
     assert taken == []
+
+
+def test_whole_numbers_are_what_torch_takes(tmp_path: Path) -> None:
+    """Of betas it takes two floats alone, and of others no whole number beyond 64 bits."""
+    args = fastrl.SFTConfig(str(tmp_path), use_cpu=True, adam_beta1=0, learning_rate=10**30)
+    assert [type(x) for x in (args.adam_beta1, args.learning_rate)] == [float, float]
 
 
 def test_numbers_that_a_script_sets_later_are_checked(tmp_path: Path) -> None:
@@ -123,6 +130,10 @@ def test_what_is_no_dict_is_refused_by_name(surface: str) -> None:
         ("DPO", "loss_weights", 1.0), ("DPO", "loss_type", None), ("DPO", "loss_type", []),
         ("SFT", "pad_to_multiple_of", []), ("SFT", "dataset_kwargs", 1.5),
         ("SFT", "train_sampling_strategy", "group_by_lenght"), ("SFT", "label_names", "labels"),
+        ("SFT", "eval_strategy", "sometimes"), ("GRPO", "lr_scheduler_type", None),
+        ("KTO", "optim", "adam"), ("DPO", "log_level", "loud"), ("SFT", "log_level", []),
+        ("Reward", "metric_for_best_model", 1.0), ("RLOO", "optim_args", 3),
+        ("SFT", "dataloader_num_workers", 10**30), ("SFT", "ddp_timeout", 10**30),
     ],
 )  # fmt: skip
 def test_what_no_setting_can_be_is_refused_by_name(surface: str, name: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -35,7 +36,7 @@ from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
 from fastrl.rollout.merged_adapters import has_mergeable
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import launched_accelerator
-from fastrl.run.metrics import open_trackers
+from fastrl.run.metrics import check_trackers, open_trackers
 from fastrl.run.precision import kind_of_device, precision_for
 from fastrl.run.processes import Processes
 
@@ -142,7 +143,21 @@ def choose_precision(config: PPOConfig, model: nn.Module) -> str | None:
 
 
 def make_accelerator(config: PPOConfig) -> Accelerator:
-    """Makes an Accelerator with the configured devices, precision and trackers."""
+    """Makes an Accelerator with the configured devices, precision and trackers.
+
+    Raises:
+        ValueError, ImportError: keyword arguments that accelerate's classes do not take, by their
+            setting; as :func:`launched_accelerator` and ``check_trackers``.
+    """
+    for name, kind in (
+        ("project_kwargs", ProjectConfiguration),
+        ("accelerator_kwargs", Accelerator),
+    ):
+        unknown = json_object(getattr(config, name)).keys() - inspect.signature(kind).parameters
+        if unknown:
+            raise ValueError(f"{name}: accelerate's {kind.__name__} takes no {min(unknown)!r}")
+    trackers = config.log_with if isinstance(config.log_with, list | tuple) else [config.log_with]
+    check_trackers("log_with", [x for x in trackers if isinstance(x, str)])
     settings = {
         # A learning rate schedule counts calls of step(), not steps of the optimizer.
         "step_scheduler_with_optimizer": False,

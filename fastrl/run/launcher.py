@@ -100,7 +100,8 @@ def check_found(accelerator: Accelerator) -> None:
 
     Raises:
         ValueError: a launcher has started several processes, and accelerate takes each for a single
-            one; or it was told to use FSDP, and accelerate shards no weights.
+            one; or it was told to use FSDP, and accelerate shards no weights; or accelerate would
+            cut sequences or layers.
     """
     from accelerate.utils import DistributedType
 
@@ -117,6 +118,13 @@ def check_found(accelerator: Accelerator) -> None:
             "FSDP was asked for, and accelerate shards no weights here: that takes GPUs, and "
             "processes that torchrun or accelerate launch has started. Start so, or without "
             "--use_fsdp"
+        )
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        raise ValueError(
+            f"parallelism_config spreads each sequence or layer over "
+            f"{parallelism.non_data_parallel_size} processes, and the losses are of whole ones: "
+            "leave out its tp_size, cp_size and sp_size"
         )
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import types
 import typing
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
+from transformers.training_args import trainer_log_levels
 
 from fastrl.config import PPOConfig, parse_json
 from fastrl.data.choose_padding import runs_packed
@@ -56,9 +59,7 @@ _RANGES = {
     **dict.fromkeys(("torch_empty_cache_steps", "ddp_bucket_cap_mb"), "[1, inf)"),
     **dict.fromkeys(("num_train_epochs", "learning_rate", "weight_decay"), "[0, inf)"),
     **dict.fromkeys(("adam_epsilon", "neftune_noise_alpha", "eval_delay"), "[0, inf)"),
-    **dict.fromkeys(
-        ("warmup_steps", "eval_steps", "save_steps", "dataloader_num_workers"), "[0, inf)"
-    ),
+    **dict.fromkeys(("warmup_steps", "eval_steps", "save_steps"), "[0, inf)"),
     "logging_steps": "(0, inf)",
     "ddp_timeout": "(0, 1000000000]",  # of 64-bit nanoseconds
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), "[0, 1)"),
@@ -66,9 +67,12 @@ _RANGES = {
     "max_grad_norm": "[0, inf]",
     "max_steps": "[-1, inf)",
     "dataloader_prefetch_factor": "[1, inf)",
+    "dataloader_num_workers": "[0, 4096]",  # more processes than machines have
 }
 # Of the order of the data; transformers takes any other for "random".
 _STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
+_THEIRS = typing.get_type_hints(TrainingArguments)
+_OBJECTS = ("fsdp", "dataloader_multiprocessing_context", "resume_from_checkpoint")  # or texts
 _FILES = {"accelerator_config", "fsdp_config", "deepspeed"}  # dicts, JSON, or paths of such
 
 
@@ -151,6 +155,7 @@ class SupervisedArguments(TrainingArguments):
             self.report_to = "none"
         self._settle_checkpointing()
         check_numbers(self, type(self))
+        _check_choices(self)
         super().__post_init__()
         self._settle_checkpointing()  # what was JSON has been parsed
         if isinstance(self.pad_to_multiple_of, str):
@@ -530,6 +535,23 @@ def _check_optimizer(args: TrainingArguments) -> None:
     check_optimizer(optimizer_name(args), arguments=args.optim_args, decay_is_a_setting=True)
 
 
+def _check_choices(args: TrainingArguments) -> None:
+    """
+    Raises:
+        ValueError: of transformers' settings one that must be among several is none of them.
+    """
+    levels = [*trainer_log_levels]
+    choices = {"log_level": levels, "log_level_replica": levels}
+    for name, hint in _THEIRS.items():
+        for kind in typing.get_args(hint):
+            if isinstance(kind, type) and issubclass(kind, Enum):
+                choices[name] = [x.value for x in kind]
+    for name, allowed in choices.items():
+        value = getattr(args, name)
+        if getattr(value, "value", value) not in allowed:
+            raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(allowed)}")
+
+
 def check_numbers(args: Any, kind: type) -> None:
     """Checks all numbers, truth values, lists and dicts of settings, transformers' own, too, and
     other types of ours.
@@ -537,13 +559,14 @@ def check_numbers(args: Any, kind: type) -> None:
     Raises:
         TypeError, ValueError: as :func:`fastrl.settings.check_types` and ``check_ranges``.
     """
-    theirs = dataclasses.fields(TrainingArguments)
-    hints = typing.get_type_hints(TrainingArguments)
-    texts = [
-        x.name for x in theirs if str in typing.get_args(hints[x.name]) or hints[x.name] is str
-    ]
-    check_types(args, kind, but=texts)
+    kinds = {name: {hint, *typing.get_args(hint)} for name, hint in _THEIRS.items()}
+    texts = [x for x in kinds if str in kinds[x] and len(kinds[x] - {types.NoneType}) > 2]
+    check_types(args, kind, but=[*texts, *_OBJECTS])
     check_ranges(args, kind, _RANGES)
+    args.adam_beta1, args.adam_beta2 = (
+        float(args.adam_beta1),
+        float(args.adam_beta2),
+    )  # as torch has
     for name in kind._VALID_DICT_FIELDS:  # type: ignore[attr-defined]
         if name not in _FILES:
             parse_json(name, getattr(args, name))

@@ -131,7 +131,23 @@ STEP = [
     ({"weights": [1.0, -1.0]}, "weights"),
     ({"response_masks": [torch.ones(9), torch.ones(1)]}, r"response_masks\[0\] has shape"),
 ]
+
+
+def ppo(**settings):
+    return PPOTrainer(PPOConfig(**settings), tiny_models.policy(), None, tiny.tokenizer())
+
+
 OTHERS = {
+    "a tracker that is not known": (
+        lambda: ppo(log_with="wandbb"),
+        ValueError,
+        "unknown tracker log_with='wandbb'",
+    ),
+    "what accelerate does not take": (
+        lambda: ppo(accelerator_kwargs={"fp7": 1}),
+        ValueError,
+        "accelerator_kwargs.*no 'fp7'",
+    ),
     "a loss that is not known": (lambda: make_loss("dpa"), ValueError, "dpa"),
     "a loss's coefficient": (lambda: make_loss("dpo", beta=-1.0), ValueError, "beta"),
     "a loss's name of one": (lambda: make_loss("dpo", gamma=1.0), ValueError, "gamma"),

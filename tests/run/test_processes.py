@@ -38,6 +38,15 @@ def test_what_would_train_several_models_is_refused(monkeypatch, environment, ki
         launched_accelerator()
 
 
+def test_sequences_and_layers_in_parts_are_refused(monkeypatch):
+    found(monkeypatch, DistributedType.MULTI_CPU, 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parts = accelerate.ParallelismConfig(tp_size=2)
+    monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", parts, raising=False)
+    with pytest.raises(ValueError, match="over 2 processes.*leave out its tp_size, cp_size"):
+        launched_accelerator()
+
+
 def test_a_launcher_that_starts_one_process_for_several_is_warned_of(monkeypatch):
     """``accelerate launch --cpu --num_processes 2`` sets this."""
     _warn_of_a_single_process.cache_clear()
