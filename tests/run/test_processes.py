@@ -43,7 +43,7 @@ def test_sequences_and_layers_in_parts_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     parts = accelerate.ParallelismConfig(tp_size=2)
     monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", parts, raising=False)
-    with pytest.raises(ValueError, match="over 2 processes.*leave out its tp_size, cp_size"):
+    with pytest.raises(ValueError, match=r"over 2 processes.*leave out its tp_size, cp_size"):
         launched_accelerator()
 
 
