@@ -267,7 +267,8 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             self.args.max_steps = updates * self._epochs
         if resumed is not None:
             self._load_own(resumed["own"])
-            self._place.behind = resumed["place"]["minibatches"]
+            place = resumed["place"]
+            self._place.behind, self._place.resumed_in = place["minibatches"], place["epoch"]
         elif not self.factory.task.online:  # online, prompts continue where the last run ended
             self.factory.skip(0)
         self._show_batches()
@@ -336,6 +337,8 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         """Yields the mini-batches of an epoch. In the one in which a run is resumed, transformers
         skips those that are behind: they are not made again, it gets None."""
         place = self._place
+        if self._run.epoch > place.resumed_in:
+            place.behind = 0  # where all of that epoch was behind, nothing was asked of it
         if place.behind:
             yield from itertools.repeat(None, place.behind)
             self._load_rng_state(str(self._run.checkpoint))
@@ -506,7 +509,8 @@ class _Place:
 
     epoch_began_at: int = 0  # batches that the factory had made
     left: int = 0  # mini-batches of the current batch
-    behind: int = 0  # mini-batches of the epoch in which a run is resumed
+    behind: int = 0  # mini-batches of the epoch in which a run is resumed,
+    resumed_in: int = 0  # and that epoch
     draws: bool = False  # a resumed run has its random state, and has drawn from it
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from fastrl.alignment import AlignmentConfig, Trainer, make_loss
 from fastrl.alignment.tasks import find_task
-from fastrl.data.columns import PROMPTS
+from fastrl.data.columns import PAIRS, PROMPTS
 from tests import tiny_models
 from tests.alignment.conftest import SETTINGS, LikesHigh, examples, make_factory, model_of
 from tests.resuming import assert_resumes, assert_same_run, resumed, straight, with_dropout
@@ -122,4 +123,31 @@ def test_a_step_that_fails_leaves_the_state_before_it(call: int, tmp_path: Path)
         pytest.raises(RuntimeError, match="no more"),
     ):
         trainer.train()
+    assert_same_run(resumed(make, tmp_path / "run", True), straight(make, tmp_path / "straight"))
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end"])
+def test_what_fails_behind_an_epochs_last_step_leaves_the_next_epoch(
+    event: str, tmp_path: Path
+) -> None:
+    """Also in a callback, which transformers calls before it takes the epoch for done."""
+
+    def make(folder: Path, **given: Any) -> Trainer:
+        rows, loss = examples(PAIRS, 4), make_loss("dpo")
+        args = AlignmentConfig(
+            str(folder), logging_steps=4, **{**SETTINGS, "save_strategy": "steps"}
+        )
+        factory = make_factory("offline-pairwise", rows, batch_size=2, epochs=2, shuffle=True)
+        return Trainer(with_dropout(tiny_models.language_model()), args, factory, loss, **given)
+
+    def fail(_: Any, args: Any, state: Any, *others: Any, **more: Any) -> None:
+        if state.global_step == 2:
+            raise RuntimeError("no more")
+
+    failing = type("Failing", (TrainerCallback,), {event: fail})()
+    with (
+        pytest.warns(UserWarning, match="after RuntimeError the state is saved in"),
+        pytest.raises(RuntimeError, match="no more"),
+    ):
+        make(tmp_path / "run", callbacks=[failing]).train()
     assert_same_run(resumed(make, tmp_path / "run", True), straight(make, tmp_path / "straight"))
