@@ -25,7 +25,13 @@ def settle_tokenizer(tokenizer: Any, args: Any) -> None:
     elif path is not None:
         from transformers import AutoTokenizer
 
-        other = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        try:
+            other = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise OSError(
+                f"chat_template_path={path!r} is no file that ends in .jinja or .j2, and no "
+                f"tokenizer: {error}"
+            ) from error
         template = other.chat_template
         if template is None:
             raise ValueError(

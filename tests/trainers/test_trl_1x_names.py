@@ -321,6 +321,8 @@ def test_a_template_and_its_tokens_come_from_another_tokenizer(
     (tmp_path / "t.jinja").write_text(TEMPLATE + " ")
     trainer = make_sft(chat_template_path=str(tmp_path / "t.jinja"), **rows)
     assert trainer.processing_class.chat_template == TEMPLATE + " "
+    with pytest.raises(OSError, match=r"chat_template_path='.*nothing' is no file that ends in"):
+        make_sft(chat_template_path=str(tmp_path / "nothing"), **rows)
 
 
 def test_tokens_are_set_by_name(make_sft: Make) -> None:
