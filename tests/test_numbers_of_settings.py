@@ -133,6 +133,7 @@ def test_what_is_no_dict_is_refused_by_name(surface: str) -> None:
         ("SFT", "eval_strategy", "sometimes"), ("GRPO", "lr_scheduler_type", None),
         ("KTO", "optim", "adam"), ("DPO", "log_level", "loud"), ("SFT", "log_level", []),
         ("Reward", "metric_for_best_model", 1.0), ("RLOO", "optim_args", 3),
+        ("SFT", "parallelism_config", "tp"), ("Alignment", "pad_to_multiple_of", [8]),
         ("SFT", "dataloader_num_workers", 10**30), ("SFT", "ddp_timeout", 10**30),
     ],
 )  # fmt: skip

@@ -160,7 +160,7 @@ class SupervisedArguments(TrainingArguments):
         self._settle_checkpointing()  # what was JSON has been parsed
         if isinstance(self.pad_to_multiple_of, str):
             self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+        if isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of < 1:
             raise ValueError(
                 f"pad_to_multiple_of must be positive or None, got {self.pad_to_multiple_of}"
             )
@@ -563,6 +563,10 @@ def check_numbers(args: Any, kind: type) -> None:
     texts = [x for x in kinds if str in kinds[x] and len(kinds[x] - {types.NoneType}) > 2]
     check_types(args, kind, but=[*texts, *_OBJECTS])
     check_ranges(args, kind, _RANGES)
+    parallelism = getattr(args, "parallelism_config", None)
+    if parallelism is not None and not hasattr(parallelism, "get_device_mesh"):
+        given = type(parallelism).__name__
+        raise TypeError(f"parallelism_config must be accelerate's or None, got {given}")
     args.adam_beta1, args.adam_beta2 = (
         float(args.adam_beta1),
         float(args.adam_beta2),

@@ -1,5 +1,7 @@
 """How a run finds its processes, and what it refuses."""
 
+from types import SimpleNamespace
+
 import accelerate
 import pytest
 import torch
@@ -41,7 +43,7 @@ def test_what_would_train_several_models_is_refused(monkeypatch, environment, ki
 def test_sequences_and_layers_in_parts_are_refused(monkeypatch):
     found(monkeypatch, DistributedType.MULTI_CPU, 2)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    parts = accelerate.ParallelismConfig(tp_size=2)
+    parts = SimpleNamespace(non_data_parallel_size=2)
     monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", parts, raising=False)
     with pytest.raises(ValueError, match=r"over 2 processes.*leave out its tp_size, cp_size"):
         launched_accelerator()
