@@ -1,0 +1,219 @@
+"""The token ids that each door to the models gives random rows."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+
+from fastrl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from fastrl.alignment import DatasLoader
+from fastrl.data.columns import KINDS, PROMPTS
+from fastrl.data.prompts import Prompts
+from tests import chat_tokenizer, tiny_models
+from tests.golden import tiny
+from tests.oracles.surfaces import quiet
+from tests.trainers.conftest import reward_model
+
+Rows = list[dict[str, Any]]
+_ROWS = 6
+_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ 'w10 ' if m.role == 'user' else 'w11 ' }}"
+    "{{ m.content }} {% if m.role == 'assistant' %}{{ eos_token }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}w11 {% endif %}"
+)
+
+
+def _closing(bos: bool, eos: bool) -> Any:
+    """Words, with BOS in front of texts and EOS behind them."""
+    made = tiny.tokenizer()
+    pattern = f"{'<bos> ' if bos else ''}$A{' <eos>' if eos else ''}"
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single=pattern, special_tokens=[("<bos>", tiny.BOS), ("<eos>", tiny.EOS)]
+    )
+    made.chat_template = _TEMPLATE
+    return made
+
+
+# Each with a length that cuts some rows.
+TOKENIZERS: dict[str, tuple[Callable[[], Any], int]] = {
+    "words": (lambda: _closing(bos=False, eos=False), 9),
+    "words behind BOS": (lambda: _closing(bos=True, eos=False), 9),
+    "words between BOS and EOS": (lambda: _closing(bos=True, eos=True), 9),
+    "bytes": (chat_tokenizer.tokenizer, 70),
+    "bytes that think": (lambda: chat_tokenizer.tokenizer("xml", thinks=True), 90),
+}
+
+
+def _words(rng: random.Random, most: int) -> str:
+    return " ".join(f"w{rng.randrange(3, 97)}" for _ in range(rng.randint(1, most)))
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _rows(rng: random.Random, kind: str) -> Rows:
+    rows: Rows = []
+    for i in range(_ROWS):
+        prompt, chosen, rejected = _words(rng, 5), _words(rng, 6), _words(rng, 8) + " w9"
+        asked, further = [_turn("user", prompt)], rng.random() < 0.5
+        if further:
+            asked += [_turn("assistant", _words(rng, 3)), _turn("user", _words(rng, 3))]
+        good, bad = _turn("assistant", chosen), _turn("assistant", rejected)
+        row: dict[str, Any] = {
+            "texts": {"text": prompt},
+            "messages": {"messages": [*asked, good]},
+            "prompts and completions": {"prompt": prompt + " ", "completion": chosen},
+            "chats and answers": {"prompt": asked, "completion": [good]},
+            "pairs": {"prompt": prompt + " ", "chosen": chosen, "rejected": rejected},
+            "pairs of chats": {"prompt": asked, "chosen": [good], "rejected": [bad]},
+            "pairs of whole chats": {"chosen": [*asked, good], "rejected": [*asked, bad]},
+            "pairs of whole texts": {
+                "chosen": f"\n\nHuman: {prompt}\n\nAssistant: {chosen}",
+                "rejected": f"\n\nHuman: {prompt}\n\nAssistant: {rejected}",
+            },
+            "judged": {"prompt": prompt + " ", "completion": chosen, "label": i % 2 == 0},
+            "judged chats": {"prompt": asked, "completion": [good], "label": i % 2 == 0},
+        }[kind]  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+# What each door reads, with settings that change ids.
+_SFT = ("texts", "messages", "prompts and completions", "chats and answers")
+_PAIRS = ("pairs", "pairs of chats", "pairs of whole chats", "pairs of whole texts")
+
+
+def _fitted(trainer: type, config: type, model: Any, **settings: Any) -> Any:
+    def ids(tokenizer: Any, rows: Rows, folder: Path) -> Any:
+        made = trainer(
+            model(),
+            args=config(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **settings),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+        return made.train_dataset[:]
+
+    return ids
+
+
+def _batches(trainer: type, config: type, model: Any, **settings: Any) -> Any:
+    """As a collator cuts them."""
+
+    def ids(tokenizer: Any, rows: Rows, folder: Path) -> Any:
+        quick = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+        made = trainer(
+            model(),
+            args=config(str(folder), per_device_train_batch_size=_ROWS, **quick, **settings),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+        batch = made.data_collator([made.train_dataset[i] for i in range(len(made.train_dataset))])
+        return {name: x.tolist() for name, x in batch.items() if hasattr(x, "tolist")}
+
+    return ids
+
+
+def _sampled(tokenizer: Any, rows: Rows, folder: Path) -> Any:
+    """The prompts of GRPOTrainer's responses."""
+    made = GRPOTrainer(
+        _language_model(),
+        lambda completions, **_: [float(len(x)) for x in completions],
+        args=GRPOConfig(
+            str(folder), use_cpu=True, report_to="none", disable_tqdm=True, num_generations=2,
+            per_device_train_batch_size=2, max_completion_length=2,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    found = made._respond([row["prompt"] for row in rows], 1)
+    return [x.tolist() for x in found.prompt_ids]
+
+
+def _prompts(closed: bool) -> Any:
+    def ids(tokenizer: Any, rows: Rows, folder: Path) -> Any:
+        found = Prompts.from_list([row["prompt"] for row in rows], tokenizer, closed=closed)
+        return [found.texts, [x.tolist() for x in found.ids]]
+
+    return ids
+
+
+def _loaded(kind: str, **settings: Any) -> Any:
+    def ids(tokenizer: Any, rows: Rows, folder: Path) -> Any:
+        loader = DatasLoader(rows, tokenizer, kind, **settings)
+        return [
+            [example.prompt_ids, *([x.text, x.ids] for x in example.responses)]
+            for example in loader
+        ]
+
+    return ids
+
+
+def _language_model() -> Any:
+    return tiny_models.language_model(vocab_size=chat_tokenizer.VOCABULARY, n_positions=512)
+
+
+def _reward_model() -> Any:
+    return reward_model("gpt2", vocab_size=chat_tokenizer.VOCABULARY, n_positions=512)
+
+
+def doors(most: int) -> Iterator[tuple[str, str, Any]]:
+    """Each door's name, the kind of rows that it gets, and the function that makes ids.
+
+    Args:
+        most: a max_length that cuts some rows.
+    """
+    settings: dict[str, Any]
+    for settings in ({}, {"max_length": most}):
+        cut = " cut" if settings else ""
+        for kind in _SFT:
+            yield f"SFT{cut}", kind, _fitted(SFTTrainer, SFTConfig, _language_model, **settings)
+        for kind in _PAIRS:
+            reward = _fitted(RewardTrainer, RewardConfig, _reward_model, **settings)
+            yield f"reward model{cut}", kind, reward
+            for end in ("keep_start", "keep_end") if settings else ("keep_start",):
+                own = {**settings, "truncation_mode": end}
+                dpo = _batches(DPOTrainer, DPOConfig, _language_model, **own)
+                yield f"DPO{cut} {end}", kind, dpo
+        for kind in ("judged", "judged chats"):
+            yield f"KTO{cut}", kind, _batches(KTOTrainer, KTOConfig, _language_model, **settings)
+        for kind in (*_SFT[1:], *_PAIRS, "judged", "judged chats"):
+            for read in KINDS:
+                own = settings if read != PROMPTS else {}
+                yield f"DatasLoader as {read}{cut}", kind, _loaded(read, **own)
+    for kind in ("prompts and completions", "chats and answers"):
+        yield "GRPO", kind, _sampled
+        for closed in (False, True):
+            yield f"PPO's prompts{' closed' if closed else ''}", kind, _prompts(closed)
+
+
+def ids_of_all(folder: Path) -> dict[str, Any]:
+    """What every door makes of random rows, or the error that it raises."""
+    found: dict[str, Any] = {}
+    for name, (make, most) in TOKENIZERS.items():
+        for i, (door, kind, ids) in enumerate(doors(most)):
+            rows = _rows(random.Random(f"{name} {kind}"), kind)
+            with quiet():
+                try:
+                    made = ids(make(), copy.deepcopy(rows), folder / f"{len(found)}-{i}")
+                except (ValueError, TypeError) as error:
+                    made = f"{type(error).__name__}: {error}"
+            found[f"{door}, {kind}, {name}"] = made
+    return found
