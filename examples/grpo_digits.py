@@ -38,8 +38,7 @@ def reward(prompts: list[str], completions: list[str], **_) -> list[float]:
 
 
 def exact_match(trainer: PPOTrainer, prompts: list[str], do_sample: bool) -> float:
-    """Share of sums that are right, of eight samples of each or of the likeliest."""
-    prompts = prompts * (8 if do_sample else 1)
+    """Share of sums that are right."""
     ids = [torch.tensor(trainer.tokenizer(p).input_ids) for p in prompts]
     sequences = trainer.rollouts.sample(ids, {**SAMPLING, "do_sample": do_sample}).sequences
     given = trainer.tokenizer.batch_decode(sequences, skip_special_tokens=True)
@@ -62,9 +61,9 @@ def train(
     config |= {"ppo_epochs": 2, "learning_rate": 5e-4, "init_kl_coef": 0.0}
     config |= {"max_grad_norm": 1.0, **settings}
     trainer = PPOTrainer(PPOConfig(advantage=advantage, **config), model, tokenizer=tokenizer)
-    result = {f"{k}_before": exact_match(trainer, prompts, s) for k, s in WAYS.items()}
+    result = {f"{k}_before": exact_match(trainer, 8 * prompts, s) for k, s in WAYS.items()}
     trainer.train(reward, steps=steps, prompts=prompts, generation_kwargs=SAMPLING)
-    result |= {f"{k}_after": exact_match(trainer, prompts, s) for k, s in WAYS.items()}
+    result |= {f"{k}_after": exact_match(trainer, 8 * prompts, s) for k, s in WAYS.items()}
     trainer.save_pretrained(output)
     return {**result, "sft_s": fitted - begin, "rl_s": time.perf_counter() - fitted}
 
