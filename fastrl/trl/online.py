@@ -59,6 +59,7 @@ from fastrl.trl.sampled import SampledResponses
 
 _LOGGER = logging.getLogger(__name__)
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+_ON_HEAD = "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
 
 
 class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsTrainer, ABC):
@@ -129,6 +130,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._read_tools(args)
         self._correction = None if self.rollout_func is None else self._corrected_by(args)
+        if "lm_head" in (getattr(peft_config, "target_modules", None) or ()):
+            raise ValueError(_ON_HEAD)
         if args.use_liger_kernel:
             _refuse_liger(name)
         model = self._loaded(model, args, quantization_config)
@@ -238,9 +241,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         model = adapted(model, peft_config, args)
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear and any("lora_" in x for x, _ in head.named_parameters()):
-            raise ValueError(
-                "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
-            )
+            raise ValueError(_ON_HEAD)
         if args.disable_dropout:
             without_dropout(model)
         check_trainable(model)

@@ -341,6 +341,10 @@ def test_settings_that_are_not_honoured_are_named(
 def test_ligers_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises((ImportError, ValueError), match="leave use_liger_kernel out"):
         make(tmp_path, use_liger_kernel=True)
+    head, model = tiny_models.lora(target_modules=["lm_head"]), tiny_models.language_model()
+    with pytest.raises(ValueError, match="an adapter on lm_head is not supported"):
+        make(tmp_path, use_liger_kernel=True, peft_config=head, model=model)
+    assert not hasattr(model, "peft_config")
 
 
 def test_bad_rewards_and_prompts_are_named(tmp_path: Path) -> None:
