@@ -27,6 +27,7 @@ LAYERS = (
     {"plan"},
     {"rollout"},
     {"ref_model", "rewards"},
+    {"learn"},
     {"ppo", "trainers"},
     {"alignment"},
     {"trl"},

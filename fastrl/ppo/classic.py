@@ -9,15 +9,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-import fastrl_kernels
 from fastrl.config import PPOConfig
 from fastrl.core import entropy_from_logits
 from fastrl.data import batch as data
 from fastrl.data.batch import BatchMaker
-from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.objective import loss_of_logprobs
+from fastrl.models.scoring import TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.ppo.experience import Scorer, scored_in_parts
-from fastrl.ppo.loss import Aggregate, UpdateLoss
+from fastrl.ppo.loss import UpdateLoss
 from fastrl.ppo.nonfinite import NonFiniteNumbers
 from fastrl.ppo.update import PPOUpdate
 from fastrl.run import metrics
@@ -110,28 +111,21 @@ class ClassicMethods:
         update = self.update.gradient.loss
         assert isinstance(update, UpdateLoss)
         mask = torch.atleast_2d(mask.bool())
-        weights = self.aggregate.weights(mask, None)
+        lengths = mask.sum(-1)
+        weights = self.aggregate.weights(lengths)
 
         def flat(x: Tensor) -> Tensor:
             return torch.atleast_2d(x).expand_as(mask)[mask]
 
         new, old = flat(logprobs), flat(old_logprobs)
-        objective = PolicyObjective(
+        objective = update.objective(
             old,
             flat(advantages),
-            update.cliprange,
+            lengths,
             token_weights=None if weights is None else flat(weights[:, None]),
-            denominator=self.aggregate.denominator(mask.sum(-1), None),
-            objective=update.policy_loss,
-            lengths=update.lengths(mask),
+            denominator=self.aggregate.denominator(lengths),
         )
-        policy_loss, policy_stats = fastrl_kernels.ppo_loss(
-            new,
-            old,
-            objective.advantages,
-            torch.ones_like(new, dtype=torch.bool),
-            **objective.options,
-        )
+        policy_loss, policy_stats = loss_of_logprobs(new, objective)
         entropies = torch.zeros_like(new)
         if logits is not None:
             entropies = flat(entropy_from_logits(logits, update.temperature)).detach()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,56 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import fastrl_kernels
 from fastrl.config import PPOConfig
 from fastrl.data.token_batch import ModelPass, TokenBatch
+from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.objective import TokenObjective
 from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PassLimit, PolicyObjective, ScoringRequest, TokenScores
 from fastrl.ppo.experience import Experience, scoring_request
 from fastrl.ppo.kl import kl_in_loss
-
-
-class Aggregate:
-    """How a loss sums over tokens, by ``PPOConfig.loss_aggregate``: Σ_t w_t·ℓ_t / denominator.
-
-    The kinds are the kernels' AGGREGATES. Here w and the denominator are computed outside of the
-    kernel, which sees flat tokens and not their sequences:
-
-    "token-mean": w = 1; the number of tokens, weighted by their samples' weights.
-    "seq-mean-token-sum": w = 1; the number of samples with a token.
-    "seq-mean-token-mean": w = 1/(the sample's tokens); the same number of samples.
-    "seq-mean-token-sum-norm": w = 1/length, the same for all; the number of samples.
-
-    A sample's own weight multiplies its tokens' w, and counts it as often: it is a factor of its
-    part of the denominator, too.
-    """
-
-    def __init__(self, config: PPOConfig):
-        self.kind, self.norm_length = config.loss_aggregate, config.loss_norm_length
-
-    def weights(self, mask: Tensor, given: Tensor | None) -> Tensor | None:
-        """w of each sample's tokens, [B], times the samples' weights; None where all are 1."""
-        lengths = mask.sum(-1)
-        if self.kind == "seq-mean-token-mean":
-            own = lengths.clamp(min=1).reciprocal()
-        elif self.kind == "seq-mean-token-sum-norm":
-            longest = lengths.max().clamp(min=1)
-            own = torch.ones_like(lengths) / (self.norm_length or longest)
-        else:
-            return given
-        return own if given is None else own * given
-
-    def denominator(self, lengths: Tensor, given: Tensor | None) -> Tensor:
-        """Of some samples, from their numbers of response tokens and their weights, [b] each; that
-        of several mini-batches is that of all their samples."""
-        if self.kind == "token-mean":
-            counts = lengths
-        elif self.kind == "seq-mean-token-sum-norm":
-            counts = torch.ones_like(lengths)
-        else:
-            counts = (lengths > 0).long()
-        total = counts.sum() if given is None else (given * counts).sum()
-        return torch.where(total > 0, total, 1)
 
 
 class Minibatch(NamedTuple):
@@ -159,28 +116,20 @@ class UpdateLoss:
         has_values: whether it has the value term; by default where the configuration learns values.
 
     Attributes:
+        objective: the policy's part.
         aggregate: gives w and the denominator.
         per_step: whether all mini-batches of an optimizer step have one denominator.
         temperature: T of the policy softmax(logits / T).
-        in_ratio: whether importance weights of the sampler are factors of the objective's ratio.
         names: the classic names of its statistics.
     """
 
     def __init__(self, config: PPOConfig, has_values: bool | None = None):
         high = config.cliprange if config.cliprange_high is None else config.cliprange_high
-        low = math.inf if config.policy_loss == "cispo" else config.cliprange
-        self.cliprange = (low, high)
-        self.policy_loss = fastrl_kernels.PolicyLoss(
-            config.policy_loss,
-            config.ratio_level,
-            config.delta,
-            (config.sapo_temperature_pos, config.sapo_temperature_neg),
-            (config.vespo_k_pos, config.vespo_k_neg),
-            (config.vespo_lambda_pos, config.vespo_lambda_neg),
+        self.objective = TokenObjective.of(
+            config, config.policy_loss, config.ratio_level, (config.cliprange, high)
         )
-        self.in_ratio = config.policy_loss == "vespo"
-        self.entropy_coef, self.top_entropy = config.entropy_coef, config.top_entropy_quantile
-        self.aggregate = Aggregate(config)
+        self.top_entropy, self.entropy_coef = config.top_entropy_quantile, config.entropy_coef
+        self.aggregate = Aggregate(config.loss_aggregate, config.loss_norm_length)
         self.has_values = config.needs_values if has_values is None else has_values
         self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
         kind = config.loss_denominator  # "auto" is TRL's for GAE
@@ -225,40 +174,24 @@ class UpdateLoss:
             for part, x in zip(parts, entropies, strict=True)
         ]
 
-    def lengths(self, mask: Tensor) -> Tensor | None:
-        """The numbers of response tokens, [B], where ratios are those of whole responses."""
-        return mask.sum(-1) if self.policy_loss.reads_sequences else None
-
     def request(
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
     ) -> ScoringRequest:
         """The model's request for the policy's part of the loss, log-probs and values."""
         tokens, old, _ = minibatch
-        weights = old.weights
+        weights, lengths = old.weights, tokens.mask.sum(-1)
         if weights is not None:  # of tokens; with output_size it does not wait for the device
-            lengths = tokens.mask.sum(-1)
             weights = weights.repeat_interleave(lengths, output_size=len(old.logprobs))
-        old_logprobs, of_sampler = old.logprobs, old.sampler_weights
-        if of_sampler is not None and self.in_ratio:
-            # The response's ratio is taken to the sampler: w·Π_t u_t, u at least 1e-8 as in TRL.
-            old_logprobs = old_logprobs - of_sampler.clamp(min=1e-8).log()
-            of_sampler = None
-        top_entropy = self.top_entropy
-        if old.chosen is not None:
-            of_sampler = old.chosen if of_sampler is None else old.chosen * of_sampler
-            top_entropy = 1.0
-        objective = PolicyObjective(
-            old_logprobs,
+        objective = self.objective(
+            old.logprobs,
             old.advantages,
-            self.cliprange,
-            old.kl,
-            weights,
-            denominator,
-            self.policy_loss,
-            self.lengths(tokens.mask),
-            of_sampler,
-            self.entropy_coef,
-            top_entropy,
+            lengths,
+            token_weights=weights,
+            denominator=denominator,
+            kl=old.kl,
+            sampler_weights=old.sampler_weights,
+            chosen=old.chosen,
+            entropy_coef=self.entropy_coef,
         )
         return scoring_request(
             tokens,

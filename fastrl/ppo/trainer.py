@@ -385,7 +385,7 @@ class PPOTrainer(ClassicMethods, Persistence):
                     advantages,
                     returns,
                     self.kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
-                    self.aggregate.weights(batch.mask, given.weights),
+                    self.aggregate.weights(batch.mask.sum(-1), given.weights),
                     sampler_weights,
                     given.weights,
                 )

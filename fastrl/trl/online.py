@@ -423,9 +423,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         """What is known of a batch's tokens before the policy scores them, on the device."""
         uses = self.args.steps_per_generation if mode == "train" else 1
         generated = max(part.generated, 1.0) / self.accelerator.num_processes / uses
-        return LearnedTokens.of_responses(
-            part, self.max_completion_length, generated, self.args.device
-        )
+        return LearnedTokens.of_responses(part, generated, self.args.device)
 
     # Responses and rewards.
 

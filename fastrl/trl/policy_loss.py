@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.objective import TokenObjective, loss_of_logprobs
 from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.trl.metric_means import MetricMeans, mean_of
@@ -26,17 +28,17 @@ class LearnedTokens(NamedTuple):
 
     advantages: Tensor  # [B]
     counts: Tensor  # [B] int64, tokens of each response
+    host_counts: Tensor  # the same on the host
     of: Tensor  # [N] int64
     old: Tensor | None  # [N], log-probs of the policy that sampled them; None: of this one
     ref: Tensor | None  # [N], log-probs of the reference model
-    longest: int  # the most tokens that a response may have
     generated: float  # tokens of a batch, in the mean over those that were generated together
     sampler_weights: Tensor | None = None  # [N], of another sampler; None: all 1
     sampled: Tensor | None = None  # [N], log-probs of another sampler; None: old is the sampler's
 
     @classmethod
     def of_responses(
-        cls, part: SampledResponses, longest: int, generated: float, device: torch.device
+        cls, part: SampledResponses, generated: float, device: torch.device
     ) -> LearnedTokens:
         """On a device, in one upload of integers and one of numbers."""
         counts = torch.tensor(part.counts)
@@ -52,10 +54,10 @@ class LearnedTokens(NamedTuple):
         return cls(
             numbers[0],
             integers[:first],
+            counts,
             integers[first:],
             old,
             ref,
-            longest,
             generated,
             weights,
             sampled,
@@ -97,13 +99,15 @@ class LossType(NamedTuple):
 
     Attributes:
         kind: ℓ_t, by its name in ``fastrl_kernels.POLICY_LOSSES``.
-        aggregate: how the ℓ_t become one number, see :class:`GroupLoss`.
+        aggregate: of the ℓ_t, by its name in :class:`fastrl.learn.aggregate.Aggregate`.
         formula: for the documents.
+        of_step: whether the tokens that the sum is divided by are those of the optimizer step.
     """
 
     kind: str
     aggregate: str
     formula: str
+    of_step: bool = False
 
     @property
     def clips(self) -> bool:
@@ -111,15 +115,16 @@ class LossType(NamedTuple):
         return self.kind == "clip"
 
 
+_MEAN, _SUM, _NORM = "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 LOSS_TYPES = {
-    "grpo": LossType("clip", "sequence-mean", "mean over responses of mean_t ℓ_t"),
-    "bnpo": LossType("clip", "batch-mean", "Σ ℓ_t / tokens of the batch"),
-    "dr_grpo": LossType("clip", "constant", "Σ ℓ_t / (responses·max_completion_length)"),
-    "dapo": LossType("clip", "generation-mean", "Σ ℓ_t / tokens of the optimizer step"),
-    "luspo": LossType("clip", "sequence-sum", "mean over responses of Σ_t ℓ_t"),
-    "cispo": LossType("cispo", "generation-mean", "as dapo, ℓ_t = -sg[min(ρ, ε_high)]·A·log π"),
-    "sapo": LossType("sapo", "sequence-mean", "as grpo, ℓ_t = -4·σ(τ(ρ - 1))/τ·A"),
-    "vespo": LossType("vespo", "generation-mean", "as dapo, ℓ_t = -sg[φ(w)]·A·log π, w = Π_t ρ_t"),
+    "grpo": LossType("clip", _MEAN, "mean over responses of mean_t ℓ_t"),
+    "bnpo": LossType("clip", "token-mean", "Σ ℓ_t / tokens of the batch"),
+    "dr_grpo": LossType("clip", _NORM, "Σ ℓ_t / (responses·max_completion_length)"),
+    "dapo": LossType("clip", "token-mean", "Σ ℓ_t / tokens of the optimizer step", True),
+    "luspo": LossType("clip", _SUM, "mean over responses of Σ_t ℓ_t"),
+    "cispo": LossType("cispo", "token-mean", "as dapo, ℓ_t = -sg[min(ρ, ε_high)]·A·log π", True),
+    "sapo": LossType("sapo", _MEAN, "as grpo, ℓ_t = -4·σ(τ(ρ - 1))/τ·A"),
+    "vespo": LossType("vespo", "token-mean", "as dapo, ℓ_t = -sg[φ(w)]·A·log π, w = Π_t ρ_t", True),
 }
 
 
@@ -130,11 +135,9 @@ def high_of(args: Any) -> float:
 class GroupLoss:
     """Σ_t v_t·(u_t·ℓ_t + β·KL_t) / D - c·mean_t H_t over the tokens of a batch.
 
-    ℓ is the kernels' policy loss. v and D are by ``args.loss_type``'s aggregate, so that the mean
-    over the batches of an optimizer step is the step's loss: "sequence-mean": the mean over the B
-    responses of the means over their tokens; "sequence-sum": of the sums; "batch-mean": the mean
-    over all tokens; "constant": the sum over B·longest; "generation-mean": the sum over
-    ``generated``. KL_t = exp(r) - r - 1 of r = log π_ref - log π, times ρ_t where
+    ℓ is the kernels' policy loss. v and D are by ``args.loss_type``'s aggregate of the batch's
+    responses, or D is ``generated``, so that the mean over the batches of an optimizer step is the
+    step's loss. KL_t = exp(r) - r - 1 of r = log π_ref - log π, times ρ_t where
     ``args.use_bias_correction_kl`` says so (DeepSeek-V3.2). Weights of another sampler are factors
     of u, those of "vespo" of its ratio w in their place.
 
@@ -147,20 +150,17 @@ class GroupLoss:
 
     def __init__(self, args: Any):
         self.type = LOSS_TYPES[args.loss_type]
+        self.aggregate = Aggregate(self.type.aggregate, args.max_completion_length, True)
         self.level, self.beta = args.importance_sampling_level, args.beta
         self.corrects_kl = args.use_bias_correction_kl
         kind, high = self.type.kind, high_of(args)
-        # CISPO's ratios have one bound, ε_high itself.
-        self.cliprange = (float("inf"), high - 1) if kind == "cispo" else (args.epsilon, high)
-        self.objective = fastrl_kernels.PolicyLoss(
+        self.objective = TokenObjective.of(
+            args,
             kind,
             "token" if kind == "vespo" else self.level,  # whose ratio is the response's anyway
-            args.delta if kind == "clip" else None,
-            (args.sapo_temperature_pos, args.sapo_temperature_neg),
-            (args.vespo_k_pos, args.vespo_k_neg),
-            (args.vespo_lambda_pos, args.vespo_lambda_neg),
+            # CISPO's ratios have one bound, ε_high itself.
+            (args.epsilon, high - 1 if kind == "cispo" else high),
         )
-        self.objective.check(None)
         # The fused loss's gradients are rounded before GradScaler's factor reaches them.
         self.fuses = not args.fp16
         self.threshold = args.off_policy_mask_threshold
@@ -191,8 +191,7 @@ class GroupLoss:
             return None
         objective = self.objective
         if on_policy:  # a sequence's ratio is 1, too
-            objective = objective._replace(ratio_level="token")
-        old, of_sampler = self._beside_sampler(tokens)
+            objective = objective._replace(loss=objective.loss._replace(ratio_level="token"))
         if self.beta:
             assert tokens.ref is not None
             kind = "k3"
@@ -201,18 +200,15 @@ class GroupLoss:
                     return None
                 kind = "k3+"  # the derivative of ρ·KL at ρ = 1 is log π - log π_ref
             kl = fastrl_kernels.KLTerm(tokens.ref, self.beta, kind)
-        return PolicyObjective(
-            old,
+        return objective(
+            tokens.old,
             tokens.advantages[tokens.of],
-            self.cliprange,
-            kl,
-            weights,
-            denominator,
-            objective,
-            tokens.counts if objective.reads_sequences else None,
-            of_sampler,
+            tokens.counts,
+            token_weights=weights,
+            denominator=denominator,
+            kl=kl,
+            sampler_weights=tokens.sampler_weights,
             entropy_coef=entropy_coef * denominator / count,
-            top_entropy=self.top_entropy,
         )
 
     def __call__(
@@ -226,21 +222,16 @@ class GroupLoss:
         """
         logprobs = scores.logprobs
         of_tokens, denominator = self._aggregate(tokens)
-        old, of_sampler = self._beside_sampler(tokens)
-        if of_sampler is not None:
-            weights = of_sampler if weights is None else weights * of_sampler
-        loss, _ = fastrl_kernels.ppo_loss(
-            logprobs,
-            logprobs.detach() if old is None else old,
+        objective = self.objective(
+            tokens.old,
             tokens.advantages[tokens.of],
-            torch.ones_like(tokens.of, dtype=torch.bool),
-            cliprange=self.cliprange,
-            weights=weights,
+            tokens.counts,
             token_weights=of_tokens,
             denominator=denominator,
-            objective=self.objective,
-            lengths=tokens.counts if self.objective.reads_sequences else None,
+            sampler_weights=tokens.sampler_weights,
+            chosen=weights,
         )
+        loss, _ = loss_of_logprobs(logprobs, objective)
         if self.beta:
             kl = self.kl(tokens, logprobs)
             kl = kl if of_tokens is None else kl * of_tokens
@@ -256,35 +247,20 @@ class GroupLoss:
 
     def gammas(self, tokens: LearnedTokens, logprobs: Tensor) -> Tensor:
         """φ(w) of "vespo" at each token of a response, [N]."""
-        old, _ = self._beside_sampler(tokens)
+        old, _ = self.objective.beside_sampler(tokens.old, tokens.sampler_weights)
         log_ratio = logprobs - (logprobs if old is None else old)
         every = torch.ones_like(tokens.of, dtype=torch.bool)
         advantages = tokens.advantages[tokens.of]
-        found = log_gamma_weights(log_ratio, advantages, every, tokens.counts, self.objective)
+        found = log_gamma_weights(log_ratio, advantages, every, tokens.counts, self.objective.loss)
         return found.exp()
-
-    def _beside_sampler(self, tokens: LearnedTokens) -> tuple[Tensor | None, Tensor | None]:
-        """Log-probs [N] that ratios are taken to, and weights [N] of the policy's loss."""
-        weights = tokens.sampler_weights
-        if weights is None or self.type.kind != "vespo":
-            return tokens.old, weights
-        # The response's ratio is taken to the sampler: w·Π_t u_t, u at least 1e-8 as in TRL.
-        assert tokens.old is not None
-        return tokens.old - weights.clamp(min=1e-8).log(), None
 
     def _aggregate(self, tokens: LearnedTokens) -> tuple[Tensor | None, float]:
         """v [N], None where all are 1; and D."""
-        responses, kind = len(tokens.counts), self.type.aggregate
-        if kind == "sequence-mean":
-            inverse = tokens.counts.clamp(min=1).to(torch.float32).reciprocal()
-            return inverse[tokens.of], float(responses)
-        denominators = {
-            "sequence-sum": responses,
-            "batch-mean": len(tokens.of),
-            "constant": responses * tokens.longest,
-            "generation-mean": tokens.generated,
-        }
-        return None, max(float(denominators[kind]), 1e-9)
+        weights = self.aggregate.weights(tokens.counts)
+        of_tokens = None if weights is None else weights[tokens.of]
+        if self.type.of_step:
+            return of_tokens, max(tokens.generated, 1e-9)
+        return of_tokens, float(self.aggregate.denominator(tokens.host_counts))
 
 
 def note_clips(

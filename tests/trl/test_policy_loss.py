@@ -69,7 +69,8 @@ class Batch:
 
     @property
     def tokens(self) -> LearnedTokens:
-        given = (self.advantages, self.counts, self.of, self.old, self.ref, LONGEST, GENERATED)
+        counts = self.counts, self.counts
+        given = (self.advantages, *counts, self.of, self.old, self.ref, GENERATED)
         return LearnedTokens(*given, self.weights)
 
     def leaves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ class Batch:
 
 def settings(folder: Path, **own: Any) -> GRPOConfig:
     given = {"epsilon": 0.15, "epsilon_high": 0.25, "sapo_temperature_neg": 1.5, "vespo_k_neg": 2.5}
-    given |= own
+    given |= {"max_completion_length": LONGEST, **own}
     return GRPOConfig(str(folder), use_cpu=True, report_to=None, **given)
 
 
@@ -282,4 +283,4 @@ def test_bounds_of_settings_are_named(tmp_path: Path) -> None:
         settings(tmp_path, delta=0.5)
     with pytest.raises(ValueError, match="sapo_temperature_neg"):
         settings(tmp_path, loss_type="sapo", sapo_temperature_neg=0.0)
-    assert math.isinf(GroupLoss(settings(tmp_path, loss_type="cispo")).cliprange[0])
+    assert math.isinf(GroupLoss(settings(tmp_path, loss_type="cispo")).objective.cliprange[0])

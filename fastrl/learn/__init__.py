@@ -1,0 +1,1 @@
+"""What every method learns by: objectives over the tokens of responses."""

@@ -1,0 +1,64 @@
+"""How losses of tokens become one number."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Aggregate(NamedTuple):
+    """Σ_t v_t·ℓ_t / D over the tokens of responses, by the kernels' names of AGGREGATES.
+
+    | kind | v_t | D |
+    | --- | --- | --- |
+    | "token-mean" | 1 | tokens |
+    | "seq-mean-token-sum" | 1 | responses |
+    | "seq-mean-token-mean" | 1/(tokens of its response) | responses |
+    | "seq-mean-token-sum-norm" | 1 | responses · norm_length |
+
+    Without a ``norm_length`` the last kind's v is 1/(tokens of the longest response), and its D the
+    number of responses. A response's own weight multiplies its v, and counts it as often in D.
+
+    Here v and D are computed outside of the kernels, which see flat tokens and no responses.
+
+    Attributes:
+        counts_empty: whether D counts responses without a token; the last kind always does.
+    """
+
+    kind: str
+    norm_length: int | None = None
+    counts_empty: bool = False
+
+    def weights(self, lengths: Tensor, given: Tensor | None = None) -> Tensor | None:
+        """v of each response's tokens, [B]; None where all are 1.
+
+        Args:
+            lengths: tokens of each response, [B].
+            given: the responses' own weights, [B].
+        """
+        if self.kind == "seq-mean-token-mean":
+            own = lengths.clamp(min=1).reciprocal()
+        elif self.kind == "seq-mean-token-sum-norm" and self.norm_length is None:
+            own = torch.ones_like(lengths) / lengths.max().clamp(min=1)
+        else:
+            return given
+        return own if given is None else own * given
+
+    def denominator(self, lengths: Tensor, given: Tensor | None = None) -> Tensor:
+        """D of some responses, [], 1 of none; that of several mini-batches is that of all their
+        responses. Arguments are those of :meth:`weights`."""
+        if self.kind == "token-mean":
+            counts = lengths
+        elif self.counts_empty or self.kind == "seq-mean-token-sum-norm":
+            counts = torch.full_like(lengths, self._norm)
+        else:
+            counts = (lengths > 0).long()
+        total = counts.sum() if given is None else (given * counts).sum()
+        return torch.where(total > 0, total, 1)
+
+    @property
+    def _norm(self) -> int:
+        is_norm = self.kind == "seq-mean-token-sum-norm" and self.norm_length is not None
+        return int(self.norm_length or 1) if is_norm else 1
