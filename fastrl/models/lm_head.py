@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol
 
@@ -241,7 +241,7 @@ def choose_head(model: Any, inputs: Inputs, tolerance: float = 1e-3) -> Head:
     return FullHead()
 
 
-def corner_of(inputs: Inputs) -> Inputs:
+def corner_of(inputs: Mapping[str, Any]) -> Inputs:
     """A few tokens of a batch, for :func:`choose_head`."""
     names = ("input_ids", "position_ids", "decoder_input_ids")
     corner = {name: inputs[name][:1, :8] for name in names if inputs.get(name) is not None}

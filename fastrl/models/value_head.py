@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from fastrl.models import quantised
 from fastrl.models.adapters import NOT_TRAINED, RewardAdapter
 from fastrl.models.attention import Attention, replaced
-from fastrl.models.lm_head import Head, choose_head, corner_of, last_hidden
+from fastrl.models.lm_head import last_hidden
 from fastrl.models.load import (
     check_causal,
     find_file,
@@ -28,9 +28,10 @@ from fastrl.models.load import (
     model_folder,
     with_adapter,
 )
+from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
-from fastrl.models.utils import evaluating, hidden_width, is_empty
+from fastrl.models.utils import hidden_width, is_empty
 from fastrl.run import hub
 from fastrl.run.model_card import write_model_card
 
@@ -113,7 +114,7 @@ class PreTrainedModelWrapper(nn.Module):
             _initialise(self.v_head, v_head_init_strategy, v_head_initializer_range)
         self.reward: RewardAdapter | None = None
         self.names_by_path = False  # in the state dict, as if inside of another module
-        self._head: Head | None = None
+        self.scorer = TokenScorer()
         self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
         # Functions, not methods: a copy of the module takes them along for itself.
         self.register_state_dict_post_hook(_shorten)
@@ -200,14 +201,10 @@ class PreTrainedModelWrapper(nn.Module):
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
-            head = self._scoring_head(inputs)
-            inputs["use_cache"] = False
-            with (
-                self._starting_at(boundary),
-                replaced(self.pretrained_model, attention),
-                head.scoring(self.pretrained_model, scoring) as results,
-            ):
-                scores, hidden = results(self.pretrained_model(**inputs, **head.options))
+            self.scorer.choose(self.pretrained_model, inputs)  # by all layers
+            inputs["attention"] = attention
+            with self._starting_at(boundary):
+                scores, hidden, _ = self.scorer(self.pretrained_model, inputs, scoring)
             return scores._replace(values=self._values(hidden) if scoring.values else None)
 
         inputs["output_hidden_states"] = True
@@ -230,15 +227,6 @@ class PreTrainedModelWrapper(nn.Module):
         if self.trunk is None:
             raise ValueError("boundary was given, but the model shares no layers: leave it out")
         return self.trunk.skipped(boundary)
-
-    def _scoring_head(self, inputs: dict[str, Any]) -> Head:
-        """The way to run the LM head, chosen at the first use on a few tokens of that batch: only
-        then is the model on its device."""
-        if self._head is None:
-            corner = {**corner_of(inputs), "use_cache": False}
-            with evaluating(self.pretrained_model):  # heads are compared, without dropout
-                self._head = choose_head(self.pretrained_model, corner)
-        return self._head
 
     @classmethod
     def _check(cls, model: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.models.layout import Inputs, layout_of
-from fastrl.models.lm_head import Head, choose_head, corner_of
+from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.value_head import PreTrainedModelWrapper
 
@@ -30,7 +30,7 @@ class Rescorer:
         self.model = model
         self._layout = layout_of(model)
         self._has_values = getattr(model, "has_values", False)
-        self._head: Head | None = None
+        self._scorer = TokenScorer()
 
     @torch.no_grad()
     def __call__(
@@ -69,11 +69,7 @@ class Rescorer:
     def _forward(self, request: ScoringRequest, inputs: Inputs) -> TokenScores:
         if isinstance(self.model, PreTrainedModelWrapper):
             return self.model(scoring=request, **inputs)
-        if self._head is None:
-            self._head = choose_head(self.model, {**corner_of(inputs), "use_cache": False})
-        with self._head.scoring(self.model, request) as results:
-            out = self.model(**inputs, **self._head.options, use_cache=False)
-        return results(out)[0]
+        return self._scorer(self.model, inputs, request).scores
 
     def _parts(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Iterator[list[int]]:
         """Indices of samples that share a forward; an empty response needs none."""

@@ -28,11 +28,10 @@ from fastrl.data.sft_packing import (
 )
 from fastrl.data.tables import is_stream
 from fastrl.models.attention import Attention, replaced
-from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.prompt_learning import virtual_tokens
+from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
-from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import SFT
@@ -298,7 +297,7 @@ class SFTTrainer(SupervisedTrainer):
         # transformers then passes the number of tokens to learn in a whole step, first tokens not
         # counted, and the loss is divided by it.
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
-        self._head: Head | None = None
+        self.scorer = TokenScorer()
 
     def plan(self, tokens: int) -> Plan:
         """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
@@ -500,13 +499,9 @@ class SFTTrainer(SupervisedTrainer):
         given, attention, rows, _ = self._without_padding(inputs, request.rows)
         if self._virtual:  # in front of each row's tokens
             rows = rows + self._virtual * (rows // inputs["labels"].shape[1] + 1)
-        head, plain = self._scoring_head(given), self._plain(model)
-        with (
-            replaced(plain, attention),
-            head.scoring(plain, request._replace(rows=rows)) as results,
-        ):
-            outputs = model(**given, **head.options)
-            return results(outputs)[0], outputs
+        given = {**given, "attention": attention}
+        found = self.scorer(self._plain(model), given, request._replace(rows=rows), model)
+        return found.scores, found.output
 
     def _outputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """The model's output for a batch, with logits [B, T, V]; those of padding may be 0."""
@@ -593,16 +588,6 @@ class SFTTrainer(SupervisedTrainer):
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
         entropy, accuracy = (columns.sum(0) / counts.sum().clamp(min=1)).tolist()
         return {"entropy": entropy, "mean_token_accuracy": accuracy}
-
-    def _scoring_head(self, inputs: dict[str, Any]) -> Head:
-        """The model's LM head, found with a few tokens at the first use, when the model is on its
-        device."""
-        if self._head is None:
-            model = self._plain(self.model)
-            corner = {**corner_of({"input_ids": inputs["input_ids"]}), "use_cache": False}
-            with evaluating(model):
-                self._head = choose_head(model, corner)
-        return self._head
 
     def _plain(self, model: nn.Module) -> Any:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fastrl.data.choose_padding import logprobs_of_labels, runs_packed
 from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import Padded, Padding
-from fastrl.models.attention import replaced
-from fastrl.models.lm_head import Head, choose_head, corner_of
+from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.ppo.old_logprobs import LOW_PRECISION, TOLERANCES, audited
@@ -48,7 +47,7 @@ class ResponseScorer:
         self.autocast, self.processes = autocast, processes
         self.reuses: bool | None = None
         self._padding: Padding | None = None
-        self._head: Head | None = None
+        self._scorer = TokenScorer()
 
     def policy(
         self,
@@ -60,15 +59,11 @@ class ResponseScorer:
         """Scores of the learned tokens, in the order of the responses, with an objective's loss;
         and the load-balancing loss of a mixture of experts, where it is asked for."""
         given, request = self._request(model, part, objective, aux)
-        attention = given.pop("attention", None)
-        given["use_cache"] = False
         if aux:
             given["output_router_logits"] = True
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        head = self._scoring_head(plain, given)
-        with replaced(plain, attention), head.scoring(plain, request) as results:
-            out = model(**given, **head.options)
-            return results(out)[0], out.aux_loss if aux else None
+        found = self._scorer(plain, given, request, model)
+        return found.scores, found.output.aux_loss if aux else None
 
     def old(
         self,
@@ -172,10 +167,3 @@ class ResponseScorer:
                 if packs:
                     self._padding = PaddingFree()
         return self._padding
-
-    def _scoring_head(self, plain: Any, given: Mapping[str, Any]) -> Head:
-        if self._head is None:
-            corner = {**corner_of({"input_ids": given["input_ids"]}), "use_cache": False}
-            with evaluating(plain):
-                self._head = choose_head(plain, corner)
-        return self._head

@@ -14,8 +14,7 @@ from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.preferences import PairCollator
 from fastrl.data.tables import is_stream
 from fastrl.models import CausalLMPolicy
-from fastrl.models.attention import replaced
-from fastrl.models.lm_head import Head, choose_head, corner_of
+from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating, without_dropout
 from fastrl.ref_model import RefModel
@@ -112,7 +111,7 @@ class PreferenceTrainer(SupervisedTrainer):
         self._tokenizer = tokenizer
         self._settings = args
         self._max_length = length_limit(args, model, tokenizer)
-        self._head: Head | None = None
+        self.scorer = TokenScorer()
         self._packs: bool | None = None
         # Of batches, as TRL's; the base's ``metrics`` count the tokens of the run.
         self._metrics = {name: MetricMeans(MARGINS) for name in ("train", "eval")}
@@ -277,15 +276,11 @@ class PreferenceTrainer(SupervisedTrainer):
         self, model: nn.Module, completions: Completions, extras: tuple[str, ...] = ()
     ) -> CompletionScores:
         """The policy's log-probs; with ``extras`` also entropies and those statistics."""
-        given = {**completions.inputs, "use_cache": False}
-        attention = given.pop("attention", None)
+        given = dict(completions.inputs)
         if self.aux_loss_enabled and extras:
             given["output_router_logits"] = True
-        head, plain = self._scoring_head(completions), self._plain(model)
         request = completions.request(entropy=bool(extras), extras=extras)
-        with replaced(plain, attention), head.scoring(plain, request) as results:
-            output = model(**given, **head.options)
-            scores, _ = results(output)
+        scores, _, output = self.scorer(self._plain(model), given, request, model)
         return CompletionScores(completions.spread(scores.logprobs), scores, output)
 
     @torch.no_grad()
@@ -301,17 +296,6 @@ class PreferenceTrainer(SupervisedTrainer):
     def _of_policy(self, completions: Completions, request: ScoringRequest) -> TokenScores:
         with evaluating(self._policy):
             return self._policy(**completions.inputs, scoring=request)
-
-    def _scoring_head(self, completions: Completions) -> Head:
-        """The model's LM head, found with a few tokens at the first use, when the model is on its
-        device."""
-        if self._head is None:
-            model = self._plain(self.model)
-            ids = completions.inputs["input_ids"]
-            corner = {**corner_of({"input_ids": ids}), "use_cache": False}
-            with evaluating(model):
-                self._head = choose_head(model, corner)
-        return self._head
 
     def _plain(self, model: nn.Module) -> Any:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)

@@ -70,7 +70,7 @@ def test_the_fused_head_is_what_runs(family, ids, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         policy(input_ids=ids, scoring=ScoringRequest(ROWS, labels_of(ids, ROWS)))
-    assert isinstance(policy._head, FusedHead)
+    assert isinstance(policy.scorer.head, FusedHead)
     seen = []
     linear_logprobs = fastrl_kernels.linear_logprobs
     monkeypatch.setattr(
@@ -221,7 +221,7 @@ def test_a_head_that_is_not_called_falls_back_with_the_same_numbers(gpt2, ids):
     request = ScoringRequest(ROWS, labels_of(ids, ROWS), entropy=True, logits=True)
     with pytest.warns(UserWarning, match="whole sequences.*does not call its output embeddings"):
         got = model(input_ids=ids, scoring=request)
-    assert isinstance(model._head, FullHead)
+    assert isinstance(model.scorer.head, FullHead)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = model(input_ids=ids, scoring=request)  # it warns once
@@ -304,5 +304,5 @@ def test_the_head_is_chosen_without_dropout_and_every_mode_is_put_back(ids):
     policy.pretrained_model.transformer.drop.eval()  # as a base is under a new adapter
     modes = [module.training for module in policy.modules()]
     policy(input_ids=ids, scoring=ScoringRequest(ROWS, labels_of(ids, ROWS)))
-    assert isinstance(policy._head, FusedHead)
+    assert isinstance(policy.scorer.head, FusedHead)
     assert [module.training for module in policy.modules()] == modes

@@ -124,9 +124,9 @@ def test_the_fused_head_is_what_runs_with_the_scale_found(family, scale, inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         policy(**inputs, scoring=ScoringRequest(ROWS, labels_of(inputs)))
-    assert isinstance(policy._head, FusedHead)
-    assert policy._head.scale == pytest.approx(scale, rel=1e-6)  # 16 ** -0.5
-    assert scale != 1 or policy._head.scale == 1.0  # no division then
+    assert isinstance(policy.scorer.head, FusedHead)
+    assert policy.scorer.head.scale == pytest.approx(scale, rel=1e-6)  # 16 ** -0.5
+    assert scale != 1 or policy.scorer.head.scale == 1.0  # no division then
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def test_a_bias_after_the_head_runs_it_by_rows(inputs):
     request = ScoringRequest(ROWS, labels_of(inputs))
     with pytest.warns(UserWarning, match="it changes its logits otherwise"):
         got = policy(**inputs, scoring=request)
-    assert isinstance(policy._head, RowHead)
+    assert isinstance(policy.scorer.head, RowHead)
     logprobs = policy(**inputs)[0].flatten(0, 1)[ROWS].log_softmax(-1)
     torch.testing.assert_close(
         got.logprobs, logprobs.gather(1, request.labels[:, None])[:, 0], **TOLERANCE

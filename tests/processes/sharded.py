@@ -88,7 +88,7 @@ def policy_gradient(family: str, adapter: bool = False, **settings: Any) -> dict
             "reference": reference,
         },
         "held": held,
-        "heads": [type(m._head).__name__ for m in _policies(trainer)],
+        "heads": [type(m.scorer.head).__name__ for m in _policies(trainer)],
         "reused": [numbers["rollout/reused"] for numbers in keeper.metrics],
     }
 
@@ -241,7 +241,7 @@ def supervised(folder: Path, **given: Any) -> dict[str, Any]:
             "norms": [x["grad_norm"] for x in trainer.state.log_history if "loss" in x],
             "evaluations": [x["eval_loss"] for x in evaluations],
         },
-        "heads": [type(trainer._head).__name__],
+        "heads": [type(trainer.scorer.head).__name__],
     }
 
 

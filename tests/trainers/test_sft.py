@@ -283,7 +283,7 @@ def test_bf16_runs_through_the_fused_head(make_sft: Make) -> None:
 
     trainer = make_sft(bf16=True, packing=True, max_length=30, eval_dataset=texts(4))
     assert np.isfinite(trainer.train().training_loss)
-    assert isinstance(trainer._head, FusedHead)
+    assert isinstance(trainer.scorer.head, FusedHead)
 
 
 def test_models_of_another_kind_are_refused(make_sft: Make) -> None:

@@ -1,0 +1,67 @@
+"""The one forward pass of a language model that scores tokens, whatever wraps the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fastrl.models.attention import replaced
+from fastrl.models.lm_head import Head, choose_head, corner_of
+from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.utils import evaluating
+
+
+class ScoredPass(NamedTuple):
+    """What a forward pass says of the requested rows."""
+
+    scores: TokenScores  # without values
+    hidden: Tensor  # [N, H], the last hidden states
+    output: Any  # the model's own
+
+
+class TokenScorer:
+    """Runs a model's forward, and its LM head on the requested rows alone.
+
+    The way to run the head is chosen at the first use, on a few tokens of that batch: only then is
+    the model on its device.
+
+    Attributes:
+        head: that way; None before the first use.
+    """
+
+    def __init__(self) -> None:
+        self.head: Head | None = None
+
+    def choose(self, model: Any, inputs: Mapping[str, Any]) -> Head:
+        """The way to run the LM head of a model.
+
+        Args:
+            inputs: a batch.
+        """
+        if self.head is None:
+            corner = {**corner_of(inputs), "use_cache": False}
+            with evaluating(model):  # heads are compared, without dropout
+                self.head = choose_head(model, corner)
+        return self.head
+
+    def __call__(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        request: ScoringRequest,
+        wrapped: nn.Module | None = None,
+    ) -> ScoredPass:
+        """
+        Args:
+            model: of transformers, perhaps with an adapter.
+            inputs: keyword arguments of its forward; ``attention`` is called in place of its own.
+            wrapped: the model as accelerate has wrapped it, whose forward is called.
+        """
+        head, given = self.choose(model, inputs), {**inputs, "use_cache": False}
+        attention = given.pop("attention", None)
+        forward = model if wrapped is None else wrapped
+        with replaced(model, attention), head.scoring(model, request) as results:
+            output = forward(**given, **head.options)
+            return ScoredPass(*results(output), output)
