@@ -11,8 +11,13 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.config import PPOConfig
 from fastrl.data.batch import to_host
-
-EPS = 1e-4  # added to a group's standard deviation
+from fastrl.learn.baselines import (
+    GROUP_BASELINES,
+    above_first,
+    all_equal,
+    deviation,
+    grouped,
+)
 
 
 class Advantages(Protocol):
@@ -178,7 +183,7 @@ class GroupBaseline:
             )
         totals = torch.where(mask, rewards, 0.0).sum(-1)
         groups, counts = totals.view(-1, self.size), mask.any(-1).view(-1, self.size)
-        advantages = self.advantages_of(_above_first(groups, counts), counts)
+        advantages = self.advantages_of(above_first(groups, counts), counts)
         return (
             torch.zeros_like(rewards),
             torch.where(mask, advantages.view(-1, 1), 0.0),
@@ -187,45 +192,11 @@ class GroupBaseline:
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
         """Share of groups whose scores are all equal, and the mean deviation within groups."""
-        groups = scores.view(-1, self.size)
-        counts = ~groups.isnan()
-        differences = _above_first(groups, counts)
+        differences, counts = grouped(scores, self.size)
         return {
-            "groups/no_spread": (differences == 0).all(-1).float().mean(),
+            "groups/no_spread": all_equal(differences).float().mean(),
             "groups/reward_std": deviation(differences, counts).mean(),
         }
-
-
-def _above_first(rewards: Tensor, counts: Tensor) -> Tensor:
-    """R less that of the group's first response that counts; 0 where a response does not count."""
-    first = rewards.gather(-1, counts.int().argmax(-1, keepdim=True))
-    return torch.where(counts, rewards - first, 0.0)
-
-
-def centred(rewards: Tensor, counts: Tensor) -> Tensor:
-    """R - mean R (Liu et al., "Understanding R1-Zero-like training", 2025: Dr. GRPO)."""
-    return rewards - rewards.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
-
-
-def standardised(rewards: Tensor, counts: Tensor) -> Tensor:
-    """(R - mean R) / (std R + EPS), std unbiased (Shao et al., "DeepSeekMath", 2024: GRPO)."""
-    return centred(rewards, counts) / (deviation(rewards, counts) + EPS)
-
-
-def leave_one_out(rewards: Tensor, counts: Tensor) -> Tensor:
-    """R less the mean of the others' (Ahmadian et al., "Back to basics", 2024: RLOO)."""
-    others = (counts.sum(-1, keepdim=True) - 1).clamp(min=1)
-    return rewards - (rewards.sum(-1, keepdim=True) - rewards) / others
-
-
-def deviation(x: Tensor, counts: Tensor) -> Tensor:
-    """Unbiased standard deviation of the last dimension's elements that count, kept as one; 0 of
-    fewer than two."""
-    squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)
-    return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
-
-
-_GROUP_BASELINES = {"grpo": standardised, "dr_grpo": centred, "rloo": leave_one_out}
 
 
 def make_advantages(config: PPOConfig) -> Advantages:
@@ -235,4 +206,4 @@ def make_advantages(config: PPOConfig) -> Advantages:
         return GAE(config) if same else DecoupledGAE(config)
     if config.advantage == "reinforce++":
         return BatchReturns(config)
-    return GroupBaseline(config.group_size, _GROUP_BASELINES[config.advantage])
+    return GroupBaseline(config.group_size, GROUP_BASELINES[config.advantage])

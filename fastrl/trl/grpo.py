@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from fastrl.data.tool_calls import Reader, ToolChat, find_reader
+from fastrl.learn.baselines import (
+    EPS,
+    all_equal,
+    centred,
+    deviation,
+    grouped,
+    standardised,
+)
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import context_length
-from fastrl.ppo.advantages import centred, deviation, standardised
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.model_card import policy_gradient
@@ -27,7 +34,6 @@ from fastrl.trl.rollout_correction import RolloutCorrection
 from fastrl.trl.tools import Toolbox, ToolLoop, check_chats
 
 _LOGGER = logging.getLogger(__name__)
-_EPS = 1e-4  # added to deviations
 _SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 
 
@@ -215,18 +221,18 @@ class GRPOTrainer(OnlineTrainer):
         self, judged: Judged, kl: Tensor | None, group: int, mode: str
     ) -> tuple[Tensor, Tensor]:
         if self.args.multi_objective_aggregation == "normalize_then_sum":
-            columns = [_groups(column, group) for column in judged.by_function.t()]
+            columns = [grouped(column, group) for column in judged.by_function.t()]
             parts = torch.stack([standardised(*x).flatten() for x in columns], 1)
-            equal = torch.stack([_all_equal(x) for x, _ in columns]).all(0).repeat_interleave(group)
+            equal = torch.stack([all_equal(x) for x, _ in columns]).all(0).repeat_interleave(group)
             parts = torch.where(judged.by_function.isnan(), 0.0, parts)
             rewards = (parts * self.reward_weights).sum(1)
             rewards[judged.rewards.isnan()] = torch.nan
             std = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(rewards)
-            advantages = (rewards - rewards.nanmean()) / (std + _EPS)
+            advantages = (rewards - rewards.nanmean()) / (std + EPS)
             advantages = advantages.nan_to_num(nan=0.0).masked_fill(equal, 0.0)
             return advantages, torch.isclose(std, torch.zeros_like(std))
         rewards = judged.rewards
-        groups, counts = _groups(rewards, group)
+        groups, counts = grouped(rewards, group)
         spread = deviation(groups, counts).expand_as(groups)
         if self.scale_rewards == "group":
             advantages = standardised(groups, counts)
@@ -234,7 +240,7 @@ class GRPOTrainer(OnlineTrainer):
             advantages = centred(groups, counts)
             if self.scale_rewards == "batch":
                 spread = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(groups)
-                advantages = advantages / (spread + _EPS)
+                advantages = advantages / (spread + EPS)
         advantages = torch.where(counts, advantages, 0.0).flatten()
         return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
@@ -391,17 +397,3 @@ def _check_head(model: Any, args: Any) -> None:
             f"cast_lm_head_to_fp32=True, but {found}: load the model in float32 and set "
             "bf16=False; or leave it out, as log-probs are summed in float32 all the same"
         )
-
-
-def _groups(rewards: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rewards less the first known one of each group, 0 where there is none, and which there are,
-    [groups, size]: equal rewards are exactly 0."""
-    groups = rewards.view(-1, size)
-    counts = ~groups.isnan()
-    first = groups.gather(-1, counts.int().argmax(-1, keepdim=True))
-    return torch.where(counts, groups - first, 0.0), counts
-
-
-def _all_equal(groups: Tensor) -> Tensor:
-    """Which groups have equal rewards, [groups], of rewards less the first one."""
-    return (groups == 0).all(-1)

@@ -7,10 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fastrl.learn.baselines import EPS, all_equal, deviation, grouped, leave_one_out
 from fastrl.models.scoring import TokenScores
-from fastrl.ppo.advantages import deviation, leave_one_out
 from fastrl.run.model_card import policy_gradient
-from fastrl.trl.grpo import _all_equal, _groups
 from fastrl.trl.metric_means import Parts, mean_of
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.policy_loss import LearnedTokens, high_of, note_clips
@@ -44,14 +43,14 @@ class RLOOTrainer(OnlineTrainer):
             rewards = rewards.clamp(*self.args.reward_clip_range)
         if kl is not None:
             rewards = rewards - self.beta * kl
-        groups, counts = _groups(rewards, group)
+        groups, counts = grouped(rewards, group)
         several = counts.sum(-1, keepdim=True) > 1
         advantages = torch.where(counts & several, leave_one_out(groups, counts), torch.nan)
         advantages = advantages.flatten()
         if self.args.normalize_advantages:
-            advantages = (advantages - advantages.nanmean()) / (nanstd(advantages) + 1e-4)
+            advantages = (advantages - advantages.nanmean()) / (nanstd(advantages) + EPS)
             # The mean is 0 but for rounding, which is nothing to learn from.
-            advantages = advantages.masked_fill(_all_equal(groups).repeat_interleave(group), 0.0)
+            advantages = advantages.masked_fill(all_equal(groups).repeat_interleave(group), 0.0)
         spread = deviation(groups, counts).flatten()
         return advantages.nan_to_num(nan=0.0), torch.isclose(spread, torch.zeros_like(spread))
 

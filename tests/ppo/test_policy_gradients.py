@@ -11,7 +11,8 @@ from datasets import Dataset
 
 import fastrl_kernels
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.advantages import EPS, make_advantages
+from fastrl.learn.baselines import EPS
+from fastrl.ppo.advantages import make_advantages
 from fastrl_kernels.ppo_loss import AGGREGATES
 from tests import tiny_models
 from tests.golden import tiny

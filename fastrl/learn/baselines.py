@@ -1,0 +1,58 @@
+"""Baselines of a group: what the other responses to the same prompt say of a reward.
+
+Rewards are given less that of the group's first response that counts, so that equal ones are
+exactly 0, [groups, size]; with them goes which responses count. Where one does not, its reward is 0
+and its result is not to be read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPS = 1e-4  # added to a group's standard deviation
+
+
+def grouped(rewards: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Rewards [B] in groups of ``size``, less each group's first, and which there are: those that
+    are not NaN."""
+    groups = rewards.view(-1, size)
+    counts = ~groups.isnan()
+    return above_first(groups, counts), counts
+
+
+def all_equal(differences: Tensor) -> Tensor:
+    """Which groups have equal rewards, [groups], from those less the first one."""
+    return (differences == 0).all(-1)
+
+
+def above_first(rewards: Tensor, counts: Tensor) -> Tensor:
+    """R less that of the group's first response that counts; 0 where a response does not count."""
+    first = rewards.gather(-1, counts.int().argmax(-1, keepdim=True))
+    return torch.where(counts, rewards - first, 0.0)
+
+
+def centred(rewards: Tensor, counts: Tensor) -> Tensor:
+    """R - mean R (Liu et al., "Understanding R1-Zero-like training", 2025: Dr. GRPO)."""
+    return rewards - rewards.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def standardised(rewards: Tensor, counts: Tensor) -> Tensor:
+    """(R - mean R) / (std R + EPS), std unbiased (Shao et al., "DeepSeekMath", 2024: GRPO)."""
+    return centred(rewards, counts) / (deviation(rewards, counts) + EPS)
+
+
+def leave_one_out(rewards: Tensor, counts: Tensor) -> Tensor:
+    """R less the mean of the others' (Ahmadian et al., "Back to basics", 2024: RLOO)."""
+    others = (counts.sum(-1, keepdim=True) - 1).clamp(min=1)
+    return rewards - (rewards.sum(-1, keepdim=True) - rewards) / others
+
+
+def deviation(x: Tensor, counts: Tensor) -> Tensor:
+    """Unbiased standard deviation of the last dimension's elements that count, kept as one; 0 of
+    fewer than two."""
+    squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)
+    return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
+
+
+GROUP_BASELINES = {"grpo": standardised, "dr_grpo": centred, "rloo": leave_one_out}
