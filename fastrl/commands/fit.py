@@ -19,7 +19,7 @@ from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table, number
 from fastrl.models.load import load_tokenizer
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY, Checkpoints
 from fastrl.run.folder import RunFolder
-from fastrl.run.launcher import is_main_process
+from fastrl.run.launcher import is_main_process, process_count
 from fastrl.run.metrics import check_trackers, split_trackers
 from fastrl.run.transformers_files import find_trainer_checkpoint
 from fastrl.settings import setting
@@ -128,7 +128,7 @@ class FitJob(TrainingJob):
         folder = RunFolder(self.output, {"command": self.command})
         resume = flags.resume_from_checkpoint
         with folder_claimed(folder, resume, self.overwrite):
-            if resume:
+            if resume and process_count() == 1:  # several share the work, when they know each other
                 find_trainer_checkpoint(resume, Checkpoints(folder.checkpoints))
             yield folder
 
@@ -262,7 +262,9 @@ def fit(
     settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}
     resume = settings.pop("resume_from_checkpoint")
     folder.config |= {"title": title, **job.record(), "settings": settings}
-    checkpoint = find_trainer_checkpoint(resume, trainer.checkpoints) if resume else None
+    checkpoint = None
+    if resume:
+        checkpoint = find_trainer_checkpoint(resume, trainer.checkpoints, trainer.processes)
     held_out = trainer.eval_dataset is not None
     trainer.run_folder, trainer.saves_when_it_fails = folder, True
     memory = None if make_plan is None else RunMemory(job.plan, trainer.args.device, make_plan)

@@ -30,6 +30,7 @@ from fastrl.models.optimizers import check_optimizer
 from fastrl.rewards.weighted import check_reward_settings
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
+from fastrl.run.launcher import process_count
 from fastrl.run.metrics import check_trackers
 from fastrl.settings import setting, setting_like
 
@@ -311,7 +312,8 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     from fastrl.rewards.functions import load_reward
     from fastrl.run.report import finish_training
 
-    folder.checkpoint(job.resume)  # is there, and whole
+    if process_count() == 1:  # several share the work, when they know each other
+        folder.checkpoint(job.resume)  # is there, and whole
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
     policy, _ = job.check_model(), job.lora_config("CAUSAL_LM")  # refused before data is read

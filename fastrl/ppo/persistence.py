@@ -22,7 +22,7 @@ from fastrl.run import hub
 from fastrl.run.checkpoints import (
     Checkpoints,
     find_checkpoint,
-    verify,
+    read_manifest,
     warn_of_another_machine,
 )
 from fastrl.run.model_card import policy_gradient, write_model_card
@@ -82,9 +82,9 @@ class Persistence:
                 :meth:`load_state_dict`. Nothing has changed then.
             FileNotFoundError: there is none.
         """
-        found = find_checkpoint(path, Checkpoints(Path(path)))
+        found = find_checkpoint(path, Checkpoints(Path(path)), processes=self.processes)
         assert found is not None
-        manifest = verify(found)
+        manifest = read_manifest(found)
         self.load_state_dict(load_tree(found))
         with self.products.on():
             self.products.adopt(manifest["machine"])

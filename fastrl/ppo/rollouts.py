@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -78,6 +79,9 @@ class Rollouts:
         self.backend = make_backend(config, tokenizer, accelerator.autocast, processes.index)
         self.arguments = SamplingArguments(policy, config.temperature)
         self.memory = RolloutMemory(policy, optimizer, config.temperature)
+        # States of torch's generator as generate() began to draw, since the last update and before.
+        self._states, self._earlier_states = set[bytes](), set[bytes]()
+        self._warned_of_seeds = False
 
     def generate(
         self,
@@ -96,6 +100,8 @@ class Rollouts:
         check_tensors(prompts)
         (prompts,) = on_host(prompts)
         generation_kwargs = self.arguments.of_generate(generation_kwargs)
+        if is_sampled(generation_kwargs, self.arguments.model):
+            self._look_at_the_generator()
         contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
         if generate_ref_response:
             contexts.append(self.reference.as_policy())
@@ -122,6 +128,20 @@ class Rollouts:
             responses = [to_device(r, self.accelerator.device) for r in responses]
             results.append(responses[0].unsqueeze(0) if single else responses)
         return tuple(results) if generate_ref_response else results[0]
+
+    def _look_at_the_generator(self) -> None:
+        """Warns where torch's generator is as it was before the last update: what seeds it there, a
+        reward function, say, makes every step draw the same random numbers."""
+        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
+        if state in self._earlier_states and not self._warned_of_seeds:
+            self._warned_of_seeds = True
+            warnings.warn(
+                "generate() draws the same random numbers as before the last step(): something "
+                "sets torch's seed in each step, such as a reward function that calls "
+                "torch.manual_seed; let it draw from a torch.Generator of its own, or call train()",
+                stacklevel=4,
+            )
+        self._states.add(state)
 
     def sample(
         self,
@@ -180,6 +200,7 @@ class Rollouts:
 
     def before_update(self) -> None:
         """Frees the engine's memory for an update, where ``rollout_sleep`` is set."""
+        self._earlier_states, self._states = self._states, set()
         self.backend.before_update()
 
     def state_dict(self) -> dict[str, Any]:

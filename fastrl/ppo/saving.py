@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastrl.models.sharding import is_spread
 from fastrl.run.callbacks import Evaluation
-from fastrl.run.checkpoints import Checkpoints, step_of, verify, warn_of_another_machine
+from fastrl.run.checkpoints import Checkpoints, read_manifest, step_of, warn_of_another_machine
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import MetricsCallback, MetricsFile
 from fastrl.run.processes import OneProcess, PeerFailed, Processes
@@ -113,11 +113,11 @@ class SavedInFolder:
                 if is_main and not self.folder.lock.held:
                     claim = self.folder.claim(resume=self.resume, overwrite=self.overwrite)
                     stack.enter_context(claim)
-                found = self.folder.checkpoint(self.resume) if is_main else None
-            checkpoint, rows = self.processes.from_main(found), None
+            resume = self.processes.from_main(self.resume)
+            checkpoint, rows = self.folder.checkpoint(resume, self.processes), None
             with self.processes.together():
                 if checkpoint is not None:
-                    manifest, state = verify(checkpoint), load_tree(checkpoint)
+                    manifest, state = read_manifest(checkpoint), load_tree(checkpoint)
                     loop.check_state(state)
                     self.trainer.load_state_dict(state)
                     loop.load_state_dict(state["loop"])

@@ -7,9 +7,10 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,14 +170,8 @@ class Checkpoints:
         Args:
             before: a step; only those with fewer steps are looked at.
         """
-        for path in reversed([p for p in self.paths() if before is None or step_of(p) < before]):
-            try:
-                verify(path)
-            except BadCheckpoint as error:
-                warnings.warn(f"{error}: it is not used", stacklevel=3)
-            else:
-                return path
-        return None
+        paths = [p for p in self.paths() if before is None or step_of(p) < before]
+        return _first_whole(paths[::-1], OneProcess())
 
     def supersede(self, after_step: int) -> Path | None:
         """Moves those with more steps out of the way, to ``checkpoints.superseded-N``; returns that
@@ -197,19 +192,42 @@ class Checkpoints:
 
 
 def find_checkpoint(
-    resume: bool | str | Path, checkpoints: Checkpoints, kind: Kind = OF_PPO
+    resume: bool | str | Path,
+    checkpoints: Checkpoints,
+    kind: Kind = OF_PPO,
+    processes: Processes | None = None,
 ) -> Path | None:
-    """The checkpoint to resume from; None where there is none yet.
+    """The checkpoint to resume from, which is whole; None where there is none yet.
 
     Args:
         resume: True or "latest": the newest good one of ``checkpoints``; or a checkpoint's folder,
             or a run's, whose newest good one is taken.
         kind: of the trainer that resumes.
+        processes: all of which call this, and get the same. Those of a machine share the work.
 
     Raises:
         FileNotFoundError: there is no such folder, or no checkpoint in it.
         BadCheckpoint: the one that is named is damaged, or all of them are; one of another kind.
+        PeerFailed: another process answers no more, or has met one of these.
     """
+    processes = processes or OneProcess()
+    with processes.together():
+        own = _candidates(resume, checkpoints, kind) if processes.is_main else ([], False)
+    paths, only = processes.from_main(own)
+    found = _first_whole(paths, processes, only)
+    if found is None and paths:
+        raise BadCheckpoint(
+            f"no checkpoint in {paths[0].parent} is whole: pass --overwrite (overwrite=True) to "
+            "begin anew, or another checkpoint's folder to resume from that"
+        )
+    return found
+
+
+def _candidates(
+    resume: bool | str | Path, checkpoints: Checkpoints, kind: Kind
+) -> tuple[list[Path], bool]:
+    """Checkpoints to resume from, the best first, and whether it is the only one that was asked
+    for."""
     named = not isinstance(resume, bool) and resume != LATEST
     if named:
         path = Path(str(resume))
@@ -220,20 +238,37 @@ def find_checkpoint(
             )
         if step_of(path) >= 0 or (path / MANIFEST).exists():
             _check_kind(path, kind)
-            verify(path)
-            return path
+            return [path], True
         checkpoints = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    for path in checkpoints.paths():
+    paths = checkpoints.paths()[::-1]
+    for path in paths:
         _check_kind(path, kind)
-    found = checkpoints.newest_good()
-    if found is None and checkpoints.paths():
-        raise BadCheckpoint(
-            f"no checkpoint in {checkpoints.folder} is whole: pass --overwrite (overwrite=True) to "
-            "begin anew, or another checkpoint's folder to resume from that"
-        )
-    if found is None and named:
+    if named and not paths:
         raise FileNotFoundError(f"resume: {resume} holds no checkpoint")
-    return found
+    return paths, False
+
+
+def _first_whole(paths: Sequence[Path], processes: Processes, only: bool = False) -> Path | None:
+    """The first that is whole, for all processes; None without one. A warning names each one before
+    it, which is damaged.
+
+    Args:
+        only: that is an error.
+    """
+    for path in paths:
+        wrong = None
+        try:
+            verify(path, processes.of_machine)
+        except BadCheckpoint as error:
+            wrong = str(error)
+        wrong = next((x for x in processes.objects(wrong) if x is not None), None)
+        if wrong is None:
+            return path
+        if only:
+            raise BadCheckpoint(wrong)
+        if processes.is_main:
+            warnings.warn(f"{wrong}: it is not used", stacklevel=4)
+    return None
 
 
 def _check_kind(checkpoint: Path, kind: Kind) -> None:
@@ -318,12 +353,38 @@ def write_manifest(folder: Path, step: int, known: Mapping[str, str] | None = No
     write_file(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     """Compares a checkpoint's files with its manifest, and returns that; opens no other file.
+
+    Args:
+        share: (i, n): of n processes that do so together this is the i-th. Each looks for all
+            files, and computes the checksums of its share of them.
 
     Raises:
         BadCheckpoint: no manifest, a file that is missing, truncated or changed, or the format of a
             newer fastrl; names it.
+    """
+    manifest = read_manifest(folder)
+    files = manifest["files"]
+    for name, said in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise BadCheckpoint(f"{path} is missing")
+        if path.stat().st_size != said["size"]:
+            raise BadCheckpoint(
+                f"{path} is damaged: it has {path.stat().st_size} bytes, not {said['size']}"
+            )
+    first, step = share
+    for name in sorted(files, key=lambda name: (-files[name]["size"], name))[first::step]:
+        if _known_sha256(folder / name) != files[name]["sha256"]:
+            raise BadCheckpoint(f"{folder / name} is damaged: its checksum is not the manifest's")
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """
+    Raises:
+        BadCheckpoint: there is none, or a damaged one, or one of a newer fastrl.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -339,17 +400,7 @@ def verify(folder: Path) -> dict[str, Any]:
             f"{folder} was written by a newer fastrl (format {number}, this one reads {FORMAT}): "
             "update fastrl"
         )
-    for name, said in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise BadCheckpoint(f"{path} is missing")
-        if path.stat().st_size != said["size"]:
-            raise BadCheckpoint(
-                f"{path} is damaged: it has {path.stat().st_size} bytes, not {said['size']}"
-            )
-        if _sha256(path) != said["sha256"]:
-            raise BadCheckpoint(f"{path} is damaged: its checksum is not the manifest's")
-    return manifest
+    return {**manifest, "files": files}
 
 
 def warn_of_another_machine(manifest: dict[str, Any]) -> None:
@@ -394,6 +445,18 @@ def _sizes(folder: Path) -> dict[str, int]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST
     }
+
+
+def _known_sha256(path: Path) -> str:
+    """Computed once in a process as long as the file stays as it is: a command looks whether its
+    checkpoint is whole before it loads anything, and the trainer again."""
+    found = path.stat()
+    return _sha256_of(str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+@cache
+def _sha256_of(path: str, *_state: int) -> str:
+    return _sha256(Path(path))
 
 
 def _sha256(path: Path) -> str:

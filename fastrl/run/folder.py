@@ -13,6 +13,7 @@ from typing import Any
 from fastrl.run.checkpoints import Checkpoints, find_checkpoint, step_of
 from fastrl.run.files import free_name, new_folder, sync_file, write_file
 from fastrl.run.lock import FolderLock
+from fastrl.run.processes import Processes
 
 STARTED_IN = "started_in"  # in run.json of a command: its working directory
 _LOCAL = ("summary.json", "samples.jsonl", "report.png", "report.html")
@@ -188,9 +189,11 @@ class RunFolder:
     def _is_run(self) -> bool:
         return (self.path / "run.json").is_file() or self.metrics.is_file()
 
-    def checkpoint(self, resume: Any) -> Path | None:
+    def checkpoint(self, resume: Any, processes: Processes | None = None) -> Path | None:
         """The checkpoint to resume from, see :func:`fastrl.run.checkpoints.find_checkpoint`."""
-        return find_checkpoint(resume, Checkpoints(self.checkpoints)) if resume else None
+        if not resume:
+            return None
+        return find_checkpoint(resume, Checkpoints(self.checkpoints), processes=processes)
 
     def begin(self) -> None:
         """Makes the folder, or removes an earlier run's files except model and logs; writes

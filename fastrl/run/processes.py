@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -38,6 +39,10 @@ class Processes(Protocol):
 
     count: int
     index: int  # of this process
+
+    @property
+    def of_machine(self) -> tuple[int, int]:
+        """This process's number among those of its machine, and how many these are."""
 
     @property
     def is_main(self) -> bool:
@@ -109,6 +114,7 @@ class OneProcess:
     """A run that is one process."""
 
     count, index, is_main = 1, 0, True
+    of_machine = (0, 1)
 
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
         return [items]
@@ -157,6 +163,12 @@ class SeveralProcesses:
         self.accelerator = accelerator
         self.count, self.index = accelerator.num_processes, accelerator.process_index
         self._known: BaseException | None = None  # with which all left the last work
+
+    @property
+    def of_machine(self) -> tuple[int, int]:
+        """As launchers say; a process that was told nothing is the only one of its machine."""
+        index, count = (int(os.environ.get(f"LOCAL_{x}", -1)) for x in ("RANK", "WORLD_SIZE"))
+        return (index, count) if 0 <= index < count else (0, 1)
 
     @property
     def is_main(self) -> bool:

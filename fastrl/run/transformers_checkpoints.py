@@ -25,8 +25,8 @@ from fastrl.run.checkpoints import (
     Checkpoints,
     check_identity,
     check_weights,
+    read_manifest,
     step_of,
-    verify,
     warn_of_another_machine,
 )
 from fastrl.run.files import part_of
@@ -227,9 +227,7 @@ class ResumableTrainer(transformers.Trainer):
             resume: Any = resume_from_checkpoint
             return super().train(resume, trial, ignore_keys_for_eval)
         self._run = run = _Run()
-        with self.processes.together():
-            found = self._find(resume_from_checkpoint) if self.processes.is_main else None
-        run.checkpoint = self.processes.from_main(found)
+        run.checkpoint = self._find(self.processes.from_main(resume_from_checkpoint))
         if run.checkpoint or self.saves_when_it_fails or self.processes.count > 1:
             run.identity, run.settings = self.identity(), self._all_settings()
         if self.processes.count > 1:
@@ -266,7 +264,7 @@ class ResumableTrainer(transformers.Trainer):
     def _find(self, resume: str | Path | bool | None) -> Path | None:
         if resume is None or resume is False:
             return None
-        found = find_trainer_checkpoint(resume, self.checkpoints)
+        found = find_trainer_checkpoint(resume, self.checkpoints, self.processes)
         if found is None:
             raise FileNotFoundError(
                 f"resume_from_checkpoint: there is no checkpoint in {self.args.output_dir}: name a "
@@ -303,7 +301,7 @@ class ResumableTrainer(transformers.Trainer):
                 stacklevel=3,
             )
         else:
-            manifest = verify(checkpoint)
+            manifest = read_manifest(checkpoint)
             self.adopt(manifest["machine"])
             warn_of_another_machine(manifest)
         return state

@@ -21,15 +21,19 @@ from fastrl.run.checkpoints import (
     find_checkpoint,
 )
 from fastrl.run.files import NO_PICKLE
+from fastrl.run.processes import OneProcess, Processes
 
 
-def find_trainer_checkpoint(resume: Any, checkpoints: Checkpoints) -> Path | None:
+def find_trainer_checkpoint(
+    resume: Any, checkpoints: Checkpoints, processes: Processes | None = None
+) -> Path | None:
     """As :func:`fastrl.run.checkpoints.find_checkpoint`, but a folder that is named may also be a
     checkpoint without a manifest, which transformers alone has written."""
+    processes = processes or OneProcess()
     named = not isinstance(resume, bool) and resume != LATEST
-    if named and is_foreign(Path(resume)):
+    if processes.from_main(named and is_foreign(Path(resume))):
         return Path(resume)
-    return find_checkpoint(resume, checkpoints, OF_TRANSFORMERS)
+    return find_checkpoint(resume, checkpoints, OF_TRANSFORMERS, processes)
 
 
 def is_foreign(path: Path) -> bool:

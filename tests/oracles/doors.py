@@ -11,28 +11,18 @@ from typing import Any
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from fastrl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+import fastrl
 from fastrl.alignment import DatasLoader
 from fastrl.data.columns import KINDS, PROMPTS
 from fastrl.data.prompts import Prompts
 from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
-from tests.oracles.surfaces import quiet
+from tests.oracles.surfaces import quiet, trainer_and_config
 from tests.trainers.conftest import reward_model
 
 Rows = list[dict[str, Any]]
 _ROWS = 6
+_QUICK: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
 _TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ 'w10 ' if m.role == 'user' else 'w11 ' }}"
     "{{ m.content }} {% if m.role == 'assistant' %}{{ eos_token }} {% endif %}{% endfor %}"
@@ -101,43 +91,39 @@ _SFT = ("texts", "messages", "prompts and completions", "chats and answers")
 _PAIRS = ("pairs", "pairs of chats", "pairs of whole chats", "pairs of whole texts")
 
 
-def _fitted(trainer: type, config: type, model: Any, **settings: Any) -> Any:
+def _fitted(name: str, model: Any, read: Callable[[Any], Any], **settings: Any) -> Any:
+    """What ``read`` finds in a trainer that is made with the rows."""
+    trainer, config = trainer_and_config(name)
+
     def ids(tokenizer: Any, rows: Rows, folder: Path) -> Any:
         made = trainer(
             model(),
-            args=config(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **settings),
+            args=config(str(folder), per_device_train_batch_size=_ROWS, **_QUICK, **settings),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
         )
-        return made.train_dataset[:]
+        return read(made)
 
     return ids
 
 
-def _batches(trainer: type, config: type, model: Any, **settings: Any) -> Any:
-    """As a collator cuts them."""
+def _prepared(trainer: Any) -> dict[str, Any]:
+    return trainer.train_dataset[:]
 
-    def ids(tokenizer: Any, rows: Rows, folder: Path) -> Any:
-        quick = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
-        made = trainer(
-            model(),
-            args=config(str(folder), per_device_train_batch_size=_ROWS, **quick, **settings),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-        )
-        batch = made.data_collator([made.train_dataset[i] for i in range(len(made.train_dataset))])
-        return {name: x.tolist() for name, x in batch.items() if hasattr(x, "tolist")}
 
-    return ids
+def _collated(trainer: Any) -> dict[str, Any]:
+    rows = trainer.train_dataset
+    batch = trainer.data_collator([rows[i] for i in range(len(rows))])
+    return {name: x.tolist() for name, x in batch.items() if hasattr(x, "tolist")}
 
 
 def _sampled(tokenizer: Any, rows: Rows, folder: Path) -> Any:
     """The prompts of GRPOTrainer's responses."""
-    made = GRPOTrainer(
+    made = fastrl.GRPOTrainer(
         _language_model(),
         lambda completions, **_: [float(len(x)) for x in completions],
-        args=GRPOConfig(
-            str(folder), use_cpu=True, report_to="none", disable_tqdm=True, num_generations=2,
+        args=fastrl.GRPOConfig(
+            str(folder), **_QUICK, num_generations=2,
             per_device_train_batch_size=2, max_completion_length=2,
         ),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
@@ -184,16 +170,18 @@ def doors(most: int) -> Iterator[tuple[str, str, Any]]:
     for settings in ({}, {"max_length": most}):
         cut = " cut" if settings else ""
         for kind in _SFT:
-            yield f"SFT{cut}", kind, _fitted(SFTTrainer, SFTConfig, _language_model, **settings)
+            yield f"SFT{cut}", kind, _fitted("SFT", _language_model, _prepared, **settings)
         for kind in _PAIRS:
-            reward = _fitted(RewardTrainer, RewardConfig, _reward_model, **settings)
-            yield f"reward model{cut}", kind, reward
+            yield (
+                f"reward model{cut}",
+                kind,
+                _fitted("Reward", _reward_model, _prepared, **settings),
+            )
             for end in ("keep_start", "keep_end") if settings else ("keep_start",):
                 own = {**settings, "truncation_mode": end}
-                dpo = _batches(DPOTrainer, DPOConfig, _language_model, **own)
-                yield f"DPO{cut} {end}", kind, dpo
+                yield f"DPO{cut} {end}", kind, _fitted("DPO", _language_model, _collated, **own)
         for kind in ("judged", "judged chats"):
-            yield f"KTO{cut}", kind, _batches(KTOTrainer, KTOConfig, _language_model, **settings)
+            yield f"KTO{cut}", kind, _fitted("KTO", _language_model, _collated, **settings)
         for kind in (*_SFT[1:], *_PAIRS, "judged", "judged chats"):
             for read in KINDS:
                 own = settings if read != PROMPTS else {}

@@ -15,22 +15,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from fastrl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    PPOConfig,
-    PPOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+import fastrl
 from fastrl.alignment import AlignmentConfig, Trainer, make_loss
 from tests import tiny_models
 from tests.alignment.conftest import make_factory
@@ -57,8 +42,8 @@ def small_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def of_ppo(settings: dict[str, Any], folder: Path) -> Figures:
     """PPOTrainer.train(), then step() with the same batch as anybody may pass it."""
     batch = {"batch_size": 8, "mini_batch_size": 4, "rollout_slots": 8}
-    trainer = PPOTrainer(
-        PPOConfig(**{**batch, **settings}),
+    trainer = fastrl.PPOTrainer(
+        fastrl.PPOConfig(**{**batch, **settings}),
         with_dropout(tiny_models.policy()),
         None,
         tiny.tokenizer(),
@@ -80,7 +65,14 @@ def of_ppo(settings: dict[str, Any], folder: Path) -> Figures:
     return figures
 
 
-def _online(trainer: type, config: type) -> Callable[[dict[str, Any], Path], Figures]:
+def trainer_and_config(name: str) -> tuple[Any, Any]:
+    """Of "SFT" SFTTrainer and SFTConfig."""
+    return getattr(fastrl, f"{name}Trainer"), getattr(fastrl, f"{name}Config")
+
+
+def _online(name: str) -> Callable[[dict[str, Any], Path], Figures]:
+    trainer, config = trainer_and_config(name)
+
     def run(settings: dict[str, Any], folder: Path) -> Figures:
         args = {**_FITTED, "max_completion_length": 6, "num_generations": 4, **settings}
         made = trainer(
@@ -97,8 +89,10 @@ def _online(trainer: type, config: type) -> Callable[[dict[str, Any], Path], Fig
 
 
 def _learned(
-    trainer: type, config: type, model: Callable[[], nn.Module], data: Callable[[int, int], Dataset]
+    name: str, model: Callable[[], nn.Module], data: Callable[[int, int], Dataset]
 ) -> Callable[[dict[str, Any], Path], Figures]:
+    trainer, config = trainer_and_config(name)
+
     def run(settings: dict[str, Any], folder: Path) -> Figures:
         made = trainer(
             with_dropout(model()),
@@ -148,12 +142,12 @@ SURFACES: dict[str, Callable[[dict[str, Any], Path], Figures]] = {
     "PPO with groups": lambda settings, folder: of_ppo(
         {"advantage": "grpo", "group_size": 4, **settings}, folder
     ),
-    "GRPO": _online(GRPOTrainer, GRPOConfig),
-    "RLOO": _online(RLOOTrainer, RLOOConfig),
-    "DPO": _learned(DPOTrainer, DPOConfig, tiny_models.language_model, pairs),
-    "KTO": _learned(KTOTrainer, KTOConfig, tiny_models.language_model, judged),
-    "SFT": _learned(SFTTrainer, SFTConfig, tiny_models.language_model, prompts_and_completions),
-    "reward model": _learned(RewardTrainer, RewardConfig, lambda: reward_model("gpt2"), pairs),
+    "GRPO": _online("GRPO"),
+    "RLOO": _online("RLOO"),
+    "DPO": _learned("DPO", tiny_models.language_model, pairs),
+    "KTO": _learned("KTO", tiny_models.language_model, judged),
+    "SFT": _learned("SFT", tiny_models.language_model, prompts_and_completions),
+    "reward model": _learned("Reward", lambda: reward_model("gpt2"), pairs),
     "alignment": of_alignment,
 }
 

@@ -321,6 +321,22 @@ def test_a_temperature_of_classic_generate_acts_on_the_draw_alone():
     assert got.sum() == pytest.approx(float(sum(e.sum() for e in expected)), abs=1e-4)
 
 
+def test_a_loop_in_which_something_seeds_torch_is_warned_once():
+    trainer, prompts = trainer_of(plain()), tiny_models.prompts(5, 3, 7, 2)
+
+    def one_step():
+        responses = trainer.generate(prompts, return_prompt=False, max_new_tokens=4, **NEUTRAL)
+        torch.manual_seed(1)  # as a reward function may
+        trainer.step(prompts, responses, list(torch.zeros(4)))
+
+    one_step()
+    one_step()
+    with pytest.warns(UserWarning, match="the same random numbers as before the last") as said:
+        one_step()
+    assert said[0].filename == __file__
+    one_step()
+
+
 def test_the_policys_temperature_is_the_default_of_classic_generate():
     trainer = trainer_of(plain(), temperature=0.5)
     prompts = tiny_models.prompts(5, 3, 7, 2)

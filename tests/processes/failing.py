@@ -24,13 +24,17 @@ from fastrl import (
 from fastrl.alignment import AlignmentConfig, Trainer
 from fastrl.data import columns
 from fastrl.rollout import SamplingParams
+from fastrl.run import checkpoints
 from fastrl.run.callbacks import TrainCallback
-from fastrl.run.processes import PeerFailed
+from fastrl.run.checkpoints import Checkpoints, find_checkpoint
+from fastrl.run.launcher import launched_accelerator
+from fastrl.run.processes import PeerFailed, processes_of
 from tests import tiny_models
 from tests.alignment.conftest import LikesHigh, examples, make_factory
 from tests.golden import tiny
 from tests.patience import LONG
 from tests.processes.jobs import PROMPTS, make_trainer, reward, sizes_of_steps, train
+from tests.processes.launch import keep
 from tests.trainers.conftest import texts
 
 
@@ -50,6 +54,22 @@ class InTheThirdCall:
             for action in self.actions[own : own + 1]:
                 action()
         return reward(completion_ids, **columns)
+
+
+def find(folder: Path) -> None:
+    """Looks for the newest checkpoint that is whole; keeps which one that is, and how many bytes
+    this process has read for that."""
+    processes, read = processes_of(launched_accelerator()), list[int]()
+
+    def noted(path: Path) -> str:
+        read.append(path.stat().st_size)
+        return sha256(path)
+
+    sha256, checkpoints._sha256 = checkpoints._sha256, noted
+    for _ in range(2):  # a command and its trainer
+        found = find_checkpoint(True, Checkpoints(folder), processes=processes)
+    assert found is not None
+    keep({"found": found.name, "bytes": sum(read)}, "find", folder)
 
 
 def _wait() -> None:

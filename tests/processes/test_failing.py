@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from fastrl.run.checkpoints import Checkpoints
 from fastrl.run.ledger import read_ledger
-from tests.processes.failing import fail
+from tests.processes.failing import fail, find
 from tests.processes.jobs import train
-from tests.processes.launch import TOLERANCE, fork
+from tests.processes.launch import TOLERANCE, fork, kept
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*the KL estimate is negative", r"ignore:resume. the run had \d process\(es\)"
@@ -52,6 +53,26 @@ def test_one_process_ends_all_soon_with_the_state_saved(straight, tmp_path, coun
     assert message.format(count=count) in ended.stderr
     assert (folder / "checkpoints" / "checkpoint-2").is_dir()
     assert_resumed_by_one_process_like(straight, folder)
+
+
+def test_processes_share_the_search_for_a_checkpoint_that_is_whole(tmp_path, count):
+    """A damaged file, which one of them finds, sends all to the checkpoint before it; none reads a
+    file that another has read, and none twice."""
+    checkpoints, sizes = Checkpoints(tmp_path), [1000, 900, 300, 200]
+    for step in (2, 4):
+        with checkpoints.new(step) as folder:
+            for i, size in enumerate(sizes):
+                (folder / str(i)).write_bytes(bytes(size))
+    with (checkpoints.path(4) / "1").open("r+b") as file:
+        file.write(b"x")
+    ended = fork(find, tmp_path, processes=count)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = kept(tmp_path, "find", count)
+    assert {each["found"] for each in found} == {"checkpoint-2"}
+    read = [each["bytes"] for each in found]
+    # Of the damaged one a process may leave off.
+    assert 2 * sum(sizes) - 300 <= sum(read) <= 2 * sum(sizes)
+    assert max(read) <= 2 * (sizes[0] + sizes[2])
 
 
 def test_a_run_of_one_process_goes_on_as_several(straight, tmp_path, count):
