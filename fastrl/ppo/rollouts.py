@@ -79,8 +79,9 @@ class Rollouts:
         self.backend = make_backend(config, tokenizer, accelerator.autocast, processes.index)
         self.arguments = SamplingArguments(policy, config.temperature)
         self.memory = RolloutMemory(policy, optimizer, config.temperature)
-        # States of torch's generator as generate() began to draw, since the last update and before.
-        self._states, self._earlier_states = set[bytes](), set[bytes]()
+        # States of torch's generator as generate() began to draw, first since the last update, and
+        # since the one before; b"": it has not.
+        self._drew_from = self._earlier_drew_from = b""
         self._warned_of_seeds = False
 
     def generate(
@@ -132,8 +133,10 @@ class Rollouts:
     def _look_at_the_generator(self) -> None:
         """Warns where torch's generator is as it was before the last update: what seeds it there, a
         reward function, say, makes every step draw the same random numbers."""
-        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
-        if state in self._earlier_states and not self._warned_of_seeds:
+        if self._drew_from:
+            return
+        self._drew_from = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
+        if self._drew_from == self._earlier_drew_from and not self._warned_of_seeds:
             self._warned_of_seeds = True
             warnings.warn(
                 "generate() draws the same random numbers as before the last step(): something "
@@ -141,7 +144,6 @@ class Rollouts:
                 "torch.manual_seed; let it draw from a torch.Generator of its own, or call train()",
                 stacklevel=4,
             )
-        self._states.add(state)
 
     def sample(
         self,
@@ -200,7 +202,7 @@ class Rollouts:
 
     def before_update(self) -> None:
         """Frees the engine's memory for an update, where ``rollout_sleep`` is set."""
-        self._earlier_states, self._states = self._states, set()
+        self._earlier_drew_from, self._drew_from = self._drew_from, b""
         self.backend.before_update()
 
     def state_dict(self) -> dict[str, Any]:

@@ -257,10 +257,11 @@ def _first_whole(paths: Sequence[Path], processes: Processes, only: bool = False
     """
     for path in paths:
         wrong = None
-        try:
-            verify(path, processes.of_machine)
-        except BadCheckpoint as error:
-            wrong = str(error)
+        with processes.together():
+            try:
+                verify(path, processes.of_machine)
+            except BadCheckpoint as error:
+                wrong = str(error)
         wrong = next((x for x in processes.objects(wrong) if x is not None), None)
         if wrong is None:
             return path
