@@ -7,7 +7,7 @@ so in its note, and is judged by what it does compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,7 @@ from torch import Tensor
 
 from benchmarks import eager
 from benchmarks.gate import Implementation, Results
-
-if TYPE_CHECKING:
-    from benchmarks.ops import Shape
+from benchmarks.shapes import Shape
 
 PACKAGES = ("torch", "triton", "trl", "liger-kernel", "cut-cross-entropy", "flash-attn", "torchrl")
 # A peer's largest relative error: enough to know that it computes the same thing.
@@ -36,7 +34,7 @@ class Peer(NamedTuple):
     note: str = ""
 
 
-MakePeer = Callable[["Shape", torch.device], Peer]
+MakePeer = Callable[[Shape, torch.device], Peer]
 
 
 def peers_of(

@@ -12,8 +12,9 @@ import fastrl_kernels as kernels
 from benchmarks.cases import Case
 from benchmarks.gate import Problem
 from benchmarks.ops import attention, decode, head, logits, tokens
-from benchmarks.ops.record import Attention, Compiled, Expect, Shape, Sizes, Work
+from benchmarks.ops.record import Compiled, Expect, Sizes, Work
 from benchmarks.products import Product, fastest
+from benchmarks.shapes import Attention, Shape
 from benchmarks.timing import copying
 
 __all__ = ["Attention", "Compiled", "Expect", "Shape", "Sizes", "Work"]

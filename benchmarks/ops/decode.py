@@ -16,7 +16,8 @@ import fastrl_kernels as kernels
 from benchmarks import eager, peers
 from benchmarks.gate import Problem, Results
 from benchmarks.ops.inputs import normal
-from benchmarks.ops.record import Compiled, Expect, Mains, Op, Shape, Sizes, Work
+from benchmarks.ops.record import Compiled, Expect, Mains, Op, Sizes, Work
+from benchmarks.shapes import Shape
 from benchmarks.timing import DTYPES
 from fastrl_kernels import reference
 

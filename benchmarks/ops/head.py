@@ -25,7 +25,8 @@ from benchmarks.ops.inputs import (
     normal,
     upstream,
 )
-from benchmarks.ops.record import HOPPER, MIB, Compiled, Expect, Op, Shape, Work
+from benchmarks.ops.record import HOPPER, MIB, Compiled, Expect, Op, Work
+from benchmarks.shapes import Shape
 from benchmarks.timing import DTYPES
 from fastrl_kernels import reference
 

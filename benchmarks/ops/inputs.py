@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.ops.record import DIFFERENTIABLE, Shape, Sizes
+from benchmarks.ops.record import Sizes
+from benchmarks.shapes import DIFFERENTIABLE, Shape
 from benchmarks.timing import DTYPES
 
 # (hidden size, vocabulary) of GPT-2, Qwen2.5-0.5B, Gemma-2-2B, Llama-3-8B and Qwen3-8B.

@@ -26,7 +26,8 @@ from benchmarks.ops.inputs import (
     normal,
     upstream,
 )
-from benchmarks.ops.record import HOPPER, Compiled, Expect, Op, Shape, Work
+from benchmarks.ops.record import HOPPER, Compiled, Expect, Op, Work
+from benchmarks.shapes import Shape
 from benchmarks.timing import DTYPES
 from fastrl_kernels import reference
 

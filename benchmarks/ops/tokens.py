@@ -16,16 +16,15 @@ from benchmarks.cases import Goal
 from benchmarks.gate import Problem, Results
 from benchmarks.ops.inputs import Size, backward, normal
 from benchmarks.ops.record import (
-    DIFFERENTIABLE,
     HOPPER,
     Compiled,
     Expect,
     Mains,
     Op,
-    Shape,
     Sizes,
     Work,
 )
+from benchmarks.shapes import DIFFERENTIABLE, Shape
 from benchmarks.timing import DTYPES
 from fastrl_kernels import reference
 

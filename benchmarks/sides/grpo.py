@@ -271,11 +271,12 @@ class UpdateSide(GRPOSide):
     @contextlib.contextmanager
     def _keeping_gradients(self, update: Any) -> Iterator[None]:
         """While open, an update's gradients stay after its optimizer step."""
-        zero, update.gradient.zero = update.gradient.zero, lambda: None
+        engine = update.gradient.engine
+        zero, engine.zero = engine.zero, lambda: None
         try:
             yield
         finally:
-            update.gradient.zero = zero
+            engine.zero = zero
             zero()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastrl.data.batch import check_weights, pad
 from fastrl.data.examples import Example
 from fastrl.data.token_batch import TokenBatch
-from fastrl.ppo.experience import Experience
+from fastrl.learn.experience import Experience
 from fastrl.run.processes import Processes
 
 

@@ -14,13 +14,13 @@ from fastrl.core import entropy_from_logits
 from fastrl.data import batch as data
 from fastrl.data.batch import BatchMaker
 from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.loss import UpdateLoss
+from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.objective import loss_of_logprobs
+from fastrl.learn.scorer import Scorer, scored_in_parts
+from fastrl.learn.update import Update
 from fastrl.models.scoring import TokenScores
 from fastrl.models.utils import evaluating
-from fastrl.ppo.experience import Scorer, scored_in_parts
-from fastrl.ppo.loss import UpdateLoss
-from fastrl.ppo.nonfinite import NonFiniteNumbers
-from fastrl.ppo.update import PPOUpdate
 from fastrl.run import metrics
 
 
@@ -37,7 +37,7 @@ class ClassicMethods:
     aggregate: Aggregate
     nonfinite: NonFiniteNumbers
     scorer: Scorer
-    update: PPOUpdate
+    update: Update
 
     def prepare_model_inputs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]
@@ -131,7 +131,6 @@ class ClassicMethods:
             entropies = flat(entropy_from_logits(logits, update.temperature)).detach()
         scores = TokenScores(new, entropies, flat(vpreds), None, policy_loss, policy_stats)
         value_loss, named = update.value_loss(scores, objective, flat(values), flat(returns))
-        value_loss = update.vf_coef * value_loss
         named["ppo/loss/total"] = (policy_loss + value_loss).detach()
         statistics = {name.removeprefix("ppo/"): value for name, value in named.items()}
         return policy_loss, value_loss, statistics

@@ -13,6 +13,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastrl.config import PPOConfig
+from fastrl.learn.engine import Engine
+from fastrl.learn.loss import UpdateLoss, ValueLoss
+from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.models.critic import Critic
 from fastrl.models.optimizer_state import (
     copy_weights,
@@ -28,10 +31,8 @@ from fastrl.models.optimizers import (
 )
 from fastrl.models.sharding import gathered_state_dict, spread
 from fastrl.models.utils import model_identity, warn_of_lost_updates
-from fastrl.ppo.loss import UpdateLoss, ValueLoss
-from fastrl.ppo.nonfinite import NonFiniteNumbers
+from fastrl.ppo.method import gradient_of, value_term_of
 from fastrl.ppo.setup import loads_once, prepared
-from fastrl.ppo.update import GradientStep
 from fastrl.run.checkpoints import BadCheckpoint, check_weights, describe_weights
 from fastrl.run.processes import Processes
 
@@ -108,7 +109,6 @@ class CriticLearner:
     Attributes:
         model: the model as accelerate has wrapped it; ``unwrapped``: without that.
         gradient: of its value loss, along which the optimizer steps.
-        optimizer_steps: begun so far.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class CriticLearner:
         self.config, self.unwrapped = config, critic
         with _own_layers(accelerator, critic):
             self.model, self.optimizer = prepared(accelerator, critic, optimizer)
-        self.gradient = GradientStep(
-            config, accelerator, self.model, self.optimizer, ValueLoss(config, loss), nonfinite,
-            processes,
-        )  # fmt: skip
-        self.optimizer_steps = 0
+        norm = config.max_grad_norm
+        engine = Engine(accelerator, self.model, self.optimizer, norm, processes)
+        self.gradient = gradient_of(
+            config, engine, ValueLoss(loss, value_term_of(config)), nonfinite
+        )
 
     def identity(self) -> str:
         """What must be the same in the run that resumes."""
@@ -154,7 +154,7 @@ class CriticLearner:
         return {
             "weights": trained_weights(self.unwrapped),
             "optimizer": optimizer_state(self.optimizer, self.unwrapped),
-            "optimizer_steps": self.optimizer_steps,
+            "optimizer_steps": self.gradient.engine.steps,
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ class CriticLearner:
         """Makes the critic continue where another was; :meth:`check` comes before."""
         copy_weights(trained_weights(self.unwrapped), state["weights"])
         load_optimizer_state(self.optimizer, self.unwrapped, state["optimizer"])
-        self.optimizer_steps = state["optimizer_steps"]
+        self.gradient.engine.steps = state["optimizer_steps"]
 
     def follow_settings(self) -> None:
         """Sets the configuration's learning rate, where a run resumes with another."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastrl.config import PPOConfig
 from fastrl.data.prompts import Prompts
-from fastrl.ppo.experience import LastExperience
+from fastrl.learn.experience import LastExperience
 from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.kv_cache import Room
@@ -25,9 +25,6 @@ from fastrl.rollout.sampling_params import joined_statistics
 from fastrl.run.callbacks import Samples
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 from fastrl.run.processes import Processes
-
-if TYPE_CHECKING:
-    from fastrl.ppo.trainer import PPOTrainer
 
 NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
 
@@ -83,11 +80,13 @@ class ScoredSamples:
 class StepLedger(Protocol):
     """Keeps the samples of a run's steps, or does not."""
 
-    def opened(self, trainer: PPOTrainer) -> AbstractContextManager[None]:
-        """Context of a run; all is written at its end."""
+    def opened(self, step: int) -> AbstractContextManager[None]:
+        """Context of a run whose first step this is; all is written at its end."""
 
-    def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
-        """Adds the samples of the trainer's last step; returns statistics."""
+    def add(
+        self, step: int, samples: ScoredSamples, experience: LastExperience
+    ) -> dict[str, float]:
+        """Adds the samples of a step; returns statistics."""
 
     def flush(self, *, sync: bool) -> None:
         """As :meth:`fastrl.run.ledger.Ledger.flush`."""
@@ -105,10 +104,12 @@ class NoLedger:
 
     folder: Path | None = None
 
-    def opened(self, trainer: PPOTrainer) -> AbstractContextManager[None]:
+    def opened(self, step: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
+    def add(
+        self, step: int, samples: ScoredSamples, experience: LastExperience
+    ) -> dict[str, float]:
         return {}
 
     def flush(self, *, sync: bool) -> None:
@@ -119,28 +120,32 @@ class NoLedger:
 
 
 class SampleLedger:
-    """Keeps a row for each sample."""
+    """Keeps a row for each sample.
 
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
+    Args:
+        temperature: of the policy.
+    """
+
+    def __init__(self, ledger: Ledger, temperature: float):
+        self.ledger, self.temperature = ledger, temperature
 
     @contextlib.contextmanager
-    def opened(self, trainer: PPOTrainer) -> Iterator[None]:
+    def opened(self, step: int) -> Iterator[None]:
         """
         Raises:
-            ValueError: the ledger has later steps than the trainer.
+            ValueError: the ledger has later steps.
         """
-        self.ledger.check(trainer.current_step + 1)
+        self.ledger.check(step)
         try:
             yield
         finally:
             self.ledger.flush()
 
-    def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
+    def add(
+        self, step: int, samples: ScoredSamples, experience: LastExperience
+    ) -> dict[str, float]:
         begin = time.perf_counter()
-        assert trainer.experience is not None
-        columns = ledger_columns(samples, trainer.experience, trainer.config.temperature)
-        self.ledger.add(trainer.current_step, columns)
+        self.ledger.add(step, ledger_columns(samples, experience, self.temperature))
         return {"time/ledger": time.perf_counter() - begin}
 
     def flush(self, *, sync: bool) -> None:
@@ -177,7 +182,7 @@ def open_ledger(
         "generation_kwargs": recorded,
         NOT_JSON: sorted(generation_kwargs.keys() - recorded.keys()),
     }
-    return SampleLedger(ledger)
+    return SampleLedger(ledger, config.temperature)
 
 
 def ledger_columns(

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.data.vocabulary import check_vocabulary
+from fastrl.learn.nonfinite import check_a_sample_is_left, samples_left_out
+from fastrl.learn.scorer import check_tokens
 from fastrl.models.layout import EncoderDecoder
 from fastrl.ppo.dynamic_sampling import Redraw, make_resampling
-from fastrl.ppo.experience import check_tokens
 from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
-from fastrl.ppo.nonfinite import check_a_sample_is_left, samples_left_out
 from fastrl.ppo.overlong import make_overlong
+from fastrl.ppo.roles import Stepping
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
 from fastrl.rollout import RolloutOutput
@@ -42,9 +43,6 @@ from fastrl.run.random_state import random_state_kept, seed_at
 from fastrl.run.stopping import stop_at_a_steps_end
 from fastrl.settings import check_ranges, check_types, setting
 from fastrl.user_code import exits_are_errors
-
-if TYPE_CHECKING:
-    from fastrl.ppo.trainer import PPOTrainer
 
 
 @dataclass
@@ -76,7 +74,7 @@ class Loop:
 
     def __init__(
         self,
-        trainer: PPOTrainer,
+        trainer: Stepping,
         reward_fn: RewardFunctions,
         numbers: Numbers,
         *,
@@ -202,7 +200,7 @@ class Loop:
     def run(self) -> TrainResult:
         """Runs the steps and evaluations, and calls the callbacks."""
         self.processes.check_same("train()", self._shared_settings())
-        opened, ledger = self.saving.opened(self), self.ledger.opened(self.trainer)
+        opened, ledger = self.saving.opened(self), self.ledger.opened(self.trainer.current_step + 1)
         with stop_at_a_steps_end(), exits_are_errors(), opened as resumed, ledger:
             done, last = self.trainer.current_step, self.last_step
             self._call("on_train_begin", max(last - done, 0))
@@ -214,7 +212,8 @@ class Loop:
             for step in range(done + 1, last + 1):
                 with self.saving.step():
                     metrics, samples = self._next_step()
-                    metrics |= self.ledger.add(self.trainer, samples)
+                    assert self.trainer.experience is not None
+                    metrics |= self.ledger.add(step, samples, self.trainer.experience)
                     self.result.add_step(metrics)
                     self._call("on_samples", step, samples.shown)
                     self._call("on_step", step, metrics)
@@ -301,7 +300,7 @@ class Loop:
 
     def _next_step(self) -> tuple[dict[str, float], ScoredSamples]:
         """A step on the next prompts of the trainer's stream of them."""
-        streams, prompts = self.trainer._streams, self.prompts
+        streams, prompts = self.trainer.streams, self.prompts
         new = PromptStream(len(prompts), self.trainer.config.seed)
         stream = streams.setdefault(prompts.fingerprint, new)
         with stream.kept_on_error():
@@ -316,7 +315,7 @@ class Loop:
             chosen: their numbers.
             stream: has further ones.
         """
-        size, weights_version = self.trainer.config.group_size, self.trainer.update.optimizer_steps
+        size, weights_version = self.trainer.config.group_size, self.trainer.weights_version
         seed = seed_at(self.trainer.config.seed, "responses", self.trainer.current_step)
         own, chosen, resampled = self.resampling(
             self._sampled(self.prompts.take(chosen), size, seed),

@@ -4,7 +4,6 @@ repository."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastrl.config import PPOConfig, json_object
-from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.products import Products
 from fastrl.models.sharding import gathered_state_dict
-from fastrl.ppo.critic import CriticLearner
 from fastrl.ppo.state import TrainerState
-from fastrl.ref_model import RefModel
 from fastrl.run import hub
 from fastrl.run.checkpoints import (
     Checkpoints,
@@ -26,40 +22,16 @@ from fastrl.run.checkpoints import (
     warn_of_another_machine,
 )
 from fastrl.run.model_card import policy_gradient, write_model_card
-from fastrl.run.processes import Processes
 from fastrl.run.state import load_tree, save_tree
 
 
-class Persistence:
-    """The methods of a ``PPOTrainer``, which makes what they read."""
+class Persistence(TrainerState):
+    """The methods of a ``PPOTrainer`` that write and read files; the trainer makes what they
+    read."""
 
-    config: PPOConfig
-    tokenizer: Any
     accelerator: Accelerator
-    processes: Processes
     products: Products
     model: Any
-    reference: RefModel
-    critic: CriticLearner | None
-    current_step: int
-    _unwrapped: PreTrainedModelWrapper
-    _state: TrainerState
-    _best_mean_score: float
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that later steps depend on: trained weights, optimizer, schedule, KL coefficient,
-        moments of scores, orders of prompts and samples, random states. Tensors are not copies."""
-        return self._state.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another trainer was, which must have been made from the same model and
-        settings: frozen weights and a fixed reference are not in its state.
-
-        Raises:
-            BadCheckpoint: a ValueError: the state of another model, tokenizer, method or reference;
-                nothing has changed then.
-        """
-        self._state.load_state_dict(state)
 
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Writes the state to ``folder/checkpoint-N``, N the number of steps; for a loop of your

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -20,9 +21,6 @@ from fastrl.ppo.rollouts import EngineBackend
 from fastrl.rollout import SamplingParams
 from fastrl.rollout.rehearsed_engine import RehearsedEngine
 from fastrl.rollout.self_check import UnsupportedModel
-
-if TYPE_CHECKING:
-    from fastrl.ppo.trainer import PPOTrainer
 
 # Token ids, masks, and what is learned from, of each position of a sample that is not rehearsed.
 _BYTES_PER_POSITION = 60
@@ -39,7 +37,7 @@ _NOT_REHEARSED: dict[str, Any] = {
 
 
 def plan_ppo(
-    trainer_class: type[PPOTrainer],
+    trainer_class: Callable[..., Any],
     skeleton: Skeleton,
     config: PPOConfig,
     prompt_tokens: int,
@@ -128,7 +126,7 @@ def _shortened(config: PPOConfig) -> PPOConfig:
 
 
 def _generate(
-    trainer: PPOTrainer, found: Rehearsal, config: PPOConfig, prompt: int, response: int, own: bool
+    trainer: Any, found: Rehearsal, config: PPOConfig, prompt: int, response: int, own: bool
 ) -> None:
     """Fills the rollout engine's slots, whose memory stays unless ``rollout_sleep`` frees it."""
     backend = trainer.rollouts.backend
@@ -154,7 +152,7 @@ def _generate(
     backend._engines[id(model), False] = engine  # slept before an update, where that is set
 
 
-def _steps(trainer: PPOTrainer, config: PPOConfig, prompt: int, response: int) -> None:
+def _steps(trainer: Any, config: PPOConfig, prompt: int, response: int) -> None:
     """Steps until the optimizer has its state."""
     vocabulary = trainer._unwrapped.config.get_text_config().vocab_size
     size, group = config.batch_size, config.group_size

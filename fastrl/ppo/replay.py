@@ -203,7 +203,7 @@ def _walk(trainer: PPOTrainer, ledger: Path, step: int, tolerance: float) -> str
     if table.num_rows == 0:
         raise ValueError(no_step(ledger, step))
     rows = table.to_pylist()
-    version, now = rows[0]["weights_version"], trainer.update.optimizer_steps
+    version, now = rows[0]["weights_version"], trainer.weights_version
     rollout = _recorded(rows, trainer.config.temperature)
     queries = [torch.tensor(row["prompt_ids"]) for row in rows]
     given = "score" if rows[0]["token_scores"] is None else "token_scores"

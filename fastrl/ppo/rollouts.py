@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from fastrl.config import PPOConfig
 from fastrl.data.batch import on_host
 from fastrl.data.prompt_ids import check_tensors
+from fastrl.learn.experience import LogprobsAndValues
+from fastrl.learn.old_logprobs import rollout_logprobs
 from fastrl.models.host_memory import to_device
 from fastrl.models.layout import layout_of
 from fastrl.models.sharding import whole_weights
-from fastrl.ppo.experience import LogprobsAndValues
-from fastrl.ppo.old_logprobs import rollout_logprobs
 from fastrl.ref_model import RefModel
 from fastrl.rollout import (
     GenerateEngine,

@@ -8,9 +8,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fastrl.models.sharding import is_spread
+from fastrl.ppo.roles import Resumable, Run
 from fastrl.run.callbacks import Evaluation
 from fastrl.run.checkpoints import Checkpoints, read_manifest, step_of, warn_of_another_machine
 from fastrl.run.folder import RunFolder
@@ -21,10 +22,6 @@ from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
 from fastrl.user_code import exits_are_errors
 
-if TYPE_CHECKING:
-    from fastrl.ppo.loop import Loop
-    from fastrl.ppo.trainer import PPOTrainer
-
 
 class Saving(Protocol):
     """What a run does with its state."""
@@ -33,7 +30,7 @@ class Saving(Protocol):
     def ledger_folder(self) -> Path | None:
         """Where its output keeps the ledger."""
 
-    def opened(self, loop: Loop) -> AbstractContextManager[bool]:
+    def opened(self, loop: Run) -> AbstractContextManager[bool]:
         """Context of the run, which gives whether it goes on from a checkpoint."""
 
     def step(self) -> AbstractContextManager[None]:
@@ -55,7 +52,7 @@ class NotSaved:
         self.processes = processes
 
     @contextlib.contextmanager
-    def opened(self, loop: Loop) -> Iterator[bool]:
+    def opened(self, loop: Run) -> Iterator[bool]:
         yield False
 
     def step(self) -> AbstractContextManager[None]:
@@ -88,7 +85,7 @@ class SavedInFolder:
 
     def __init__(
         self,
-        trainer: PPOTrainer,
+        trainer: Resumable,
         folder: RunFolder,
         save_every: int,
         keep_last: int,
@@ -104,7 +101,7 @@ class SavedInFolder:
         self._random: list[dict[str, Any]] = []  # states of all processes after the last step
 
     @contextlib.contextmanager
-    def opened(self, loop: Loop) -> Iterator[bool]:
+    def opened(self, loop: Run) -> Iterator[bool]:
         self._loop = loop
         is_main = self.processes.is_main
         with contextlib.ExitStack() as stack:
@@ -133,7 +130,7 @@ class SavedInFolder:
             self._random = self.processes.objects(random_state())
             yield checkpoint is not None
 
-    def _resume(self, loop: Loop, checkpoint: Path | None, rows: int | None) -> None:
+    def _resume(self, loop: Run, checkpoint: Path | None, rows: int | None) -> None:
         """Makes the folder's records those of the run up to its checkpoint."""
         done = self.trainer.current_step
         if checkpoint is not None and done >= loop.last_step:  # its settings are still those
@@ -147,14 +144,14 @@ class SavedInFolder:
     def step(self) -> Iterator[None]:
         """Saves the state if the block raises an exception."""
         trainer, begun = self.trainer, random_state()
-        steps, updates = trainer.current_step, trainer.update.steps_begun
+        steps, updates = trainer.current_step, trainer.steps_begun
         try:
             with exits_are_errors():
                 yield
         except (Exception, Stopped) as error:
             random = [random_state()]  # of other processes it is not known after the update
             if trainer.current_step == steps:
-                if trainer.update.steps_begun != updates:
+                if trainer.steps_begun != updates:
                     warnings.warn(
                         f"step {steps + 1} failed within its update, so that its state is not "
                         f"saved: {self._newest()}",
@@ -227,7 +224,7 @@ class SavedInFolder:
                     )
                 self.save()
             elif self.processes.is_main:
-                self._write(self.trainer._state.state_dict(random), OneProcess())
+                self._write(self.trainer.state_dict(random), OneProcess())
             else:
                 return
         except Exception as second:
@@ -253,7 +250,7 @@ class SavedInFolder:
 
 
 def make_saving(
-    trainer: PPOTrainer,
+    trainer: Resumable,
     output: str | Path | RunFolder | None,
     save_every: int,
     keep_last: int,

@@ -8,10 +8,16 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastrl.config import PPOConfig
 from fastrl.data.prompts import PromptStream
+from fastrl.learn.kl import AdaptiveKLController, FixedKLController
+from fastrl.learn.memory import MicroBatches
+from fastrl.learn.score_scaling import RunningMoments
+from fastrl.learn.scorer import Scorer
+from fastrl.learn.update import Update
+from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.optimizer_state import (
     copy_weights,
     load_optimizer_state,
@@ -22,9 +28,9 @@ from fastrl.models.optimizer_state import (
 from fastrl.models.optimizers import set_learning_rate
 from fastrl.models.sharding import spread
 from fastrl.models.utils import checksum, model_identity
-from fastrl.ppo.critic import check_states_critic
-from fastrl.ppo.memory import MicroBatches
-from fastrl.ppo.score_scaling import RunningMoments
+from fastrl.ppo.critic import CriticLearner, check_states_critic
+from fastrl.ppo.rollouts import Rollouts
+from fastrl.ref_model import RefModel
 from fastrl.run.checkpoints import (
     BadCheckpoint,
     check_identity,
@@ -32,15 +38,13 @@ from fastrl.run.checkpoints import (
     describe_weights,
     warn_of_changed_settings,
 )
+from fastrl.run.processes import Processes
 from fastrl.run.random_state import (
     numpy_state,
     random_state,
     restore_random_state,
     set_numpy_state,
 )
-
-if TYPE_CHECKING:
-    from fastrl.ppo.trainer import PPOTrainer
 
 # Settings that do not change what is computed, or not more than its last bits.
 _FREE = frozenset(
@@ -55,95 +59,109 @@ _FREE = frozenset(
 
 
 class TrainerState:
-    """Reads and replaces a trainer's state.
+    """The part of a ``PPOTrainer`` that reads and replaces its state; the trainer makes what it
+    reads.
 
     What is frozen, and the reference, are not in it, unless the reference follows the policy: a run
     resumes with a trainer that is made from the same model. Their checksums are.
     """
 
-    def __init__(self, trainer: PPOTrainer):
-        self.trainer = trainer
+    config: PPOConfig
+    tokenizer: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processes: Processes
+    reference: RefModel
+    critic: CriticLearner | None
+    kl_ctl: AdaptiveKLController | FixedKLController
+    running: RunningMoments
+    scorer: Scorer
+    rollouts: Rollouts
+    update: Update
+    streams: dict[str, PromptStream]  # by the prompts' fingerprint
+    current_step: int
+    _unwrapped: PreTrainedModelWrapper
+    _best_mean_score: float
 
     def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """The state after the last complete step; tensors are the trainer's own, not copies, and
-        spread over processes as the trainer has them.
+        """All that later steps depend on, after the last complete one: trained weights, optimizer,
+        schedule, KL coefficient, moments of scores, orders of prompts and samples, random states.
+        Tensors are the trainer's own, not copies, and spread over processes as it has them.
 
         Args:
             random: the random states of the processes, as far as they are known, where these cannot
                 be asked for theirs.
         """
-        trainer = self.trainer
-        spread(trainer._unwrapped)
-        scheduler, best = trainer.lr_scheduler, trainer._best_mean_score
-        critic = {} if trainer.critic is None else {"critic": trainer.critic.state_dict()}
+        spread(self._unwrapped)
+        scheduler, best = self.lr_scheduler, self._best_mean_score
+        critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
         return {
             **critic,
-            "identity": self.identity,
-            "config": deciding(trainer.config.to_dict()),
-            "step": trainer.current_step,
-            "optimizer_steps": trainer.update.optimizer_steps,
-            "policy": trained_weights(trainer._unwrapped),
-            "optimizer": optimizer_state(trainer.optimizer, trainer._unwrapped),
+            "identity": self._identity,
+            "config": deciding(self.config.to_dict()),
+            "step": self.current_step,
+            "optimizer_steps": self.update.gradient.engine.steps,
+            "policy": trained_weights(self._unwrapped),
+            "optimizer": optimizer_state(self.optimizer, self._unwrapped),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "kl_coef": trainer.kl_ctl.value,
-            "score_moments": dataclasses.asdict(trainer.running),
+            "kl_coef": self.kl_ctl.value,
+            "score_moments": dataclasses.asdict(self.running),
             "best_mean_score": best if math.isfinite(best) else None,
-            "shuffle": numpy_state(trainer.update.shuffle),
-            "prompts": {name: stream.state_dict() for name, stream in trainer._streams.items()},
-            "reference": trainer.reference.own_weights() if self._reference_moves else {},
+            "shuffle": numpy_state(self.update.epochs.shuffle),
+            "prompts": {name: stream.state_dict() for name, stream in self.streams.items()},
+            "reference": self.reference.own_weights() if self._reference_moves else {},
             "micro_batches": [each.size for each in self._micro_batches],
-            "rollouts": trainer.rollouts.state_dict(),
-            "processes": trainer.processes.count,
-            "random": trainer.processes.objects(random_state()) if random is None else [*random],
+            "rollouts": self.rollouts.state_dict(),
+            "processes": self.processes.count,
+            "random": self.processes.objects(random_state()) if random is None else [*random],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the trainer continue where another was.
+        """Goes on where another trainer was, which must have been made from the same model and
+        settings: frozen weights and a fixed reference are not in its state.
 
         Raises:
             BadCheckpoint: a ValueError: the state of another model, tokenizer, method, reference or
                 number of processes; nothing has changed then.
         """
-        trainer = self.trainer
-        spread(trainer._unwrapped)
-        self._check(state)
-        copy_weights(trained_weights(trainer._unwrapped), state["policy"])
+        spread(self._unwrapped)
+        self._check_state(state)
+        copy_weights(trained_weights(self._unwrapped), state["policy"])
         if self._reference_moves:
-            copy_weights(trainer.reference.own_weights(), state["reference"])
-        load_optimizer_state(trainer.optimizer, trainer._unwrapped, state["optimizer"])
-        if trainer.critic is not None:
-            trainer.critic.load_state_dict(state["critic"])
-        if trainer.lr_scheduler is not None:
-            trainer.lr_scheduler.load_state_dict(dict(state["scheduler"]))
-        trainer.kl_ctl.value = state["kl_coef"]
-        trainer.running.become(RunningMoments(**state["score_moments"]))
+            copy_weights(self.reference.own_weights(), state["reference"])
+        load_optimizer_state(self.optimizer, self._unwrapped, state["optimizer"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(dict(state["scheduler"]))
+        self.kl_ctl.value = state["kl_coef"]
+        self.running.become(RunningMoments(**state["score_moments"]))
         best = state["best_mean_score"]
-        trainer._best_mean_score = -math.inf if best is None else best
-        set_numpy_state(trainer.update.shuffle, state["shuffle"])
-        trainer._streams.clear()
+        self._best_mean_score = -math.inf if best is None else best
+        set_numpy_state(self.update.epochs.shuffle, state["shuffle"])
+        self.streams.clear()
         for name, position in state["prompts"].items():
             stream = PromptStream(position["count"], position["seed"])
             stream.load_state_dict(position)
-            trainer._streams[name] = stream
+            self.streams[name] = stream
         for each, size in zip(self._micro_batches, state["micro_batches"], strict=True):
             each.size = size
-        trainer.rollouts.load_state_dict(state["rollouts"])
-        trainer.current_step = state["step"]
-        trainer.update.optimizer_steps = state["optimizer_steps"]
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.current_step = state["step"]
+        self.update.gradient.engine.steps = state["optimizer_steps"]
         self._restore_random_state(_processes_of(state), state["random"])
-        _apply_changed_settings(trainer, state["config"])
+        _apply_changed_settings(self, state["config"])
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         """What must be the same in the run that resumes."""
-        trainer = self.trainer
-        reference = {} if self._reference_moves else trainer.reference.own_weights()
-        critic = {} if trainer.critic is None else {"critic": trainer.critic.identity()}
+        reference = {} if self._reference_moves else self.reference.own_weights()
+        critic = {} if self.critic is None else {"critic": self.critic.identity()}
         return {
             **critic,
-            "method": trainer.config.method,
-            **model_identity(trainer._unwrapped, trainer.tokenizer),
-            "reference": f"{trainer.reference.mode} {checksum(reference)}",
+            "method": self.config.method,
+            **model_identity(self._unwrapped, self.tokenizer),
+            "reference": f"{self.reference.mode} {checksum(reference)}",
         }
 
     def _check_processes(self, count: int, batch_size: int) -> None:
@@ -152,12 +170,12 @@ class TrainerState:
             count: of the checkpoint's run.
             batch_size: samples of a step of it, of all its processes.
         """
-        own = self.trainer.processes.count
-        now = self.trainer.config.batch_size * own
+        own = self.processes.count
+        now = self.config.batch_size * own
         if own != count and now != batch_size:
             raise BadCheckpoint(
                 f"resume: a step of the checkpoint's run has {batch_size} samples, and {own} "
-                f"process(es) with batch_size={self.trainer.config.batch_size} have {now}: start "
+                f"process(es) with batch_size={self.config.batch_size} have {now}: start "
                 f"as many processes as before ({count}), or a number that divides {batch_size}, "
                 "and set batch_size to the quotient"
             )
@@ -170,7 +188,7 @@ class TrainerState:
             count: of the processes of the checkpoint's run.
             states: of its first processes.
         """
-        processes = self.trainer.processes
+        processes = self.processes
         if count != processes.count or len(states) < count:
             known = f"{count} process(es)" + (
                 f", of which {len(states)} is known" if len(states) < count else ""
@@ -186,32 +204,31 @@ class TrainerState:
     @property
     def _micro_batches(self) -> list[MicroBatches]:
         """Sizes that are smaller where memory ran out."""
-        gradients = [learner.gradient for learner in self.trainer.update.learners]
-        return [self.trainer.scorer.slices, *(each.micro_batches for each in gradients)]
+        gradients = [learner.gradient for learner in self.update.learners]
+        return [self.scorer.slices, *(each.micro_batches for each in gradients)]
 
     @property
     def _reference_moves(self) -> bool:
-        return self.trainer.config.sync_ref_every > 0
+        return self.config.sync_ref_every > 0
 
-    def _check(self, state: Mapping[str, Any]) -> None:
-        trainer = self.trainer
+    def _check_state(self, state: Mapping[str, Any]) -> None:
         missing = [x for x in ("identity", "policy", "optimizer", "random") if x not in state]
         if missing:
             raise BadCheckpoint(
                 f"resume: this is no checkpoint of PPOTrainer: it lacks {', '.join(missing)}"
             )
-        check_states_critic(trainer.critic, state)
-        check_identity(state["identity"], self.identity)
+        check_states_critic(self.critic, state)
+        check_identity(state["identity"], self._identity)
         self._check_processes(_processes_of(state), state["config"]["batch_size"])
-        policy = trained_weights(trainer._unwrapped)
+        policy = trained_weights(self._unwrapped)
         check_weights(describe_weights(state["policy"]), describe_weights(policy))
-        if (trainer.lr_scheduler is None) != (state["scheduler"] is None):
+        if (self.lr_scheduler is None) != (state["scheduler"] is None):
             had = "no" if state["scheduler"] is None else "a"
             raise BadCheckpoint(
                 f"resume: the checkpoint's run had {had} lr_scheduler: make the trainer alike"
             )
         # An optimizer keeps some of its arguments with its state, and others not.
-        here = {"optim": trainer.config.optim, "optim_args": trainer.config.optim_args}
+        here = {"optim": self.config.optim, "optim_args": self.config.optim_args}
         for name, own in here.items():
             before = state["config"].get(name, PPOConfig.__dataclass_fields__[name].default)
             if before != own:
@@ -223,7 +240,7 @@ class TrainerState:
             [name for group in groups for name in group["params"]]
             for groups in (
                 state["optimizer"]["groups"],
-                optimizer_groups(trainer.optimizer, trainer._unwrapped),
+                optimizer_groups(self.optimizer, self._unwrapped),
             )
         )
         if names != own_names:
@@ -250,7 +267,7 @@ def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(found, default=str))
 
 
-def _apply_changed_settings(trainer: PPOTrainer, before: Mapping[str, Any]) -> None:
+def _apply_changed_settings(trainer: TrainerState, before: Mapping[str, Any]) -> None:
     """Warns of settings that are not those of the checkpoint, and sets a new learning rate."""
     changed = warn_of_changed_settings(before, deciding(trainer.config.to_dict()))
     if "learning_rate" in changed and trainer.lr_scheduler is None:

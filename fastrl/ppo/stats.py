@@ -12,9 +12,9 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.data.token_batch import TokenBatch
-from fastrl.ppo.experience import Experience, Scored
-from fastrl.ppo.memory import PositionCount
-from fastrl.ppo.update import UpdateRecord
+from fastrl.learn.experience import Experience, Scored
+from fastrl.learn.memory import PositionCount
+from fastrl.learn.update import UpdateRecord
 from fastrl.run.processes import Processes
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastrl.data import batch as data
-from fastrl.data.batch import to_host, without_tokens
+from fastrl.data.batch import BatchMaker, to_host, without_tokens
 from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.correction import SamplerCorrection
+from fastrl.learn.experience import LogprobsAndValues
+from fastrl.learn.nonfinite import NonFiniteNumbers, check_a_sample_is_left, samples_left_out
+from fastrl.learn.old_logprobs import with_zeros, zero_left_out
+from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
 from fastrl.models.host_memory import to_device
-from fastrl.ppo.experience import LogprobsAndValues
-from fastrl.ppo.nonfinite import check_a_sample_is_left, samples_left_out
-from fastrl.ppo.old_logprobs import with_zeros, zero_left_out
-from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
+from fastrl.ppo.rollouts import Rollouts
 from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import Processes
-
-if TYPE_CHECKING:
-    from fastrl.ppo.trainer import PPOTrainer
 
 
 @dataclass(frozen=True)
@@ -127,11 +126,33 @@ class StepInputs:
     """Checks and completes what a trainer's ``step`` is given.
 
     Args:
-        trainer: whole but for this.
+        size: samples of a step and process.
+        masks_truncated: whether responses that were cut do not learn.
+        per_token: whether it matters which tokens scores are of.
+        rollouts: may know the responses.
+        name_in: of queries, names one by its index.
+        device: of weights.
     """
 
-    def __init__(self, trainer: PPOTrainer):
-        self.trainer = trainer
+    def __init__(
+        self,
+        size: int,
+        *,
+        masks_truncated: bool,
+        per_token: bool,
+        rollouts: Rollouts,
+        batches: BatchMaker,
+        scores: ScoreTransform,
+        correction: SamplerCorrection,
+        nonfinite: NonFiniteNumbers,
+        name_in: Callable[[Sequence[Tensor]], Callable[[int], str]],
+        device: torch.device,
+        processes: Processes,
+    ):
+        self.size, self.device, self.processes = size, device, processes
+        self.masks_truncated, self.per_token = masks_truncated, per_token
+        self.rollouts, self.batches, self.scores = rollouts, batches, scores
+        self.correction, self.nonfinite, self.name_in = correction, nonfinite, name_in
 
     def __call__(
         self,
@@ -147,29 +168,27 @@ class StepInputs:
         Raises:
             ValueError, FloatingPointError: as ``step``, in all processes.
         """
-        trainer, size = self.trainer, self.trainer.config.batch_size
-        with trainer.processes.together():
-            data.check_batch_size(queries, responses, size)
+        with self.processes.together():
+            data.check_batch_size(queries, responses, self.size)
             queries, responses, masks = data.on_host(queries, responses, masks)
-            known = trainer.rollouts.logprobs(queries, responses, rollout)
-            starts = trainer.batches.starts(responses)
-            totals, of_tokens = data.check_scores(scores, size, responses, masks, starts)
-            if not trainer.advantages.per_token:
-                of_tokens = None
-            trainer.transform_scores.check(of_tokens is not None)
+            known = self.rollouts.logprobs(queries, responses, rollout)
+            starts = self.batches.starts(responses)
+            totals, of_tokens = data.check_scores(scores, self.size, responses, masks, starts)
+            of_tokens = of_tokens if self.per_token else None
+            self.scores.check(of_tokens is not None)
             own = StepInput(
                 queries,
                 responses,
                 totals,
                 masks,
-                self._weights(data.check_weights(weights, size, trainer.current_device), rollout),
+                self._weights(data.check_weights(weights, self.size, self.device), rollout),
                 known,
                 self._nan_samples(queries, rollout),
                 None if rollout is None else rollout.finish_reasons,
-                trainer.sampler_correction.sampled(rollout, known),
+                self.correction.sampled(rollout, known),
                 of_tokens,
             )
-        given = own.of_all(trainer.processes)
+        given = own.of_all(self.processes)
         check_a_sample_is_left(len(given.nan), len(given.queries))
         return given
 
@@ -179,7 +198,7 @@ class StepInputs:
         Raises:
             ValueError: it is not known how the responses ended.
         """
-        if not self.trainer.config.mask_truncated_completions:
+        if not self.masks_truncated:
             return weights
         if rollout is None:
             raise ValueError(
@@ -187,16 +206,14 @@ class StepInputs:
                 "step(), or turn it off"
             )
         whole = torch.tensor([float(reason != "length") for reason in rollout.finish_reasons])
-        whole = to_device(whole, self.trainer.current_device)
+        whole = to_device(whole, self.device)
         return whole if weights is None else whole * weights
 
     def _nan_samples(self, queries: Sequence[Tensor], rollout: RolloutOutput | None) -> list[int]:
         """Indices of samples that ended in NaN logits."""
-        trainer = self.trainer
         if rollout is None or len(rollout.finish_reasons) != len(queries):
             return []
-        name = trainer._name_in(queries)
-        return samples_left_out(rollout, trainer.nonfinite, name, trainer.processes)
+        return samples_left_out(rollout, self.nonfinite, self.name_in(queries), self.processes)
 
 
 def _on_host(known: LogprobsAndValues) -> LogprobsAndValues:

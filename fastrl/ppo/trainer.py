@@ -20,6 +20,16 @@ from fastrl.data.batch import make_batches
 from fastrl.data.choose_padding import choose_padding
 from fastrl.data.prompts import PromptStream
 from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.engine import Engine
+from fastrl.learn.experience import Experience, LastExperience
+from fastrl.learn.kl import make_kl_penalty, warn_of_negative_kl
+from fastrl.learn.memory import Activations
+from fastrl.learn.nonfinite import NonFiniteExperience, NonFiniteNumbers
+from fastrl.learn.old_logprobs import OldLogprobs
+from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
+from fastrl.learn.scorer import Scorer, check_tokens
+from fastrl.learn.update import Update
+from fastrl.learn.warmup import CriticWarmup
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.critic import Critic
 from fastrl.models.host_memory import to_device
@@ -35,22 +45,14 @@ from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating, warn_of_fp16, warn_of_lost_updates
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
-from fastrl.ppo import stats
-from fastrl.ppo.advantages import make_advantages
+from fastrl.ppo import method, stats
 from fastrl.ppo.classic import ClassicMethods
 from fastrl.ppo.critic import CriticLearner, checked_critic
-from fastrl.ppo.experience import Experience, LastExperience, Scorer, check_tokens
-from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place, warn_of_negative_kl
 from fastrl.ppo.loop import Loop, Numbers
-from fastrl.ppo.loss import UpdateLoss
-from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
-from fastrl.ppo.old_logprobs import OldLogprobs
 from fastrl.ppo.persistence import Persistence
 from fastrl.ppo.planning import plan_ppo
 from fastrl.ppo.rollouts import Rollouts
-from fastrl.ppo.sampler_correction import make_sampler_correction
 from fastrl.ppo.saving import make_saving
-from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (
     check_merging,
     checked_policies,
@@ -64,10 +66,8 @@ from fastrl.ppo.setup import (
     share_new_weights,
     warn_of_a_single_response,
 )
-from fastrl.ppo.state import TrainerState, deciding
+from fastrl.ppo.state import deciding
 from fastrl.ppo.step_input import StepInput, StepInputs
-from fastrl.ppo.update import GradientStep, PPOUpdate
-from fastrl.ppo.warmup import CriticWarmup
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
 from fastrl.rollout import RolloutOutput
@@ -201,15 +201,17 @@ class PPOTrainer(ClassicMethods, Persistence):
         fill_in_config(config, self.accelerator, model)
         PPODecorators.optimize_device_cache = config.optimize_device_cache
 
-        self.kl_ctl = make_kl_controller(config)
+        self.kl_ctl = method.kl_controller_of(config)
         self.running = RunningMoments()
-        self.transform_scores = ScoreTransform(config, self.running)
+        self.transform_scores = ScoreTransform(
+            config.use_score_scaling, config.use_score_norm, config.score_clip, self.running
+        )
         # TRL's name, called with log-probs.
         self.products = Products(self.processes)
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
-        self.kl_place = make_kl_place(config)
-        self.advantages = make_advantages(config)
-        loss = UpdateLoss(config, has_values=config.needs_values and critic_model is None)
+        self.kl_place = method.kl_place_of(config)
+        self.advantages = method.advantages_of(config)
+        loss = method.loss_of(config, values=config.needs_values and critic_model is None)
         self.aggregate = loss.aggregate
         self.nonfinite = NonFiniteNumbers(
             config.on_nonfinite, lambda ids: self.tokenizer.decode(ids)
@@ -243,13 +245,12 @@ class PPOTrainer(ClassicMethods, Persistence):
             self.processes,
             values_model,
         )
-        self.sampler_correction = make_sampler_correction(config)
-        # The KL over the vocabulary needs the policy's logits, and hence its forward.
-        recomputes = self._kl_penalty.needs_logits or self.sampler_correction.recomputes
-        # Without values the KL in rewards is all that groups of equal rewards learn.
-        rounds = config.old_logprobs == "auto" and config.kl_in == "reward"
-        recomputes |= rounds and bool(config.init_kl_coef) and not config.needs_values
-        kind = "recompute" if recomputes else config.old_logprobs
+        self.sampler_correction = method.correction_of(config)
+        kind = method.old_logprobs_of(
+            config,
+            needs_logits=self._kl_penalty.needs_logits,
+            recomputes=self.sampler_correction.recomputes,
+        )
         self.score_or_reuse = OldLogprobs(kind, self.scorer)
         self.rollouts = Rollouts(
             config,
@@ -261,26 +262,39 @@ class PPOTrainer(ClassicMethods, Persistence):
             self.accelerator,
             self.processes,
         )
-        gradient = GradientStep(
-            config,
-            self.accelerator,
-            self.model,
-            self.optimizer,
-            loss,
-            self.nonfinite,
-            self.processes,
+        engine = Engine(
+            self.accelerator, self.model, self.optimizer, config.max_grad_norm, self.processes
         )
+        gradient = method.gradient_of(config, engine, loss, self.nonfinite)
         self._positions = self.scorer.positions, gradient.positions
-        self.update = PPOUpdate(config, gradient, self.critic)
-        self.warmup = CriticWarmup(config)
+        activations = Activations(
+            config.gradient_checkpointing,
+            config.activation_offloading,
+            self.accelerator.device,
+            self.accelerator.is_fsdp2,
+        )
+        epochs = method.epochs_of(config, self.processes.count)
+        self.update = Update(gradient, epochs, activations, self.critic)
+        self.warmup = CriticWarmup(config.critic_warmup_steps)
         self.experience: LastExperience | None = None
         self.current_step = 0
-        self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
+        self.streams: dict[str, PromptStream] = {}
         self._best_mean_score = -float("inf")
-        self._inputs = StepInputs(self)
-        self._state = TrainerState(self)
+        self._inputs = StepInputs(
+            config.batch_size,
+            masks_truncated=config.mask_truncated_completions,
+            per_token=self.advantages.per_token,
+            rollouts=self.rollouts,
+            batches=self.batches,
+            scores=self.transform_scores,
+            correction=self.sampler_correction,
+            nonfinite=self.nonfinite,
+            name_in=self._name_in,
+            device=self.current_device,
+            processes=self.processes,
+        )
         if self.processes.count > 1:
-            self.processes.check_same("PPOTrainer", self._state.identity)
+            self.processes.check_same("PPOTrainer", self._identity)
 
     def step(
         self,
@@ -700,6 +714,16 @@ class PPOTrainer(ClassicMethods, Persistence):
         no_scores = torch.zeros(len(batch), device=self.current_device)
         _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())
+
+    @property
+    def steps_begun(self) -> int:
+        """Of all optimizers."""
+        return self.update.steps_begun
+
+    @property
+    def weights_version(self) -> int:
+        """Steps of the optimizer so far."""
+        return self.update.gradient.engine.steps
 
     def computing(self) -> AbstractContextManager[None]:
         """Context in which the run's libraries compute its models' products on a CPU."""

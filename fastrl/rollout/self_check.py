@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from fastrl.models.quantised import compute_dtypes
 from fastrl.models.sharding import is_spread_unit
 from fastrl.models.utils import computes_in_tf32, evaluating
 from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
-
-if TYPE_CHECKING:
-    from fastrl.rollout.engine import RolloutEngine
 
 _LENGTHS, _NEW_TOKENS = (1, 5, 3), 3
 # Of log-probs and entropies: the largest difference in fp32, the mean one in less than that, where
@@ -39,6 +36,18 @@ class UnsupportedModel(ValueError):
         )
 
 
+class Trial(Protocol):
+    """The rollout engine, as it is checked."""
+
+    model: Any
+    model_runner: Any
+    _kv_cache: Any
+
+    def generate(self, prompts: Any, params: SamplingParams) -> RolloutOutput: ...
+
+    def sleep(self) -> None: ...
+
+
 def check_weights_and_kind(model: Any) -> None:
     """Refuses models that the engine cannot run, by their weights and configuration.
 
@@ -50,7 +59,7 @@ def check_weights_and_kind(model: Any) -> None:
         raise UnsupportedModel(model, cause)
 
 
-def check_numbers(trial: RolloutEngine) -> None:
+def check_numbers(trial: Trial) -> None:
     """Generates a few tokens from random prompts, three in two slots, and compares their log-probs
     and entropies with plain forwards. Neither the model nor torch's generators are changed.
 
@@ -111,7 +120,7 @@ def _why_not_by_weights(model: Any) -> str | None:
 
 @torch.no_grad()
 def _differences(
-    engine: RolloutEngine, prompts: list[Tensor], output: RolloutOutput
+    engine: Trial, prompts: list[Tensor], output: RolloutOutput
 ) -> tuple[float, float]:
     """The largest and the mean difference from forwards of one sample each, over tokens for which
     that forward has a distribution: NaN weights are not the engine's fault."""
@@ -136,7 +145,7 @@ def _differences(
     return off.max().item(), off.mean().item()
 
 
-def _is_exact(engine: RolloutEngine) -> bool:
+def _is_exact(engine: Trial) -> bool:
     """Whether the model computes in fp32 throughout."""
     device = engine.model_runner.device
     with engine.model_runner.autocast():

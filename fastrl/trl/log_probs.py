@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from fastrl.data.choose_padding import logprobs_of_labels, runs_packed
 from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import Padded, Padding
+from fastrl.learn.old_logprobs import LOW_PRECISION, TOLERANCES, audited
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
-from fastrl.ppo.old_logprobs import LOW_PRECISION, TOLERANCES, audited
 from fastrl.ref_model import RefModel
 from fastrl.run.processes import Processes
 from fastrl.trl.sampled import SampledResponses

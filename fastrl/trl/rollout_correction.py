@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.config import SAMPLER_CORRECTIONS
-from fastrl.ppo.sampler_correction import SamplerStats, sampler_weights
+from fastrl.learn.correction import SamplerStats, sampler_weights
 from fastrl.trl.metric_means import MetricMeans
 from fastrl.trl.sampled import SampledResponses
 
@@ -38,7 +38,7 @@ def check_correction(args: Any) -> None:
 
 class RolloutCorrection:
     """Weights w = π_old/π_sampler of the policy's loss, see
-    :func:`fastrl.ppo.sampler_correction.sampler_weights`.
+    :func:`fastrl.learn.correction.sampler_weights`.
 
     Args:
         args: a :class:`fastrl.trl.grpo_config.GRPOConfig`.

@@ -16,6 +16,7 @@ from benchmarks.gate import backward, error_ratio, errors
 from benchmarks.harness import Measurement, Red, Run
 from benchmarks.memory import footprint
 from benchmarks.ops import Attention, Shape, attention, inputs
+from benchmarks.shapes import DIFFERENTIABLE
 
 CPU = torch.device("cpu")
 OPS = ops.available()
@@ -41,7 +42,7 @@ TINY = {
 
 
 def tiny(op: str) -> Shape:
-    return Shape(op, 6, backward=op in ops.record.DIFFERENTIABLE, **TINY[op])
+    return Shape(op, 6, backward=op in DIFFERENTIABLE, **TINY[op])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

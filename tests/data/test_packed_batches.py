@@ -12,11 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fastrl.data.choose_padding import choose_padding, why_not_packed
 from fastrl.data.padding_free import PackedTokens, PaddingFree
 from fastrl.data.token_batch import Padded
+from fastrl.learn.scorer import scoring_request
 from fastrl.models import CausalLMPolicy
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.models.attention import NAME
 from fastrl.models.scoring import PassLimit, PolicyObjective
-from fastrl.ppo.experience import scoring_request
 from tests import seq2seq_models, tiny_models
 from tests.models.conftest import FAMILIES, batch_of, counted, deep
 

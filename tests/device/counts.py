@@ -29,7 +29,7 @@ def _of_a_step(device: PretendedDevice) -> dict[str, float]:
             (step,) = trained(trainer).history
             reads.append(device.count("read"))
             uploads.append(device.count("upload"))
-            of_the_update = sum(e.place.startswith("fastrl/ppo/update") for e in device.events)
+            of_the_update = sum(e.place.startswith("fastrl/learn/update") for e in device.events)
     steps = step["ppo/optimizer_steps"]
     more = 2 * steps  # mini-batches of the first
     return {

@@ -33,8 +33,8 @@ SAVING = {
 PLACES = {
     "rollout": "fastrl.rollout.decode_step:DecodeStep.__call__",
     "reward": "fastrl.ppo.loop:Loop._rewards",
-    "forward": "fastrl.ppo.update:UpdateLoss.__call__",
-    "update": "fastrl.ppo.update:PPOUpdate._optimizer_step",
+    "forward": "fastrl.learn.loss:UpdateLoss.__call__",
+    "update": "fastrl.learn.engine:Engine.step",
     "tree": "fastrl.run.state:_plain",
     "ledger": "fastrl.run.ledger:write_file",
     **SAVING,

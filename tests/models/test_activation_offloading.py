@@ -116,7 +116,7 @@ def test_trainers_offload_their_forwards(monkeypatch: pytest.MonkeyPatch, make_s
 
         return of if wanted else activation_offloading(False, torch.device("cpu"))
 
-    monkeypatch.setattr("fastrl.ppo.update.activation_offloading", offloading)
+    monkeypatch.setattr("fastrl.learn.memory.activation_offloading", offloading)
     monkeypatch.setattr("fastrl.trainers.low_memory.activation_offloading", offloading)
     ended = []
     for wanted in (False, True):

@@ -10,10 +10,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import fastrl_kernels
 from fastrl.data.batch import pad
 from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.scorer import scoring_request
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.lm_head import FullHead, FusedHead, RowHead, choose_head
 from fastrl.models.scoring import PolicyObjective, ScoringRequest
-from fastrl.ppo.experience import scoring_request
 from fastrl_kernels.types import LogitTransform
 from tests import tiny_models
 from tests.golden import tiny

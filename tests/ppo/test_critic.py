@@ -14,7 +14,8 @@ from torch import Tensor
 import fastrl_kernels
 import fastrl_kernels.reference as exact
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.advantages import GAE, discounted_sums, make_advantages
+from fastrl.learn.advantages import GAE, discounted_sums
+from fastrl.ppo.method import advantages_of
 from fastrl.rewards.functions import ClassifierReward
 from tests import tiny_models
 from tests.golden import tiny
@@ -76,7 +77,7 @@ def ragged(rows: int = 5, width: int = 33) -> tuple[Tensor, Tensor, Tensor]:
 def test_advantages_and_returns_have_their_own_lambda() -> None:
     values, rewards, mask = ragged()
     config = PPOConfig(lam=0.9, lam_value=0.99, gamma=0.97)
-    kept, advantages, returns = make_advantages(config)(values, rewards, mask)
+    kept, advantages, returns = advantages_of(config)(values, rewards, mask)
     wide = (rewards.double(), values.double(), mask)
     expected, _ = exact.gae(*wide, gamma=0.97, lam=0.9, whiten=True)
     _, exact_returns = exact.gae(*wide, gamma=0.97, lam=0.99)
@@ -92,7 +93,7 @@ def test_lambda_grows_with_a_responses_length(alpha: float, whiten_rewards: bool
     config = PPOConfig(
         lam_length_alpha=alpha, lam_value=1.0, gamma=0.97, whiten_rewards=whiten_rewards
     )
-    _, advantages, returns = make_advantages(config)(values, rewards, mask)
+    _, advantages, returns = advantages_of(config)(values, rewards, mask)
     r, v = rewards.double(), values.double()
     if whiten_rewards:
         r = exact.masked_whiten(r, mask, shift_mean=False)
@@ -129,7 +130,7 @@ def test_a_lambda_of_its_own_is_one_more_scan(settings, calls, monkeypatch) -> N
     monkeypatch.setattr(
         fastrl_kernels, "gae", lambda *a, **k: seen.append(k["lam"]) or gae(*a, **k)
     )
-    estimate = make_advantages(PPOConfig(**settings))
+    estimate = advantages_of(PPOConfig(**settings))
     estimate(*ragged())
     assert len(seen) == calls
     assert (type(estimate) is GAE) == (calls == 1)
@@ -428,18 +429,18 @@ def test_a_checkpoint_with_a_critic_is_not_that_of_a_trainer_without(unchanged) 
 def test_an_error_in_an_update_leaves_no_gradient_behind(after: str) -> None:
     trainer = critic_trainer()
     learner = trainer.critic if after == "critic" else trainer.update
-    begun = trainer.update.shuffle.get_state()[1].tolist()
+    begun = trainer.update.epochs.shuffle.get_state()[1].tolist()
 
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    handle = learner.gradient.optimizer.optimizer.register_step_pre_hook(fail)
+    handle = learner.gradient.engine.optimizer.optimizer.register_step_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         trainer.step(**make_batch())
     handle.remove()
     for model in (trainer.model, trainer.critic.model):
         assert all(p.grad is None for p in model.parameters())
-    assert trainer.update.shuffle.get_state()[1].tolist() == begun
+    assert trainer.update.epochs.shuffle.get_state()[1].tolist() == begun
     trainer.step(**make_batch())
 
 

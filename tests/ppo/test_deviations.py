@@ -13,7 +13,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from fastrl import PPOTrainer, create_reference_model
-from fastrl.ppo.update import GradientStep
+from fastrl.learn.gradient import GradientStep
 from tests.golden import tiny
 from tests.ppo.conftest import (
     BATCH,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fastrl import PPOConfig
-from fastrl.ppo.advantages import make_advantages
 from fastrl.ppo.dynamic_sampling import without_spread
+from fastrl.ppo.method import advantages_of
 from fastrl.ppo.overlong import OverlongPenalty
 from fastrl.rollout import RolloutOutput
 from tests.ppo.test_policy_gradients import SAMPLING, groups, make_trainer, weights_of
@@ -136,7 +136,7 @@ def test_reinforce_plus_plus_whitens_the_rewards_to_come():
     rewards = torch.randn(4, 6, generator=generator)
     mask = torch.arange(6) < torch.tensor([[6], [2], [5], [3]])
     config = PPOConfig(advantage="reinforce++", batch_size=4, gamma=0.9)
-    values, advantages, returns = make_advantages(config)(rewards, rewards, mask)
+    values, advantages, returns = advantages_of(config)(rewards, rewards, mask)
     exact = torch.zeros(4, 6, dtype=torch.float64)
     for i in range(4):
         for t in range(6):

@@ -91,8 +91,8 @@ def test_the_largest_ratio_is_that_of_a_mini_batch_and_counts_those_skipped():
         "scores": [torch.tensor(float(i)) for i in range(4)],
     }
     shift = [0.0, -math.log(30.0), 0.0, math.log(2.0)]  # ratios of 1, 30, 1 and a half
-    order = trainer.update.shuffle.permutation(4).reshape(2, 2).tolist()
-    trainer.update.shuffle.seed(0)
+    order = trainer.update.epochs.shuffle.permutation(4).reshape(2, 2).tolist()
+    trainer.update.epochs.shuffle.seed(0)
     ratios = {0: 1.0, 1: 30.0, 2: 1.0, 3: 0.5}
     lengths = [4, 6, 2, 5]
     means = [

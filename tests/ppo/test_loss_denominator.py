@@ -111,8 +111,8 @@ def test_a_skipped_mini_batch_leaves_numerator_and_denominator(kind, aggregate):
     shift[3] = -5.0  # a ratio of e^5
     trainer = make_trainer(2, **settings)
     rollout = rollout_of(trainer, given, shift)
-    order = torch.tensor(trainer.update.shuffle.permutation(BATCH)).view(-1, 2)
-    trainer.update.shuffle.seed(0)
+    order = torch.tensor(trainer.update.epochs.shuffle.permutation(BATCH)).view(-1, 2)
+    trainer.update.epochs.shuffle.seed(0)
     skipped = next(pair.tolist() for pair in order if 3 in pair)
     with pytest.warns(UserWarning, match=r"1 mini-batch\(es\) skipped.*ratio_threshold=10"):
         found, stats = gradient(trainer, given, rollout=rollout)

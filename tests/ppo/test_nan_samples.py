@@ -124,8 +124,8 @@ def test_a_single_sound_sample_of_a_group_has_no_advantage(advantage):
 def test_mini_batches_of_such_samples_alone_are_not_there():
     settings = {"mini_batch_size": 1, "gradient_accumulation_steps": 2}
     trainer = make_trainer(**settings, loss_denominator="step")
-    pairs = trainer.update.shuffle.permutation(6).reshape(3, 2).tolist()
-    trainer.update.shuffle.seed(3)
+    pairs = trainer.update.epochs.shuffle.permutation(6).reshape(3, 2).tolist()
+    trainer.update.epochs.shuffle.seed(3)
     left_out = (*pairs[0], pairs[1][0])  # a whole optimizer step, and half of another
     with pytest.warns(UserWarning, match=r"NaN logits in 3 sample\(s\)"):
         stats = trainer.step(**broken(batch(), *left_out))

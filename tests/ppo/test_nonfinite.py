@@ -63,8 +63,8 @@ def same_weights(trainer: PPOTrainer, before: dict[str, torch.Tensor]) -> bool:
 def test_a_nan_mini_batch_leaves_the_gradient_of_the_others(limit):
     settings = {"ppo_epochs": 1, "loss_denominator": "step", "max_grad_norm": limit}
     trainer = trainer_of(**settings)
-    order = trainer.update.shuffle.permutation(BATCH).reshape(-1, 2)
-    trainer.update.shuffle.seed(0)
+    order = trainer.update.epochs.shuffle.permutation(BATCH).reshape(-1, 2)
+    trainer.update.epochs.shuffle.seed(0)
     left_out = next(pair.tolist() for pair in order if 3 in pair)
     seen = watch_gradients(trainer)
     with pytest.warns(UserWarning, match=r"non-finite loss in 1 mini-batch\(es\)") as said:
@@ -273,7 +273,7 @@ def test_a_gradient_that_overflows_under_a_scaler_is_no_error(limit, monkeypatch
     plain, trainer = (trainer_of(nan=False, **settings) for _ in range(2))
     scaler = trainer.accelerator.scaler = Scaler()
     inner = trainer.optimizer.optimizer
-    trainer.update.gradient.optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+    trainer.update.gradient.engine.optimizer = AcceleratedOptimizer(inner, scaler=scaler)
 
     def unscale() -> None:  # as with mixed_precision="fp16", which wants a GPU
         scaler.unscale_(inner)

@@ -143,9 +143,9 @@ def test_a_token_without_probability_is_found_where_the_kl_is_finite():
 def test_a_group_is_that_of_its_other_samples(advantage, of_score):
     """Also where the first optimizer step does not see the sample."""
     trainer = make_trainer(**ADVANTAGES[advantage], mini_batch_size=2)
-    trainer.update.shuffle.seed(0)
-    assert not {1, 3} & {*trainer.update.shuffle.permutation(6)[:2]}
-    trainer.update.shuffle.seed(0)
+    trainer.update.epochs.shuffle.seed(0)
+    assert not {1, 3} & {*trainer.update.epochs.shuffle.permutation(6)[:2]}
+    trainer.update.epochs.shuffle.seed(0)
     seen = watch_gradients(trainer)
     if not of_score:
         in_the_reference(trainer, NAN)
@@ -156,7 +156,7 @@ def test_a_group_is_that_of_its_other_samples(advantage, of_score):
         stats = trainer.step(**given)
     # The same mini-batches, as samples that ended in NaN logits leave them.
     others = make_trainer(**ADVANTAGES[advantage], mini_batch_size=2)
-    others.update.shuffle.seed(0)
+    others.update.epochs.shuffle.seed(0)
     expected = watch_gradients(others)
     sick = broken({**marked(1, 3), "scores": batch()["scores"]}, 1, 3, empty=False)
     with pytest.warns(UserWarning, match="NaN logits in 2 sample"):

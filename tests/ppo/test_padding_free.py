@@ -94,8 +94,8 @@ def test_minibatches_take_whole_groups_or_pieces_of_one(mini_batch_size):
     trainer = make_trainer(**{**GROUPED, "mini_batch_size": mini_batch_size}, ppo_epochs=4)
     seen = []
     update = trainer.update
-    steps = update._optimizer_steps
-    update._optimizer_steps = lambda *args: (seen.append(x) or x for x in steps(*args))
+    steps = update.epochs.steps
+    update.epochs.steps = lambda *args: (seen.append(x) or x for x in steps(*args))
     trainer.step(**grouped_batch())
     taken = [indices for step in seen for indices in step]
     assert len(taken) == 4 * 8 // mini_batch_size

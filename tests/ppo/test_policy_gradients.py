@@ -12,7 +12,7 @@ from datasets import Dataset
 import fastrl_kernels
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.learn.baselines import EPS
-from fastrl.ppo.advantages import make_advantages
+from fastrl.ppo.method import advantages_of
 from fastrl_kernels.ppo_loss import AGGREGATES
 from tests import tiny_models
 from tests.golden import tiny
@@ -80,7 +80,7 @@ def test_advantages_are_the_formulas(name):
     rewards = torch.randn(6, 5, generator=g)
     mask = torch.rand(6, 5, generator=g) > 0.3
     config = PPOConfig(advantage=name, group_size=3, batch_size=6)
-    values, advantages, returns = make_advantages(config)(torch.ones(6, 5), rewards, mask)
+    values, advantages, returns = advantages_of(config)(torch.ones(6, 5), rewards, mask)
     totals = (rewards.double() * mask).sum(-1)
     expected = torch.cat([by_formula(name, totals[:3]), by_formula(name, totals[3:])])
     assert values.abs().max() == 0
@@ -93,7 +93,7 @@ def test_advantages_are_the_formulas(name):
 def test_equal_rewards_have_no_advantage_to_the_bit(name, size):
     rewards = torch.tensor([[0.1], [1e-3], [-7.3], [1 / 3]]).repeat_interleave(size, 0)
     config = PPOConfig(advantage=name, group_size=size, batch_size=4 * size)
-    advantages = make_advantages(config)(rewards, rewards, torch.ones_like(rewards).bool())[1]
+    advantages = advantages_of(config)(rewards, rewards, torch.ones_like(rewards).bool())[1]
     assert torch.equal(advantages, torch.zeros_like(rewards))
 
 

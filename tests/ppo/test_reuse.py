@@ -29,7 +29,7 @@ def rolled_out(trainer, seed=0, **kwargs):
 @pytest.fixture
 def policy_scores(monkeypatch):
     """How many samples the policy scored for old log-probs."""
-    from fastrl.ppo.experience import Scorer
+    from fastrl.learn.scorer import Scorer
 
     seen = []
     whole, few = Scorer._score, Scorer.policy_scores

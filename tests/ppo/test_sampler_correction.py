@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.sampler_correction import sampler_weights
+from fastrl.learn.correction import sampler_weights
 from fastrl.ppo.step_input import StepInput
 from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import OneProcess

@@ -12,7 +12,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.score_scaling import RunningMoments
+from fastrl.learn.score_scaling import RunningMoments
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import make_batch, make_policy, make_trainer, parameters, perturbed
@@ -55,7 +55,10 @@ def state(trainer: PPOTrainer) -> tuple[Any, ...]:
         trainer.kl_ctl.value,
         trainer.current_step,
         trainer.model.training,
-        [s.tolist() if hasattr(s, "tolist") else s for s in trainer.update.shuffle.get_state()],
+        [
+            s.tolist() if hasattr(s, "tolist") else s
+            for s in trainer.update.epochs.shuffle.get_state()
+        ],
     )
 
 
@@ -192,7 +195,7 @@ def test_a_scaler_goes_on_too(where, monkeypatch):
     for each in (trainer, fresh):
         scaler = each.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         inner = each.optimizer.optimizer
-        each.update.gradient.optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+        each.update.gradient.engine.optimizer = AcceleratedOptimizer(inner, scaler=scaler)
 
         def unscale(scaler: Any = scaler, inner: Any = inner) -> None:  # as for fp16, on a GPU
             scaler.unscale_(inner)

@@ -61,7 +61,7 @@ def ppo(make_sft: Make, dtype: torch.dtype, **settings: Any) -> nn.Module:
         generation_kwargs={"max_new_tokens": 12},
         progress=False,
     )
-    assert trainer.update.optimizer_steps == STEPS
+    assert trainer.weights_version == STEPS
     return policy.pretrained_model
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer
-from fastrl.ppo.advantages import make_advantages
+from fastrl.ppo.method import advantages_of
 from fastrl.trl.responses import Judged
 from tests import tiny_models
 from tests.golden import tiny
@@ -72,7 +72,7 @@ def test_of_the_classic_trainer(advantage: str, size: int) -> None:
     mask = torch.arange(5) < torch.randint(1, 6, (samples, 1))
     last = mask.sum(-1, keepdim=True) - 1
     placed = torch.zeros(samples, 5).scatter(1, last, rewards.view(-1, 1))
-    _, found, _ = make_advantages(config)(torch.zeros(samples, 5), placed, mask)
+    _, found, _ = advantages_of(config)(torch.zeros(samples, 5), placed, mask)
     found = found.view(GROUPS, size, 5)
     assert (found[equal] == 0).all()
     assert (found[~equal] != 0).flatten(1).any(-1).all()

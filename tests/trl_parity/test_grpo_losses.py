@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.ppo.sampler_correction import sampler_weights
+from fastrl.learn.correction import sampler_weights
 from fastrl_kernels import KLTerm, PolicyLoss, linear_logprobs, linear_ppo_loss, ppo_loss
 
 grpo = pytest.importorskip("trl.trainer.grpo_trainer")

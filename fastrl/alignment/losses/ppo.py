@@ -13,13 +13,15 @@ from fastrl.alignment.batch import Batch
 from fastrl.alignment.losses.base import Loss, LossOutput, register
 from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
+from fastrl.learn.engine import Engine
+from fastrl.learn.experience import Experience, Minibatch
+from fastrl.learn.kl import make_kl_penalty
+from fastrl.learn.loss import UpdateLoss
+from fastrl.learn.scorer import Scorer
+from fastrl.learn.update import UpdateRecord
 from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating
-from fastrl.ppo.advantages import GAE
-from fastrl.ppo.experience import Experience, Scorer
-from fastrl.ppo.kl import make_kl_penalty
-from fastrl.ppo.loss import Minibatch, UpdateLoss
-from fastrl.ppo.update import GradientStep, UpdateRecord
+from fastrl.ppo import method
 from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 from fastrl.run.processes import processes_of
@@ -94,7 +96,7 @@ class PPO(Loss):
 
     @property
     def _update_loss(self) -> UpdateLoss:
-        return UpdateLoss(self._settings)
+        return method.loss_of(self._settings)
 
     def check(self, task: Task, batch_size: int) -> None:
         super().check(task, batch_size)
@@ -158,9 +160,8 @@ class PPO(Loss):
     ) -> tuple[LossOutput, bool]:
         """Leaves the gradient of an optimizer step in the weights, see :class:`Loss`."""
         loss, processes = self._update_loss, processes_of(accelerator)
-        gradient = GradientStep(
-            self._settings, accelerator, model, optimizer, loss, processes=processes
-        )
+        engine = Engine(accelerator, model, optimizer, processes=processes)
+        gradient = method.gradient_of(self._settings, engine, loss)
         outcome = gradient([Minibatch(part.tokens, part.experience) for part in minibatches])  # type: ignore[arg-type]
         if accelerator.scaler is not None and not outcome.taken:
             # A GradScaler needs gradients, and skips steps whose gradients are infinite.
@@ -202,7 +203,9 @@ class PPO(Loss):
             tokens.mask,
             self.kl_coef,
         )
-        values, advantages, returns = GAE(config)(scored.values, rewards, tokens.mask)
+        values, advantages, returns = method.advantages_of(config)(
+            scored.values, rewards, tokens.mask
+        )
         weights = batch.weights().to(values.device)
         return Experience(
             scored.logprobs, values, advantages, returns, None, weights, None, weights

@@ -8,10 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fastrl.config import PPOConfig
 from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.experience import LogprobsAndValues
 from fastrl.models.host_memory import to_device
-from fastrl.ppo.experience import LogprobsAndValues
 from fastrl.rollout import RolloutOutput
 from fastrl_kernels.policy_losses import at_tokens, sequence_sums
 from fastrl_kernels.types import LOG_RATIO_LIMIT
@@ -172,14 +171,15 @@ class ImportanceWeights:
     """The policy's loss is weighted by :func:`sampler_weights`.
 
     Args:
-        config: its ``sampler_correction``, with bounds, and the temperature of the policy.
+        kind, least, most: of these.
+        temperature: of the policy.
     """
 
     recomputes = True
 
-    def __init__(self, config: PPOConfig):
-        self.kind, self.temperature = config.sampler_correction, config.temperature
-        self.least, self.most = config.sampler_correction_min, config.sampler_correction_max
+    def __init__(self, kind: str, least: float | None, most: float | None, temperature: float):
+        self.kind, self.least, self.most = kind, least, most
+        self.temperature = temperature
 
     def sampled(
         self, rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None
@@ -217,7 +217,3 @@ class ImportanceWeights:
             logprobs, of_sampler, mask, self.kind, self.least, self.most
         )
         return weights, {f"sampler/{name}": x for name, x in found._asdict().items()}
-
-
-def make_sampler_correction(config: PPOConfig) -> SamplerCorrection:
-    return NoCorrection() if config.sampler_correction == "off" else ImportanceWeights(config)

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastrl.config import PPOConfig
-
 
 @dataclass
 class RunningMoments:
@@ -47,12 +45,17 @@ class RunningMoments:
 
 
 class ScoreTransform:
-    """Scales, normalises and clips scores by the configuration; does not change ``running``."""
+    """Scales, normalises and clips scores; does not change ``running``.
 
-    def __init__(self, config: PPOConfig, running: RunningMoments):
-        self.scale = config.use_score_scaling
-        self.shift = config.use_score_norm
-        self.clip = config.score_clip
+    Args:
+        scale: divide by the deviation of all scores so far.
+        shift: take off their mean first.
+        clip: to ± this; None: not.
+        running: their moments.
+    """
+
+    def __init__(self, scale: bool, shift: bool, clip: float | None, running: RunningMoments):
+        self.scale, self.shift, self.clip = scale, shift, clip
         self.running = running
 
     def check(self, per_token: bool) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.token_batch import TokenBatch
-from fastrl.ppo.experience import Scored
-from fastrl.ppo.loss import Minibatch
+from fastrl.learn.experience import Minibatch, Scored
 from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import Processes
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.config import PPOConfig
 from fastrl.ref_model import RefModel
 
 Rewards = tuple[Tensor, Tensor, Tensor]
@@ -87,7 +86,7 @@ class NoPenalty:
 
 
 def make_kl_penalty(kind: str, reference: RefModel) -> KLPenalty:
-    """By ``PPOConfig.kl_penalty``."""
+    """The penalty by its name: "kl", "abs", "mse" or "full"."""
     if reference.mode == "none":
         return NoPenalty()
     return FullKLPenalty() if kind == "full" else SampledKLPenalty(kind)
@@ -123,17 +122,6 @@ class KLInLoss:
         return fastrl_kernels.KLTerm(ref_logprobs, coef, "k3")
 
 
-def make_kl_place(config: PPOConfig) -> KLPlace:
-    """By ``PPOConfig.kl_in``."""
-    return KLInLoss() if kl_in_loss(config) else KLInReward()
-
-
-def kl_in_loss(config: PPOConfig) -> bool:
-    """Whether the loss has a KL term."""
-    # A coefficient that is 0 stays 0, and there need not be a reference.
-    return config.kl_in == "loss" and config.init_kl_coef > 0
-
-
 class AdaptiveKLController:
     """β ← β·(1 + clip(kl/target - 1, ±0.2)·n/horizon) after n samples (Ziegler et al., 2019)."""
 
@@ -157,13 +145,6 @@ class FixedKLController:
 
     def update(self, current: float, n_steps: int) -> None:
         pass
-
-
-def make_kl_controller(config: PPOConfig) -> AdaptiveKLController | FixedKLController:
-    """By ``PPOConfig.adap_kl_ctrl``."""
-    if config.adap_kl_ctrl and config.init_kl_coef > 0:  # 0 stays 0, whatever the KL
-        return AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
-    return FixedKLController(config.init_kl_coef)
 
 
 def warn_of_negative_kl(kl: float) -> None:

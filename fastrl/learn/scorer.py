@@ -1,118 +1,21 @@
-"""What PPO learns from: log-probs and values of a batch, rewards and advantages."""
+"""Runs policy, reference and critic over a batch, without gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data.token_batch import ModelPass, TokenBatch
-from fastrl.models.host_memory import to_device
+from fastrl.learn.experience import LogprobsAndValues, Scored, kl_operands
+from fastrl.learn.kl import KLPenalty
+from fastrl.learn.memory import MicroBatches, PositionCount
 from fastrl.models.scoring import PassLimit, ScoringRequest
-from fastrl.ppo.kl import KLPenalty
-from fastrl.ppo.memory import MicroBatches, PositionCount
 from fastrl.ref_model import RefModel
 from fastrl.run.processes import OneProcess, Processes
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Log-probs and values of a batch by the policy and the reference, each [B, T-1] fp32, zero
-    where masked."""
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    values: Tensor
-    kls: Tensor | None = None  # over the whole vocabulary; None where estimated from samples
-
-    @property
-    def kl_operands(self) -> tuple[Tensor, Tensor]:
-        """What ``KLPenalty.rewards`` takes: both log-probs, or the KL itself and zeros."""
-        return _kl_operands(self.logprobs, self.ref_logprobs, self.kls)
-
-
-def _kl_operands(
-    logprobs: Tensor, ref_logprobs: Tensor, kls: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return (logprobs, ref_logprobs) if kls is None else (kls, torch.zeros_like(kls))
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What an update reads, each [B, T-1] fp32, zero where masked; of the response tokens alone,
-    each [N]."""
-
-    logprobs: Tensor
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
-    kl: fastrl_kernels.KLTerm | None = None  # to add to the loss
-    weights: Tensor | None = None  # [B], of each sample's tokens; None: 1
-    sampler_weights: Tensor | None = None  # importance weights of the policy's loss; None: 1
-    of_samples: Tensor | None = None  # [B], how often each sample counts; None: once
-    chosen: Tensor | None = None  # [N] 1 or 0, which tokens the policy learns from; None: not known
-
-    def of_tokens(self, samples: Sequence[int], columns: slice, mask: Tensor) -> Experience:
-        """Of some samples' response tokens, each [N].
-
-        Args:
-            columns: of [B, T-1], those that the samples need.
-            mask: [b, t] bool on the CPU, which of these samples' tokens in these columns count.
-        """
-        device = self.logprobs.device
-        index = to_device(torch.as_tensor(list(samples)), device)
-        where = to_device(mask.flatten().nonzero()[:, 0], device)
-        return self._of(index, lambda x: x[index, columns].flatten()[where])
-
-    def at(self, samples: Sequence[int], tokens: Tensor) -> Experience:
-        """Of some samples' tokens, where this is of tokens alone.
-
-        Args:
-            tokens: [n] int64 on the CPU, their indices among the N tokens.
-        """
-        device = self.logprobs.device
-        where = to_device(tokens, device)
-        return self._of(to_device(torch.as_tensor(list(samples)), device), lambda x: x[where])
-
-    def _of(self, samples: Tensor, pick: Callable[[Tensor], Tensor]) -> Experience:
-        kl, weights, of_sampler = self.kl, self.weights, self.sampler_weights
-        given, chosen = self.of_samples, self.chosen
-        return Experience(
-            pick(self.logprobs),
-            pick(self.values),
-            pick(self.advantages),
-            pick(self.returns),
-            None if kl is None else kl._replace(ref_logprobs=pick(kl.ref_logprobs)),
-            None if weights is None else weights[samples],
-            None if of_sampler is None else pick(of_sampler),
-            None if given is None else given[samples],
-            None if chosen is None else pick(chosen),
-        )
-
-
-class LastExperience(NamedTuple):
-    """What an update has read."""
-
-    mask: Tensor  # [B, T-1] bool on the CPU, True where a response token counts
-    experience: Experience
-
-    def advantages(self) -> tuple[np.ndarray, np.ndarray]:
-        """Advantages of the tokens that count, [N] fp32, sample after sample; and how many of them
-        each sample has, [B]."""
-        advantages = self.experience.advantages.float().cpu()[self.mask]
-        return advantages.numpy(), self.mask.sum(-1).numpy()
-
-
-class LogprobsAndValues(NamedTuple):
-    """Log-probs and values of tokens under the policy that generated them."""
-
-    logprobs: Tensor  # [N], [L] of one response, or [B, T-1]
-    values: Tensor  # the same
 
 
 class Scorer:
@@ -159,7 +62,7 @@ class Scorer:
     @torch.no_grad()
     def kl_operands(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """:attr:`Scored.kl_operands` alone: no values are computed, a critic is not run."""
-        return _kl_operands(**self._in_passes(batch, self._score_both))
+        return kl_operands(**self._in_passes(batch, self._score_both))
 
     def _in_passes(
         self, batch: TokenBatch, score: Callable[[TokenBatch], dict[str, Tensor]]

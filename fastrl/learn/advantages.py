@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.config import PPOConfig
 from fastrl.data.batch import to_host
-from fastrl.learn.baselines import (
-    GROUP_BASELINES,
-    above_first,
-    all_equal,
-    deviation,
-    grouped,
-)
+from fastrl.learn.baselines import above_first, all_equal, deviation, grouped
 
 
 class Advantages(Protocol):
@@ -55,9 +48,8 @@ class PerToken:
 class GAE(PerToken):
     """Generalised advantage estimates, whitened over the batch (Schulman et al., 2016)."""
 
-    def __init__(self, config: PPOConfig):
-        self.gamma, self.lam = config.gamma, config.lam
-        self.whiten_rewards = config.whiten_rewards
+    def __init__(self, gamma: float, lam: float, whiten_rewards: bool = False):
+        self.gamma, self.lam, self.whiten_rewards = gamma, lam, whiten_rewards
 
     def __call__(
         self, values: Tensor, rewards: Tensor, mask: Tensor
@@ -77,12 +69,22 @@ class GAE(PerToken):
 
 class DecoupledGAE(GAE):
     """Generalised advantage estimates, whitened, and returns by another λ (Yue et al., "VAPO",
-    2025): A by ``lam``, or by 1 - 1/(α·l) for a response of l tokens, and R by ``lam_value``."""
+    2025): A by ``lam``, or by 1 - 1/(α·l) for a response of l tokens, and R by ``lam_value``.
 
-    def __init__(self, config: PPOConfig):
-        super().__init__(config)
-        self.alpha = config.lam_length_alpha
-        self.lam_value = config.lam if config.lam_value is None else config.lam_value
+    Args:
+        alpha: α; None: A by ``lam``.
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        lam: float,
+        whiten_rewards: bool,
+        lam_value: float,
+        alpha: float | None,
+    ):
+        super().__init__(gamma, lam, whiten_rewards)
+        self.lam_value, self.alpha = lam_value, alpha
 
     def __call__(
         self, values: Tensor, rewards: Tensor, mask: Tensor
@@ -124,8 +126,8 @@ class BatchReturns(PerToken):
     """Sums of the rewards to come, Σ_{u≥t} γ^{u-t}·r_u, whitened over the batch's tokens; no values
     are learned (Hu et al., "REINFORCE++", 2025). The KL belongs in the rewards."""
 
-    def __init__(self, config: PPOConfig):
-        self.gamma = config.gamma
+    def __init__(self, gamma: float):
+        self.gamma = gamma
 
     def __call__(
         self, values: Tensor, rewards: Tensor, mask: Tensor
@@ -197,13 +199,3 @@ class GroupBaseline:
             "groups/no_spread": all_equal(differences).float().mean(),
             "groups/reward_std": deviation(differences, counts).mean(),
         }
-
-
-def make_advantages(config: PPOConfig) -> Advantages:
-    """By ``PPOConfig.advantage``."""
-    if config.advantage == "gae":
-        same = config.lam_value in (None, config.lam) and config.lam_length_alpha is None
-        return GAE(config) if same else DecoupledGAE(config)
-    if config.advantage == "reinforce++":
-        return BatchReturns(config)
-    return GroupBaseline(config.group_size, GROUP_BASELINES[config.advantage])

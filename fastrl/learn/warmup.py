@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from fastrl.config import PPOConfig
-
 
 class Learning(Protocol):
     """What learns in a step."""
@@ -51,14 +49,10 @@ ALL_LEARNS = AllLearns()
 
 
 class CriticWarmup:
-    """Which steps are the critic's.
+    """Which steps are the critic's: the first ``steps`` of a trainer."""
 
-    Args:
-        config: its ``critic_warmup_steps``, counted from the trainer's first step.
-    """
-
-    def __init__(self, config: PPOConfig):
-        self.steps = config.critic_warmup_steps
+    def __init__(self, steps: int):
+        self.steps = steps
 
     def learning(self, done: int) -> Learning:
         """What learns in the step after ``done`` steps."""

@@ -1,16 +1,20 @@
-"""Passes over samples in parts that fit into memory."""
+"""Passes over samples in parts that fit into memory, and what a backward pass needs of it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch.nn import ModuleList
 
 from fastrl.data.token_batch import TokenBatch
+from fastrl.models.activation_checkpointing import all_layers, checkpointed
+from fastrl.models.activation_offloading import activation_offloading
 
 T = TypeVar("T")
 
@@ -71,6 +75,30 @@ class MicroBatches:
                 stacklevel=5,
             )
         return result
+
+
+class Activations:
+    """How a backward pass gets at the activations of the forward.
+
+    Args:
+        recomputed: they are computed again, layer by layer.
+        offloaded: they wait in host memory.
+        spread: weights are spread over processes, by FSDP2.
+    """
+
+    def __init__(self, recomputed: bool, offloaded: bool, device: torch.device, spread: bool):
+        self.recomputed = recomputed
+        self.offloading = activation_offloading(offloaded, device, spread)
+
+    def __call__(self, models: Sequence[Any]) -> ExitStack:
+        """Context of the passes of some policies and critics."""
+        saved = ExitStack()
+        if self.recomputed:
+            for model in models:
+                saved.enter_context(checkpointed(all_layers(model.pretrained_model)))
+        # One context: of two, the inner one alone would see what is saved.
+        saved.enter_context(self.offloading(models[0] if len(models) == 1 else ModuleList(models)))
+        return saved
 
 
 @dataclass

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.experience import LogprobsAndValues, Scored
+from fastrl.learn.scorer import Scorer
 from fastrl.models.host_memory import to_device
-from fastrl.ppo.experience import LogprobsAndValues, Scored, Scorer
 from fastrl.rollout import RolloutOutput
 
 # Largest difference in fp32, mean difference in lower precision, of log-probs and of values, with

@@ -9,50 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.config import PPOConfig
-from fastrl.data.token_batch import ModelPass, TokenBatch
+from fastrl.data.token_batch import ModelPass
 from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.experience import Experience, Minibatch
 from fastrl.learn.objective import TokenObjective
+from fastrl.learn.scorer import scoring_request
 from fastrl.models.host_memory import to_device
-from fastrl.models.scoring import PassLimit, PolicyObjective, ScoringRequest, TokenScores
-from fastrl.ppo.experience import Experience, scoring_request
-from fastrl.ppo.kl import kl_in_loss
-
-
-class Minibatch(NamedTuple):
-    """Some samples of a batch, without the padding that none of them needs."""
-
-    tokens: TokenBatch
-    old: Experience  # of their response tokens, [N]
-    samples: Sequence[int] = ()  # their indices in the batch, where these are known
-
-    @classmethod
-    def of(cls, batch: TokenBatch, experience: Experience, indices: Sequence[int]) -> Minibatch:
-        """Samples ``indices`` of a batch with their experience [B, T-1]."""
-        columns = batch.columns(indices)
-        shifted = slice(columns.start, columns.stop - 1)
-        tokens = batch.select(indices)
-        old = experience.of_tokens(indices, shifted, tokens.response_mask)
-        return cls(tokens, old, indices)
-
-    @property
-    def size(self) -> int:
-        """The number of samples."""
-        return len(self.tokens)
-
-    def select(self, chosen: Sequence[int]) -> Minibatch:
-        """Some of its samples, by their places here, in ascending order."""
-        picked = torch.zeros(self.size, dtype=torch.bool)
-        picked[list(chosen)] = True
-        of_picked = picked.repeat_interleave(self.tokens.response_mask.sum(-1))
-        old = self.old.at(chosen, of_picked.nonzero()[:, 0])
-        samples = [self.samples[i] for i in chosen] if self.samples else ()
-        return Minibatch(self.tokens.select(chosen), old, samples)
-
-    def split(self, limit: PassLimit) -> list[Minibatch]:
-        """Parts that a forward runs at a time."""
-        parts = self.tokens.parts(range(self.size), limit)
-        return [self] if len(parts) == 1 else list(map(self.select, parts))
+from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
 
 
 class MinibatchLoss(NamedTuple):
@@ -103,43 +66,84 @@ _VALUE_STATS = (
 )
 
 
+class ClippedValues(NamedTuple):
+    """vf_coef·Σ_t w_t·½·max((v-R)², (clip(v, v_old ± c) - R)²) / denominator (as OpenAI's baselines
+    clip it)."""
+
+    cliprange: float  # c
+    coef: float
+
+    def __call__(
+        self,
+        values: Tensor | None,
+        objective: PolicyObjective,
+        old_values: Tensor,
+        returns: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The term; and statistics, of which the loss is without ``coef``.
+
+        Args:
+            values, old_values, returns: [N].
+            objective: has w and the denominator, a tensor, where 0 gives 0.
+        """
+        weights, denominator = objective.token_weights, objective.denominator
+        assert isinstance(values, Tensor)
+        assert isinstance(denominator, Tensor)
+        near = torch.clamp(values, old_values - self.cliprange, old_values + self.cliprange)
+        error, near_error = (values - returns).square(), (near - returns).square()
+        clips = near_error > error
+        losses = 0.5 * torch.where(clips, near_error, error)
+        total = (losses if weights is None else weights * losses).sum()
+        loss = total * torch.where(denominator == 0, 0.0, 1.0 / denominator)
+        values_mean, values_var = _moments(old_values)
+        return self.coef * loss, {
+            "ppo/loss/value": loss.detach(),
+            "ppo/val/vpred": values.detach().mean(),
+            "ppo/val/error": error.detach().mean(),
+            "ppo/val/clipfrac": clips.float().mean(),
+            "ppo/val/mean": values_mean,
+            "ppo/val/var": values_var,
+        }
+
+
 class UpdateLoss:
     """The loss of a mini-batch, and its statistics.
 
-    Σ_t w_t·[max(-A·ρ, -A·clip(ρ, 1 - low, 1 + high)) + vf_coef·½·max((v-R)², (clip(v, v_old ±
-    c) - R)²) + KL term - entropy_coef·H] / denominator over the response tokens; without a value
-    function the second is absent. Another ``policy_loss`` takes the place of the maximum, which
-    importance weights of the sampler multiply; those of "vespo" are factors of its ratio. The
-    policy's part, with the KL term and the entropies H, is computed by the LM head's kernel.
+    Σ_t w_t·[u_t·ℓ_t + KL term - entropy_coef·H_t] / denominator + the value term, over the response
+    tokens: see :mod:`fastrl.learn.objective`. The policy's part, with the KL term and the entropies
+    H, is computed by the LM head's kernel.
 
     Args:
-        has_values: whether it has the value term; by default where the configuration learns values.
-
-    Attributes:
         objective: the policy's part.
         aggregate: gives w and the denominator.
+        values: the value term; None: the policy learns no values.
         per_step: whether all mini-batches of an optimizer step have one denominator.
+        has_kl: whether experience has a KL term.
         temperature: T of the policy softmax(logits / T).
+
+    Attributes:
         names: the classic names of its statistics.
     """
 
-    def __init__(self, config: PPOConfig, has_values: bool | None = None):
-        high = config.cliprange if config.cliprange_high is None else config.cliprange_high
-        self.objective = TokenObjective.of(
-            config, config.policy_loss, config.ratio_level, (config.cliprange, high)
-        )
-        self.top_entropy, self.entropy_coef = config.top_entropy_quantile, config.entropy_coef
-        self.aggregate = Aggregate(config.loss_aggregate, config.loss_norm_length)
-        self.has_values = config.needs_values if has_values is None else has_values
-        self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
-        kind = config.loss_denominator  # "auto" is TRL's for GAE
-        self.per_step = kind == "step" or (kind == "auto" and not config.needs_values)
-        self.temperature = config.temperature
+    def __init__(
+        self,
+        objective: TokenObjective,
+        aggregate: Aggregate,
+        values: ClippedValues | None = None,
+        *,
+        per_step: bool = False,
+        has_kl: bool = False,
+        entropy_coef: float = 0.0,
+        temperature: float = 1.0,
+    ):
+        self.objective, self.aggregate, self.values = objective, aggregate, values
+        self.top_entropy, self.entropy_coef = objective.top_entropy, entropy_coef
+        self.per_step, self.temperature = per_step, temperature
         self.names = (
             *_POLICY_STATS,
             *_OTHER_STATS,
-            *(_VALUE_STATS if self.has_values else ()),
-            *(("ppo/loss/kl",) if kl_in_loss(config) else ()),
+            *(() if values is None else _VALUE_STATS),
+            *(("ppo/loss/kl",) if has_kl else ()),
         )
 
     def denominators(self, minibatches: Sequence[Minibatch]) -> list[Tensor]:
@@ -198,7 +202,7 @@ class UpdateLoss:
             model_pass,
             temperature=self.temperature,
             entropy=True,
-            values=self.has_values,
+            values=self.values is not None,
             objective=objective,
         )
 
@@ -223,7 +227,7 @@ class UpdateLoss:
         assert new.stats is not None
         value_loss, stats = self.value_loss(new, objective, old.values, old.returns)
         policy_loss = new.loss if policy_coef == 1 else policy_coef * new.loss
-        loss = policy_loss + self.vf_coef * value_loss
+        loss = policy_loss + value_loss
         stats["ppo/loss/total"] = loss.detach()
         ratios = (new.logprobs - old.logprobs).exp()
         return MinibatchLoss(loss, stats, new.stats.mean_ratio, ratios, old.advantages)
@@ -234,7 +238,7 @@ class UpdateLoss:
         Args:
             old: the whole mini-batch's experience.
         """
-        return _joined(parts, old, self.has_values)
+        return _joined(parts, old, self.values is not None)
 
     def share(
         self, own: MinibatchLoss, old: Experience, whole: Experience, counts: float
@@ -247,13 +251,12 @@ class UpdateLoss:
             old, whole: experience of the part, and of the mini-batch.
             counts: 1; 0 where the part is only there for others to wait for.
         """
-        return _share(own, old, whole, counts, self.has_values)
+        return _share(own, old, whole, counts, self.values is not None)
 
     def value_loss(
         self, new: TokenScores, objective: PolicyObjective, old_values: Tensor, returns: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Σ_t w_t·½·max((v-R)², (clip(v, v_old ± c) - R)²) / denominator, 0 without a value
-        function; and all statistics but the whole loss.
+        """The value term, 0 without a value function; and all statistics but the whole loss.
 
         Args:
             new: with the policy's loss and its statistics.
@@ -272,29 +275,26 @@ class UpdateLoss:
         }
         if objective.kl is not None:
             stats["ppo/loss/kl"] = new.stats.kl_loss
-        if not self.has_values:
+        if self.values is None:
             return torch.zeros_like(returns_mean), stats
-        loss, value_stats = clipped_value_loss(
-            new.values, objective, old_values, returns, self.cliprange_value
-        )
+        loss, value_stats = self.values(new.values, objective, old_values, returns)
         return loss, stats | value_stats
 
 
 class ValueLoss:
-    """The loss of a critic of its own, vf_coef × the value term of :class:`UpdateLoss`, and its
-    statistics.
+    """The loss of a critic of its own, and its statistics.
 
     Args:
         policy: of the policy, with the same denominators.
+        values: the value term.
     """
 
     names = (*_VALUE_STATS, "ppo/returns/mean", "ppo/returns/var")
 
-    def __init__(self, config: PPOConfig, policy: UpdateLoss):
-        self.policy = policy
+    def __init__(self, policy: UpdateLoss, values: ClippedValues):
+        self.policy, self.values = policy, values
         self.top_entropy = 1.0  # values are of all tokens
         self.denominators = policy.denominators
-        self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
 
     def request(
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
@@ -313,11 +313,8 @@ class ValueLoss:
         has none."""
         objective = request.objective
         assert isinstance(objective, PolicyObjective)
-        loss, stats = clipped_value_loss(
-            new.values, objective, old.values, old.returns, self.cliprange_value
-        )
+        loss, stats = self.values(new.values, objective, old.values, old.returns)
         stats["ppo/returns/mean"], stats["ppo/returns/var"] = _moments(old.returns)
-        loss = self.vf_coef * loss
         none = torch.zeros_like(stats["ppo/loss/value"])
         return MinibatchLoss(loss, stats, none, old.returns[:0], old.advantages)
 
@@ -330,40 +327,6 @@ class ValueLoss:
     ) -> MinibatchLoss:
         """As :meth:`UpdateLoss.share`."""
         return _share(own, old, whole, counts, has_values=True)
-
-
-def clipped_value_loss(
-    values: Tensor | None,
-    objective: PolicyObjective,
-    old_values: Tensor,
-    returns: Tensor,
-    cliprange: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ_t w_t·½·max((v-R)², (clip(v, v_old ± c) - R)²) / denominator, and statistics.
-
-    Args:
-        values, old_values, returns: [N].
-        objective: has w and the denominator, a tensor, where 0 gives 0.
-        cliprange: c.
-    """
-    weights, denominator = objective.token_weights, objective.denominator
-    assert isinstance(values, Tensor)
-    assert isinstance(denominator, Tensor)
-    near = torch.clamp(values, old_values - cliprange, old_values + cliprange)
-    error, near_error = (values - returns).square(), (near - returns).square()
-    clips = near_error > error
-    losses = 0.5 * torch.where(clips, near_error, error)
-    total = (losses if weights is None else weights * losses).sum()
-    loss = total * torch.where(denominator == 0, 0.0, 1.0 / denominator)
-    values_mean, values_var = _moments(old_values)
-    return loss, {
-        "ppo/loss/value": loss.detach(),
-        "ppo/val/vpred": values.detach().mean(),
-        "ppo/val/error": error.detach().mean(),
-        "ppo/val/clipfrac": clips.float().mean(),
-        "ppo/val/mean": values_mean,
-        "ppo/val/var": values_var,
-    }
 
 
 def _joined(parts: Sequence[MinibatchLoss], old: Experience, has_values: bool) -> MinibatchLoss:

@@ -1,0 +1,148 @@
+"""What is learned from: log-probs and values of a batch, rewards and advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl.data.token_batch import TokenBatch
+from fastrl.models.host_memory import to_device
+from fastrl.models.scoring import PassLimit
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probs and values of a batch by the policy and the reference, each [B, T-1] fp32, zero
+    where masked."""
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    kls: Tensor | None = None  # over the whole vocabulary; None where estimated from samples
+
+    @property
+    def kl_operands(self) -> tuple[Tensor, Tensor]:
+        """What ``KLPenalty.rewards`` takes: both log-probs, or the KL itself and zeros."""
+        return kl_operands(self.logprobs, self.ref_logprobs, self.kls)
+
+
+def kl_operands(
+    logprobs: Tensor, ref_logprobs: Tensor, kls: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See :attr:`Scored.kl_operands`."""
+    return (logprobs, ref_logprobs) if kls is None else (kls, torch.zeros_like(kls))
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What an update reads, each [B, T-1] fp32, zero where masked; of the response tokens alone,
+    each [N]."""
+
+    logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    kl: fastrl_kernels.KLTerm | None = None  # to add to the loss
+    weights: Tensor | None = None  # [B], of each sample's tokens; None: 1
+    sampler_weights: Tensor | None = None  # importance weights of the policy's loss; None: 1
+    of_samples: Tensor | None = None  # [B], how often each sample counts; None: once
+    chosen: Tensor | None = None  # [N] 1 or 0, which tokens the policy learns from; None: not known
+
+    def of_tokens(self, samples: Sequence[int], columns: slice, mask: Tensor) -> Experience:
+        """Of some samples' response tokens, each [N].
+
+        Args:
+            columns: of [B, T-1], those that the samples need.
+            mask: [b, t] bool on the CPU, which of these samples' tokens in these columns count.
+        """
+        device = self.logprobs.device
+        index = to_device(torch.as_tensor(list(samples)), device)
+        where = to_device(mask.flatten().nonzero()[:, 0], device)
+        return self._of(index, lambda x: x[index, columns].flatten()[where])
+
+    def at(self, samples: Sequence[int], tokens: Tensor) -> Experience:
+        """Of some samples' tokens, where this is of tokens alone.
+
+        Args:
+            tokens: [n] int64 on the CPU, their indices among the N tokens.
+        """
+        device = self.logprobs.device
+        where = to_device(tokens, device)
+        return self._of(to_device(torch.as_tensor(list(samples)), device), lambda x: x[where])
+
+    def _of(self, samples: Tensor, pick: Callable[[Tensor], Tensor]) -> Experience:
+        kl, weights, of_sampler = self.kl, self.weights, self.sampler_weights
+        given, chosen = self.of_samples, self.chosen
+        return Experience(
+            pick(self.logprobs),
+            pick(self.values),
+            pick(self.advantages),
+            pick(self.returns),
+            None if kl is None else kl._replace(ref_logprobs=pick(kl.ref_logprobs)),
+            None if weights is None else weights[samples],
+            None if of_sampler is None else pick(of_sampler),
+            None if given is None else given[samples],
+            None if chosen is None else pick(chosen),
+        )
+
+
+class LastExperience(NamedTuple):
+    """What an update has read."""
+
+    mask: Tensor  # [B, T-1] bool on the CPU, True where a response token counts
+    experience: Experience
+
+    def advantages(self) -> tuple[np.ndarray, np.ndarray]:
+        """Advantages of the tokens that count, [N] fp32, sample after sample; and how many of them
+        each sample has, [B]."""
+        advantages = self.experience.advantages.float().cpu()[self.mask]
+        return advantages.numpy(), self.mask.sum(-1).numpy()
+
+
+class LogprobsAndValues(NamedTuple):
+    """Log-probs and values of tokens under the policy that generated them."""
+
+    logprobs: Tensor  # [N], [L] of one response, or [B, T-1]
+    values: Tensor  # the same
+
+
+class Minibatch(NamedTuple):
+    """Some samples of a batch, without the padding that none of them needs."""
+
+    tokens: TokenBatch
+    old: Experience  # of their response tokens, [N]
+    samples: Sequence[int] = ()  # their indices in the batch, where these are known
+
+    @classmethod
+    def of(cls, batch: TokenBatch, experience: Experience, indices: Sequence[int]) -> Minibatch:
+        """Samples ``indices`` of a batch with their experience [B, T-1]."""
+        columns = batch.columns(indices)
+        shifted = slice(columns.start, columns.stop - 1)
+        tokens = batch.select(indices)
+        old = experience.of_tokens(indices, shifted, tokens.response_mask)
+        return cls(tokens, old, indices)
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return len(self.tokens)
+
+    def select(self, chosen: Sequence[int]) -> Minibatch:
+        """Some of its samples, by their places here, in ascending order."""
+        picked = torch.zeros(self.size, dtype=torch.bool)
+        picked[list(chosen)] = True
+        of_picked = picked.repeat_interleave(self.tokens.response_mask.sum(-1))
+        old = self.old.at(chosen, of_picked.nonzero()[:, 0])
+        samples = [self.samples[i] for i in chosen] if self.samples else ()
+        return Minibatch(self.tokens.select(chosen), old, samples)
+
+    def split(self, limit: PassLimit) -> list[Minibatch]:
+        """Parts that a forward runs at a time."""
+        parts = self.tokens.parts(range(self.size), limit)
+        return [self] if len(parts) == 1 else list(map(self.select, parts))

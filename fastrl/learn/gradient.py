@@ -1,0 +1,303 @@
+"""The gradient of one optimizer step, without what is not to be learned from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.learn.engine import Engine
+from fastrl.learn.experience import Minibatch
+from fastrl.learn.loss import MinibatchLoss, UpdateLoss, ValueLoss
+from fastrl.learn.memory import MicroBatches, PositionCount
+from fastrl.learn.nonfinite import NonFiniteNumbers
+from fastrl.learn.scorer import scoring_request, shares_of
+from fastrl.learn.warmup import ALL_LEARNS, Learning
+from fastrl.models.scoring import PassLimit
+
+
+class StepRules(NamedTuple):
+    """What a gradient leaves out, and how much of it is computed at a time."""
+
+    ratio_threshold: float = math.inf  # mini-batches whose mean ratio exceeds it are left out
+    most_kl: float | None = None  # no step is taken beyond this mean(old - new log-prob)
+    micro_batch_tokens: int | None = None  # tokens of a forward and backward pass
+
+
+class Blame(NamedTuple):
+    """Samples that make a loss or a gradient not finite."""
+
+    left_out: tuple[int, ...] = ()  # their indices, where they alone are to be left out
+    because: str = ""  # their names, for a warning that is yet to come
+
+
+class StepOutcome(NamedTuple):
+    """The result of a gradient: which mini-batches it contains, and whether to step along it."""
+
+    minibatches: Sequence[MinibatchLoss] = ()  # whose loss is finite
+    nonfinite: int = 0  # mini-batches whose loss is not
+    skipped: int = 0  # mini-batches whose mean ratio exceeds the threshold
+    finite_gradient: bool = True
+    moved_too_far: bool = False  # early stopping: no more steps are to be taken
+    taken: bool = False  # whether there is a gradient for the optimizer
+    norm: float = math.nan  # of the gradient, before clipping; NaN where a GradScaler scales it
+    max_ratio: float = math.nan  # of the mini-batches' mean ratios
+    blame: Blame = Blame()
+    finite_experience: bool = True  # else nothing was done
+
+
+class Gradient(NamedTuple):
+    """A gradient that lies in the weights, and what was read with it."""
+
+    losses: list[MinibatchLoss]
+    totals: list[float]  # of each mini-batch its loss
+    ratios: list[float]  # its mean ratio
+    kls: list[float]  # its mean(old - new log-prob)
+    norm: float
+    experience: float  # not finite where a number of the experience is not
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, (*self.totals, self.norm)))
+
+
+class GradientStep:
+    """The gradient of one optimizer step, without mini-batches that are not to be learned from.
+
+    Decided by one small read after the backward passes. A mini-batch is left out where its mean
+    ratio exceeds ``rules.ratio_threshold`` or its loss is not finite: the gradient of the others is
+    then computed once more without it, divided by their tokens, samples or number. There is no
+    gradient where no mini-batch is left, where it is not finite, or where mean(old - new log-prob)
+    exceeds ``rules.most_kl``. With ``on_nonfinite="zero-sample"`` the samples that make a loss or
+    the gradient not finite are found, by halving, and left out alone.
+
+    Where memory runs out, mini-batches are computed in parts, with the same denominators, and the
+    gradient is begun again.
+
+    The owner of the optimizer takes the step: :class:`fastrl.learn.update.Update`, or transformers'
+    Trainer.
+
+    Args:
+        engine: its processes have the same mini-batches, and compute their shares of each; they
+            read the same numbers, and so decide the same.
+        nonfinite: handles numbers that are not finite.
+        micro_batches: goes on in parts where memory runs out.
+
+    Attributes:
+        learning: what learns, policy and value function or one of them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loss: UpdateLoss | ValueLoss,
+        rules: StepRules,
+        nonfinite: NonFiniteNumbers,
+        micro_batches: MicroBatches,
+    ):
+        self.engine, self.loss, self.rules = engine, loss, rules
+        self.nonfinite, self.micro_batches = nonfinite, micro_batches
+        self.learning: Learning = ALL_LEARNS
+        self.positions = PositionCount()
+
+    def __call__(
+        self, minibatches: Sequence[Minibatch], experience: Tensor | None = None
+    ) -> StepOutcome:
+        """Adds up the gradient of the mini-batches' mean loss, clipped.
+
+        Args:
+            experience: [], read along: where it is not finite, there is no gradient.
+        """
+        kept = list(minibatches)
+        found = self._gradient(kept, experience)
+        if not math.isfinite(found.experience):
+            self.engine.zero()
+            return StepOutcome(finite_experience=False)
+
+        wrong = [kept[i] for i, total in enumerate(found.totals) if not math.isfinite(total)]
+        blame = self._blame(wrong, f"non-finite loss in {len(wrong)} mini-batch(es)")
+        if blame.left_out:
+            kept = _without(kept, blame.left_out)
+            found = self._again(kept)
+        finite = [i for i, total in enumerate(found.totals) if math.isfinite(total)]
+        near = [i for i in finite if found.ratios[i] <= self.rules.ratio_threshold]
+        used = [kept[i] for i in near]
+        # The gradient contains the others already, perhaps as NaN.
+        gradient = found if len(used) in (0, len(kept)) else self._again(used)
+        if used and not math.isfinite(gradient.norm):
+            more = self._blame(used, "non-finite gradient norm")
+            blame = Blame((*blame.left_out, *more.left_out), blame.because or more.because)
+            if more.left_out:
+                used = _without(used, more.left_out)
+                gradient = self._again(used)
+        finite_gradient = not used or math.isfinite(gradient.norm)
+        policy_kl = sum(found.kls[i] for i in finite) / len(finite) if finite else math.nan
+        too_far = self.rules.most_kl is not None and policy_kl > self.rules.most_kl
+        taken = bool(used) and finite_gradient and not too_far
+        if not taken:
+            self.engine.zero()
+        return StepOutcome(
+            [found.losses[i] for i in finite],
+            nonfinite=len(kept) - len(finite),
+            skipped=len(finite) - len(near),
+            finite_gradient=finite_gradient,
+            moved_too_far=too_far,
+            taken=taken,
+            norm=math.nan if self.engine.is_scaled else gradient.norm,
+            max_ratio=max((found.ratios[i] for i in finite), default=math.nan),
+            blame=blame,
+        )
+
+    def of_loss(self, loss: Tensor) -> StepOutcome:
+        """The gradient of a loss that has been computed."""
+        with self.engine.accumulating(last=True):
+            self.engine.add(loss, of=self.engine.processes.count)
+        value, norm = torch.stack([loss.detach().float(), self.engine.norm()]).tolist()
+        finite = math.isfinite(value)
+        finite_gradient = not finite or math.isfinite(norm)
+        if not finite:
+            self.nonfinite.update("non-finite loss in 1 mini-batch(es)")
+        elif not finite_gradient:
+            self.nonfinite.update("non-finite gradient norm")
+        taken = finite and finite_gradient
+        if not taken:
+            self.engine.zero()
+        return StepOutcome(
+            nonfinite=int(not finite), finite_gradient=finite_gradient, taken=taken, norm=norm
+        )
+
+    def _gradient(
+        self, minibatches: Sequence[Minibatch], experience: Tensor | None = None
+    ) -> Gradient:
+        """Adds up the gradient of all mini-batches, in parts that fit into memory, where no
+        gradient is yet."""
+        largest = max((minibatch.size for minibatch in minibatches), default=1)
+        tokens = self.rules.micro_batch_tokens
+        losses = self.micro_batches(
+            lambda size: self._backward(minibatches, PassLimit(size, tokens)),
+            largest,
+            self.engine.discard,
+        )
+        self.learning.keep(self.engine.unwrapped)
+        return self._read(losses, experience)
+
+    def _again(self, minibatches: Sequence[Minibatch]) -> Gradient:
+        """The gradient of other mini-batches, in place of what lies in the weights."""
+        self.engine.zero()
+        return self._gradient(minibatches)
+
+    def _backward(self, minibatches: Sequence[Minibatch], limit: PassLimit) -> list[MinibatchLoss]:
+        """Forward and backward passes of this process's share of all mini-batches."""
+        losses = []
+        denominators = self.loss.denominators(minibatches)
+        for minibatch, denominator in zip(minibatches, denominators, strict=True):
+            own, parts, counts = self._share(minibatch, limit)
+            parts = self._with_chosen(parts, counts)
+            found = []
+            for i, part in enumerate(parts):
+                model_pass = part.tokens.model_pass
+                self.positions.add(part.tokens)
+                request = self.loss.request(part, model_pass, denominator)
+                last = minibatch is minibatches[-1] and i == len(parts) - 1
+                with self.engine.accumulating(last):
+                    scores = self.engine.model(**model_pass.inputs, scoring=request)
+                    coef = self.learning.policy_coef
+                    found.append(self.loss(part.old, request, scores, coef))
+                    loss = found[-1].loss
+                    self.engine.add(loss if i < counts else loss * 0, len(minibatches))
+            joined = self.loss.joined(found[: counts or 1], own.old)
+            if self.engine.processes.count > 1:
+                joined = self.loss.share(joined, own.old, minibatch.old, float(counts > 0))
+            losses.append(joined)
+        return losses
+
+    @torch.no_grad()
+    def _with_chosen(self, parts: list[Minibatch], counts: int) -> list[Minibatch]:
+        """The parts; where ``top_entropy_quantile`` chooses tokens and no forward sees them all,
+        those of the mini-batch's, by one more forward of each.
+
+        Args:
+            counts: how many of the parts are not there for nothing.
+        """
+        alone = len(parts) == 1 and self.engine.processes.count == 1
+        if self.loss.top_entropy == 1 or alone:
+            return parts
+        assert isinstance(self.loss, UpdateLoss)
+        entropies = []
+        for part in parts:
+            model_pass = part.tokens.model_pass
+            self.positions.add(part.tokens)
+            temperature = self.loss.temperature
+            request = scoring_request(
+                part.tokens, model_pass, temperature=temperature, entropy=True
+            )
+            entropies.append(self.engine.model(**model_pass.inputs, scoring=request).entropies)
+        own = torch.cat([entropies[0][:0], *entropies[:counts]])
+        every = self.engine.processes.joined(own, self.engine.processes.objects(len(own)))
+        return self.loss.with_chosen(parts, entropies, every)
+
+    def _share(
+        self, minibatch: Minibatch, limit: PassLimit
+    ) -> tuple[Minibatch, list[Minibatch], int]:
+        """This process's part of a mini-batch, the parts of it that a forward runs at a time, and
+        how many of these count. The others are a sample that takes part for nothing: all processes
+        have as many forwards, because they wait for each other in them."""
+        if self.engine.processes.count == 1:
+            parts = minibatch.split(limit)
+            return minibatch, parts, len(parts)
+        tokens = minibatch.tokens
+        shares = shares_of(tokens, range(minibatch.size), self.engine.processes)
+        passes = max(len(tokens.parts(share, limit)) for share in shares)
+        chosen = shares[self.engine.processes.index]
+        own = minibatch.select(chosen or [0])
+        parts = own.split(limit) if chosen else []
+        return own, parts + [minibatch.select([0])] * (passes - len(parts)), len(parts)
+
+    def _blame(self, minibatches: Sequence[Minibatch], what: str) -> Blame:
+        """Handles mini-batches whose loss or gradient is not finite.
+
+        Where samples are to be blamed for that, they are those whose own loss or gradient is not
+        finite, found by halving. No gradient is left then.
+        """
+        if not minibatches:
+            return Blame()
+        causes: list[Minibatch] = []  # each of one sample
+        left = list(minibatches) if self.nonfinite.searches else []
+        while left:
+            part = left.pop()
+            if self._again([part]).is_finite:
+                continue
+            if part.size == 1:
+                causes.append(part)
+            else:
+                half = -(-part.size // 2)
+                left += [part.select(range(half)), part.select(range(half, part.size))]
+        self.engine.zero()
+        causes.sort(key=lambda part: part.samples[0])
+        because = self.nonfinite.update(what, causes)
+        alone = self.nonfinite.leaves_out_causes
+        return Blame(tuple(part.samples[0] for part in causes) if alone else (), because)
+
+    def _read(self, losses: Sequence[MinibatchLoss], experience: Tensor | None) -> Gradient:
+        """Losses, mean ratios and policy KLs of mini-batches, and the gradient's norm: the step's
+        one host read. Every process reads the same numbers, and so decides the same."""
+        norm = self.engine.norm()
+        of_each = [(each.loss.detach(), each.mean_ratio, each.policy_kl) for each in losses]
+        also = norm.new_zeros(()) if experience is None else experience
+        shares = torch.stack([norm.new_zeros(()), *(x for each in of_each for x in each)])
+        numbers = torch.cat([self.engine.processes.sums(shares)[1:], torch.stack([also, norm])])
+        *read, experience_read, norm_read = numbers.tolist()
+        return Gradient(list(losses), read[::3], read[1::3], read[2::3], norm_read, experience_read)
+
+
+def _without(minibatches: Sequence[Minibatch], samples: Sequence[int]) -> list[Minibatch]:
+    """Mini-batches without some samples, but those that have no other."""
+    kept = []
+    for minibatch in minibatches:
+        places = [place for place, i in enumerate(minibatch.samples) if i not in samples]
+        if places:
+            kept.append(minibatch if len(places) == minibatch.size else minibatch.select(places))
+    return kept

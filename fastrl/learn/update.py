@@ -1,0 +1,248 @@
+"""An update: epochs over a batch of experience, in optimizer steps of mini-batches."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.experience import Experience, Minibatch
+from fastrl.learn.gradient import GradientStep, StepOutcome
+from fastrl.learn.memory import Activations
+from fastrl.learn.nonfinite import NonFiniteExperience
+from fastrl.learn.warmup import ALL_LEARNS, Learning
+from fastrl.run.processes import Processes
+
+
+class Epochs:
+    """The samples of each mini-batch of each optimizer step, epoch after epoch.
+
+    Args:
+        samples, mini_batch, step: of a batch, a mini-batch and an optimizer step, how many samples
+            they have, of all processes.
+        group: samples that stay together, as they share a prompt, which is then paid once.
+        seed: of the order.
+    """
+
+    def __init__(
+        self, epochs: int, samples: int, mini_batch: int, step: int, group: int, seed: int
+    ):
+        self.epochs, self.samples, self.group = epochs, samples, group
+        self.mini_batch, self.step = mini_batch, step
+        self.shuffle = np.random.RandomState(seed)
+
+    def steps(self, counting: set[int], left_out: set[int]) -> Iterator[list[list[int]]]:
+        """Without samples that do not count, and those that are in ``left_out`` by then.
+
+        Raises:
+            FloatingPointError: none is left.
+        """
+        for _ in range(self.epochs):
+            groups = self.shuffle.permutation(self.samples // self.group).tolist()
+            order = [group * self.group + i for group in groups for i in range(self.group)]
+            for begin in range(0, len(order), self.step):
+                minibatches = [
+                    [i for i in order[start : start + self.mini_batch] if i in counting - left_out]
+                    for start in range(begin, begin + self.step, self.mini_batch)
+                ]
+                minibatches = [sorted(indices) for indices in minibatches if indices]
+                if minibatches:
+                    yield minibatches
+                if left_out and left_out >= counting:
+                    raise FloatingPointError(
+                        f"the loss or gradient of each of {len(counting)} samples is not finite: "
+                        "nothing is left to learn from. The model is broken: load a sound "
+                        "checkpoint; where training broke it, lower learning_rate or set "
+                        "max_grad_norm"
+                    )
+
+
+class HasGradient(Protocol):
+    """What steps along its gradient: a policy, or a critic of its own."""
+
+    gradient: GradientStep
+
+
+@dataclass
+class UpdateRecord:
+    """Statistics of an update, on the device, of mini-batches whose loss is finite."""
+
+    names: Sequence[str] = ()  # of the statistics
+    minibatches: list[Tensor] = field(default_factory=list)  # each [len(names)]
+    ratios: list[Tensor] = field(default_factory=list)  # each [N]
+    advantages: list[Tensor] = field(default_factory=list)  # each [N]
+    norms: list[float] = field(default_factory=list)  # of the gradients that were stepped along
+    max_ratio: float = math.nan  # the largest mean ratio of a mini-batch
+    left_out: set[int] = field(default_factory=set)  # samples, with on_nonfinite="zero-sample"
+    because: str = ""  # names of samples that made a loss or gradient not finite
+    optimizer_steps: int = 0
+    skipped: int = 0  # mini-batches whose mean ratio exceeded the threshold
+    nonfinite: int = 0  # mini-batches whose loss is not finite
+    nonfinite_steps: int = 0  # optimizer steps left out for their gradient
+    stopped_early: bool = False
+    critic: UpdateRecord | None = None  # of a critic of its own
+
+    def add(self, outcome: StepOutcome) -> None:
+        for minibatch in outcome.minibatches:
+            self.minibatches.append(torch.stack([minibatch.stats[name] for name in self.names]))
+            self.ratios.append(minibatch.ratios)
+            self.advantages.append(minibatch.advantages)
+        if outcome.taken:
+            self.norms.append(outcome.norm)
+        if not self.max_ratio >= outcome.max_ratio:  # nor where one of them is NaN
+            self.max_ratio = outcome.max_ratio
+        self.left_out.update(outcome.blame.left_out)
+        self.because = self.because or outcome.blame.because
+        self.skipped += outcome.skipped
+        self.nonfinite += outcome.nonfinite
+        self.nonfinite_steps += not outcome.finite_gradient
+        self.stopped_early |= outcome.moved_too_far
+
+    def gather(self, processes: Processes) -> None:
+        """Adds up the processes' shares of the statistics; ratios become those of all."""
+        if processes.count == 1 or not self.minibatches:
+            return
+        self.minibatches = list(processes.sums(torch.stack(self.minibatches)))
+        lengths = processes.objects([len(ratios) for ratios in self.ratios])
+        if not any(map(any, lengths)):  # of a critic
+            return
+        self.ratios = [
+            processes.joined(own, list(of_each))
+            for own, of_each in zip(self.ratios, zip(*lengths, strict=True), strict=True)
+        ]
+
+    def means(self, device: torch.device) -> dict[str, Tensor]:
+        """Each statistic's mean over the mini-batches, [] each; NaN where there are none."""
+        if not self.minibatches:
+            return dict.fromkeys(self.names, torch.tensor(math.nan, device=device))
+        return dict(zip(self.names, torch.stack(self.minibatches).mean(0), strict=True))
+
+    def warn(self, ratio_threshold: float) -> None:
+        """Warns once for each reason why mini-batches or steps were left out."""
+        if self.skipped:
+            warnings.warn(
+                f"{self.skipped} mini-batch(es) skipped: their mean probability ratio exceeds "
+                f"ratio_threshold={ratio_threshold}",
+                stacklevel=4,
+            )
+        if self.nonfinite:
+            warnings.warn(
+                f"non-finite loss in {self.nonfinite} mini-batch(es): they are left "
+                f"out{self.because}",
+                stacklevel=4,
+            )
+        if self.nonfinite_steps:
+            warnings.warn(
+                f"non-finite gradient norm: {self.nonfinite_steps} optimizer step(s) left out"
+                f"{self.because}",
+                stacklevel=4,
+            )
+
+
+class Update:
+    """Minimises the loss over a batch's experience, in several passes.
+
+    The model stays in evaluation mode: dropout would make the ratio differ from 1 where nothing
+    changed. Samples without response tokens are not run. :class:`GradientStep` says which
+    mini-batches and steps are left out.
+
+    An exception leaves no gradient behind, and the order of the samples as it was before the call;
+    optimizer steps that were taken stay.
+
+    Args:
+        epochs: over a batch.
+        activations: how the backward pass gets at them.
+        critic: learns the values, from the same mini-batches after the policy, by steps of its own.
+    """
+
+    def __init__(
+        self,
+        gradient: GradientStep,
+        epochs: Epochs,
+        activations: Activations,
+        critic: HasGradient | None = None,
+    ):
+        self.gradient, self.epochs = gradient, epochs
+        self.activations, self.critic = activations, critic
+
+    def __call__(
+        self, batch: TokenBatch, experience: Experience, learning: Learning = ALL_LEARNS
+    ) -> UpdateRecord:
+        """
+        Args:
+            learning: what learns in this step.
+
+        Raises:
+            NonFiniteExperience: a number of the experience is not finite; nothing has changed then.
+            FloatingPointError: with ``on_nonfinite="raise"``, a loss or gradient is not; with
+                "zero-sample" those of all samples are not.
+        """
+        order = self.epochs.shuffle.get_state()
+        record = UpdateRecord(self.gradient.loss.names)
+        learners: list[tuple[HasGradient, UpdateRecord]] = [(self, record)]
+        if self.critic is None:
+            self.gradient.learning = learning
+        else:
+            # Samples that either leaves out are left out by both.
+            names = self.critic.gradient.loss.names
+            record.critic = UpdateRecord(names, left_out=record.left_out)
+            learners = [*(learners if learning.policy_learns else []), (self.critic, record.critic)]
+        unread: Tensor | None = (experience.logprobs + experience.returns).sum()
+        models = [each.gradient.engine.unwrapped for each in self.learners]
+        try:
+            with self.activations(models):
+                for step in self.epochs.steps(set(batch.counting()), record.left_out):
+                    minibatches = [Minibatch.of(batch, experience, indices) for indices in step]
+                    for learner, own in learners:
+                        outcome = learner.gradient(minibatches, unread)
+                        if not outcome.finite_experience:
+                            raise NonFiniteExperience
+                        unread = None
+                        own.add(outcome)
+                        if outcome.moved_too_far:
+                            break
+                        if outcome.taken:
+                            own.optimizer_steps += learner.gradient.engine.step()
+                    if record.stopped_early:
+                        break
+        except BaseException:
+            self.epochs.shuffle.set_state(order)
+            for each in self.learners:
+                each.gradient.engine.discard()
+            raise
+        for learner, own in learners:
+            own.gather(learner.gradient.engine.processes)
+            own.warn(learner.gradient.rules.ratio_threshold)
+        return record
+
+    def minimise(self, loss: Tensor) -> bool:
+        """One optimizer step on a loss; not taken, with a warning, where the loss or its gradient
+        is not finite."""
+        record, engine = UpdateRecord(), self.gradient.engine
+        try:
+            outcome = self.gradient.of_loss(loss)
+            record.add(outcome)
+            if outcome.taken:
+                record.optimizer_steps += engine.step()
+        except BaseException:
+            engine.discard()
+            raise
+        record.warn(self.gradient.rules.ratio_threshold)
+        return outcome.taken
+
+    @property
+    def learners(self) -> list[HasGradient]:
+        """What steps along gradients: the policy, and a critic of its own."""
+        return [self] if self.critic is None else [self, self.critic]
+
+    @property
+    def steps_begun(self) -> int:
+        """Of all optimizers."""
+        return sum(learner.gradient.engine.steps for learner in self.learners)

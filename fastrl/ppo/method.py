@@ -1,0 +1,147 @@
+"""What PPOConfig's settings mean: the parts of :mod:`fastrl.learn` that a trainer puts together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fastrl.config import PPOConfig
+from fastrl.learn.advantages import (
+    GAE,
+    Advantages,
+    BatchReturns,
+    DecoupledGAE,
+    GroupBaseline,
+)
+from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.baselines import GROUP_BASELINES
+from fastrl.learn.correction import ImportanceWeights, NoCorrection, SamplerCorrection
+from fastrl.learn.engine import Engine
+from fastrl.learn.gradient import GradientStep, StepRules
+from fastrl.learn.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    KLInLoss,
+    KLInReward,
+    KLPlace,
+)
+from fastrl.learn.loss import ClippedValues, UpdateLoss, ValueLoss
+from fastrl.learn.memory import MicroBatches
+from fastrl.learn.nonfinite import NonFiniteNumbers
+from fastrl.learn.objective import TokenObjective
+from fastrl.learn.update import Epochs
+
+
+def advantages_of(config: PPOConfig) -> Advantages:
+    """By ``advantage``."""
+    if config.advantage == "reinforce++":
+        return BatchReturns(config.gamma)
+    if config.advantage != "gae":
+        return GroupBaseline(config.group_size, GROUP_BASELINES[config.advantage])
+    given = config.gamma, config.lam, config.whiten_rewards
+    if config.lam_value in (None, config.lam) and config.lam_length_alpha is None:
+        return GAE(*given)
+    lam_value = config.lam if config.lam_value is None else config.lam_value
+    return DecoupledGAE(*given, lam_value, config.lam_length_alpha)
+
+
+def has_kl_in_loss(config: PPOConfig) -> bool:
+    # A coefficient that is 0 stays 0, and there need not be a reference.
+    return config.kl_in == "loss" and config.init_kl_coef > 0
+
+
+def kl_place_of(config: PPOConfig) -> KLPlace:
+    """By ``kl_in``."""
+    return KLInLoss() if has_kl_in_loss(config) else KLInReward()
+
+
+def kl_controller_of(config: PPOConfig) -> AdaptiveKLController | FixedKLController:
+    """By ``adap_kl_ctrl``."""
+    if config.adap_kl_ctrl and config.init_kl_coef > 0:  # 0 stays 0, whatever the KL
+        return AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
+    return FixedKLController(config.init_kl_coef)
+
+
+def correction_of(config: PPOConfig) -> SamplerCorrection:
+    """By ``sampler_correction``."""
+    if config.sampler_correction == "off":
+        return NoCorrection()
+    return ImportanceWeights(
+        config.sampler_correction,
+        config.sampler_correction_min,
+        config.sampler_correction_max,
+        config.temperature,
+    )
+
+
+def old_logprobs_of(config: PPOConfig, *, needs_logits: bool, recomputes: bool) -> str:
+    """The kind of :class:`fastrl.learn.old_logprobs.OldLogprobs`.
+
+    Args:
+        needs_logits: of the policy, for the KL over the vocabulary.
+        recomputes: a sampler's log-probs are compared with the policy's own.
+    """
+    # Without values the KL in rewards is all that groups of equal rewards learn.
+    rounds = config.old_logprobs == "auto" and config.kl_in == "reward"
+    rounds &= bool(config.init_kl_coef) and not config.needs_values
+    return "recompute" if needs_logits or recomputes or rounds else config.old_logprobs
+
+
+def loss_of(config: PPOConfig, *, values: bool | None = None) -> UpdateLoss:
+    """
+    Args:
+        values: whether the policy learns them; None: where the advantage needs them.
+    """
+    high = config.cliprange if config.cliprange_high is None else config.cliprange_high
+    kind = config.loss_denominator  # "auto" is TRL's for GAE
+    return UpdateLoss(
+        TokenObjective.of(config, config.policy_loss, config.ratio_level, (config.cliprange, high)),
+        Aggregate(config.loss_aggregate, config.loss_norm_length),
+        value_term_of(config) if (config.needs_values if values is None else values) else None,
+        per_step=kind == "step" or (kind == "auto" and not config.needs_values),
+        has_kl=has_kl_in_loss(config),
+        entropy_coef=config.entropy_coef,
+        temperature=config.temperature,
+    )
+
+
+def value_term_of(config: PPOConfig) -> ClippedValues:
+    return ClippedValues(config.cliprange_value, config.vf_coef)
+
+
+def gradient_of(
+    config: PPOConfig,
+    engine: Engine,
+    loss: UpdateLoss | ValueLoss,
+    decode: Callable[[Tensor], str] | NonFiniteNumbers | None = None,
+) -> GradientStep:
+    """
+    Args:
+        decode: as of :class:`NonFiniteNumbers`, or what handles them.
+    """
+    nonfinite = decode
+    if not isinstance(nonfinite, NonFiniteNumbers):
+        nonfinite = NonFiniteNumbers(config.on_nonfinite, nonfinite)
+    rules = StepRules(
+        config.ratio_threshold,
+        1.5 * config.target_kl if config.early_stopping else None,
+        config.micro_batch_tokens,
+    )
+    remedy = (
+        "lower mini_batch_size (and raise gradient_accumulation_steps), or set "
+        "gradient_checkpointing"
+    )
+    return GradientStep(engine, loss, rules, nonfinite, MicroBatches("the update", remedy))
+
+
+def epochs_of(config: PPOConfig, processes: int) -> Epochs:
+    """Sizes of a configuration are those of each process."""
+    return Epochs(
+        config.ppo_epochs,
+        config.batch_size * processes,
+        config.mini_batch_size * processes,
+        config.backward_batch_size * processes,
+        config.group_size,
+        config.seed,
+    )

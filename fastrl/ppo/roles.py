@@ -1,0 +1,87 @@
+"""What a PPOTrainer is to its loop, and both to what saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from fastrl.config import PPOConfig
+from fastrl.data.prompts import PromptStream
+from fastrl.learn.advantages import Advantages
+from fastrl.learn.experience import LastExperience
+from fastrl.learn.nonfinite import NonFiniteNumbers
+from fastrl.models.products import Products
+from fastrl.ppo.ledger import StepLedger
+from fastrl.ppo.rollouts import Rollouts
+from fastrl.run.callbacks import TrainCallback
+from fastrl.run.processes import Processes
+
+
+class Resumable(Protocol):
+    """Something that takes steps, and whose state is saved between them."""
+
+    config: PPOConfig
+    model: Any
+    processes: Processes
+    products: Products
+    current_step: int
+
+    @property
+    def steps_begun(self) -> int:
+        """Of all optimizers."""
+
+    def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """All that later steps depend on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+
+
+class Stepping(Resumable, Protocol):
+    """A trainer, as the loop drives it."""
+
+    tokenizer: Any
+    dataset: Any
+    accelerator: Accelerator
+    rollouts: Rollouts
+    advantages: Advantages
+    nonfinite: NonFiniteNumbers
+    streams: dict[str, PromptStream]
+    experience: LastExperience | None
+
+    @property
+    def weights_version(self) -> int:
+        """Steps of the optimizer so far."""
+
+    @property
+    def step(self) -> Callable[..., dict[str, Any]]:
+        """See :meth:`fastrl.PPOTrainer.step`."""
+
+    def sequence_kl(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
+        """Mean KL to the reference."""
+
+
+class Run(Protocol):
+    """A loop, as it is saved."""
+
+    callbacks: list[TrainCallback]
+    ledger: StepLedger
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step."""
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            BadCheckpoint: of a run on other prompts.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not the trainer's."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
