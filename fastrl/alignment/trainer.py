@@ -35,6 +35,7 @@ from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
+from fastrl.rewards.identity import identities_of
 from fastrl.rollout import choose_engine
 from fastrl.run.callbacks import Samples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
@@ -392,6 +393,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             "reweighter": type(self.reweighter).__name__,
             **{name: getattr(factory, name) for name in ("epochs", "examples", "seed", "shuffle")},
             "params": repr(factory.params) if factory.task.online else None,
+            **(identities_of([("the annotator", factory.annotator)]) if factory.annotator else {}),
         }
 
     def own_state(self) -> dict[str, Any]:

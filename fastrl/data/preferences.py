@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastrl.data.chat import chat_ids, check_messages, is_chat, template_arguments
 from fastrl.data.columns import read_label
-from fastrl.data.tables import ROW, is_stream, row_number
+from fastrl.data.tables import ROW, each_row, is_stream, row_number
 
 PAIR = ("chosen", "rejected")
 OF_A_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -52,6 +52,7 @@ def prepare_pairs_of_ids(
     dataset = dataset.map(
         _encode_pair, with_indices=True, fn_kwargs={"tokenizer": tokenizer}, **options
     )
+    _warn_of_equal_sides(dataset)
     return _within(dataset, longest_prompt, options)
 
 
@@ -96,6 +97,21 @@ def prepare_completions_of_ids(
     if mismatched is not None and "KL_completion_ids" not in row:
         dataset = dataset.map(_rotate, batched=True, batch_size=mismatched, **options)
     return dataset
+
+
+def _warn_of_equal_sides(dataset: Any) -> None:
+    """Warns of pairs that say nothing; of a stream, which is prepared as it is read, not."""
+    if is_stream(dataset):
+        return
+    sides = OF_A_PAIR[1:]
+    rows = each_row(dataset.with_format(None).select_columns(list(sides)))
+    equal = [i for i, row in enumerate(rows) if row[sides[0]] == row[sides[1]]]
+    if equal:
+        warnings.warn(
+            f"{len(equal)} of {len(dataset)} pairs have equal sides, such as row {equal[0]}: "
+            "nothing is learned from them, leave them out",
+            stacklevel=5,
+        )
 
 
 def split_prompt(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class Prompts:
             others = f", and so do {count - 1} others" if count > 1 else ""
             raise ValueError(
                 f"{what}{others}: shorten the prompt or max_new_tokens, or leave such prompts out "
-                "with long_prompts='drop'"
+                "with long_prompts='drop' (--long-prompts drop)"
             )
         if not kept:
             raise ValueError(f"no prompt is left: {what}, and so does every other prompt")

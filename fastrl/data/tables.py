@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import random
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -222,6 +223,12 @@ def take_prompts(
                 f"column {column!r} must hold text or chat messages, but row {row} holds "
                 f"{'nothing (null)' if prompt is None else type(prompt).__name__}"
             )
+    texts = [isinstance(prompt, str) for prompt in prompts]
+    if len({*texts}) > 1:
+        raise ValueError(
+            f"column {column!r} holds a text in row {texts.index(True)} and chat messages in row "
+            f"{texts.index(False)}: write all as one of the two"
+        )
     for name, limit in (("prompt_words", words), ("max_prompt_tokens", max_tokens)):
         if limit is not None and not isinstance(prompts[0], str):
             raise ValueError(
@@ -240,6 +247,13 @@ def take_prompts(
     kept = [row for row, prompt in enumerate(prompts) if _has_text(prompt)]
     if not kept:
         raise ValueError(f"column {column!r} holds no text: every prompt is empty")
+    dropped = sorted({*range(len(prompts))} - {*kept}) if len(kept) < len(prompts) else []
+    if dropped:
+        warnings.warn(
+            f"{len(dropped)} of {len(prompts)} prompts dropped: column {column!r} is empty there, "
+            f"such as in row {row_number(table[dropped[0]], dropped[0])}",
+            stacklevel=3,
+        )
     if table.column_names == [PROMPT]:  # a table without columns has no rows to add one to
         return table.from_dict({PROMPT: prompts}).select(kept)
     if PROMPT in table.column_names:

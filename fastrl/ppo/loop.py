@@ -26,6 +26,7 @@ from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recor
 from fastrl.ppo.overlong import make_overlong
 from fastrl.ppo.roles import Stepping
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
+from fastrl.rewards.identity import identities_of
 from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
 from fastrl.rollout import RolloutOutput
 from fastrl.run.callbacks import (
@@ -35,7 +36,7 @@ from fastrl.run.callbacks import (
     checked_callbacks,
     closing_callbacks,
 )
-from fastrl.run.checkpoints import BadCheckpoint, warn_of_changed_settings
+from fastrl.run.checkpoints import OF_CODE, BadCheckpoint, warn_of_changed_settings
 from fastrl.run.ledger import Ledger
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.progress import ProgressCallback
@@ -115,6 +116,8 @@ class Loop:
             on_nonfinite=config.on_nonfinite,
             shared=self.processes.count > 1,
         )
+        named = zip(self.rewards.names, self.rewards.functions, strict=True)
+        self._code_of_rewards = identities_of(named)
         self.resampling = make_resampling(config, self.processes)
         steps, self.eval_every = numbers.steps, numbers.eval_every
         self.steps, self.missing_eos_penalty = steps, numbers.missing_eos_penalty
@@ -200,8 +203,12 @@ class Loop:
     def run(self) -> TrainResult:
         """Runs the steps and evaluations, and calls the callbacks."""
         self.processes.check_same("train()", self._shared_settings())
-        opened, ledger = self.saving.opened(self), self.ledger.opened(self.trainer.current_step + 1)
-        with stop_at_a_steps_end(), exits_are_errors(), opened as resumed, ledger:
+        with (
+            stop_at_a_steps_end(),
+            exits_are_errors(),
+            self.saving.opened(self) as resumed,
+            self.ledger.opened(self.trainer.current_step + 1),
+        ):
             done, last = self.trainer.current_step, self.last_step
             self._call("on_train_begin", max(last - done, 0))
             if not resumed:
@@ -265,6 +272,7 @@ class Loop:
             "missing_eos_penalty": self.missing_eos_penalty,
             **recordable(self.generation_kwargs),
             "held-out prompts": held_out,
+            **self._code_of_rewards,
         }
 
     def _seconds(self) -> float:
@@ -282,8 +290,8 @@ class Loop:
         if state["loop"]["prompts"] != self.prompts.fingerprint:
             raise BadCheckpoint(
                 "resume: the checkpoint's run learned from other prompts: resume with the data set "
-                "(and tokenizer, prompt and length settings) that it began with, or begin a new "
-                "run with its model"
+                "that it began with (and its tokenizer, prompt and length settings, and seed and "
+                "number of held-out prompts), or begin a new run with its model"
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -291,7 +299,11 @@ class Loop:
         with a warning: they cannot be compared with those to come."""
         self.begun_at = state["begun_at"]
         self._began -= state["seconds"]
-        changed = warn_of_changed_settings(state["settings"], self._settings())
+        both = state["settings"], self._settings()
+        # The trainer's own setting, which has been compared.
+        before, now = ({k: v for k, v in x.items() if k != "temperature"} for x in both)
+        changed = warn_of_changed_settings(before, now)
+        changed = [k for k in changed if not k.startswith(OF_CODE)]  # may have been mended
         if set(changed) - {"missing_eos_penalty"}:
             return
         prompts = [] if self.eval_prompts is None else self.eval_prompts.texts

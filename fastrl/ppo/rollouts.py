@@ -34,6 +34,7 @@ from fastrl.rollout import (
 from fastrl.rollout.generation_kwargs import (
     Change,
     changes_of_the_draw,
+    check_names,
     is_sampled,
     policy_kwargs,
     unpacked,
@@ -401,7 +402,7 @@ class EngineBackend:
             return self.fallback(model, request)
         params = sampling_params(request.generation_kwargs, model)
         if isinstance(params, str):
-            self._warn(params)
+            self._warn(params, params in request.generation_kwargs)
             return self.fallback(model, request)
         if request.limits is not None:
             params = replace(params, max_new_tokens=list(request.limits))
@@ -453,12 +454,13 @@ class EngineBackend:
             self._engines[key] = engine
         return self._engines[key]
 
-    def _warn(self, argument: str) -> None:
+    def _warn(self, argument: str, given: bool) -> None:
         if argument not in self._warned:
             self._warned.add(argument)
+            origin = "" if given else " (here of the model's generation_config)"
             warnings.warn(
-                f"the rollout engine does not know the argument {argument} of generate: rollouts "
-                "go through model.generate, which is slower",
+                f"the rollout engine does not know the argument {argument} of generate{origin}: "
+                "rollouts go through model.generate, which is slower",
                 stacklevel=6,
             )
 
@@ -505,6 +507,7 @@ class SamplingArguments:
         Raises:
             ValueError: also a value that is out of range, which others find as they generate.
         """
+        check_names(given, self.model)
         kwargs = self.of_the_policy(given)
         sampling_params(kwargs, self.model)
         if not kwargs["do_sample"]:

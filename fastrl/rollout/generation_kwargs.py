@@ -3,6 +3,8 @@ are drawn from."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -120,6 +122,27 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
     """
     asked = _EffectiveKwargs(generation_kwargs, model)
     return asked.unsupported() or asked.unsupported_value() or asked.params()
+
+
+def check_names(generation_kwargs: Mapping[str, Any], model: Any) -> None:
+    """
+    Raises:
+        ValueError: an argument that ``model.generate`` does not take, which it would say itself as
+            it generates.
+    """
+    model = getattr(model, "pretrained_model", model)
+    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    known = {*_SUPPORTED, *_WITHOUT_EFFECT, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING}
+    known |= {*vars(plain.generation_config)}
+    for function in (plain.generate, plain.forward, plain.prepare_inputs_for_generation):
+        known |= {*inspect.signature(function).parameters}
+    if getattr(plain.config, "is_encoder_decoder", False):
+        known |= {*inspect.signature(plain.get_encoder().forward).parameters}
+    for name in generation_kwargs:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else "leave it out"
+            raise ValueError(f"generation_kwargs: model.generate takes no {name!r}: {hint}")
 
 
 def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,12 +35,15 @@ _REMEDIES = {
     "tokenizer": "resume with the tokenizer that the run began with",
     "method": "resume with the same command and advantage",
     "optimizer": "resume with the optimizer that the run began with",
-    "data": "resume with the data set, and the settings of its tokens and lengths, that the run "
-    "began with",
+    "data": "resume with the data set that the run began with, and the settings of its tokens, "
+    "lengths and held-out part, such as the seed",
     "frozen weights": "make the trainer from the model that the run began with",
     "critic": "make the trainer with the critic that the run began with",
     "reference": "make the trainer from the model (and reference) that the run began with",
 }
+
+
+OF_CODE = "code or weights of"  # begins settings that checkpoints of earlier versions lack
 
 
 class BadCheckpoint(ValueError):
@@ -420,9 +423,19 @@ def warn_of_another_machine(manifest: dict[str, Any]) -> None:
         )
 
 
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the settings of a checkpoint's run that another one has otherwise."""
+    old = not any(name.startswith(OF_CODE) for name in before)
+    return [
+        name
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name) and not (old and name.startswith(OF_CODE))
+    ]
+
+
 def warn_of_changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Warns of settings that are not those of the checkpoint; returns their names."""
-    changed = [k for k in dict.fromkeys([*before, *now]) if before.get(k) != now.get(k)]
+    changed = changed_settings(before, now)
     if changed:
         shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in changed)
         warnings.warn(

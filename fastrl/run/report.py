@@ -58,16 +58,19 @@ class Comparison:
             "reward_after": self.after,
             "reward_after_sem": self.after_sem,
             "reward_gain": self.gain,
-            "reward_gain_in_sems": self.gain_in_sems,
+            **(
+                {"reward_gain_in_sems": self.gain_in_sems} if self.gain_sem or not self.gain else {}
+            ),
             **({} if math.isnan(self.kl) else {"kl_after": self.kl}),
         }
 
     def __str__(self) -> str:
         kl = "" if math.isnan(self.kl) else f", at {self.kl:.2f} nats of KL per sequence"
+        errors = f" = {self.gain_in_sems:.1f} standard errors"
         return (
             f"mean reward {self.before:.3f} ± {self.before_sem:.3f} → "
-            f"{self.after:.3f} ± {self.after_sem:.3f} (s.e.), a gain of {self.gain:.3f} = "
-            f"{self.gain_in_sems:.1f} standard errors{kl}"
+            f"{self.after:.3f} ± {self.after_sem:.3f} (s.e.), a gain of {self.gain:.3f}"
+            f"{errors if self.gain_sem or not self.gain else ', with no spread'}{kl}"
         )
 
 

@@ -23,6 +23,7 @@ from fastrl.run.checkpoints import (
     OF_TRANSFORMERS,
     BadCheckpoint,
     Checkpoints,
+    changed_settings,
     check_identity,
     check_weights,
     read_manifest,
@@ -364,8 +365,7 @@ class ResumableTrainer(transformers.Trainer):
 
     def _warn_of_settings(self, before: Mapping[str, Any], but: Sequence[str]) -> None:
         now = self._run.settings
-        names = [k for k in dict.fromkeys([*before, *now]) if k not in but]
-        changed = [k for k in names if before.get(k) != now.get(k)]
+        changed = [k for k in changed_settings(before, now) if k not in but]
         if not changed:
             return
         said = "resume: settings differ from the checkpoint's."

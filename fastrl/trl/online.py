@@ -26,6 +26,7 @@ from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import check_trainable, modes_kept, without_dropout
 from fastrl.ref_model import RefModel
+from fastrl.rewards.identity import identities_of
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.model_card import OwnModelCard
@@ -663,7 +664,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return {**super().identity(), **trained_identity(self)}
 
     def own_settings(self) -> dict[str, Any]:
-        return {**super().own_settings(), "reward_funcs": self.reward_func_names}
+        code = identities_of(zip(self.reward_func_names, self.reward_funcs, strict=True))
+        return {**super().own_settings(), "reward_funcs": self.reward_func_names, **code}
 
     def own_state(self) -> dict[str, Any]:
         return {

@@ -15,7 +15,10 @@ from tests import tiny_models
 from tests.alignment.conftest import SETTINGS, LikesHigh, examples, make_factory, model_of
 from tests.resuming import assert_resumes, assert_same_run, resumed, straight, with_dropout
 
-pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+pytestmark = [
+    pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
+    pytest.mark.filterwarnings("ignore:.*code or weights of the annotator"),  # that fails once
+]
 ROWS = 10
 # By case: task, loss with its coefficients, settings, and the numbers of checkpoints, from 0. An
 # epoch of ten examples has five batches of two.

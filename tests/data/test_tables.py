@@ -167,14 +167,24 @@ def test_prompts_must_be_text():
     ):
         take_prompts(Dataset.from_list(ROWS), "label")
     table = Dataset.from_dict({"prompt": ["", " ", "x"], "n": [0, 1, 2]})
-    assert take_prompts(table)["n"][:] == [2]
+    with pytest.warns(UserWarning, match="2 of 3 prompts dropped: .* such as in row 0"):
+        assert take_prompts(table)["n"][:] == [2]
     with pytest.raises(ValueError, match="every prompt is empty"):
         take_prompts(Dataset.from_dict({"prompt": ["", " "]}))
 
 
+def test_texts_beside_chats_are_named_by_their_rows(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "a"}]}, {"prompt": "b"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="a text in row 1 and chat messages in row 0"):
+        take_prompts(load_table(str(tmp_path / "rows.jsonl"), "train"))
+
+
 def test_a_table_of_nothing_but_prompts_is_enough():
     table = Dataset.from_dict({"prompt": ["one two three", " ", "four five six"]})
-    assert take_prompts(table, words=2).to_dict() == {"prompt": ["one two", "four five"]}
+    with pytest.warns(UserWarning, match="1 of 3 prompts dropped"):
+        found = take_prompts(table, words=2)
+    assert found.to_dict() == {"prompt": ["one two", "four five"]}
 
 
 def test_held_out_prompts_are_distinct_and_never_trained_on():

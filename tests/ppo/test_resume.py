@@ -28,7 +28,10 @@ STEPS = 6
 SETTINGS = {"batch_size": 4, "mini_batch_size": 2, "ppo_epochs": 2, "learning_rate": 1e-2}
 LORA = tiny_models.lora()
 
+CODE = "code or weights of"  # a function that fails once is another one
+
 pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*{CODE}"),
     pytest.mark.filterwarnings("ignore:the KL estimate is negative"),
     pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
 ]
@@ -185,6 +188,21 @@ def test_evaluations_by_another_reward_are_not_compared(tmp_path):
             resume=True,
             generation_kwargs={"max_new_tokens": 4},
         )
+
+
+def test_another_reward_by_the_same_name_is_named(tmp_path):
+    """It may be the same one, mended: what was evaluated before stays."""
+
+    def of_length(by):
+        def longest(completion_ids, **_):
+            return [by * len(ids) for ids in completion_ids]
+
+        return longest
+
+    run(make_trainer(), tmp_path / "run", of_length(1.0), steps=3)
+    with pytest.warns(UserWarning, match=f"differ .*{CODE} longest: "):
+        result = run(make_trainer(), tmp_path / "run", of_length(2.0), resume=True)
+    assert [evaluation.step for evaluation in result.evaluations] == [0, 3, 6]
 
 
 def test_the_time_of_a_run_is_that_of_all_its_processes(tmp_path):

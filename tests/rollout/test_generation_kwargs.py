@@ -6,6 +6,7 @@ from transformers import LogitsProcessorList
 
 from fastrl import SamplingParams
 from fastrl.rollout import RolloutEngine, sampling_params
+from fastrl.rollout.generation_kwargs import check_names
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -211,6 +212,12 @@ def test_the_engine_then_does_what_generate_does(kwargs, prompt, model):
 def test_arguments_that_mean_nothing_are_refused(given, message, model):
     with pytest.raises((TypeError, ValueError), match=message):
         translate(given, model)
+
+
+def test_what_generate_does_not_take_is_refused_in_advance(model):
+    check_names({"max_new_tokens": 3, "attention_mask": None, "no_repeat_ngram_size": 2}, model)
+    with pytest.raises(ValueError, match="'max_new_token': did you mean max_new_tokens"):
+        check_names({"max_new_token": 3}, model)
 
 
 def test_an_end_outside_the_vocabulary_is_named(model):

@@ -102,6 +102,8 @@ def test_gain_without_spread_is_infinite_or_nothing(after, expected):
         evaluation(0.0, 0.0, [0.0], ["a"]), evaluation(after, 0.0, [after], ["b"])
     )
     assert comparison.gain_in_sems == expected
+    assert ("reward_gain_in_sems" in comparison.to_dict()) == math.isfinite(expected)
+    assert "inf" not in str(comparison)
 
 
 def test_samples_table_shows_the_same_prompts_spread_over_the_set():

@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastrl import DPOConfig, DPOTrainer
+from fastrl.data.preferences import prepare_pairs_of_ids
 from fastrl.trl.dpo_config import LOSSES
 from fastrl_kernels import reference as formulas
 from tests import tiny_models
@@ -245,6 +246,12 @@ def test_a_reference_that_follows_moves_by_its_part_of_the_way(tmp_path):
 
 
 # Sides that begin alike within a word part there, in the middle of a token.
+def test_pairs_of_equal_sides_are_counted():
+    rows = [{"prompt": "w3", "chosen": " w4", "rejected": f" w{4 + i % 2}"} for i in range(4)]
+    with pytest.warns(UserWarning, match="2 of 4 pairs have equal sides, such as row 0"):
+        prepare_pairs_of_ids(Dataset.from_list(rows), tiny.tokenizer(), None, None)
+
+
 @pytest.mark.filterwarnings("ignore:the end of a prompt")
 def test_prompts_in_front_of_both_sides_are_found(tmp_path):
     rows = [{k: row["prompt"] + row[k] for k in ("chosen", "rejected")} for row in pairs(PAIRS)]

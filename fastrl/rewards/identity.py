@@ -1,0 +1,122 @@
+"""What a reward function is, as a hash: so that a run that resumes with another one says so."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from fastrl.models.utils import checksum
+from fastrl.run.checkpoints import OF_CODE
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def identity_of(reward: Any) -> str:
+    """A hash of a function's code, and of what it reads by name of its own module: other functions
+    and classes, and plain values; of an object its class, its public numbers and texts, and the
+    code that it holds; of a model its weights. What other modules do, or files and servers say, is
+    not in it."""
+    return hashlib.sha256("\n".join(_said(reward, set())).encode()).hexdigest()[:12]
+
+
+def identities_of(rewards: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Hashes of reward functions with their names, as settings of a run."""
+    return {f"{OF_CODE} {name}": identity_of(reward) for name, reward in rewards}
+
+
+def _said(x: Any, seen: set[int]) -> Iterator[str]:
+    """Lines that say what a value is."""
+    if isinstance(x, _PLAIN):
+        yield repr(x)
+    elif isinstance(x, list | tuple | set | frozenset | dict):
+        yield type(x).__name__
+        parts: Iterable[Any] = x.items() if isinstance(x, dict) else x
+        lines = ["\n".join(_said(part, seen)) for part in parts]
+        yield from sorted(lines) if isinstance(x, set | frozenset) else lines
+    elif id(x) not in seen:
+        seen.add(id(x))
+        yield from _of_code(x, seen)
+
+
+def _of_code(x: Any, seen: set[int]) -> Iterator[str]:
+    if isinstance(x, functools.partial):
+        yield from _said([x.func, x.args, x.keywords], seen)
+    elif isinstance(x, nn.Module):
+        yield checksum({**dict(x.named_parameters()), **dict(x.named_buffers())})
+    elif isinstance(x, MethodType):
+        yield from _said([x.__func__, x.__self__], seen)
+    elif isinstance(x, FunctionType):
+        yield _source(x)
+        for name in _names(x.__code__):
+            value = x.__globals__.get(name)
+            if _is_own(value, x.__module__):
+                yield name
+                yield from _said(value, seen)
+        for cell in x.__closure__ or ():
+            yield from _said(_content(cell), seen)
+    elif isinstance(x, type):
+        yield _source(x)
+    elif hasattr(x, "__dict__"):
+        yield _source(type(x))
+        for name, value in sorted(vars(x).items()):
+            if not name.startswith("_") and _decides(value):
+                yield name
+                yield from _said(value, seen)
+    else:
+        yield f"{type(x).__name__} {getattr(x, '__qualname__', '')}"
+
+
+def _is_own(value: Any, module: str) -> bool:
+    """Whether it is a plain value, a model, or code of that module."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_own(each, module) for each in value)
+    if isinstance(value, dict):
+        return all(_is_own(each, module) for pair in value.items() for each in pair)
+    if isinstance(value, functools.partial):
+        return _is_own(value.func, module)
+    if isinstance(value, FunctionType | MethodType | type):
+        return value.__module__ == module
+    return isinstance(value, (*_PLAIN, nn.Module))
+
+
+def _decides(attribute: Any) -> bool:
+    """Whether an object's attribute says what it does, rather than what it has done."""
+    if isinstance(attribute, bool | int | float | str | nn.Module | FunctionType | MethodType):
+        return True
+    library = type(attribute).__module__.partition(".")[0] in (
+        "torch",
+        "transformers",
+        "tokenizers",
+    )
+    return callable(attribute) and not library
+
+
+def _names(code: CodeType) -> list[str]:
+    """Names that code reads, that of the functions within it too, in their order."""
+    inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _source(x: Any) -> str:
+    """Of a function or class; without one its code, or its name."""
+    try:
+        return textwrap.dedent(inspect.getsource(x))
+    except (OSError, TypeError):
+        if isinstance(x, FunctionType):
+            consts = [c for c in x.__code__.co_consts if isinstance(c, _PLAIN)]
+            return f"{x.__code__.co_code.hex()} {consts} {x.__code__.co_names}"
+        return getattr(x, "__qualname__", type(x).__name__)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet filled
+        return None

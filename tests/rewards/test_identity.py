@@ -1,0 +1,79 @@
+"""What a reward function is, as a hash."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from fastrl.rewards.identity import identity_of
+
+_NUMBERS = itertools.count()
+SCORE = """
+BONUS = {bonus}
+
+def of_one(text):
+    return len(text) * {factor} + BONUS
+
+class Judge:
+    def __init__(self, weight):
+        self.weight = weight
+        self._calls = 0
+
+    def __call__(self, completions, **_):
+        self._calls += 1
+        return [self.weight * of_one(x) for x in completions]
+{comment}
+def score(completions, **_):
+    return [of_one(x) for x in completions]
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Makes a module of the text above."""
+
+    def write(bonus=1, factor=2, comment=""):
+        path = tmp_path / f"m{next(_NUMBERS)}.py"
+        path.write_text(SCORE.format(bonus=bonus, factor=factor, comment=comment))
+        spec = importlib.util.spec_from_file_location("scores", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return write
+
+
+def test_a_function_is_its_code_and_what_that_reads_of_its_module(written):
+    one = identity_of(written().score)
+    assert identity_of(written(comment="\n# a remark\n").score) == one
+    assert identity_of(written(bonus=3).score) != one  # a constant
+    assert identity_of(written(factor=3).score) != one  # a function that it calls
+
+
+def test_an_object_is_its_class_and_what_it_holds(written):
+    judge = written().Judge(1.0)
+    one = identity_of(judge)
+    judge(["a"])  # what it has done is not what it is
+    assert identity_of(judge) == one
+    assert identity_of(written().Judge(2.0)) != one
+
+
+def test_a_partial_is_its_arguments_too(written):
+    score = written().score
+    assert identity_of(functools.partial(score, a=1)) != identity_of(functools.partial(score, a=2))
+
+
+def test_a_model_is_its_weights():
+    one, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    before = identity_of(one)
+    assert identity_of(other) != before
+    other.load_state_dict(one.state_dict())
+    assert identity_of(other) == before
+    with torch.no_grad():
+        one.weight[0, 0] += 1
+    assert identity_of(one) != before
