@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,15 +44,17 @@ class Experience:
     """What an update reads, each [B, T-1] fp32, zero where masked; of the response tokens alone,
     each [N]."""
 
-    logprobs: Tensor
-    values: Tensor
+    logprobs: Any  # of the policy before the update; None: as it is scored
+    values: Any  # None, and so returns, where none are learned
     advantages: Tensor
-    returns: Tensor
+    returns: Any
     kl: fastrl_kernels.KLTerm | None = None  # to add to the loss
     weights: Tensor | None = None  # [B], of each sample's tokens; None: 1
     sampler_weights: Tensor | None = None  # importance weights of the policy's loss; None: 1
     of_samples: Tensor | None = None  # [B], how often each sample counts; None: once
     chosen: Tensor | None = None  # [N] 1 or 0, which tokens the policy learns from; None: not known
+    sampled: Tensor | None = None  # log-probs of another sampler, where the loss reads them
+    of_responses: Tensor | None = None  # [B], advantages, where all tokens of a sample have one
 
     def of_tokens(self, samples: Sequence[int], columns: slice, mask: Tensor) -> Experience:
         """Of some samples' response tokens, each [N].
@@ -61,7 +63,7 @@ class Experience:
             columns: of [B, T-1], those that the samples need.
             mask: [b, t] bool on the CPU, which of these samples' tokens in these columns count.
         """
-        device = self.logprobs.device
+        device = self.advantages.device
         index = to_device(torch.as_tensor(list(samples)), device)
         where = to_device(mask.flatten().nonzero()[:, 0], device)
         return self._of(index, lambda x: x[index, columns].flatten()[where])
@@ -72,24 +74,24 @@ class Experience:
         Args:
             tokens: [n] int64 on the CPU, their indices among the N tokens.
         """
-        device = self.logprobs.device
+        device = self.advantages.device
         where = to_device(tokens, device)
         return self._of(to_device(torch.as_tensor(list(samples)), device), lambda x: x[where])
 
     def _of(self, samples: Tensor, pick: Callable[[Tensor], Tensor]) -> Experience:
-        kl, weights, of_sampler = self.kl, self.weights, self.sampler_weights
-        given, chosen = self.of_samples, self.chosen
-        return Experience(
-            pick(self.logprobs),
-            pick(self.values),
-            pick(self.advantages),
-            pick(self.returns),
-            None if kl is None else kl._replace(ref_logprobs=pick(kl.ref_logprobs)),
-            None if weights is None else weights[samples],
-            None if of_sampler is None else pick(of_sampler),
-            None if given is None else given[samples],
-            None if chosen is None else pick(chosen),
+        of_tokens = (
+            *("logprobs", "values", "advantages", "returns"),
+            *("sampler_weights", "chosen", "sampled"),
         )
+        of_samples = ("weights", "of_samples", "of_responses")
+        found: dict[str, Any] = {}
+        for names, some in ((of_tokens, pick), (of_samples, lambda x: x[samples])):
+            for name in names:
+                column = getattr(self, name)
+                found[name] = None if column is None else some(column)
+        if self.kl is not None:
+            found["kl"] = self.kl._replace(ref_logprobs=pick(self.kl.ref_logprobs))
+        return Experience(**found)
 
 
 class LastExperience(NamedTuple):
@@ -132,6 +134,30 @@ class Minibatch(NamedTuple):
     def size(self) -> int:
         """The number of samples."""
         return len(self.tokens)
+
+    @property
+    def counts(self) -> Tensor:
+        """How many tokens of each sample there are, [B] int64."""
+        return self.tokens.mask.sum(-1)
+
+    def at_tokens(self, of_samples: Tensor) -> Tensor:
+        """What is known of samples, [B], at each of their tokens, [N]."""
+        # With output_size it does not wait for the device.
+        return of_samples.repeat_interleave(self.counts, output_size=len(self.old.advantages))
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Of numbers of tokens, [N], over each sample's, [B]."""
+        of = self.at_tokens(torch.arange(self.size, device=x.device))
+        return x.new_zeros(self.size).index_add(0, of, x)
+
+    def means(self, x: Tensor) -> Tensor:
+        """The same as means; 0 of none."""
+        return self.sums(x) / self.counts.clamp(min=1)
+
+    def differences(self, logprobs: Tensor) -> Tensor:
+        """log π - log π_old, [N]."""
+        old = self.old.logprobs
+        return logprobs - (logprobs.detach() if old is None else old)
 
     def select(self, chosen: Sequence[int]) -> Minibatch:
         """Some of its samples, by their places here, in ascending order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,20 +106,68 @@ class ClippedValues(NamedTuple):
         }
 
 
-class UpdateLoss:
-    """The loss of a mini-batch, and its statistics.
-
-    Σ_t w_t·[u_t·ℓ_t + KL term - entropy_coef·H_t] / denominator + the value term, over the response
-    tokens: see :mod:`fastrl.learn.objective`. The policy's part, with the KL term and the entropies
-    H, is computed by the LM head's kernel.
+class TokenLoss:
+    """Σ_t v_t·(u_t·ℓ_t + β·KL_t - c·H_t) / D over the tokens of a mini-batch, see
+    :mod:`fastrl.learn.objective`.
 
     Args:
-        objective: the policy's part.
-        aggregate: gives w and the denominator.
+        objective: the bounds of the ratio, and ℓ.
+        aggregate: gives v and D.
+        entropy_coef: c.
+        temperature: T of the policy softmax(logits / T).
+    """
+
+    def __init__(
+        self,
+        objective: TokenObjective,
+        aggregate: Aggregate,
+        entropy_coef: float = 0.0,
+        temperature: float = 1.0,
+    ):
+        self.objective, self.aggregate = objective, aggregate
+        self.top_entropy = objective.top_entropy
+        self.entropy_coef, self.temperature = entropy_coef, temperature
+
+    def policy_objective(
+        self,
+        part: Minibatch,
+        denominator: Tensor | float,
+        weights: Tensor | None,
+        **other: Any,
+    ) -> PolicyObjective:
+        """The objective of a mini-batch, or of a part of it.
+
+        Args:
+            denominator: D.
+            weights: v of its samples' tokens, [B]; None: 1.
+            other: what of it is another than the experience's, or than the loss's coefficients.
+        """
+        old = part.old
+        given: dict[str, Any] = {
+            "kl": old.kl,
+            "sampler_weights": old.sampler_weights,
+            "chosen": old.chosen,
+            "entropy_coef": self.entropy_coef,
+        }
+        return self.objective(
+            old.logprobs,
+            old.advantages,
+            part.counts,
+            token_weights=None if weights is None else part.at_tokens(weights),
+            denominator=denominator,
+            **{**given, **other},
+        )
+
+
+class UpdateLoss(TokenLoss):
+    """The loss of a mini-batch, and its statistics.
+
+    That of tokens, which the LM head's kernel computes, and the value term.
+
+    Args:
         values: the value term; None: the policy learns no values.
         per_step: whether all mini-batches of an optimizer step have one denominator.
         has_kl: whether experience has a KL term.
-        temperature: T of the policy softmax(logits / T).
 
     Attributes:
         names: the classic names of its statistics.
@@ -136,9 +184,8 @@ class UpdateLoss:
         entropy_coef: float = 0.0,
         temperature: float = 1.0,
     ):
-        self.objective, self.aggregate, self.values = objective, aggregate, values
-        self.top_entropy, self.entropy_coef = objective.top_entropy, entropy_coef
-        self.per_step, self.temperature = per_step, temperature
+        super().__init__(objective, aggregate, entropy_coef, temperature)
+        self.values, self.per_step = values, per_step
         self.names = (
             *_POLICY_STATS,
             *_OTHER_STATS,
@@ -154,7 +201,7 @@ class UpdateLoss:
         ``per_step``, by those of all n mini-batches over n: Σ_j S_j / D is the mean of
         S_j / (D / n), so that the step does not depend on how many mini-batches there are.
         """
-        lengths = [minibatch.tokens.mask.sum(-1) for minibatch in minibatches]
+        lengths = [minibatch.counts for minibatch in minibatches]
         weights = [minibatch.old.of_samples for minibatch in minibatches]
         if self.per_step and len(minibatches) > 1:
             joined = None if weights[0] is None else torch.cat(weights)  # type: ignore[arg-type]
@@ -182,28 +229,13 @@ class UpdateLoss:
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
     ) -> ScoringRequest:
         """The model's request for the policy's part of the loss, log-probs and values."""
-        tokens, old, _ = minibatch
-        weights, lengths = old.weights, tokens.mask.sum(-1)
-        if weights is not None:  # of tokens; with output_size it does not wait for the device
-            weights = weights.repeat_interleave(lengths, output_size=len(old.logprobs))
-        objective = self.objective(
-            old.logprobs,
-            old.advantages,
-            lengths,
-            token_weights=weights,
-            denominator=denominator,
-            kl=old.kl,
-            sampler_weights=old.sampler_weights,
-            chosen=old.chosen,
-            entropy_coef=self.entropy_coef,
-        )
         return scoring_request(
-            tokens,
+            minibatch.tokens,
             model_pass,
             temperature=self.temperature,
             entropy=True,
             values=self.values is not None,
-            objective=objective,
+            objective=self.policy_objective(minibatch, denominator, minibatch.old.weights),
         )
 
     def __call__(

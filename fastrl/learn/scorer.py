@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fastrl_kernels
-from fastrl.data.token_batch import ModelPass, TokenBatch
+from fastrl.data.token_batch import ModelPass, Padded, TokenBatch
 from fastrl.learn.experience import LogprobsAndValues, Scored, kl_operands
 from fastrl.learn.kl import KLPenalty
 from fastrl.learn.memory import MicroBatches, PositionCount
@@ -134,6 +135,39 @@ class Scorer:
 
     def _request(self, part: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:
         return scoring_request(part, model_pass, temperature=self.temperature, **options)
+
+
+@torch.no_grad()
+def in_passes(
+    batch: TokenBatch,
+    score: Callable[[TokenBatch], dict[str, Tensor]],
+    limit: PassLimit,
+    processes: Processes,
+) -> dict[str, Tensor]:
+    """What ``score`` says of a batch's response tokens, [N] each, from passes over its samples.
+
+    Each process has a batch of its own, and runs as many passes as the others: weights may be
+    gathered for each.
+    """
+    counting = batch.counting()
+    passes = batch.parts(counting, limit)
+    if not counting:
+        batch = replace(batch, padding=Padded())
+    columns: dict[str, list[Tensor]] = {}
+    for k in range(max(1, *processes.objects(len(passes)))):
+        counts = k < len(passes)
+        part = batch.select(passes[k] if counts else counting[:1] or [0])
+        for name, per_row in score(part).items():
+            columns.setdefault(name, []).append(per_row if counts else per_row[:0])
+    order = [i for part in passes for i in part]
+    tokens = batch.response_mask.sum(-1).tolist()
+    places = sorted(range(len(order)), key=order.__getitem__)
+
+    def in_order(found: list[Tensor]) -> Tensor:
+        of_each = torch.cat(found).split([tokens[i] for i in order])
+        return torch.cat([found[0][:0], *(of_each[k] for k in places)])
+
+    return {name: in_order(found) for name, found in columns.items()}
 
 
 @torch.no_grad()

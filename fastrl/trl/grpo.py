@@ -18,6 +18,7 @@ from fastrl.learn.baselines import (
     grouped,
     standardised,
 )
+from fastrl.learn.experience import Minibatch
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import context_length
@@ -28,7 +29,7 @@ from fastrl.trl.environments import Environments
 from fastrl.trl.grpo_config import GRPOConfig
 from fastrl.trl.metric_means import mean_of
 from fastrl.trl.online import OnlineTrainer
-from fastrl.trl.policy_loss import GroupLoss, LearnedTokens, high_of, note_clips, ratios_of
+from fastrl.trl.policy_loss import GroupLoss, high_of, note_clips, ratios_of
 from fastrl.trl.responses import Judged, Responses, nanstd
 from fastrl.trl.rollout_correction import RolloutCorrection
 from fastrl.trl.tools import Toolbox, ToolLoop, check_chats
@@ -244,11 +245,16 @@ class GRPOTrainer(OnlineTrainer):
         advantages = torch.where(counts, advantages, 0.0).flatten()
         return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
-    def fused_loss(self, tokens: LearnedTokens) -> PolicyObjective | None:
-        coef = self._coefficient()
-        return self._loss.in_one_pass(tokens, coef, self.accelerator.num_processes)
+    def denominator(self, part: Minibatch, generated: float) -> float:
+        return self._loss.denominator(part, generated)
 
-    def policy_loss(self, tokens: LearnedTokens, scores: TokenScores, mode: str) -> Tensor:
+    def fused_loss(self, part: Minibatch, denominator: float) -> PolicyObjective | None:
+        coef, processes = self._coefficient(), self.accelerator.num_processes
+        return self._loss.in_one_pass(part, denominator, coef, processes)
+
+    def policy_loss(
+        self, part: Minibatch, denominator: float, scores: TokenScores, mode: str
+    ) -> Tensor:
         """See :class:`fastrl.trl.policy_loss.GroupLoss`."""
         args, metrics = self.args, self._metrics[mode]
         logprobs, entropies = scores.logprobs, scores.entropies
@@ -264,9 +270,9 @@ class GRPOTrainer(OnlineTrainer):
         bonus = coef * total / count.clamp(min=1)
         if loss is None:
             if args.off_policy_mask_threshold is not None:
-                kept = self._on_policy(tokens, logprobs)
+                kept = self._on_policy(part, logprobs)
                 chosen = kept if chosen is None else chosen * kept
-            policy_loss = self._loss(tokens, scores, chosen)
+            policy_loss = self._loss(part, scores, chosen, denominator)
             loss = policy_loss - bonus if coef else policy_loss
         else:
             policy_loss = loss.detach() + bonus.detach()
@@ -276,8 +282,8 @@ class GRPOTrainer(OnlineTrainer):
                 self._adapt_entropy(total.detach(), count)
         detached = logprobs.detach()
         if self.beta:
-            metrics.add({"kl": mean_of(self._loss.kl(tokens, detached))}, of_none=0.0)
-        self._note_clips(tokens, detached, mode)
+            metrics.add({"kl": mean_of(self._loss.kl(part, detached))}, of_none=0.0)
+        self._note_clips(part, detached, mode)
         return loss
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
@@ -317,14 +323,14 @@ class GRPOTrainer(OnlineTrainer):
         mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         return ((advantages >= 0) | (mean <= off_policy_threshold)).to(mask.dtype)
 
-    def _on_policy(self, tokens: LearnedTokens, logprobs: Tensor) -> Tensor:
+    def _on_policy(self, part: Minibatch, logprobs: Tensor) -> Tensor:
         """That mask of the tokens, [N]."""
-        apart = tokens.differences(logprobs.detach())
-        if tokens.sampled is not None:
-            apart = logprobs.detach() - tokens.sampled
-        mean = tokens.mean(-apart.nan_to_num(nan=0.0))
-        near = mean <= self.args.off_policy_mask_threshold
-        return ((tokens.advantages >= 0) | near).float()[tokens.of]
+        apart = part.differences(logprobs.detach())
+        if part.old.sampled is not None:
+            apart = logprobs.detach() - part.old.sampled
+        mean = part.means(-apart.nan_to_num(nan=0.0))
+        near = part.at_tokens(mean <= self.args.off_policy_mask_threshold)
+        return ((part.old.advantages >= 0) | near).float()
 
     @property
     def _has_bonus(self) -> bool:
@@ -357,21 +363,21 @@ class GRPOTrainer(OnlineTrainer):
         if ends_step:
             self._metrics["train"].add_number("entropy_coef", self.entropy_coef)
 
-    def _note_clips(self, tokens: LearnedTokens, logprobs: Tensor, mode: str) -> None:
+    def _note_clips(self, part: Minibatch, logprobs: Tensor, mode: str) -> None:
         args, metrics = self.args, self._metrics[mode]
-        ratios = ratios_of(tokens, logprobs, args.importance_sampling_level)
+        ratios = ratios_of(part, logprobs, args.importance_sampling_level)
         rho, advantages = ratios.units, ratios.advantages
         if args.loss_type == "cispo":
             cut = (rho > high_of(args)) & (advantages > 0)
             metrics.add({"cispo_clip_ratio": mean_of(cut)}, of_none=0.0)
         if args.loss_type == "vespo":
-            gammas = tokens.mean(self._loss.gammas(tokens, logprobs))[tokens.counts > 0]
+            gammas = part.means(self._loss.gammas(part, logprobs))[part.counts > 0]
             metrics.add({"vespo/phi_seq_mean": mean_of(gammas)}, of_none=0.0)
         if not self._loss.type.clips:
             return
         if args.delta is not None:
             rho = rho.clamp(max=args.delta)
-        means = None if ratios.by_sequence else lambda x: tokens.sum(x) / tokens.counts
+        means = None if ratios.by_sequence else lambda x: part.sums(x) / part.counts
         note_clips(metrics, rho, advantages, args, means)
 
     def own_state(self) -> dict[str, Any]:

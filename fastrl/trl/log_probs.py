@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,14 +11,18 @@ from torch import Tensor, nn
 
 from fastrl.data.choose_padding import logprobs_of_labels, runs_packed
 from fastrl.data.padding_free import PaddingFree
-from fastrl.data.token_batch import Padded, Padding
+from fastrl.data.token_batch import ModelPass, Padded, Padding, TokenBatch
+from fastrl.learn.experience import Minibatch
 from fastrl.learn.old_logprobs import LOW_PRECISION, TOLERANCES, audited
-from fastrl.models.scorer import TokenScorer
-from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
+from fastrl.learn.samples import SampledResponses
+from fastrl.learn.scorer import in_passes, scoring_request
+from fastrl.models.scorer import ScoredPass, TokenScorer
+from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.ref_model import RefModel
 from fastrl.run.processes import Processes
-from fastrl.trl.sampled import SampledResponses
+
+Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
 
 
 class ResponseScorer:
@@ -50,41 +54,37 @@ class ResponseScorer:
         self._scorer = TokenScorer()
 
     def policy(
-        self,
-        model: nn.Module,
-        part: SampledResponses,
-        objective: PolicyObjective | None = None,
-        aux: bool = False,
-    ) -> tuple[TokenScores, Tensor | None]:
-        """Scores of the learned tokens, in the order of the responses, with an objective's loss;
-        and the load-balancing loss of a mixture of experts, where it is asked for."""
-        given, request = self._request(model, part, objective, aux)
-        if aux:
-            given["output_router_logits"] = True
+        self, model: nn.Module, inputs: dict[str, Any], request: ScoringRequest, aux: bool = False
+    ) -> ScoredPass:
+        """What the policy says in a forward.
+
+        Args:
+            aux: have it say the load-balancing loss of a mixture of experts, too.
+        """
+        given = {**inputs, "output_router_logits": True} if aux else inputs
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        found = self._scorer(plain, given, request, model)
-        return found.scores, found.output.aux_loss if aux else None
+        return self._scorer(plain, given, request, model)
 
     def old(
         self,
         model: nn.Module,
-        responses: SampledResponses,
-        sampled: Sequence[Tensor] | None,
-        size: int,
+        samples: SampledResponses,
+        sampled: list[Tensor] | None,
+        limit: PassLimit,
     ) -> list[Tensor]:
         """Log-probs [n] of each response by the policy as it is: the rollout's, where a few that
         are computed again agree with them.
 
         Args:
             sampled: the rollout's, of all tokens of each response.
-            size: most responses that a forward runs.
+            limit: of a forward.
         """
         if sampled is None or self.reuses is False:
-            return self._by_policy(model, responses, size)
+            return self._by_policy(model, samples, limit)
         if self.reuses is None:
-            chosen = audited(range(len(responses)))
-            part = responses.select(chosen)
-            found = part.learned(self._by_policy(model, part, size))
+            chosen = audited(range(len(samples)))
+            part = samples.select(chosen)
+            found = part.learned(self._by_policy(model, part, limit))
             off = (part.learned([sampled[i].float().cpu() for i in chosen]) - found).abs()
             low = self.args.bf16 or self.args.fp16
             dtype = torch.bfloat16 if low else next(model.parameters()).dtype
@@ -92,66 +92,51 @@ class ResponseScorer:
             worst = float(off.max() if kind == "max" else off.mean()) if len(off) else 0.0
             self.reuses = not self.processes.any(not worst <= tolerance)
             if not self.reuses:
-                return self._by_policy(model, responses, size)
+                return self._by_policy(model, samples, limit)
         return [x.float().cpu() for x in sampled]
 
     def reference(
-        self, model: nn.Module, reference: RefModel, responses: SampledResponses, size: int
+        self, model: nn.Module, reference: RefModel, samples: SampledResponses, limit: PassLimit
     ) -> list[Tensor]:
         """Log-probs [n] of each response by the reference of a policy, see :meth:`old`."""
+        return self._in_passes(model, reference.score, samples, limit)
 
-        def score(part: SampledResponses) -> Tensor:
-            return reference.score(*self._request(model, part)).logprobs
-
-        return self._in_parts(score, responses, size)
-
-    def _by_policy(self, model: nn.Module, responses: SampledResponses, size: int) -> list[Tensor]:
+    def _by_policy(
+        self, model: nn.Module, samples: SampledResponses, limit: PassLimit
+    ) -> list[Tensor]:
         with evaluating(model):
-            return self._in_parts(lambda x: self.policy(model, x)[0].logprobs, responses, size)
+            return self._in_passes(model, lambda *x: self.policy(model, *x).scores, samples, limit)
 
     @torch.no_grad()
-    def _in_parts(
-        self, score: Callable[[SampledResponses], Tensor], responses: SampledResponses, size: int
+    def _in_passes(
+        self, model: nn.Module, score: Score, samples: SampledResponses, limit: PassLimit
     ) -> list[Tensor]:
         """On the host, which waits once for all; 0 at tokens that are not learned."""
-        starts = range(0, len(responses), size)
+        batch = samples.batch(self.pad_token, self.padding(model)).to(self.args.device)
+
+        def logprobs(part: TokenBatch) -> dict[str, Tensor]:
+            model_pass = part.model_pass
+            request = scoring_request(
+                part, model_pass, temperature=self.args.temperature, values=False
+            )
+            return {"logprobs": score(dict(model_pass.inputs), request).logprobs.float()}
+
         with self.autocast():
-            parts = [
-                score(responses.select(range(i, min(i + size, len(responses))))).float()
-                for i in starts
-            ]
-        flat = torch.cat(parts).cpu()
-        each = zip(responses.masks, flat.split(responses.counts), strict=True)
-        return [torch.zeros(len(mask)).masked_scatter(mask, values) for mask, values in each]
+            found = in_passes(batch, logprobs, limit, self.processes)["logprobs"]
+        return samples.spread(found.cpu())
 
-    def _request(
-        self,
-        model: nn.Module,
-        part: SampledResponses,
-        objective: PolicyObjective | None = None,
-        padded: bool = False,
-    ) -> tuple[dict[str, Any], ScoringRequest]:
-        """Arguments of a model's forward, and what it is to say of the learned tokens."""
-        # With no token to learn the model runs all the same, as other processes wait for it.
-        counting = [i for i, count in enumerate(part.counts) if count] or [0]
-        # Which the processes choose together, whoever has a token.
-        padding: Padding = Padded() if padded else self._chosen_padding(model)
-        if not any(part.counts):
-            padding = Padded()
-        batch = part.select(counting).batch(self.pad_token, padding).to(self.args.device)
-        model_pass = batch.model_pass
-        labels = batch.input_ids.flatten()[batch.rows() + 1]
-        request = ScoringRequest(
-            model_pass.rows,
-            labels,
-            self.args.temperature,
-            entropy=True,
-            values=False,
-            objective=objective,
-        )
-        return dict(model_pass.inputs), request
+    def model_pass(self, part: Minibatch) -> ModelPass:
+        """The forward over the samples of which a token is learned; with none over one that has
+        none, as other processes wait for it."""
+        tokens, counting = part.tokens, part.tokens.counting()
+        if len(counting) < len(tokens):
+            tokens = tokens.select(counting or [0])
+        if not counting:
+            return Padded().model_pass(tokens)
+        return tokens.model_pass
 
-    def _chosen_padding(self, model: nn.Module) -> Padding:
+    def padding(self, model: nn.Module) -> Padding:
+        """That of batches, which the processes choose together, whoever has a token."""
         if self._padding is None:
             self._padding = Padded()
             if self.args.padding_free:

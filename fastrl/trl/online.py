@@ -20,10 +20,14 @@ from fastrl.core import set_seed
 from fastrl.data.chat import as_answer
 from fastrl.data.chat_prompts import check_prompt, encode_prompts
 from fastrl.data.columns import check_reserved
+from fastrl.data.token_batch import Padded
+from fastrl.learn.experience import Minibatch
+from fastrl.learn.samples import SampledResponses
+from fastrl.learn.scorer import scoring_request
 from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
-from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.models.scoring import PassLimit, PolicyObjective, TokenScores
 from fastrl.models.utils import check_trainable, modes_kept, without_dropout
 from fastrl.ref_model import RefModel
 from fastrl.rewards.identity import identities_of
@@ -44,7 +48,6 @@ from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
-from fastrl.trl.policy_loss import LearnedTokens
 from fastrl.trl.prompt_data import PromptRoom, check_data, refuse_dispatch, reserved_of
 from fastrl.trl.reference import (
     Follow,
@@ -56,7 +59,6 @@ from fastrl.trl.reference import (
 from fastrl.trl.responses import Judged, Responses, note_lengths, note_rewards, rolled_out
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.rollout_correction import RolloutCorrection
-from fastrl.trl.sampled import SampledResponses
 
 _LOGGER = logging.getLogger(__name__)
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -273,14 +275,24 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             kl: Σ_t (log π_old - log π_ref) of each response, [B], where there is a reference.
         """
 
-    def fused_loss(self, tokens: LearnedTokens) -> PolicyObjective | None:
+    def fused_loss(self, part: Minibatch, denominator: float) -> PolicyObjective | None:
         """The loss of a batch as the LM head computes it; None: from log-probs, by
         :meth:`policy_loss`."""
         return None
 
     @abstractmethod
-    def policy_loss(self, tokens: LearnedTokens, scores: TokenScores, mode: str) -> Tensor:
+    def policy_loss(
+        self, part: Minibatch, denominator: float, scores: TokenScores, mode: str
+    ) -> Tensor:
         """The loss of a batch; logs what is known of it."""
+
+    @abstractmethod
+    def denominator(self, part: Minibatch, generated: float) -> float:
+        """What a batch's sum is divided by.
+
+        Args:
+            generated: tokens of a batch, in the mean over those that were generated together.
+        """
 
     # Data.
 
@@ -408,23 +420,30 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if return_outputs:
             raise ValueError(f"{type(self).__name__} returns no outputs beside the loss")
         mode = "train" if self.model.training else "eval"
-        tokens = self._tokens(inputs, mode)
-        objective = self.fused_loss(tokens)
-        scores, aux = self._scorer.policy(model, inputs, objective, self.aux_loss_enabled)
-        loss = self.policy_loss(tokens, scores, mode)
-        assert scores.entropies is not None
-        noted = {"entropy": mean_of(scores.entropies)}
-        if aux is not None:
-            loss = loss + self.router_aux_loss_coef * aux
-            noted["aux_loss"] = mean_of(aux[None])
+        uses = self.args.steps_per_generation if mode == "train" else 1
+        generated = max(inputs.generated, 1.0) / self.accelerator.num_processes / uses
+        aux, pad_token = self.aux_loss_enabled, self._tokenizer.pad_token_id
+        padding = Padded() if aux else self._scorer.padding(model)
+        part = inputs.minibatch(pad_token, padding, self.args.device, self.beta)
+        denominator = self.denominator(part, generated)
+        objective, model_pass = self.fused_loss(part, denominator), self._scorer.model_pass(part)
+        request = scoring_request(
+            part.tokens,
+            model_pass,
+            temperature=self.temperature,
+            entropy=True,
+            values=False,
+            objective=objective,
+        )
+        found = self._scorer.policy(model, dict(model_pass.inputs), request, aux)
+        loss = self.policy_loss(part, denominator, found.scores, mode)
+        assert found.scores.entropies is not None
+        noted = {"entropy": mean_of(found.scores.entropies)}
+        if aux:
+            loss = loss + self.router_aux_loss_coef * found.output.aux_loss
+            noted["aux_loss"] = mean_of(found.output.aux_loss[None])
         self._metrics[mode].add(noted, of_none=0.0)
         return loss
-
-    def _tokens(self, part: SampledResponses, mode: str) -> LearnedTokens:
-        """What is known of a batch's tokens before the policy scores them, on the device."""
-        uses = self.args.steps_per_generation if mode == "train" else 1
-        generated = max(part.generated, 1.0) / self.accelerator.num_processes / uses
-        return LearnedTokens.of_responses(part, generated, self.args.device)
 
     # Responses and rewards.
 
@@ -463,15 +482,16 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if self.learns_kl and self._reference is not None:
             own = None  # scored as the reference is: else rounding would be a KL, and learned
         correction = None if others is None else self._correction
+        limit = PassLimit(size)
         if self.needs_old or behind or correction is not None:
-            learnable.old = self._scorer.old(model, learnable, own, size)
+            learnable.old = self._scorer.old(model, learnable, own, limit)
         if others is not None:
             if correction is not None:
                 correction(learnable, others, self._metrics[mode])
             learnable.sampled = others if self._masks_by_sampler else None
         kl = None
         if self._reference is not None:
-            learnable.ref = self._scorer.reference(model, self._reference, learnable, size)
+            learnable.ref = self._scorer.reference(model, self._reference, learnable, limit)
             if learnable.old is not None:
                 triples = zip(learnable.old, learnable.ref, masks, strict=True)
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])

@@ -1,6 +1,6 @@
 """The losses of GRPO and its kin, by the kernels' table of policy losses.
 
-Tokens of B responses lie one after the other, [N]; ``of`` says which response each is of.
+Tokens of the B responses of a mini-batch lie one after the other, [N].
 """
 
 from __future__ import annotations
@@ -11,68 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fastrl_kernels
 from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.experience import Minibatch
+from fastrl.learn.loss import TokenLoss
 from fastrl.learn.objective import TokenObjective, loss_of_logprobs
-from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.trl.metric_means import MetricMeans, mean_of
-from fastrl.trl.sampled import SampledResponses
 from fastrl_kernels.sequence_ratios import log_gamma_weights
 
 LEVELS = ("token", "sequence")
-
-
-class LearnedTokens(NamedTuple):
-    """Response tokens that are learned from, before the policy scores them."""
-
-    advantages: Tensor  # [B]
-    counts: Tensor  # [B] int64, tokens of each response
-    host_counts: Tensor  # the same on the host
-    of: Tensor  # [N] int64
-    old: Tensor | None  # [N], log-probs of the policy that sampled them; None: of this one
-    ref: Tensor | None  # [N], log-probs of the reference model
-    generated: float  # tokens of a batch, in the mean over those that were generated together
-    sampler_weights: Tensor | None = None  # [N], of another sampler; None: all 1
-    sampled: Tensor | None = None  # [N], log-probs of another sampler; None: old is the sampler's
-
-    @classmethod
-    def of_responses(
-        cls, part: SampledResponses, generated: float, device: torch.device
-    ) -> LearnedTokens:
-        """On a device, in one upload of integers and one of numbers."""
-        counts = torch.tensor(part.counts)
-        of = torch.arange(len(part)).repeat_interleave(counts)
-        given = (part.old, part.ref, part.sampler_weights, part.sampled)
-        columns = [x if x is None else part.learned(x) for x in given]
-        there = [part.advantages, *(x for x in columns if x is not None)]
-        numbers = to_device(torch.cat(there), device).split([len(x) for x in there])
-        integers = to_device(torch.cat([counts, of]), device)
-        behind = iter(numbers[1:])
-        old, ref, weights, sampled = (None if x is None else next(behind) for x in columns)
-        first = len(part)
-        return cls(
-            numbers[0],
-            integers[:first],
-            counts,
-            integers[first:],
-            old,
-            ref,
-            generated,
-            weights,
-            sampled,
-        )
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Means [B] over the tokens of each response; 0 of none."""
-        return self.sum(x) / self.counts.clamp(min=1)
-
-    def sum(self, x: Tensor) -> Tensor:
-        return x.new_zeros(len(self.counts)).index_add(0, self.of, x)
-
-    def differences(self, logprobs: Tensor) -> Tensor:
-        """log π - log π_old, [N]."""
-        return logprobs - (logprobs.detach() if self.old is None else self.old)
 
 
 class Ratios(NamedTuple):
@@ -84,14 +31,15 @@ class Ratios(NamedTuple):
     by_sequence: bool
 
 
-def ratios_of(tokens: LearnedTokens, logprobs: Tensor, level: str) -> Ratios:
+def ratios_of(part: Minibatch, logprobs: Tensor, level: str) -> Ratios:
     """ρ_t = π(y_t)/π_old(y_t), or (GSPO) a response's geometric mean, exp(mean_t log ρ_t)."""
-    log_ratio = tokens.differences(logprobs)
+    log_ratio = part.differences(logprobs)
     if level == "token":
         ratio = log_ratio.exp()
-        return Ratios(ratio, ratio, tokens.advantages[tokens.of], False)
-    units = tokens.mean(log_ratio).exp()
-    return Ratios(units[tokens.of], units, tokens.advantages, True)
+        return Ratios(ratio, ratio, part.old.advantages, False)
+    units = part.means(log_ratio).exp()
+    assert part.old.of_responses is not None
+    return Ratios(part.at_tokens(units), units, part.old.of_responses, True)
 
 
 class LossType(NamedTuple):
@@ -132,14 +80,14 @@ def high_of(args: Any) -> float:
     return args.epsilon if args.epsilon_high is None else args.epsilon_high
 
 
-class GroupLoss:
-    """Σ_t v_t·(u_t·ℓ_t + β·KL_t) / D - c·mean_t H_t over the tokens of a batch.
+class GroupLoss(TokenLoss):
+    """The loss of a batch, -c·mean_t H_t among it.
 
-    ℓ is the kernels' policy loss. v and D are by ``args.loss_type``'s aggregate of the batch's
-    responses, or D is ``generated``, so that the mean over the batches of an optimizer step is the
-    step's loss. KL_t = exp(r) - r - 1 of r = log π_ref - log π, times ρ_t where
-    ``args.use_bias_correction_kl`` says so (DeepSeek-V3.2). Weights of another sampler are factors
-    of u, those of "vespo" of its ratio w in their place.
+    v and D are by ``args.loss_type``'s aggregate of the batch's responses, or D is the tokens that
+    were generated, so that the mean over the batches of an optimizer step is the step's loss.
+    KL_t = exp(r) - r - 1 of r = log π_ref - log π, times ρ_t where ``args.use_bias_correction_kl``
+    says so (DeepSeek-V3.2). Weights of another sampler are factors of u, those of "vespo" of its
+    ratio w in their place.
 
     Args:
         args: a :class:`fastrl.trl.grpo_config.GRPOConfig`.
@@ -150,24 +98,34 @@ class GroupLoss:
 
     def __init__(self, args: Any):
         self.type = LOSS_TYPES[args.loss_type]
-        self.aggregate = Aggregate(self.type.aggregate, args.max_completion_length, True)
         self.level, self.beta = args.importance_sampling_level, args.beta
         self.corrects_kl = args.use_bias_correction_kl
         kind, high = self.type.kind, high_of(args)
-        self.objective = TokenObjective.of(
+        objective = TokenObjective.of(
             args,
             kind,
             "token" if kind == "vespo" else self.level,  # whose ratio is the response's anyway
             # CISPO's ratios have one bound, ε_high itself.
             (args.epsilon, high - 1 if kind == "cispo" else high),
         )
+        aggregate = Aggregate(self.type.aggregate, args.max_completion_length, True)
+        super().__init__(objective, aggregate, temperature=args.temperature)
         # The fused loss's gradients are rounded before GradScaler's factor reaches them.
         self.fuses = not args.fp16
         self.threshold = args.off_policy_mask_threshold
-        self.top_entropy = args.top_entropy_quantile
+
+    def denominator(self, part: Minibatch, generated: float) -> float:
+        """D of a batch.
+
+        Args:
+            generated: tokens of a batch, in the mean over those that were generated together.
+        """
+        if self.type.of_step:
+            return max(generated, 1e-9)
+        return float(self.aggregate.denominator(part.tokens.response_mask.sum(-1)))
 
     def in_one_pass(
-        self, tokens: LearnedTokens, entropy_coef: float, processes: int
+        self, part: Minibatch, denominator: float, entropy_coef: float, processes: int
     ) -> PolicyObjective | None:
         """The loss as the LM head computes it together with its gradient; None where it needs
         something else.
@@ -181,86 +139,58 @@ class GroupLoss:
             entropy_coef: c, as it is now.
             processes: how many there are.
         """
-        on_policy, kl = tokens.old is None, None
-        weights, denominator, count = *self._aggregate(tokens), len(tokens.of)
-        no_kl = on_policy and tokens.sampled is None
+        on_policy, kl, count = part.old.logprobs is None, part.old.kl, len(part.old.advantages)
+        weights = self.aggregate.weights(part.counts)
+        no_kl = on_policy and part.old.sampled is None
         masks = self.threshold is not None and not (no_kl and self.threshold >= 0)
         top = self.top_entropy < 1
         bonus = entropy_coef != 0 and (top or weights is not None)
         if not self.fuses or not count or masks or bonus or (top and processes > 1):
             return None
-        objective = self.objective
+        if kl is not None and self.corrects_kl:
+            if not on_policy or self.level != "token":
+                return None
+            kl = kl._replace(kind="k3+")  # the derivative of ρ·KL at ρ = 1 is log π - log π_ref
+        coef = entropy_coef * denominator / count
+        found = self.policy_objective(part, denominator, weights, kl=kl, entropy_coef=coef)
         if on_policy:  # a sequence's ratio is 1, too
-            objective = objective._replace(loss=objective.loss._replace(ratio_level="token"))
-        if self.beta:
-            assert tokens.ref is not None
-            kind = "k3"
-            if self.corrects_kl:
-                if not on_policy or self.level != "token":
-                    return None
-                kind = "k3+"  # the derivative of ρ·KL at ρ = 1 is log π - log π_ref
-            kl = fastrl_kernels.KLTerm(tokens.ref, self.beta, kind)
-        return objective(
-            tokens.old,
-            tokens.advantages[tokens.of],
-            tokens.counts,
-            token_weights=weights,
-            denominator=denominator,
-            kl=kl,
-            sampler_weights=tokens.sampler_weights,
-            entropy_coef=entropy_coef * denominator / count,
-        )
+            loss = found.objective._replace(ratio_level="token")
+            reads = loss.reads_sequences
+            found = found._replace(objective=loss, lengths=found.lengths if reads else None)
+        return found
 
     def __call__(
-        self, tokens: LearnedTokens, scores: TokenScores, weights: Tensor | None
+        self, part: Minibatch, scores: TokenScores, chosen: Tensor | None, denominator: float
     ) -> Tensor:
         """The same from log-probs, without entropies.
 
         Args:
             scores: the policy's.
-            weights: u, [N].
+            chosen: [N] 1 or 0, the tokens that ℓ is of; None: all.
         """
-        logprobs = scores.logprobs
-        of_tokens, denominator = self._aggregate(tokens)
-        objective = self.objective(
-            tokens.old,
-            tokens.advantages[tokens.of],
-            tokens.counts,
-            token_weights=of_tokens,
-            denominator=denominator,
-            sampler_weights=tokens.sampler_weights,
-            chosen=weights,
-        )
-        loss, _ = loss_of_logprobs(logprobs, objective)
-        if self.beta:
-            kl = self.kl(tokens, logprobs)
-            kl = kl if of_tokens is None else kl * of_tokens
+        weights = self.aggregate.weights(part.counts)
+        objective = self.policy_objective(part, denominator, weights, kl=None, chosen=chosen)
+        loss, _ = loss_of_logprobs(scores.logprobs, objective)
+        if part.old.kl is not None:
+            kl = self.kl(part, scores.logprobs)
+            kl = kl if weights is None else kl * part.at_tokens(weights)
             loss = loss + self.beta * kl.sum() / denominator
         return loss
 
-    def kl(self, tokens: LearnedTokens, logprobs: Tensor) -> Tensor:
+    def kl(self, part: Minibatch, logprobs: Tensor) -> Tensor:
         """KL_t, [N]."""
-        assert tokens.ref is not None
-        r = tokens.ref - logprobs
+        assert part.old.kl is not None
+        r = part.old.kl.ref_logprobs - logprobs
         kl = torch.expm1(r) - r
-        return kl * ratios_of(tokens, logprobs, self.level).tokens if self.corrects_kl else kl
+        return kl * ratios_of(part, logprobs, self.level).tokens if self.corrects_kl else kl
 
-    def gammas(self, tokens: LearnedTokens, logprobs: Tensor) -> Tensor:
+    def gammas(self, part: Minibatch, logprobs: Tensor) -> Tensor:
         """φ(w) of "vespo" at each token of a response, [N]."""
-        old, _ = self.objective.beside_sampler(tokens.old, tokens.sampler_weights)
+        old, _ = self.objective.beside_sampler(part.old.logprobs, part.old.sampler_weights)
         log_ratio = logprobs - (logprobs if old is None else old)
-        every = torch.ones_like(tokens.of, dtype=torch.bool)
-        advantages = tokens.advantages[tokens.of]
-        found = log_gamma_weights(log_ratio, advantages, every, tokens.counts, self.objective.loss)
+        every, advantages = torch.ones_like(log_ratio, dtype=torch.bool), part.old.advantages
+        found = log_gamma_weights(log_ratio, advantages, every, part.counts, self.objective.loss)
         return found.exp()
-
-    def _aggregate(self, tokens: LearnedTokens) -> tuple[Tensor | None, float]:
-        """v [N], None where all are 1; and D."""
-        weights = self.aggregate.weights(tokens.counts)
-        of_tokens = None if weights is None else weights[tokens.of]
-        if self.type.of_step:
-            return of_tokens, max(tokens.generated, 1e-9)
-        return of_tokens, float(self.aggregate.denominator(tokens.host_counts))
 
 
 def note_clips(

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from fastrl.learn.baselines import EPS, all_equal, deviation, grouped, leave_one_out
+from fastrl.learn.experience import Minibatch
+from fastrl.learn.samples import SampledResponses
 from fastrl.models.scoring import TokenScores
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.metric_means import Parts, mean_of
 from fastrl.trl.online import OnlineTrainer
-from fastrl.trl.policy_loss import LearnedTokens, high_of, note_clips
+from fastrl.trl.policy_loss import high_of, note_clips
 from fastrl.trl.responses import Judged, nanstd
 from fastrl.trl.rloo_config import RLOOConfig
-from fastrl.trl.sampled import SampledResponses
 
 
 class RLOOTrainer(OnlineTrainer):
@@ -60,10 +61,16 @@ class RLOOTrainer(OnlineTrainer):
         of_tokens = learnable.learned(learnable.old) - learnable.learned(learnable.ref)
         return {"kl": mean_of(of_tokens)}
 
-    def policy_loss(self, tokens: LearnedTokens, scores: TokenScores, mode: str) -> Tensor:
-        args, metrics, advantages = self.args, self._metrics[mode], tokens.advantages
-        ratio = tokens.sum(tokens.differences(scores.logprobs)).exp()
+    def denominator(self, part: Minibatch, generated: float) -> float:
+        return float(part.size)
+
+    def policy_loss(
+        self, part: Minibatch, denominator: float, scores: TokenScores, mode: str
+    ) -> Tensor:
+        args, metrics, advantages = self.args, self._metrics[mode], part.old.of_responses
+        assert advantages is not None
+        ratio = part.sums(part.differences(scores.logprobs)).exp()
         near = ratio.clamp(1 - args.epsilon, 1 + high_of(args))
-        loss = -torch.min(ratio * advantages, near * advantages).mean()
+        loss = -torch.min(ratio * advantages, near * advantages).sum() / denominator
         note_clips(metrics, ratio.detach(), advantages, args)
         return loss

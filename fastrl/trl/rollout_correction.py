@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastrl.config import SAMPLER_CORRECTIONS
 from fastrl.learn.correction import SamplerStats, sampler_weights
+from fastrl.learn.samples import SampledResponses
 from fastrl.trl.metric_means import MetricMeans
-from fastrl.trl.sampled import SampledResponses
 
 # TRL's names.
 MODES = tuple(kind.replace("-", "_") for kind in SAMPLER_CORRECTIONS if kind != "off")
@@ -89,10 +89,7 @@ class RolloutCorrection:
         weights, found = sampler_weights(
             old, given, every, self.kind, self.least, self.most, counts
         )
-        each = zip(responses.masks, weights.split(responses.counts), strict=True)
-        responses.sampler_weights = [
-            torch.ones(len(mask)).masked_scatter(mask, own) for mask, own in each
-        ]
+        responses.sampler_weights = responses.spread(weights, elsewhere=1.0)
         units = (counts > 0).sum() if self.kind.startswith("sequence") else counts.sum()
         _note(metrics, found, units, (~given.isnan()).sum())
 

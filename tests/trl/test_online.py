@@ -17,11 +17,11 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from fastrl.learn.samples import SampledResponses
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.metric_means import MetricMeans
-from fastrl.trl.sampled import SampledResponses
 from fastrl.user_code import ExitCalled
 from tests import tiny_models
 from tests.golden import tiny

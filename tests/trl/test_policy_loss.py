@@ -15,8 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 import fastrl_kernels
 from fastrl import GRPOConfig
+from fastrl.data.token_batch import Padded
+from fastrl.learn.experience import Minibatch
+from fastrl.learn.samples import SampledResponses
 from fastrl.models.scoring import TokenScores
-from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss, LearnedTokens
+from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
 
 COUNTS = [3, 0, 2, 6]
 # How the policy is to the responses: one that has moved since it sampled them, the one that sampled
@@ -67,11 +70,17 @@ class Batch:
         every = (hidden @ weight.t()).log_softmax(-1)
         return every.gather(1, self.labels[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
-    @property
-    def tokens(self) -> LearnedTokens:
-        counts = self.counts, self.counts
-        given = (self.advantages, *counts, self.of, self.old, self.ref, GENERATED)
-        return LearnedTokens(*given, self.weights)
+    def part(self, args: GRPOConfig) -> Minibatch:
+        def each(x: Tensor | None) -> Any:
+            return None if x is None else list(x.split(COUNTS))
+
+        one, n = [torch.tensor([0])] * len(COUNTS), sum(COUNTS)
+        masks = each(torch.ones(n, dtype=torch.bool))
+        columns = map(each, (self.old, self.ref if args.beta else None, self.weights))
+        samples = SampledResponses(
+            one, each(self.labels), masks, self.advantages, GENERATED, *columns
+        )
+        return samples.minibatch(0, Padded(), torch.device("cpu"), args.beta)
 
     def leaves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         hidden, weight = self.hidden.to(dtype), self.weight.to(dtype)
@@ -127,9 +136,9 @@ def formula(batch: Batch, args: GRPOConfig, leaves: tuple[Tensor, Tensor]) -> Te
     return loss[name] - args.entropy_coef * entropies.mean()
 
 
-def in_one_pass(batch: Batch, loss: GroupLoss, coef: float, leaves: Any) -> Tensor | None:
+def in_one_pass(batch: Batch, args: GRPOConfig, loss: GroupLoss, leaves: Any) -> Tensor | None:
     """The head's."""
-    objective = loss.in_one_pass(batch.tokens, coef, processes=1)
+    objective = objective_of(batch, args, loss)
     if objective is None:
         return None
     every = torch.ones_like(batch.labels, dtype=torch.bool)
@@ -139,13 +148,21 @@ def in_one_pass(batch: Batch, loss: GroupLoss, coef: float, leaves: Any) -> Tens
     return found
 
 
+def objective_of(batch: Batch, args: GRPOConfig, loss: GroupLoss, processes: int = 1) -> Any:
+    part = batch.part(args)
+    denominator = loss.denominator(part, GENERATED)
+    return loss.in_one_pass(part, denominator, args.entropy_coef, processes)
+
+
 def from_logprobs(batch: Batch, args: GRPOConfig, loss: GroupLoss, leaves: Any) -> Tensor:
     scored: Any = fastrl_kernels.linear_logprobs(*leaves, batch.labels, entropy=True)
     weights, entropies = None, scored[1]
     if args.top_entropy_quantile < 1:
         least = torch.quantile(entropies.detach(), 1 - args.top_entropy_quantile)
         weights = (entropies >= least).float()
-    found = loss(batch.tokens, TokenScores(*scored, None, None), weights)
+    part = batch.part(args)
+    denominator = loss.denominator(part, GENERATED)
+    found = loss(part, TokenScores(*scored, None, None), weights, denominator)
     return found - args.entropy_coef * entropies.mean()
 
 
@@ -164,7 +181,7 @@ def test_losses_follow_their_formulas(name: str, policy: str, tmp_path: Path) ->
     exact_leaves = batch.leaves(torch.float64)
     exact, loss = formula(batch, args, exact_leaves), GroupLoss(args)
     for way in (
-        lambda x: in_one_pass(batch, loss, args.entropy_coef, x),
+        lambda x: in_one_pass(batch, args, loss, x),
         lambda x: from_logprobs(batch, args, loss, x),
     ):
         leaves = batch.leaves(torch.float32)
@@ -178,7 +195,7 @@ def test_losses_follow_their_formulas(name: str, policy: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", CASES)
 def test_most_losses_come_out_of_the_head(name: str, policy: str, tmp_path: Path) -> None:
     args = settings(tmp_path, **CASES[name])
-    found = GroupLoss(args).in_one_pass(Batch(policy).tokens, args.entropy_coef, 1)
+    found = objective_of(Batch(policy), args, GroupLoss(args))
     needs_more = {
         "entropy, grpo",
         "KL times sequence ratio",
@@ -201,8 +218,7 @@ def test_what_is_known_behind_all_logprobs_is_left_to_them(
 ) -> None:
     args = settings(tmp_path, **{k: x for k, x in own.items() if k != "fp16"})
     args.fp16 = own.get("fp16", False)
-    found = GroupLoss(args).in_one_pass(Batch("moved").tokens, args.entropy_coef, processes)
-    assert found is None
+    assert objective_of(Batch("moved"), args, GroupLoss(args), processes) is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,4 +1,4 @@
-"""Responses that a trainer has sampled and judged, and learns from."""
+"""Responses that are learned from, and what is known of their tokens, in the host's memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fastrl_kernels
 from fastrl.data.batch import pad
 from fastrl.data.token_batch import Padded, Padding, TokenBatch
+from fastrl.learn.experience import Experience, Minibatch
+from fastrl.models.host_memory import to_device
 
 
 @dataclass
@@ -55,11 +58,14 @@ class SampledResponses:
         """What a column says of the tokens that are learned, [N]."""
         return torch.cat([x[mask] for x, mask in zip(column, self.masks, strict=True)])
 
+    def spread(self, numbers: Tensor, elsewhere: float = 0.0) -> list[Tensor]:
+        """Numbers [N] of the tokens that are learned as a column."""
+        each = zip(self.masks, numbers.split(self.counts), strict=True)
+        return [torch.full((len(mask),), elsewhere).masked_scatter(mask, own) for mask, own in each]
+
     def batch(self, pad_token: int, padding: Padding | None = None) -> TokenBatch:
         """The input of a model, on the host."""
-        sequences = [
-            torch.cat(pair) for pair in zip(self.prompt_ids, self.completion_ids, strict=True)
-        ]
+        sequences = list(map(torch.cat, zip(self.prompt_ids, self.completion_ids, strict=True)))
         padded = pad(sequences, pad_token, "right")
         found = TokenBatch.from_padded(
             padded["input_ids"],
@@ -69,6 +75,30 @@ class SampledResponses:
             self.masks,
         )
         return replace(found, padding=padding or Padded())
+
+    def minibatch(
+        self, pad_token: int, padding: Padding, device: torch.device, kl_coef: float
+    ) -> Minibatch:
+        """These, with what is known of their tokens, on a device: in one upload of numbers beside
+        those of ids.
+
+        Args:
+            kl_coef: β of the KL to the reference, where its log-probs are known.
+        """
+        given = (self.old, self.ref, self.sampler_weights, self.sampled)
+        columns = [None if x is None else self.learned(x) for x in given]
+        there = [self.advantages, *(x for x in columns if x is not None)]
+        numbers = iter(to_device(torch.cat(there), device).split([len(x) for x in there]))
+        of_each = next(numbers)
+        old, ref, weights, sampled = (None if x is None else next(numbers) for x in columns)
+        tokens = self.batch(pad_token, padding).to(device)
+        total = sum(self.counts)
+        advantages = of_each.repeat_interleave(tokens.mask.sum(-1), output_size=total)
+        kl = None if ref is None else fastrl_kernels.KLTerm(ref, kl_coef, "k3")
+        experience = Experience(
+            old, None, advantages, None, kl, None, weights, None, None, sampled, of_each
+        )
+        return Minibatch(tokens, experience)
 
     def state(self) -> dict[str, Any]:
         """A tree of tensors and plain values."""
