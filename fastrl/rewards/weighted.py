@@ -63,6 +63,7 @@ class RewardBatch:
     nonfinite: int
     retries: int
     of_tokens: Sequence[Tensor | None]
+    unjudged: Sequence[int] = ()  # samples that no function judged, of this process
 
     def of_all(self, processes: Processes) -> RewardBatch:
         """The rewards of the samples of all processes, in the processes' order."""
@@ -109,7 +110,7 @@ class _Function:
 class _Call:
     function: _Function
     samples: list[int]  # indices in the batch
-    arguments: dict[str, list[Any]]
+    arguments: dict[str, Any]
 
     def __call__(self) -> Any:
         return self.function.call(**own_copy(self.arguments))
@@ -140,6 +141,8 @@ class Rewards:
             others leave that sample out, and count it.
         shared: whether other processes ask about other samples of the same batch, so that a call
             may leave out all of its own.
+        judges_all: whether it is an error where no function judges a sample; its total is NaN else.
+        counted_as: where samples that are left out are counted, for a warning.
 
     Attributes:
         names: of the functions.
@@ -159,6 +162,8 @@ class Rewards:
         reward_batch_size: int | None = None,
         on_nonfinite: str = "raise",
         shared: bool = False,
+        judges_all: bool = True,
+        counted_as: str = "; reward/nonfinite counts them",
     ):
         functions = _by_name(reward_fn)
         check_reward_settings(
@@ -172,6 +177,7 @@ class Rewards:
         self._timeout = None if reward_timeout is None else float(reward_timeout)
         self._retries = reward_retries
         self._raises, self._shared = on_nonfinite == "raise", shared
+        self._judges_all, self._counted_as = judges_all, counted_as
         weights = [1.0] * len(functions) if reward_weights is None else map(float, reward_weights)
         self._functions = [
             _Function(
@@ -212,10 +218,12 @@ class Rewards:
         *,
         finished: Sequence[bool] | None = None,
         left_out: Collection[int] = (),
+        also: Mapping[str, Any] | None = None,
     ) -> RewardBatch:
         """Rewards of B samples; each argument has one element for each.
 
         Args:
+            also: further arguments, the same for all samples.
             prompts, completions: texts, or lists of chat messages.
             completion_ids: token ids; None: the functions do not get them.
             columns: the data's other columns.
@@ -244,7 +252,7 @@ class Rewards:
         seconds = dict.fromkeys(self.names, 0.0)
         together: list[_Call] = []
         for function in self._functions:
-            calls = _calls(function, given, finished, asked)
+            calls = _calls(function, given, finished, asked, also or {})
             if function.is_async:
                 together += calls
                 continue
@@ -257,6 +265,11 @@ class Rewards:
             _keep(answer, call, lengths, rewards)
             seconds[call.function.name] = max(seconds[call.function.name], end - begin)
         return self._summed(rewards, seconds, prompts, asked)
+
+    def event_loop(self) -> EventLoop:
+        """The one that coroutine functions run on, the same for all calls."""
+        self._loop = self._loop or EventLoop()
+        return self._loop
 
     def _answer(self, call: _Call) -> Any:
         """What a call of a function returns, in one of its attempts."""
@@ -275,10 +288,8 @@ class Rewards:
         """What calls of async functions return, in one of their attempts, and when."""
         if not calls:
             return []
-        if self._loop is None:
-            self._loop = EventLoop()
         try:
-            return self._loop.gather([self._awaited(call) for call in calls], self._timeout)
+            return self.event_loop().gather([self._awaited(call) for call in calls], self._timeout)
         except LoopBlocked:
             self._loop = None  # its thread may hang forever
             names = ", ".join(dict.fromkeys(call.function.who for call in calls))
@@ -334,8 +345,9 @@ class Rewards:
             [[r is not None for r in row] for row in rewards.values()], dtype=torch.bool
         )
         has_none = (~judged.any(0)).tolist()
-        for i in asked:
-            if has_none[i]:
+        unjudged = [i for i in asked if has_none[i]]
+        for i in unjudged:
+            if self._judges_all:
                 raise ValueError(
                     f"no reward function judges completion {i} ({shown(prompts[i])}): "
                     f"{', '.join(self.names)} returned None; one must return a number"
@@ -353,9 +365,8 @@ class Rewards:
             _of_tokens([(weight, row[i]) for weight, row in weighted], total[i])
             for i in range(len(prompts))
         ]
-        return RewardBatch(
-            total, by_function, seconds, int(nonfinite.sum()), self._repeated, of_tokens
-        )
+        count = int(nonfinite.sum())
+        return RewardBatch(total, by_function, seconds, count, self._repeated, of_tokens, unjudged)
 
     def _check_finite(
         self, wrong: Tensor, values: Tensor, prompts: Sequence[Any], asked: list[int]
@@ -366,7 +377,7 @@ class Rewards:
             if not which:
                 continue
             what = say_not_finite(which, of_function, prompts)
-            none = not self._shared and bool(wrong[:, asked].any(0).all())
+            none = self._judges_all and not self._shared and bool(wrong[:, asked].any(0).all())
             if self._raises or none:
                 none_left = "" if self._raises else ", and no completion is left"
                 raise ValueError(
@@ -375,8 +386,9 @@ class Rewards:
             self._warn(
                 "nonfinite",
                 function,
-                f"{what}: left out of the step, as any later ones will be; reward/nonfinite counts "
-                "them; on_nonfinite='raise' makes this an error",
+                f"{what}: left out of the step and its group, as any later ones will be"
+                f"{self._counted_as}; mend the function, or let it return None for what it cannot "
+                "judge; on_nonfinite='raise' makes this an error",
             )
 
     def _warn(self, kind: str, function: _Function, what: str) -> None:
@@ -461,6 +473,7 @@ def _calls(
     given: Mapping[str, Sequence[Any]],
     finished: Sequence[bool] | None,
     asked: list[int],
+    also: Mapping[str, Any],
 ) -> list[_Call]:
     """The calls of a function that together ask about all samples; their lists are their own."""
     if finished is not None and _wants_finished(function):
@@ -468,7 +481,11 @@ def _calls(
     size = function.batch_size or max(len(asked), 1)
     parts = [asked[start : start + size] for start in range(0, len(asked), size)]
     return [
-        _Call(function, part, {name: [column[i] for i in part] for name, column in given.items()})
+        _Call(
+            function,
+            part,
+            {**{name: [column[i] for i in part] for name, column in given.items()}, **also},
+        )
         for part in parts
     ]
 

@@ -121,15 +121,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
         load.setdefault("trust_remote_code", args.trust_remote_code)
-        rewards = RewardFunctions(
-            reward_funcs,
-            args.reward_weights,
-            reward_processing_classes,
-            dict(load),
-            dict(args.chat_template_kwargs or {}),
-            () if self._environments is None else self._environments.rewards,
-            args.on_nonfinite,
-        )
+        own = () if self._environments is None else self._environments.rewards
+        rewards = RewardFunctions(reward_funcs, reward_processing_classes, dict(load), own, args)
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._read_tools(args)
         self._correction = None if self.rollout_func is None else self._corrected_by(args)
@@ -577,10 +570,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             "log_metric": self._log_metric,
         }
         ids = [x.tolist() for x in found.completion_ids]
-        own = self.rewards(prompts, found.completions, ids, columns | options)
-        unjudged = own.isnan().all(1)
-        if unjudged.any():
-            i = int(unjudged.nonzero()[0, 0])
+        own = self.rewards(prompts, found.completions, ids, columns, options)
+        for i in own.unjudged[:1]:
             row = {name: values[i] for name, values in columns.items()}
             row |= {"prompt": prompts[i], "completion": found.completions[i]}
             _LOGGER.warning(
@@ -588,9 +579,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "learned from such responses: let one function return a number",
                 row,
             )
-        by_function = self._gathered(own)
-        nonfinite = by_function.isinf()
-        by_function = by_function.masked_fill(nonfinite, torch.nan)
+        table = torch.stack([*own.by_function.values(), own.total], 1).float()
+        *columns_of_all, total = self._gathered(table).unbind(1)
+        by_function = torch.stack(columns_of_all, 1)
         if by_function.isnan().all():
             _LOGGER.warning(
                 "Nothing is learned from this generation: no reward function returned a number for "
@@ -599,7 +590,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 ", ".join(self.reward_func_names),
             )
         rewards = (by_function * self.reward_weights).nansum(1)
-        rewards[by_function.isnan().all(1) | nonfinite.any(1)] = torch.nan
+        rewards[total.isnan()] = torch.nan
         return Judged(by_function, rewards)
 
     def _log_completion_extra(self, column: str, values: list) -> None:

@@ -96,6 +96,19 @@ class OnlineConfig(SupervisedArguments):
     num_completions_to_print: int | None = setting(
         "How many are printed; None: all.", None, within="[0, inf)"
     )
+    reward_timeout: float | None = setting(
+        "Seconds that a call of a reward may take before it is an error; None: any.",
+        None,
+        within="(0, 1000000000]",
+    )
+    reward_retries: int = setting(
+        "How often a call of a reward is repeated that raised an exception or took too long.",
+        0,
+        within="[0, inf)",
+    )
+    reward_batch_size: int | None = setting(
+        "Completions per call of a reward; None: all of a generation.", None, within="[1, inf)"
+    )
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
 
     max_length: int | None = refused(None, _LENGTH)

@@ -3,68 +3,63 @@
 from __future__ import annotations
 
 import functools
-import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastrl.data.chat_prompts import classifier_inputs
 from fastrl.data.choose_padding import classifier_side
 from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.models.reward_head import padding_of, rewards_of_padded
-from fastrl.rewards.calls import EventLoop, await_within, is_async
-from fastrl.rewards.functions import READY, read_rewards, say_not_finite
-from fastrl.user_code import name_of, own_copy, running
+from fastrl.rewards.calls import EventLoop
+from fastrl.rewards.functions import READY
+from fastrl.rewards.weighted import RewardBatch, Rewards
 
 
 class RewardFunctions:
-    """K reward functions, called as ``function(prompts=, completions=, completion_ids=,
-    **columns, trainer_state=, log_extra=, log_metric=)``.
+    """K reward functions, called as ``function(prompts=, completions=, completion_ids=, **columns,
+    trainer_state=, log_extra=, log_metric=)``, see :class:`fastrl.rewards.weighted.Rewards`.
 
-    A function returns a number for each completion, or None where it does not apply. Coroutine
-    functions run at the same time, on one event loop. A sequence classifier's reward is its first
-    logit for the text of prompt and completion, or for the chat in its own template.
+    A function returns a number for each completion, or for each of its tokens, or None where it
+    does not apply. Coroutine functions run at the same time, on one event loop. A sequence
+    classifier's reward is its first logit for the text of prompt and completion, or for the chat in
+    its own template.
 
     Args:
         reward_funcs: one, or a list, of functions, classifiers, paths and Hub ids of such, or names
             of ready rewards ("math").
-        weights: a number for each; None: 1.
         processing_classes: the classifiers' tokenizers, in the same order; None: their own.
         load: keyword arguments to load a classifier with.
-        chat_template_kwargs: of the classifiers' chat templates.
         further: functions of weight 1 behind these.
-        on_nonfinite: "raise" makes a reward that is not finite an error; "skip" warns of it, once
-            for each function.
+        args: has ``reward_weights``, ``chat_template_kwargs`` of classifiers, ``on_nonfinite``, and
+            the time limit, retries and completions of a call.
 
     Attributes:
         functions, names, processing_classes: lists of K.
         weights: [K] fp32.
 
     Raises:
-        ValueError: no function, lists of other lengths.
+        ValueError: no function, lists of other lengths, a setting out of range.
         TypeError: something that is no reward function.
     """
 
     def __init__(
         self,
         reward_funcs: Any,
-        weights: Sequence[float] | None,
         processing_classes: Any,
         load: dict[str, Any],
-        chat_template_kwargs: dict[str, Any],
-        further: Sequence[Callable[..., Any]] = (),
-        on_nonfinite: str = "skip",
+        further: Sequence[Callable[..., Any]],
+        args: Any,
     ):
         given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if reward_funcs is None:
             given = []
         if not given and not further:
             raise ValueError("No reward source provided: pass reward_funcs, a function or a list")
-        count = len(given)
+        count, weights = len(given), args.reward_weights
         if weights is not None and len(weights) != count:
             raise ValueError(
                 f"Number of reward weights ({len(weights)}) must match number of reward functions "
@@ -96,12 +91,26 @@ class RewardFunctions:
             _name(function, asked) for function, asked in zip(self.functions, given, strict=True)
         ]
         own = [1.0] * count if weights is None else list(weights)
-        self.weights = torch.tensor([*own, *[1.0] * len(further)])
-        self._chat = chat_template_kwargs
-        self._sides: dict[int, str | None] = {}  # of the classifiers' padding, once they are called
-        self._loop: EventLoop | None = None
-        self._raises = on_nonfinite == "raise"
-        self._warned: set[int] = set()  # functions
+        own += [1.0] * len(further)
+        self.weights = torch.tensor(own)
+        chat = dict(args.chat_template_kwargs or {})
+        self._rewards = Rewards(
+            [
+                _Classifier(name, function, reader, chat)
+                if isinstance(function, nn.Module)
+                else function
+                for name, function, reader in zip(
+                    self.names, self.functions, self.processing_classes, strict=True
+                )
+            ],
+            own,
+            reward_timeout=args.reward_timeout,
+            reward_retries=args.reward_retries,
+            reward_batch_size=args.reward_batch_size,
+            on_nonfinite=args.on_nonfinite,
+            judges_all=False,
+            counted_as="",
+        )
 
     def to(self, device: torch.device) -> None:
         """Moves classifiers there, frozen and in evaluation mode."""
@@ -114,83 +123,45 @@ class RewardFunctions:
         prompts: Sequence[Any],
         completions: Sequence[Any],
         completion_ids: Sequence[list[int]],
-        columns: dict[str, Any],
-    ) -> Tensor:
-        """Rewards [B, K] fp32; NaN where a function returned None, inf where it returned a number
-        that is not finite.
+        columns: Mapping[str, Sequence[Any]],
+        also: Mapping[str, Any],
+    ) -> RewardBatch:
+        """Rewards of B samples.
+
+        Args:
+            also: further arguments, the same for all.
 
         Raises:
             ValueError: a function did not return one number or None for each completion; with
                 "raise", one that is not finite.
         """
-        arguments = {
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            **columns,
-        }
-        answers: list[Any] = [None] * len(self.functions)
-        waiting = []
-        for k, function in enumerate(self.functions):
-            if isinstance(function, nn.Module):
-                answers[k] = self._classified(k, prompts, completions)
-            elif is_async(function):
-                waiting.append(k)
-            else:
-                with running(self._who(k)):
-                    answers[k] = function(**own_copy(arguments))
-        if waiting:
-            calls = [
-                await_within(None, functools.partial(self.functions[k], **own_copy(arguments)))
-                for k in waiting
-            ]
-            for k, answer in zip(waiting, self.event_loop().gather(calls), strict=True):
-                answers[k] = answer
-        rewards = []
-        for k, answer in enumerate(answers):
-            row = read_rewards(answer, range(len(prompts)), self._who(k))
-            numbers = torch.tensor([0.0 if r is None else r for r in row], dtype=torch.float32)
-            which = (~numbers.isfinite()).nonzero()[:, 0].tolist()
-            if which:
-                self._not_finite(k, say_not_finite(which, row, prompts))
-            numbers[which] = math.inf
-            numbers[[i for i, r in enumerate(row) if r is None]] = math.nan
-            rewards.append(numbers)
-        return torch.stack(rewards, 1)
-
-    def _not_finite(self, k: int, what: str) -> None:
-        what = f"{self._who(k)} {what}"
-        if self._raises:
-            raise ValueError(f"{what}: rewards must be finite numbers")
-        if k not in self._warned:
-            self._warned.add(k)
-            warnings.warn(
-                f"{what}: its response is left out of its group, as any later ones will be; mend "
-                "the function, or let it return None for what it cannot judge; "
-                "on_nonfinite='raise' makes this an error",
-                stacklevel=5,
-            )
+        return self._rewards(prompts, completions, completion_ids, columns, also=also)
 
     def event_loop(self) -> EventLoop:
         """The one that coroutine functions run on, the same for all calls."""
-        self._loop = self._loop or EventLoop()
-        return self._loop
+        return self._rewards.event_loop()
 
-    def _who(self, k: int) -> str:
-        return name_of(self.functions[k], f"the reward function {self.names[k]}")
+
+class _Classifier:
+    """A sequence classifier's first logit."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, chat: dict[str, Any]):
+        self.__name__ = name
+        self.model, self.tokenizer, self.chat = model, tokenizer, chat
 
     @torch.inference_mode()
-    def _classified(
-        self, k: int, prompts: Sequence[Any], completions: Sequence[Any]
-    ) -> list[float]:
-        model, tokenizer = self.functions[k], self.processing_classes[k]
-        inputs = classifier_inputs(prompts, completions, tokenizer, **self._chat)
-        first = next(model.parameters())
-        if k not in self._sides:
-            self._sides[k] = classifier_side(model, first.device, first.dtype)
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        inputs = classifier_inputs(prompts, completions, self.tokenizer, **self.chat)
+        first = next(self.model.parameters())
         inputs = {name: x.to(first.device) for name, x in inputs.items()}
-        rewards = rewards_of_padded(model, inputs, self._sides[k], padding_of(model))
+        rewards = rewards_of_padded(self.model, inputs, self._side, padding_of(self.model))
         return rewards[:, 0].float().tolist()
+
+    @functools.cached_property
+    def _side(self) -> str | None:
+        """That of padding; found at the first call, when the model is on its device."""
+        first = next(self.model.parameters())
+        return classifier_side(self.model, first.device, first.dtype)
 
 
 def _loaded(name: str, options: dict[str, Any]) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fastrl import GRPOConfig
 from fastrl.rewards import math_reward as module
 from fastrl.rewards.functions import load_reward
 from fastrl.rewards.math_reward import math_reward
@@ -112,9 +114,10 @@ def test_a_call_that_is_broken_off_leaves_no_answer_behind(monkeypatch: pytest.M
 
 
 @needs_math_verify
-def test_it_is_a_reward_by_name() -> None:
+def test_it_is_a_reward_by_name(tmp_path: Path) -> None:
     assert load_reward("math") is math_reward
-    by_name = RewardFunctions("math", None, None, {}, {})
-    rewards = by_name(["q"] * 2, [r"\boxed{4}", r"\boxed{3}"], [[1]] * 2, {"solution": ["4", "4"]})
-    assert rewards.tolist() == [[1.0], [0.0]]
+    by_name = RewardFunctions("math", None, {}, (), GRPOConfig(str(tmp_path), use_cpu=True))
+    columns = {"solution": ["4", "4"]}
+    rewards = by_name(["q"] * 2, [r"\boxed{4}", r"\boxed{3}"], [[1]] * 2, columns, {})
+    assert rewards.total.tolist() == [1.0, 0.0]
     assert by_name.names == ["math_reward"]

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -347,10 +348,41 @@ def test_ligers_layers_are_refused(tmp_path: Path) -> None:
     assert not hasattr(model, "peft_config")
 
 
+def test_rewards_of_tokens_are_added_up(tmp_path: Path) -> None:
+    def of_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+        return [[token % 7 / 7 for token in ids] for ids in completion_ids]
+
+    both = [make(tmp_path / "a", rewards=of_tokens), make(tmp_path / "b")]
+    for trainer in both:
+        trainer.train()
+    one, other = (
+        [x["reward"] for x in trainer.state.log_history if "reward" in x] for trainer in both
+    )
+    assert one == pytest.approx(other)
+
+
+def test_a_call_of_a_reward_is_repeated_and_limited(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    def fails_once(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        sizes.append(len(completion_ids))
+        if len(sizes) == 1:
+            raise RuntimeError("the judge is away")
+        return small_tokens(completion_ids)
+
+    trainer = make(tmp_path, rewards=fails_once, reward_retries=1, reward_batch_size=2)
+    with pytest.warns(UserWarning, match="raised RuntimeError: the judge is away: it is called"):
+        trainer.train()
+    assert set(sizes) == {2}
+    late = make(tmp_path, rewards=lambda **_: time.sleep(60), reward_timeout=0.05)
+    with pytest.raises(TimeoutError, match=r"did not return within reward_timeout=0\.05 s"):
+        late.train()
+
+
 def test_bad_rewards_and_prompts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="returned 1 rewards for 4"):
         make(tmp_path, rewards=lambda **_: [1.0]).train()
-    with pytest.raises(ValueError, match=r"returned 2 numbers .* rewards of tokens are for PPOTr"):
+    with pytest.raises(ValueError, match=r"rewards of shape \(2,\) .* one number for each of its"):
         make(tmp_path, rewards=lambda prompts, **_: [[1.0, 2.0]] * len(prompts)).train()
     with pytest.raises(ValueError, match="reward weights"):
         make(tmp_path, reward_weights=[1.0, 2.0])
