@@ -10,7 +10,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import cache
 from types import MappingProxyType
@@ -39,10 +39,11 @@ _NAMES: dict[type, str] = {
 
 
 class _Bounded(str):
-    """The help of a number with a range. Parsers of command lines hand all of a field's metadata
-    to argparse, so that no key of its own can hold it."""
+    """The help of a number with a range, or of a text with choices. Parsers of command lines hand
+    all of a field's metadata to argparse, so that no key of its own can hold them."""
 
-    within: str
+    within = ""
+    choices: tuple[str, ...] = ()
 
 
 def setting(
@@ -50,6 +51,7 @@ def setting(
     default: Any = dataclasses.MISSING,
     aliases: Sequence[str] = (),
     within: str = "",
+    choices: Iterable[str] = (),
 ) -> Any:
     """A field of a dataclass, with its text for ``--help``.
 
@@ -58,10 +60,11 @@ def setting(
         aliases: other flags for it, such as "--report-to", whose names YAML files may use, too.
         within: the interval that :func:`check_ranges` keeps a number in, or each of a list, such as
             "[0, inf)".
+        choices: of a text, or of each of a list, likewise.
     """
-    if within:
+    if within or choices:
         text = _Bounded(text)
-        text.within = within
+        text.within, text.choices = within, tuple(choices)
     metadata: dict[str, Any] = {"help": text}
     if aliases:
         both = [x for a in aliases for x in (a, f"--{a[2:].replace('-', '_')}")]
@@ -214,7 +217,8 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 def check_ranges(
     config: Any, kind: type, of_others: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Checks that numbers lie in the intervals of their settings, and so are no NaN.
+    """Checks that numbers lie in the intervals of their settings, and so are no NaN, and that texts
+    are among their choices.
 
     Args:
         config: an instance of a dataclass, whose types were checked.
@@ -222,15 +226,24 @@ def check_ranges(
         of_others: intervals of settings that another library declares.
 
     Raises:
-        ValueError: a number that does not, by its setting.
+        ValueError: a number or text that does not, by its setting.
         TypeError: a list that holds something else than numbers.
     """
     for each in dataclasses.fields(kind):
-        within = getattr(each.metadata.get("help"), "within", of_others.get(each.name))
-        value = getattr(config, each.name)
-        if value is None or within is None:
+        text, value = each.metadata.get("help"), getattr(config, each.name)
+        within = getattr(text, "within", "") or of_others.get(each.name, "")
+        choices = getattr(text, "choices", ())
+        if value is None or not (within or choices):
             continue
         several = isinstance(value, list | tuple)
+        for text in (value if several else [value]) if choices else ():
+            if text not in choices:
+                raise ValueError(
+                    f"unknown {each.name} {text!r}: choose {'some' if several else 'one'} of "
+                    f"{', '.join(choices)}"
+                )
+        if choices:
+            continue
         for i, number in enumerate(value if several else [value]):
             name = f"{each.name}[{i}]" if several else each.name
             if not is_number(number):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastrl.config import REFERENCE_DTYPES, PPOConfig
+from fastrl.config import PPOConfig
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 
@@ -39,6 +39,7 @@ class AlignmentConfig(SupervisedArguments):
         "the bottom layers), offload (a copy in host memory), auto (adapter for PEFT models, trunk "
         "with num_shared_layers, cached for offline tasks, else copy).",
         "auto",
+        choices=REFERENCES,
     )
     num_shared_layers: int | None = setting_like(PPOConfig, "num_shared_layers")
     reference_dtype: str = setting_like(PPOConfig, "reference_dtype")
@@ -71,12 +72,3 @@ class AlignmentConfig(SupervisedArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_refused(self)
-        if self.reference not in REFERENCES:
-            raise ValueError(
-                f"unknown reference {self.reference!r}: choose one of {', '.join(REFERENCES)}"
-            )
-        if self.reference_dtype not in REFERENCE_DTYPES:
-            raise ValueError(
-                f"unknown reference_dtype {self.reference_dtype!r}: choose one of "
-                f"{', '.join(REFERENCE_DTYPES)}"
-            )

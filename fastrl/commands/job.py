@@ -71,7 +71,9 @@ class TrainingJob:
         "default as a saved adapter was trained, else not.",
         None,
     )
-    bnb_4bit_quant_type: str = setting("Codes of the four bits: nf4 or fp4.", "nf4")
+    bnb_4bit_quant_type: str = setting(
+        "Codes of the four bits: nf4 or fp4.", "nf4", choices=QUANT_TYPES
+    )
     use_bnb_nested_quant: bool = setting(
         "With load_in_4bit: quantise the scales, too, for 0.4 bits less per weight.", False
     )
@@ -79,7 +81,9 @@ class TrainingJob:
         "Remove an earlier run in --output with all files in model/ and checkpoints/.",
         False,
     )
-    dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
+    dtype: str = setting(
+        "Type of the model's weights, such as float32 or bfloat16.", "float32", choices=DTYPES
+    )
     plan: bool | None = setting(
         "Print the memory that the run needs before it begins, and what it took; by default on a "
         "GPU.",
@@ -179,10 +183,6 @@ def check_weights(job: Any) -> None:
     """
     if job.lora_r < 0:
         raise ValueError(f"lora_r must be 0 or more, got {job.lora_r}")
-    for name, choices in (("dtype", DTYPES), ("bnb_4bit_quant_type", QUANT_TYPES)):
-        value = getattr(job, name)
-        if value not in choices:
-            raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
     for name in () if job.load_in_4bit else ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
         value = getattr(job, name)
         if value != type(job).__dataclass_fields__[name].default:

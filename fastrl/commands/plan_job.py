@@ -10,7 +10,7 @@ from fastrl.commands.job import TrainingJob, check_adapter, check_weights
 from fastrl.models.utils import need_peft
 from fastrl.plan.report import usable
 from fastrl.plan.skeleton import Skeleton
-from fastrl.settings import setting, setting_like
+from fastrl.settings import check_ranges, setting, setting_like
 
 POLICY_GRADIENTS = ("ppo", "grpo")
 FLAGS_OF = {
@@ -68,12 +68,19 @@ class PlanJob:
     use_bnb_nested_quant: bool = setting_like(TrainingJob, "use_bnb_nested_quant")
     dtype: str = setting_like(TrainingJob, "dtype")
     precision: str = setting(
-        "Precision of the computation: fp32, bf16 (by autocast), or auto: bf16 on a GPU.", "auto"
+        "Precision of the computation: fp32, bf16 (by autocast), or auto: bf16 on a GPU.",
+        "auto",
+        choices=("auto", "fp32", "bf16"),
     )
-    device: str = setting("cpu, cuda, or auto: cuda where there is one or --gpu-gib.", "auto")
+    device: str = setting(
+        "cpu, cuda, or auto: cuda where there is one or --gpu-gib.",
+        "auto",
+        choices=("auto", "cpu", "cuda"),
+    )
     as_json: bool = setting("Print the plan as JSON.", False)
 
     def __post_init__(self) -> None:
+        check_ranges(self, type(self))
         check_method(self.method)
         if self.gpu_gib is not None and not 0 < self.gpu_gib <= LARGEST_GIB:
             raise ValueError(
@@ -85,14 +92,6 @@ class PlanJob:
         check_weights(self)
         if self.task is not None:
             self._check_task(self.task)
-        for name, choices in (
-            ("precision", ("auto", "fp32", "bf16")),
-            ("device", ("auto", "cpu", "cuda")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
-                )
 
     def _check_task(self, task: str) -> None:
         """

@@ -89,11 +89,13 @@ class SFTConfig(SupervisedArguments):
         "How to pack: bfd (best fit, the longest text first), bfd_split (longer texts in pieces), "
         "wrapped (texts one after the other, cut where a row is full; they see each other).",
         BFD,
+        choices=PACKINGS,
     )
     truncation_mode: str = setting(
         "What longer texts keep: keep_start (of a prompt with its completion, the completion), "
         "keep_end.",
         KEEP_START,
+        choices=(KEEP_START, KEEP_END),
     )
     shuffle_dataset: bool = setting("Shuffle the data set before it is packed.", False)
     dataset_kwargs: dict | str | None = setting(
@@ -105,7 +107,9 @@ class SFTConfig(SupervisedArguments):
     )
     assistant_only_loss: bool = setting("Learn the assistant's turns in messages.", False)
     loss_type: str = setting(
-        "nll, or dft: -p log p with p held fixed (Dynamic Fine-Tuning, arXiv:2508.05629).", NLL
+        "nll, or dft: -p log p with p held fixed (Dynamic Fine-Tuning, arXiv:2508.05629).",
+        NLL,
+        choices=LOSS_TYPES,
     )
     router_aux_loss_coef: float | None = setting(
         "Weight of the loss that balances the experts of a mixture; None: the model's own, if its "
@@ -119,21 +123,12 @@ class SFTConfig(SupervisedArguments):
     def __post_init__(self) -> None:
         if self.max_seq_length is not None:
             self.max_length, self.max_seq_length = self.max_seq_length, None
-        super().__post_init__()
         # TRL's older names of the same.
         if self.loss_type == "chunked_nll":
             self.loss_type = NLL
         if self.packing_strategy == "bfd-requeue":
             self.packing_strategy = BFD_SPLIT
-        for name, choices in (
-            ("packing_strategy", PACKINGS),
-            ("truncation_mode", (KEEP_START, KEEP_END)),
-            ("loss_type", LOSS_TYPES),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
-                )
+        super().__post_init__()
         unknown = set(self.dataset_kwargs or ()) - {"skip_prepare_dataset"}
         if unknown:
             raise ValueError(

@@ -112,6 +112,7 @@ class SupervisedArguments(TrainingArguments):
         "How to treat optimizer steps whose loss or gradient is NaN or infinite, and responses "
         "with such rewards: skip (they are left out, with a warning), raise (an error).",
         "skip",
+        choices=ON_NONFINITE,
     )
     master_weights: bool = setting_like(PPOConfig, "master_weights")
     offload_optimizer: bool = setting_like(PPOConfig, "offload_optimizer")
@@ -165,11 +166,6 @@ class SupervisedArguments(TrainingArguments):
                 f"pad_to_multiple_of must be positive or None, got {self.pad_to_multiple_of}"
             )
         _check_optimizer(self)
-        if self.on_nonfinite not in ON_NONFINITE:
-            raise ValueError(
-                f"unknown on_nonfinite {self.on_nonfinite!r}: choose one of "
-                f"{', '.join(ON_NONFINITE)}"
-            )
 
     def _settle_checkpointing(self) -> None:
         """Gives both names of gradient checkpointing one value, the newer name's where it is set:

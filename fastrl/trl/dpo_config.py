@@ -28,11 +28,14 @@ class DPOConfig(PreferenceConfig):
     """
 
     truncation_mode: str = setting(
-        "What stays of sequences longer than max_length: keep_start or keep_end.", "keep_start"
+        "What stays of sequences longer than max_length: keep_start or keep_end.",
+        "keep_start",
+        choices=TRUNCATIONS,
     )
     loss_type: list[str] = setting(
         f"One or several of {', '.join(LOSSES)}; their weighted sum is learned.",
         lambda: ["sigmoid"],
+        choices=LOSSES,
     )
     loss_weights: list[float] | None = setting("Of each loss; None: 1.", None, within="(-inf, inf)")
     ld_alpha: float | None = setting(
@@ -41,7 +44,9 @@ class DPOConfig(PreferenceConfig):
         within="[0, 1]",
     )
     f_divergence_type: str = setting(
-        f"Divergence from the reference: {', '.join(F_DIVERGENCES)}.", "reverse_kl"
+        f"Divergence from the reference: {', '.join(F_DIVERGENCES)}.",
+        "reverse_kl",
+        choices=F_DIVERGENCES,
     )
     f_alpha_divergence_coef: float = setting("α of alpha_divergence.", 0.5, within="(-inf, inf)")
     label_smoothing: float = setting(
@@ -56,24 +61,10 @@ class DPOConfig(PreferenceConfig):
         super().__post_init__()
         if not self.loss_type:
             raise ValueError(f"loss_type is empty: name one or several of {', '.join(LOSSES)}")
-        for name in self.loss_type:
-            if name not in LOSSES:
-                raise ValueError(
-                    f"unknown loss_type {name!r}: choose one or several of {', '.join(LOSSES)}"
-                )
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ValueError(
                 f"loss_weights has {len(self.loss_weights)} weights and loss_type "
                 f"{len(self.loss_type)} losses: give one weight for each"
-            )
-        if self.truncation_mode not in TRUNCATIONS:
-            raise ValueError(
-                f"unknown truncation_mode {self.truncation_mode!r}: choose keep_start or keep_end"
-            )
-        if self.f_divergence_type not in F_DIVERGENCES:
-            raise ValueError(
-                f"unknown f_divergence_type {self.f_divergence_type!r}: choose one of "
-                f"{', '.join(F_DIVERGENCES)}"
             )
         others = [name for name in self.loss_type if name not in OF_DIFFERENCES]
         if self.f_divergence_type != "reverse_kl" and others:

@@ -21,15 +21,20 @@ class GRPOConfig(OnlineConfig):
     delta: float | None = setting(
         "Upper bound of the ratio itself, for both signs.", None, within="(0, inf]"
     )
-    importance_sampling_level: str = setting("The ratio: of a token, or of a sequence.", "token")
+    importance_sampling_level: str = setting(
+        "The ratio: of a token, or of a sequence.", "token", choices=LEVELS
+    )
     scale_rewards: str = setting(  # or a bool, which command lines would take for all
         "What advantages are divided by: the deviation of the group or of the batch, or none.",
         "group",
+        choices=SCALES,
     )
     multi_objective_aggregation: str = setting(
-        "Several rewards: sum_then_normalize, or normalize_then_sum.", "sum_then_normalize"
+        "Several rewards: sum_then_normalize, or normalize_then_sum.",
+        "sum_then_normalize",
+        choices=AGGREGATIONS,
     )
-    loss_type: str = setting("The loss, see the table in docs/grpo.md.", "dapo")
+    loss_type: str = setting("The loss, see the table in docs/grpo.md.", "dapo", choices=LOSS_TYPES)
     use_bias_correction_kl: bool = setting("Multiply the KL by the ratio.", True)
     top_entropy_quantile: float = setting(
         "Share of the tokens, those of highest entropy, that the policy's loss is of.",
@@ -85,7 +90,7 @@ class GRPOConfig(OnlineConfig):
         True,
     )
     vllm_importance_sampling_mode: str = setting(
-        f"Of these weights: {', '.join(MODES)}.", "sequence_mask"
+        f"Of these weights: {', '.join(MODES)}.", "sequence_mask", choices=MODES
     )
     vllm_importance_sampling_clip_max: float | None = setting(
         "Their upper bound.", 3.0, within="(0, inf]"
@@ -102,16 +107,6 @@ class GRPOConfig(OnlineConfig):
         if isinstance(self.scale_rewards, bool):  # as older scripts have it
             self.scale_rewards = "group" if self.scale_rewards else "none"
         super().__post_init__()
-        for name, known in (
-            ("scale_rewards", SCALES),
-            ("multi_objective_aggregation", AGGREGATIONS),
-            ("importance_sampling_level", LEVELS),
-            ("loss_type", tuple(LOSS_TYPES)),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(known)}"
-                )
         if self.vllm_importance_sampling_cap is not None:
             warnings.warn(
                 "vllm_importance_sampling_cap is deprecated: use vllm_importance_sampling_clip_max",

@@ -24,7 +24,7 @@ class KTOConfig(PreferenceConfig):
         "as each batch is compared with its own mismatched completions.",
         "sequential",
     )
-    loss_type: str = setting(f"One of {', '.join(LOSSES)}.", "kto")
+    loss_type: str = setting(f"One of {', '.join(LOSSES)}.", "kto", choices=LOSSES)
     desirable_weight: float = setting("Weight of desirable completions.", 1.0, within="[0, inf)")
     undesirable_weight: float = setting(
         "Weight of undesirable completions.", 1.0, within="[0, inf)"
@@ -32,10 +32,6 @@ class KTOConfig(PreferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss_type not in LOSSES:
-            raise ValueError(
-                f"unknown loss_type {self.loss_type!r}: choose one of {', '.join(LOSSES)}"
-            )
         if self.loss_type == "kto" and self.train_sampling_strategy != "sequential":
             raise ValueError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r} would take completions "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastrl.config import ROLLOUT_BACKENDS, PPOConfig, parse_json
+from fastrl.config import PPOConfig, parse_json
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 
@@ -157,11 +157,6 @@ class OnlineConfig(SupervisedArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_refused(self)
-        if self.rollout_backend not in ROLLOUT_BACKENDS:
-            raise ValueError(
-                f"unknown rollout_backend {self.rollout_backend!r}: choose one of "
-                f"{', '.join(ROLLOUT_BACKENDS)}"
-            )
         if self.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size would break groups of num_generations responses: leave it "

@@ -259,6 +259,10 @@ def with_a_long_row(world, tmp_path):
     return path
 
 
+_EMPTY = pytest.mark.filterwarnings("ignore:1 of 62 prompts dropped")
+
+
+@_EMPTY
 def test_an_over_long_prompt_is_named_by_its_row_in_the_file(
     world, with_a_long_row, tmp_path, capsys
 ):
@@ -269,6 +273,7 @@ def test_an_over_long_prompt_is_named_by_its_row_in_the_file(
     assert not (tmp_path / "run").exists()
 
 
+@_EMPTY
 def test_over_long_prompts_are_dropped_and_counted(world, with_a_long_row, tmp_path):
     flags = {"dataset": with_a_long_row, "prompt-words": 45, "eval-prompts": 5, "steps": 1}
     words = arguments(world, tmp_path / "run", f"{world / 'rewards.py'}:by_label", **flags)
