@@ -237,10 +237,7 @@ class PPOConfig:
         "Free the engine's memory before every update: less memory, slower.", False
     )
     rollout_merge_adapter: bool = setting(
-        "In bf16: generate with copies of the weights that a LoRA adapter is added to, faster at "
-        "the cost of their memory. Adding rounds small updates away; where log-probs then differ "
-        "(old_logprobs auto compares them) a run goes on without.",
-        False,
+        "Deprecated: changes nothing, adapters run beside the weights.", False
     )
 
     # The reference
@@ -568,13 +565,6 @@ class PPOConfig:
             raise ValueError(f"target must be positive with adap_kl_ctrl, got {self.target}")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
             raise ValueError("push_to_hub_if_best_kwargs needs a repo_id")
-        if self.rollout_merge_adapter and (
-            self.old_logprobs != "auto" or self.kl_penalty == "full"
-        ):
-            raise ValueError(
-                "rollout_merge_adapter needs the comparison of log-probs: set old_logprobs='auto', "
-                "and another kl_penalty than 'full', whose forward recomputes them"
-            )
         self._check_policy_loss()
         self._check_sampler_correction()
         if self.kl_in == "loss" and self.kl_penalty == "full":
@@ -594,6 +584,7 @@ class PPOConfig:
         if self.overlong_buffer is None:
             unread.append(("overlong_penalty", "overlong_buffer is None"))
         unread.append(("dataset_num_proc", "prompts are encoded in this process"))
+        unread.append(("rollout_merge_adapter", "adapters run beside the weights"))
         defaults = type(self).__dataclass_fields__
         given = [
             f"{name}={getattr(self, name)!r} ({why})"
@@ -637,11 +628,6 @@ class PPOConfig:
             raise ValueError(
                 f"{asked} with old_logprobs='rollout', which takes the sampler's log-probs for the "
                 "policy's own: set old_logprobs to 'auto' or 'recompute'"
-            )
-        if self.rollout_merge_adapter:
-            raise ValueError(
-                f"{asked} computes all log-probs anew, and rollout_merge_adapter compares those of "
-                "the rollout: turn one of them off"
             )
         if self.policy_loss == "vespo" and kind.startswith("sequence"):
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,63 +110,6 @@ def _share(chosen: Tensor, mask: Tensor) -> Tensor:
     return (chosen & mask).sum() / mask.sum().float()
 
 
-class SamplerCorrection(Protocol):
-    """What a step does about responses that another engine sampled.
-
-    Attributes:
-        recomputes: whether old log-probs have to be the policy's own, computed by the trainer.
-    """
-
-    recomputes: bool
-
-    def sampled(
-        self, rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None
-    ) -> list[Tensor] | None:
-        """The sampler's log-probs of each response, where they are wanted and known.
-
-        Args:
-            rollout: that the responses come from, where it was given.
-            known: what this trainer's own rollouts found, where these are its responses.
-
-        Raises:
-            ValueError: numbers that are no log-probs.
-        """
-
-    def check(self, sampled: Sequence[Tensor] | None) -> None:
-        """
-        Raises:
-            ValueError: log-probs are wanted and not known.
-        """
-
-    def __call__(
-        self, batch: TokenBatch, logprobs: Tensor, sampled: Sequence[Tensor] | None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Weights [B, T-1] of the policy's loss, None where all are 1; and statistics.
-
-        Args:
-            logprobs: [B, T-1], of the policy before its update.
-        """
-
-
-class NoCorrection:
-    """Responses are taken for the policy's own."""
-
-    recomputes = False
-
-    def sampled(
-        self, rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None
-    ) -> list[Tensor] | None:
-        return None
-
-    def check(self, sampled: Sequence[Tensor] | None) -> None:
-        """Nothing is wanted."""
-
-    def __call__(
-        self, batch: TokenBatch, logprobs: Tensor, sampled: Sequence[Tensor] | None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        return None, {}
-
-
 class ImportanceWeights:
     """The policy's loss is weighted by :func:`sampler_weights`.
 
@@ -175,8 +118,6 @@ class ImportanceWeights:
         temperature: of the policy.
     """
 
-    recomputes = True
-
     def __init__(self, kind: str, least: float | None, most: float | None, temperature: float):
         self.kind, self.least, self.most = kind, least, most
         self.temperature = temperature
@@ -184,6 +125,15 @@ class ImportanceWeights:
     def sampled(
         self, rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None
     ) -> list[Tensor] | None:
+        """The sampler's log-probs of each response, where they are known.
+
+        Args:
+            rollout: that the responses come from, where it was given.
+            known: what this trainer's own rollouts found, where these are its responses.
+
+        Raises:
+            ValueError: numbers that are no log-probs.
+        """
         if rollout is None:
             return None if known is None else [each.logprobs for each in known]
         found = rollout.logprobs_at(self.temperature)
@@ -199,6 +149,10 @@ class ImportanceWeights:
         return found
 
     def check(self, sampled: Sequence[Tensor] | None) -> None:
+        """
+        Raises:
+            ValueError: they are not known.
+        """
         if sampled is None:
             raise ValueError(
                 f"sampler_correction={self.kind!r} needs the log-probs with which the responses "
@@ -208,7 +162,12 @@ class ImportanceWeights:
 
     def __call__(
         self, batch: TokenBatch, logprobs: Tensor, sampled: Sequence[Tensor] | None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weights [B, T-1], and statistics.
+
+        Args:
+            logprobs: [B, T-1], of the policy before its update.
+        """
         assert sampled is not None
         on_host = torch.cat([x.cpu() for x in sampled]).float()[batch.mask_of_responses()]
         of_sampler = batch.scatter(to_device(on_host, logprobs.device), batch.rows())

@@ -1,4 +1,4 @@
-"""The KL penalty: its estimate per token, where it acts, and its coefficient."""
+"""The KL penalty: its estimate per token, and its coefficient."""
 
 from __future__ import annotations
 
@@ -90,36 +90,6 @@ def make_kl_penalty(kind: str, reference: RefModel) -> KLPenalty:
     if reference.mode == "none":
         return NoPenalty()
     return FullKLPenalty() if kind == "full" else SampledKLPenalty(kind)
-
-
-class KLPlace(Protocol):
-    """Where the KL penalty acts: on the rewards or in the loss."""
-
-    def reward_coef(self, coef: float) -> float:
-        """β of the penalty in the rewards."""
-
-    def term(self, ref_logprobs: Tensor, coef: float) -> fastrl_kernels.KLTerm | None:
-        """The term that is added to the loss."""
-
-
-class KLInReward:
-    """Each token's reward is less by β times its KL penalty, as in classic PPO."""
-
-    def reward_coef(self, coef: float) -> float:
-        return coef
-
-    def term(self, ref_logprobs: Tensor, coef: float) -> None:
-        return None
-
-
-class KLInLoss:
-    """β·(exp(-d) - 1 + d) is added to each token's loss, d = log π - log ref: "k3"."""
-
-    def reward_coef(self, coef: float) -> float:
-        return 0.0
-
-    def term(self, ref_logprobs: Tensor, coef: float) -> fastrl_kernels.KLTerm:
-        return fastrl_kernels.KLTerm(ref_logprobs, coef, "k3")
 
 
 class AdaptiveKLController:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastrl.config import PPOConfig
 from fastrl.ppo.ledger import RewardedSamples
 from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout import RolloutOutput
@@ -32,32 +31,9 @@ class Redraw(NamedTuple):
     scores: Callable[[RewardedSamples], Tensor]
 
 
-class Resampling(Protocol):
-    """What becomes of groups without spread."""
-
-    def __call__(
-        self, samples: RewardedSamples, chosen: list[int], redraw: Redraw
-    ) -> tuple[RewardedSamples, list[int], dict[str, float]]:
-        """This process's samples, the prompts of all processes' groups, and statistics.
-
-        Args:
-            samples: this process's.
-            chosen: the prompts of all processes' groups.
-        """
-
-
-class NoResampling:
-    """They stay."""
-
-    def __call__(
-        self, samples: RewardedSamples, chosen: list[int], redraw: Redraw
-    ) -> tuple[RewardedSamples, list[int], dict[str, float]]:
-        return samples, chosen, {}
-
-
 class DynamicSampling:
-    """They are replaced by groups of new prompts, and what of these has no spread again, in at most
-    ``rounds`` rounds; what is left then stays."""
+    """Groups without spread are replaced by groups of new prompts, and what of these has no spread
+    again, in at most ``rounds`` rounds; what is left then stays."""
 
     def __init__(self, group_size: int, rounds: int, processes: Processes):
         self.group_size, self.rounds, self.processes = group_size, rounds, processes
@@ -65,6 +41,15 @@ class DynamicSampling:
     def __call__(
         self, samples: RewardedSamples, chosen: list[int], redraw: Redraw
     ) -> tuple[RewardedSamples, list[int], dict[str, float]]:
+        """This process's samples, the prompts of all processes' groups, and statistics; none
+        without a round.
+
+        Args:
+            samples: this process's.
+            chosen: the prompts of all processes' groups.
+        """
+        if not self.rounds:
+            return samples, chosen, {}
         chosen, replaced, rounds = list(chosen), 0, 0
         shares = self.processes.shares(range(len(chosen)))
         keys = len(chosen)  # of the draws of prompts, all different
@@ -85,13 +70,6 @@ class DynamicSampling:
             keys, replaced, rounds = keys + count, replaced + count, rounds + 1
         found = {"groups/replaced": float(replaced), "groups/sampling_rounds": float(rounds)}
         return samples, chosen, found
-
-
-def make_resampling(config: PPOConfig, processes: Processes) -> Resampling:
-    """By ``PPOConfig.dynamic_sampling_rounds``."""
-    if config.dynamic_sampling_rounds == 0:
-        return NoResampling()
-    return DynamicSampling(config.group_size, config.dynamic_sampling_rounds, processes)
 
 
 def without_spread(scores: Tensor, size: int) -> list[int]:

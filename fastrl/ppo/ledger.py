@@ -6,10 +6,9 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,48 +76,6 @@ class ScoredSamples:
         return Samples(samples.prompts.texts, samples.completions, samples.rewards.total.tolist())
 
 
-class StepLedger(Protocol):
-    """Keeps the samples of a run's steps, or does not."""
-
-    def opened(self, step: int) -> AbstractContextManager[None]:
-        """Context of a run whose first step this is; all is written at its end."""
-
-    def add(
-        self, step: int, samples: ScoredSamples, experience: LastExperience
-    ) -> dict[str, float]:
-        """Adds the samples of a step; returns statistics."""
-
-    def flush(self, *, sync: bool) -> None:
-        """As :meth:`fastrl.run.ledger.Ledger.flush`."""
-
-    def supersede(self, after_step: int) -> None:
-        """As :meth:`fastrl.run.ledger.Ledger.supersede`."""
-
-    @property
-    def folder(self) -> Path | None:
-        """Where it is."""
-
-
-class NoLedger:
-    """Keeps nothing."""
-
-    folder: Path | None = None
-
-    def opened(self, step: int) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def add(
-        self, step: int, samples: ScoredSamples, experience: LastExperience
-    ) -> dict[str, float]:
-        return {}
-
-    def flush(self, *, sync: bool) -> None:
-        """There is nothing to write."""
-
-    def supersede(self, after_step: int) -> None:
-        """There is nothing to move."""
-
-
 class SampleLedger:
     """Keeps a row for each sample.
 
@@ -131,7 +88,8 @@ class SampleLedger:
 
     @contextlib.contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """
+        """Context of a run whose first step this is; all is written at its end.
+
         Raises:
             ValueError: the ledger has later steps.
         """
@@ -144,19 +102,10 @@ class SampleLedger:
     def add(
         self, step: int, samples: ScoredSamples, experience: LastExperience
     ) -> dict[str, float]:
+        """Adds the samples of a step; returns statistics."""
         begin = time.perf_counter()
         self.ledger.add(step, ledger_columns(samples, experience, self.temperature))
         return {"time/ledger": time.perf_counter() - begin}
-
-    def flush(self, *, sync: bool) -> None:
-        self.ledger.flush(sync=sync)
-
-    def supersede(self, after_step: int) -> None:
-        self.ledger.supersede(after_step)
-
-    @property
-    def folder(self) -> Path | None:
-        return self.ledger.folder
 
 
 def open_ledger(
@@ -164,7 +113,7 @@ def open_ledger(
     folder: Path | None,
     config: PPOConfig,
     generation_kwargs: Mapping[str, Any],
-) -> StepLedger:
+) -> SampleLedger | None:
     """The ledger that a run keeps.
 
     Args:
@@ -174,7 +123,7 @@ def open_ledger(
     """
     place = folder if asked is True else asked or None
     if place is None:
-        return NoLedger()
+        return None
     ledger = place if isinstance(place, Ledger) else Ledger(place)
     recorded = recordable(generation_kwargs)
     ledger.facts |= {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from fastrl.data.vocabulary import check_vocabulary
 from fastrl.learn.nonfinite import check_a_sample_is_left, samples_left_out
 from fastrl.learn.scorer import check_tokens
 from fastrl.models.layout import EncoderDecoder
-from fastrl.ppo.dynamic_sampling import Redraw, make_resampling
+from fastrl.ppo.dynamic_sampling import DynamicSampling, Redraw
 from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
 from fastrl.ppo.overlong import make_overlong
@@ -118,7 +120,8 @@ class Loop:
         )
         named = zip(self.rewards.names, self.rewards.functions, strict=True)
         self._code_of_rewards = identities_of(named)
-        self.resampling = make_resampling(config, self.processes)
+        rounds = config.dynamic_sampling_rounds
+        self.resampling = DynamicSampling(config.group_size, rounds, self.processes)
         steps, self.eval_every = numbers.steps, numbers.eval_every
         self.steps, self.missing_eos_penalty = steps, numbers.missing_eos_penalty
         self.generation_kwargs = rollouts.arguments.of_training(generation_kwargs)
@@ -207,7 +210,7 @@ class Loop:
             stop_at_a_steps_end(),
             exits_are_errors(),
             self.saving.opened(self) as resumed,
-            self.ledger.opened(self.trainer.current_step + 1),
+            self._ledger_opened(),
         ):
             done, last = self.trainer.current_step, self.last_step
             self._call("on_train_begin", max(last - done, 0))
@@ -219,8 +222,9 @@ class Loop:
             for step in range(done + 1, last + 1):
                 with self.saving.step():
                     metrics, samples = self._next_step()
-                    assert self.trainer.experience is not None
-                    metrics |= self.ledger.add(step, samples, self.trainer.experience)
+                    if self.ledger is not None:
+                        assert self.trainer.experience is not None
+                        metrics |= self.ledger.add(step, samples, self.trainer.experience)
                     self.result.add_step(metrics)
                     self._call("on_samples", step, samples.shown)
                     self._call("on_step", step, metrics)
@@ -231,6 +235,11 @@ class Loop:
             self.result.seconds = self._seconds()
             self._call("on_train_end", self.result)
         return self.result
+
+    def _ledger_opened(self) -> AbstractContextManager[None]:
+        if self.ledger is None:
+            return contextlib.nullcontext()
+        return self.ledger.opened(self.trainer.current_step + 1)
 
     def _is_evaluated(self, step: int) -> bool:
         every = self.eval_every

@@ -16,15 +16,12 @@ from fastrl.learn.advantages import (
 )
 from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.baselines import GROUP_BASELINES
-from fastrl.learn.correction import ImportanceWeights, NoCorrection, SamplerCorrection
+from fastrl.learn.correction import ImportanceWeights
 from fastrl.learn.engine import Engine
 from fastrl.learn.gradient import GradientStep, StepRules
 from fastrl.learn.kl import (
     AdaptiveKLController,
     FixedKLController,
-    KLInLoss,
-    KLInReward,
-    KLPlace,
 )
 from fastrl.learn.loss import ClippedValues, UpdateLoss, ValueLoss
 from fastrl.learn.memory import MicroBatches
@@ -51,11 +48,6 @@ def has_kl_in_loss(config: PPOConfig) -> bool:
     return config.kl_in == "loss" and config.init_kl_coef > 0
 
 
-def kl_place_of(config: PPOConfig) -> KLPlace:
-    """By ``kl_in``."""
-    return KLInLoss() if has_kl_in_loss(config) else KLInReward()
-
-
 def kl_controller_of(config: PPOConfig) -> AdaptiveKLController | FixedKLController:
     """By ``adap_kl_ctrl``."""
     if config.adap_kl_ctrl and config.init_kl_coef > 0:  # 0 stays 0, whatever the KL
@@ -63,10 +55,10 @@ def kl_controller_of(config: PPOConfig) -> AdaptiveKLController | FixedKLControl
     return FixedKLController(config.init_kl_coef)
 
 
-def correction_of(config: PPOConfig) -> SamplerCorrection:
+def correction_of(config: PPOConfig) -> ImportanceWeights | None:
     """By ``sampler_correction``."""
     if config.sampler_correction == "off":
-        return NoCorrection()
+        return None
     return ImportanceWeights(
         config.sampler_correction,
         config.sampler_correction_min,

@@ -17,8 +17,8 @@ from fastrl.plan.memory import ACTIVATIONS
 from fastrl.plan.rehearsal import LOADING, OPTIMIZER_STEPS, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens
-from fastrl.ppo.rollouts import EngineBackend
 from fastrl.rollout import SamplingParams
+from fastrl.rollout.backends import EngineBackend
 from fastrl.rollout.rehearsed_engine import RehearsedEngine
 from fastrl.rollout.self_check import UnsupportedModel
 
@@ -120,8 +120,6 @@ def _shortened(config: PPOConfig) -> PPOConfig:
     fields |= {**_NOT_REHEARSED, "batch_size": size, "accelerator_kwargs": settings}
     fields |= {"ppo_epochs": min(config.ppo_epochs, 1), "forward_batch_size": None}
     fields |= {"optimize_cuda_cache": None}
-    if config.rollout_merge_adapter:  # which asks for it; without a rollout it is "recompute"
-        fields["old_logprobs"] = "auto"
     return PPOConfig(**fields)
 
 

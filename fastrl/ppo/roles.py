@@ -14,7 +14,7 @@ from fastrl.learn.advantages import Advantages
 from fastrl.learn.experience import LastExperience
 from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.models.products import Products
-from fastrl.ppo.ledger import StepLedger
+from fastrl.ppo.ledger import SampleLedger
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.run.callbacks import TrainCallback
 from fastrl.run.processes import Processes
@@ -68,7 +68,7 @@ class Run(Protocol):
     """A loop, as it is saved."""
 
     callbacks: list[TrainCallback]
-    ledger: StepLedger
+    ledger: SampleLedger | None
 
     @property
     def last_step(self) -> int:

@@ -7,8 +7,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -23,14 +22,8 @@ from fastrl.models.host_memory import to_device
 from fastrl.models.layout import layout_of
 from fastrl.models.sharding import whole_weights
 from fastrl.ref_model import RefModel
-from fastrl.rollout import (
-    GenerateEngine,
-    RolloutEngine,
-    RolloutOutput,
-    choose_engine,
-    draw_seed,
-    sampling_params,
-)
+from fastrl.rollout import RolloutOutput, sampling_params
+from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.generation_kwargs import (
     Change,
     changes_of_the_draw,
@@ -39,11 +32,9 @@ from fastrl.rollout.generation_kwargs import (
     policy_kwargs,
     unpacked,
 )
-from fastrl.rollout.kv_cache import Room
 from fastrl.run.processes import Processes
 
 REMEMBERED = 1 << 14  # samples, the latest
-RoomState = dict[str, dict[str, int]]  # slots and length by "policy" and "reference"
 
 
 class Rollouts:
@@ -208,26 +199,10 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """What the bits of later samples depend on besides weights, as JSON can hold it."""
-        return {"rooms": self.backend.rooms(), "merges": self.backend.merges}
+        return {"rooms": self.backend.rooms()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.backend.reserve(state["rooms"])
-        if not state.get("merges", False):
-            self.backend.keep_adapters_apart()
-
-    def compared(self, statistics: Mapping[str, float]) -> None:
-        """Takes note of how the log-probs of a rollout compare with those of a forward: where they
-        differ, adapters are not merged any more."""
-        if self.backend.merges and "rollout/audit_mean" in statistics:
-            if statistics["rollout/reused"]:
-                return
-            self.backend.keep_adapters_apart()
-            warnings.warn(
-                "rollout_merge_adapter: log-probs of merged weights differ by "
-                f"{statistics['rollout/audit_mean']:.1e} in the mean from the policy's: this step "
-                "computes them again, and later rollouts run the adapter beside the weights",
-                stacklevel=5,
-            )
 
     def _run(self, model: Any, request: Request) -> RolloutOutput:
         with whole_weights(model):
@@ -269,212 +244,6 @@ def _check_sequences(rollout: RolloutOutput, responses: Sequence[Tensor]) -> Non
                     f"rollout.{name}[{i}] has shape {tuple(numbers.shape)}, responses[{i}] "
                     f"{tuple(responses[i].shape)}: give one number for each token"
                 )
-
-
-class Request(NamedTuple):
-    """Prompts, and how to generate responses to them."""
-
-    prompts: Sequence[Tensor]
-    sample_ids: Sequence[int]  # of the prompts
-    generation_kwargs: dict[str, Any]  # of ``model.generate``
-    batch_size: int  # prompts per call of that
-    limits: Sequence[int] | None = None  # max_new_tokens of each; the same within a batch
-    reference: bool = False  # the model acts as the reference policy
-    samples: int = 1  # responses to each prompt, one after the other
-    seed: int | None = None  # of the draws; None: from torch's own generator
-
-    def repeated(self) -> list[Tensor]:
-        """The prompt of each response."""
-        return [prompt for prompt in self.prompts for _ in range(self.samples)]
-
-
-class RolloutBackend(Protocol):
-    """A way of generating responses.
-
-    Attributes:
-        merges: whether LoRA adapters are merged into copies of the weights.
-    """
-
-    @property
-    def merges(self) -> bool: ...
-
-    def keep_adapters_apart(self) -> None:
-        """Does not merge them any more."""
-
-    def __call__(self, model: Any, request: Request) -> RolloutOutput:
-        """Generates a model's responses."""
-
-    def expect(self, tokens: int) -> None:
-        """Says how many tokens a prompt with its response will have at most."""
-
-    def before_update(self) -> None:
-        """Frees memory for an update."""
-
-    def rooms(self) -> RoomState:
-        """The rooms that the next calls find: see :meth:`fastrl.RolloutEngine.room`."""
-
-    def reserve(self, rooms: RoomState) -> None:
-        """Takes over the :meth:`rooms` of another backend."""
-
-
-class GenerateBackend:
-    """``model.generate``, a batch of prompts at a time, with any of its keywords.
-
-    Args:
-        process: the number of this process: each draws other random numbers.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        autocast: Callable[[], AbstractContextManager],
-        process: int = 0,
-    ):
-        self.tokenizer, self.autocast, self.process = tokenizer, autocast, process
-
-    def __call__(self, model: Any, request: Request) -> RolloutOutput:
-        engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
-        kwargs, limits = request.generation_kwargs, request.limits
-        seed = request.seed
-        if self.process:
-            seed = (draw_seed() if seed is None else seed) ^ self.process
-        output = engine.generate_with(request.repeated(), kwargs, limits, seed)
-        samples = range(request.samples)
-        output.sample_ids = [prompt for prompt in request.sample_ids for _ in samples]
-        output.numbers = [number for _ in request.prompts for number in samples]
-        return output
-
-    def expect(self, tokens: int) -> None:
-        """``generate`` makes its memory for each call."""
-
-    merges = False
-
-    def keep_adapters_apart(self) -> None:
-        """They are."""
-
-    def before_update(self) -> None:
-        """There is nothing to free."""
-
-    def rooms(self) -> RoomState:
-        """It has none."""
-        return {}
-
-    def reserve(self, rooms: RoomState) -> None:
-        """There is nothing to reserve."""
-
-
-_ROLES = {False: "policy", True: "reference"}  # by Request.reference
-
-
-class EngineBackend:
-    """The rollout engine, which also returns log-probs; a call with an argument that it does not
-    know goes to ``model.generate``, with a warning that names the argument.
-
-    Args:
-        config: its ``rollout_slots``, ``rollout_kv_cache_gib``, ``rollout_sleep`` and
-            ``rollout_merge_adapter`` are used.
-    """
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        tokenizer: Any,
-        autocast: Callable[[], AbstractContextManager],
-        process: int = 0,
-    ):
-        gib = config.rollout_kv_cache_gib
-        self.options: dict[str, Any] = {
-            "autocast": autocast,
-            "max_slots": config.rollout_slots,
-            "kv_cache_bytes": None if gib is None else int(gib * 2**30),
-            "merge_adapters": config.rollout_merge_adapter,
-        }
-        self.tokenizer, self.sleep = tokenizer, config.rollout_sleep
-        self.fallback = GenerateBackend(tokenizer, autocast, process)
-        self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
-        self._reserved: dict[str, Room] = {}  # for engines that are yet to be made
-        self._expected = 0  # tokens of the policy's samples, at most
-        self._warned: set[str] = set()
-
-    def __call__(self, model: Any, request: Request) -> RolloutOutput:
-        engine = self._engine(model, request.reference)
-        if not isinstance(engine, RolloutEngine):
-            return self.fallback(model, request)
-        params = sampling_params(request.generation_kwargs, model)
-        if isinstance(params, str):
-            self._warn(params, params in request.generation_kwargs)
-            return self.fallback(model, request)
-        if request.limits is not None:
-            params = replace(params, max_new_tokens=list(request.limits))
-        # A prompt's samples share its prefill.
-        params = replace(params, n=request.samples, seed=request.seed)
-        if not request.reference:
-            engine.expect(self._expected)
-        return engine.generate(request.prompts, params, request.sample_ids)
-
-    def expect(self, tokens: int) -> None:
-        self._expected = max(self._expected, tokens)
-
-    @property
-    def merges(self) -> bool:
-        return self.options["merge_adapters"]
-
-    def keep_adapters_apart(self) -> None:
-        self.options["merge_adapters"] = False
-        for engine in self._engines.values():
-            if isinstance(engine, RolloutEngine):
-                engine.model_runner.merged_adapters.enabled = False
-
-    def before_update(self) -> None:
-        if self.sleep:
-            for engine in self._engines.values():
-                engine.sleep()
-
-    def rooms(self) -> RoomState:
-        found = {
-            _ROLES[reference]: engine.room()
-            for (_, reference), engine in self._engines.items()
-            if isinstance(engine, RolloutEngine)
-        }
-        return {role: room._asdict() for role, room in {**self._reserved, **found}.items()}
-
-    def reserve(self, rooms: RoomState) -> None:
-        self._reserved = {role: Room(**room) for role, room in rooms.items()}
-        for (_, reference), engine in self._engines.items():
-            if isinstance(engine, RolloutEngine):
-                engine.reserve(*self._reserved.pop(_ROLES[reference], Room()))
-
-    def _engine(self, model: Any, reference: bool) -> RolloutEngine | GenerateEngine:
-        # A PEFT model is the policy or, with its adapter off, the reference.
-        key = (id(model), reference)
-        if key not in self._engines:
-            engine = choose_engine(model, self.tokenizer, **self.options)
-            if isinstance(engine, RolloutEngine):
-                engine.reserve(*self._reserved.pop(_ROLES[reference], Room()))
-            self._engines[key] = engine
-        return self._engines[key]
-
-    def _warn(self, argument: str, given: bool) -> None:
-        if argument not in self._warned:
-            self._warned.add(argument)
-            origin = "" if given else " (here of the model's generation_config)"
-            warnings.warn(
-                f"the rollout engine does not know the argument {argument} of generate{origin}: "
-                "rollouts go through model.generate, which is slower",
-                stacklevel=6,
-            )
-
-
-def make_backend(
-    config: PPOConfig,
-    tokenizer: Any,
-    autocast: Callable[[], AbstractContextManager],
-    process: int = 0,
-) -> RolloutBackend:
-    """By ``PPOConfig.rollout_backend``."""
-    if config.rollout_backend == "generate":
-        return GenerateBackend(tokenizer, autocast, process)
-    return EngineBackend(config, tokenizer, autocast, process)
 
 
 class SamplingArguments:

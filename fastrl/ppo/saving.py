@@ -137,8 +137,9 @@ class SavedInFolder:
             self.folder.keep_config()
         own = self.folder.owns(checkpoint)
         self.folder.resume(checkpoint, rows)
-        in_it = loop.ledger.folder == self.folder.ledger
-        loop.ledger.supersede(done if own or not in_it else 0)
+        if loop.ledger is not None:
+            in_it = loop.ledger.ledger.folder == self.folder.ledger
+            loop.ledger.ledger.supersede(done if own or not in_it else 0)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -200,7 +201,8 @@ class SavedInFolder:
         with self.checkpoints.new(self.trainer.current_step, processes=processes) as folder:
             if processes.is_main:
                 self.folder.sync()
-                self._loop.ledger.flush(sync=True)
+                if self._loop.ledger is not None:
+                    self._loop.ledger.ledger.flush(sync=True)
                 loop = {**self._loop.state_dict(), "rows": self.folder.count_rows()}
                 state = {**state, "loop": loop}
             save_tree(state, folder, processes)

@@ -33,7 +33,6 @@ from fastrl.models.sharding import name_by_path
 from fastrl.models.utils import check_trainable, evaluating
 from fastrl.models.value_head import HEAD_PREFIX
 from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
-from fastrl.rollout.merged_adapters import has_mergeable
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import launched_accelerator
 from fastrl.run.metrics import check_trackers, open_trackers
@@ -256,27 +255,6 @@ def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | compute_dtypes(model)
     dtypes |= {autocast[x] for x in [accelerator.mixed_precision] if x in autocast}
     return min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
-
-
-def check_merging(config: PPOConfig, model: nn.Module, precision: torch.dtype) -> None:
-    """
-    Raises:
-        ValueError: adapters are to be merged for rollouts, and there are none that can be, or
-            forwards do not compute in bf16.
-    """
-    if not config.rollout_merge_adapter:
-        return
-    if precision != torch.bfloat16:
-        raise ValueError(
-            "rollout_merge_adapter, but forwards compute in "
-            f"{str(precision).removeprefix('torch.')}: it is for bf16, where merging saves time; "
-            'set accelerator_kwargs={"mixed_precision": "bf16"}, or leave it out'
-        )
-    if config.rollout_backend != "engine" or not has_mergeable(model):
-        raise ValueError(
-            "rollout_merge_adapter, but there is nothing to merge: it is for rollout_backend "
-            "'engine' and plain LoRA adapters on weights that are not quantised; leave it out"
-        )
 
 
 @torch.no_grad()

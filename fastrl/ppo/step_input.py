@@ -12,7 +12,7 @@ from torch import Tensor
 from fastrl.data import batch as data
 from fastrl.data.batch import BatchMaker, to_host, without_tokens
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.correction import SamplerCorrection
+from fastrl.learn.correction import ImportanceWeights
 from fastrl.learn.experience import LogprobsAndValues
 from fastrl.learn.nonfinite import NonFiniteNumbers, check_a_sample_is_left, samples_left_out
 from fastrl.learn.old_logprobs import with_zeros, zero_left_out
@@ -143,7 +143,7 @@ class StepInputs:
         rollouts: Rollouts,
         batches: BatchMaker,
         scores: ScoreTransform,
-        correction: SamplerCorrection,
+        correction: ImportanceWeights | None,
         nonfinite: NonFiniteNumbers,
         name_in: Callable[[Sequence[Tensor]], Callable[[int], str]],
         device: torch.device,
@@ -176,6 +176,7 @@ class StepInputs:
             totals, of_tokens = data.check_scores(scores, self.size, responses, masks, starts)
             of_tokens = of_tokens if self.per_token else None
             self.scores.check(of_tokens is not None)
+            correction = self.correction
             own = StepInput(
                 queries,
                 responses,
@@ -185,7 +186,7 @@ class StepInputs:
                 known,
                 self._nan_samples(queries, rollout),
                 None if rollout is None else rollout.finish_reasons,
-                self.correction.sampled(rollout, known),
+                None if correction is None else correction.sampled(rollout, known),
                 of_tokens,
             )
         given = own.of_all(self.processes)

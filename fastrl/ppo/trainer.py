@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import fastrl_kernels
 from fastrl.config import PPOConfig
 from fastrl.core import PPODecorators, set_seed
 from fastrl.data import batch as data
@@ -54,7 +55,6 @@ from fastrl.ppo.planning import plan_ppo
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
 from fastrl.ppo.setup import (
-    check_merging,
     checked_policies,
     choose_heads,
     choose_precision,
@@ -209,7 +209,7 @@ class PPOTrainer(ClassicMethods, Persistence):
         # TRL's name, called with log-probs.
         self.products = Products(self.processes)
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
-        self.kl_place = method.kl_place_of(config)
+        self.kl_in_loss = method.has_kl_in_loss(config)
         self.advantages = method.advantages_of(config)
         loss = method.loss_of(config, values=config.needs_values and critic_model is None)
         self.aggregate = loss.aggregate
@@ -223,7 +223,6 @@ class PPOTrainer(ClassicMethods, Persistence):
             )
         values_model = None if self.critic is None else self.critic.model
         precision = precision_of(model, self.accelerator)
-        check_merging(config, model, precision)
         choose_heads(self.current_device, self.model, self.ref_model)
         self.padding = choose_padding(
             config.padding_free,
@@ -249,7 +248,7 @@ class PPOTrainer(ClassicMethods, Persistence):
         kind = method.old_logprobs_of(
             config,
             needs_logits=self._kl_penalty.needs_logits,
-            recomputes=self.sampler_correction.recomputes,
+            recomputes=self.sampler_correction is not None,
         )
         self.score_or_reuse = OldLogprobs(kind, self.scorer)
         self.rollouts = Rollouts(
@@ -378,10 +377,12 @@ class PPOTrainer(ClassicMethods, Persistence):
         with self._evaluating(), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
                 scored, reuse_stats = self.score_or_reuse(batch, given.logprobs)
-                self.rollouts.compared(reuse_stats)
-                sampler_weights, sampler_stats = self.sampler_correction(
-                    batch, scored.logprobs, given.sampled
-                )
+                sampler_weights: Tensor | None = None
+                sampler_stats: dict[str, Tensor] = {}
+                if self.sampler_correction is not None:
+                    sampler_weights, sampler_stats = self.sampler_correction(
+                        batch, scored.logprobs, given.sampled
+                    )
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
                     given.placed(final_scores, moments, self.transform_scores, batch),
@@ -393,12 +394,15 @@ class PPOTrainer(ClassicMethods, Persistence):
                     scored.values, rewards, batch.mask
                 )
             with clock("optimize_step"):
+                kl = None
+                if self.kl_in_loss:
+                    kl = fastrl_kernels.KLTerm(scored.ref_logprobs, self.kl_ctl.value, "k3")
                 experience = Experience(
                     scored.logprobs,
                     values,
                     advantages,
                     returns,
-                    self.kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
+                    kl,
                     self.aggregate.weights(batch.mask.sum(-1), given.weights),
                     sampler_weights,
                     given.weights,
@@ -450,7 +454,8 @@ class PPOTrainer(ClassicMethods, Persistence):
             self.critic.unwrapped.check_lengths(batch.lengths)
         self.advantages.check(given.queries)
         self.score_or_reuse.check(given.logprobs)
-        self.sampler_correction.check(given.sampled)
+        if self.sampler_correction is not None:
+            self.sampler_correction.check(given.sampled)
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
@@ -469,7 +474,7 @@ class PPOTrainer(ClassicMethods, Persistence):
         Returns:
             rewards, their part without the score, and the KL penalties, each [B, T-1].
         """
-        coef = self.kl_place.reward_coef(self.kl_ctl.value)
+        coef = 0.0 if self.kl_in_loss else self.kl_ctl.value
         scores, masks = scores.to(logprobs.device), masks.bool()
         if scores.dim() == 1:
             return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks, coef)

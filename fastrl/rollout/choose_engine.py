@@ -21,7 +21,6 @@ def choose_engine(
     max_length: int | None = None,
     kv_cache_bytes: int | None = None,
     cuda_graphs: bool = True,
-    merge_adapters: bool = False,
 ) -> RolloutEngine | GenerateEngine:
     """Makes a :class:`RolloutEngine` where its results are those of plain forwards, else a
     :class:`GenerateEngine` with the same outputs, and a warning that says why.
@@ -32,7 +31,7 @@ def choose_engine(
         model: a language model, or a value-head model around one.
         autocast: makes the context in which the model runs.
         max_slots: samples that run at a time, in either engine.
-        max_length, kv_cache_bytes, cuda_graphs, merge_adapters: as :class:`RolloutEngine` has them.
+        max_length, kv_cache_bytes, cuda_graphs: as :class:`RolloutEngine` has them.
 
     Raises:
         ValueError: a number below 1; a model on several devices.
@@ -47,7 +46,6 @@ def choose_engine(
                 autocast=autocast,
                 kv_cache_bytes=kv_cache_bytes,
                 cuda_graphs=cuda_graphs,
-                merge_adapters=merge_adapters,
             )
         except UnsupportedModel as unsupported:
             warnings.warn(

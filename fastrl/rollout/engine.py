@@ -53,9 +53,6 @@ class RolloutEngine:
         kv_cache_bytes: for keys and values; fewer slots where they do not fit. None: no limit.
         autocast: makes the context in which the model runs.
         cuda_graphs: capture decode steps; only on CUDA devices.
-        merge_adapters: run products of layers with LoRA adapters in bf16 by one copy of the weight
-            that the adapters are added to, and rounded again: compare the log-probs. Elsewhere, in
-            fp32 say, adapters run as they are.
 
     Raises:
         ValueError: a number below 1; a model on several devices; a budget too small for one slot.
@@ -74,7 +71,6 @@ class RolloutEngine:
         kv_cache_bytes: int | None = None,
         autocast: Autocast = contextlib.nullcontext,
         cuda_graphs: bool = True,
-        merge_adapters: bool = False,
     ):
         for name, x in (
             ("max_slots", max_slots),
@@ -91,7 +87,7 @@ class RolloutEngine:
                 "rollouts need it on one; load it without device_map"
             )
         self.model, self.tokenizer = model, tokenizer
-        self.model_runner = ModelRunner(model, autocast, merge_adapters)
+        self.model_runner = ModelRunner(model, autocast)
         self.max_slots, self.max_length, self.kv_cache_bytes = max_slots, max_length, kv_cache_bytes
         self._layers: list[LayerShape] | None = None
         self._autocast_dtype: torch.dtype | None = None  # of the call that found them

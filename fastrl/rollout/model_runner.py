@@ -28,7 +28,6 @@ from fastrl.rollout.attention import (
 from fastrl.rollout.fused_draw import FusedDraw
 from fastrl.rollout.fused_layers import FusedLayers, VariantsOf
 from fastrl.rollout.kv_cache import KVCache, LayerShape
-from fastrl.rollout.merged_adapters import MergedAdapters
 from fastrl_kernels import explain
 from fastrl_kernels.dispatch import kind_of_device
 
@@ -41,14 +40,12 @@ class ModelRunner:
     Args:
         model: a causal LM, or a fastrl model around one.
         autocast: makes the context in which the model runs.
-        merge_adapters: use bf16 copies of the weights that LoRA adapters are added to.
     """
 
     def __init__(
         self,
         model: Any,
         autocast: Autocast = contextlib.nullcontext,
-        merge_adapters: bool = False,
     ):
         self.model = model
         self.v_head = getattr(model, "v_head", None)
@@ -65,7 +62,6 @@ class ModelRunner:
         self.fused_draw = FusedDraw(self.language_model)
         self.autocast_weights = AutocastWeightCache()
         self.packed_products = PackedProducts()
-        self.merged_adapters = MergedAdapters(merge_adapters)
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +81,6 @@ class ModelRunner:
                 attached(self.language_model),
                 in_front_of_head(self.language_model, self._before_head),
                 self.autocast(),
-                self.merged_adapters.in_place(self.language_model),  # from fp32 weights
                 self.packed_products.in_place(self.language_model),
                 self.autocast_weights.in_place(self.language_model, self.fused_layers.together()),
                 self.fused_layers.in_place(),
@@ -97,11 +92,11 @@ class ModelRunner:
 
     def copies(self) -> list[Tensor]:
         """Copies of weights, which stay between rollouts."""
-        return [*self.autocast_weights.stored(), *self.merged_adapters.stored()]
+        return self.autocast_weights.stored()
 
     def free(self) -> None:
         """Frees the copies of weights."""
-        for copies in (self.autocast_weights, self.packed_products, self.merged_adapters):
+        for copies in (self.autocast_weights, self.packed_products):
             copies.free()
 
     def autocast_dtype(self) -> torch.dtype | None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from fastrl.models.sharding import whole_weights, wrapped_by_fsdp
-from fastrl.ppo.rollouts import GenerateBackend, Request, make_backend
 from fastrl.rollout import RolloutOutput
+from fastrl.rollout.backends import GenerateBackend, Request, make_backend
 
 _GENERATE = GenerationMixin.generate
 

@@ -74,7 +74,7 @@ class OnlineConfig(SupervisedArguments):
     rollout_slots: int = setting_like(PPOConfig, "rollout_slots")
     rollout_kv_cache_gib: float | None = setting_like(PPOConfig, "rollout_kv_cache_gib")
     rollout_sleep: bool = setting_like(PPOConfig, "rollout_sleep")
-    rollout_merge_adapter: bool = setting_like(PPOConfig, "rollout_merge_adapter")
+    rollout_merge_adapter: bool = idle(False, "adapters run beside the weights")
 
     beta: float = setting(
         "Coefficient of the KL to the reference model; 0: there is none.", 0.0, within="[0, inf)"

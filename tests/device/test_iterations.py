@@ -36,9 +36,6 @@ MODES = {
     "bf16": {
         "accelerator_kwargs": {"mixed_precision": "bf16"}, "advantage": "rloo", "group_size": 2,
     },
-    "merged adapter": {
-        "accelerator_kwargs": {"mixed_precision": "bf16"}, "rollout_merge_adapter": True,
-    },
     "padded": {"padding_free": False},
     "offloaded optimizer": {"offload_optimizer": True},
     "checkpointed": {"gradient_checkpointing": True},

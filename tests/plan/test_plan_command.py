@@ -359,13 +359,6 @@ def test_each_task_of_preference_learning_is_planned(folder, capsys, method, tas
     assert plan["phases"]["update"]["by_kind"]["activations"] > 0
 
 
-def test_merged_adapters_are_planned(folder, capsys):
-    sizes = ["--prompt-tokens", "16", "--response-tokens", "16", "--lora-r", "4"]
-    flags = [*FLAGS, *sizes, "--dtype", "bfloat16", "--rollout-merge-adapter"]
-    without, merged = (planned(capsys, folder, *flags, each) for each in ("false", "true"))
-    assert merged["peak"] >= without["peak"]
-
-
 def test_what_is_kept_in_host_memory_is_not_counted(folder, capsys):
     flags = [*FLAGS, "--mini-batch-size", "4", "--device", "cuda", "--precision", "fp32"]
     kept, offloaded = (

@@ -232,10 +232,10 @@ def test_a_resumed_run_has_the_ledger_of_the_straight_one(tmp_path, settings):
 
 def test_rollouts_go_on_with_the_room_of_others():
     trainer = make_trainer()
-    assert trainer.rollouts.state_dict() == {"rooms": {}, "merges": False}
+    assert trainer.rollouts.state_dict() == {"rooms": {}}
     train(trainer, False, steps=1, eval_prompts=TEXTS)  # six prompts, more than a batch
     state = trainer.rollouts.state_dict()
-    assert state == {"rooms": {"policy": {"slots": 6, "length": 48}}, "merges": False}
+    assert state == {"rooms": {"policy": {"slots": 6, "length": 48}}}
     other = make_trainer()
     other.rollouts.load_state_dict(state)
     assert other.rollouts.state_dict() == state

@@ -376,7 +376,6 @@ def test_log_probs_that_are_not_those_of_the_responses_are_refused(case):
         ({"sampler_correction_min": math.nan}, "sampler_correction_min must be positive"),
         ({"sampler_correction_min": 3.0}, r"min \(3.0\) must be below sampler_correction_max"),
         ({"old_logprobs": "rollout"}, "takes the sampler's log-probs for the policy's own"),
-        ({"rollout_merge_adapter": True}, "turn one of them off"),
         (
             {"policy_loss": "vespo", "sampler_correction": "sequence-mask"},
             "choose token-truncate or token-mask",

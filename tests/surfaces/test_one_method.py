@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 import fastrl
 from fastrl import alignment, cli
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-from fastrl.ppo.rollouts import EngineBackend
 from fastrl.rollout import RolloutOutput, SamplingParams
+from fastrl.rollout.backends import EngineBackend
 from fastrl.run import report
 from tests import tiny_models
 from tests.golden import tiny

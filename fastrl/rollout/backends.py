@@ -1,0 +1,189 @@
+"""Ways of generating responses for a trainer: the rollout engine, or ``model.generate``."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fastrl.rollout.choose_engine import choose_engine
+from fastrl.rollout.engine import RolloutEngine
+from fastrl.rollout.generate_engine import GenerateEngine
+from fastrl.rollout.generation_kwargs import sampling_params
+from fastrl.rollout.kv_cache import Room
+from fastrl.rollout.sampling_params import RolloutOutput, draw_seed
+
+RoomState = dict[str, dict[str, int]]  # slots and length by "policy" and "reference"
+
+
+class Request(NamedTuple):
+    """Prompts, and how to generate responses to them."""
+
+    prompts: Sequence[Tensor]
+    sample_ids: Sequence[int]  # of the prompts
+    generation_kwargs: dict[str, Any]  # of ``model.generate``
+    batch_size: int  # prompts per call of that
+    limits: Sequence[int] | None = None  # max_new_tokens of each; the same within a batch
+    reference: bool = False  # the model acts as the reference policy
+    samples: int = 1  # responses to each prompt, one after the other
+    seed: int | None = None  # of the draws; None: from torch's own generator
+
+    def repeated(self) -> list[Tensor]:
+        """The prompt of each response."""
+        return [prompt for prompt in self.prompts for _ in range(self.samples)]
+
+
+class RolloutBackend(ABC):
+    """A way of generating responses; by itself it keeps no memory between calls."""
+
+    @abstractmethod
+    def __call__(self, model: Any, request: Request) -> RolloutOutput:
+        """Generates a model's responses."""
+
+    def expect(self, tokens: int) -> None:  # noqa: B027 - optional, as those below
+        """Says how many tokens a prompt with its response will have at most."""
+
+    def before_update(self) -> None:  # noqa: B027
+        """Frees memory for an update."""
+
+    def rooms(self) -> RoomState:
+        """The rooms that the next calls find: see :meth:`fastrl.RolloutEngine.room`."""
+        return {}
+
+    def reserve(self, rooms: RoomState) -> None:  # noqa: B027
+        """Takes over the :meth:`rooms` of another backend."""
+
+
+class GenerateBackend(RolloutBackend):
+    """``model.generate``, a batch of prompts at a time, with any of its keywords.
+
+    Args:
+        process: the number of this process: each draws other random numbers.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        autocast: Callable[[], AbstractContextManager],
+        process: int = 0,
+    ):
+        self.tokenizer, self.autocast, self.process = tokenizer, autocast, process
+
+    def __call__(self, model: Any, request: Request) -> RolloutOutput:
+        engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
+        kwargs, limits = request.generation_kwargs, request.limits
+        seed = request.seed
+        if self.process:
+            seed = (draw_seed() if seed is None else seed) ^ self.process
+        output = engine.generate_with(request.repeated(), kwargs, limits, seed)
+        samples = range(request.samples)
+        output.sample_ids = [prompt for prompt in request.sample_ids for _ in samples]
+        output.numbers = [number for _ in request.prompts for number in samples]
+        return output
+
+
+_ROLES = {False: "policy", True: "reference"}  # by Request.reference
+
+
+class EngineBackend(RolloutBackend):
+    """The rollout engine, which also returns log-probs; a call with an argument that it does not
+    know goes to ``model.generate``, with a warning that names the argument.
+
+    Args:
+        config: has ``rollout_slots``, ``rollout_kv_cache_gib`` and ``rollout_sleep``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        autocast: Callable[[], AbstractContextManager],
+        process: int = 0,
+    ):
+        gib = config.rollout_kv_cache_gib
+        self.options: dict[str, Any] = {
+            "autocast": autocast,
+            "max_slots": config.rollout_slots,
+            "kv_cache_bytes": None if gib is None else int(gib * 2**30),
+        }
+        self.tokenizer, self.sleep = tokenizer, config.rollout_sleep
+        self.fallback = GenerateBackend(tokenizer, autocast, process)
+        self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
+        self._reserved: dict[str, Room] = {}  # for engines that are yet to be made
+        self._expected = 0  # tokens of the policy's samples, at most
+        self._warned: set[str] = set()
+
+    def __call__(self, model: Any, request: Request) -> RolloutOutput:
+        engine = self._engine(model, request.reference)
+        if not isinstance(engine, RolloutEngine):
+            return self.fallback(model, request)
+        params = sampling_params(request.generation_kwargs, model)
+        if isinstance(params, str):
+            self._warn(params, params in request.generation_kwargs)
+            return self.fallback(model, request)
+        if request.limits is not None:
+            params = replace(params, max_new_tokens=list(request.limits))
+        # A prompt's samples share its prefill.
+        params = replace(params, n=request.samples, seed=request.seed)
+        if not request.reference:
+            engine.expect(self._expected)
+        return engine.generate(request.prompts, params, request.sample_ids)
+
+    def expect(self, tokens: int) -> None:
+        self._expected = max(self._expected, tokens)
+
+    def before_update(self) -> None:
+        if self.sleep:
+            for engine in self._engines.values():
+                engine.sleep()
+
+    def rooms(self) -> RoomState:
+        found = {
+            _ROLES[reference]: engine.room()
+            for (_, reference), engine in self._engines.items()
+            if isinstance(engine, RolloutEngine)
+        }
+        return {role: room._asdict() for role, room in {**self._reserved, **found}.items()}
+
+    def reserve(self, rooms: RoomState) -> None:
+        self._reserved = {role: Room(**room) for role, room in rooms.items()}
+        for (_, reference), engine in self._engines.items():
+            if isinstance(engine, RolloutEngine):
+                engine.reserve(*self._reserved.pop(_ROLES[reference], Room()))
+
+    def _engine(self, model: Any, reference: bool) -> RolloutEngine | GenerateEngine:
+        # A PEFT model is the policy or, with its adapter off, the reference.
+        key = (id(model), reference)
+        if key not in self._engines:
+            engine = choose_engine(model, self.tokenizer, **self.options)
+            if isinstance(engine, RolloutEngine):
+                engine.reserve(*self._reserved.pop(_ROLES[reference], Room()))
+            self._engines[key] = engine
+        return self._engines[key]
+
+    def _warn(self, argument: str, given: bool) -> None:
+        if argument not in self._warned:
+            self._warned.add(argument)
+            origin = "" if given else " (here of the model's generation_config)"
+            warnings.warn(
+                f"the rollout engine does not know the argument {argument} of generate{origin}: "
+                "rollouts go through model.generate, which is slower",
+                stacklevel=6,
+            )
+
+
+def make_backend(
+    config: Any,
+    tokenizer: Any,
+    autocast: Callable[[], AbstractContextManager],
+    process: int = 0,
+) -> RolloutBackend:
+    """By a configuration's ``rollout_backend``."""
+    if config.rollout_backend == "generate":
+        return GenerateBackend(tokenizer, autocast, process)
+    return EngineBackend(config, tokenizer, autocast, process)
