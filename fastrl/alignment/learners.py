@@ -20,7 +20,6 @@ from fastrl.alignment.logprobs import (
 )
 from fastrl.alignment.losses import Loss
 from fastrl.alignment.tasks import Task
-from fastrl.config import PPOConfig
 from fastrl.data import reads_eos
 from fastrl.data.batch import make_batches
 from fastrl.data.choose_padding import (
@@ -47,7 +46,7 @@ from fastrl.models.reward_head import score_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, checksum, evaluating, without_dropout
 from fastrl.ppo.setup import precision_of, share_new_weights
-from fastrl.ref_model import RefModel, choose_ref_model
+from fastrl.ref_model import ReferenceSettings, RefModel, choose_ref_model
 from fastrl.run.processes import processes_of
 from fastrl.trainers.passes import DeferredGradients
 from fastrl.trainers.supervised import load_if_path
@@ -199,7 +198,7 @@ class PolicyLearner:
                     "choose reference='copy' or 'offload'"
                 )
             mode = "adapter" if model.is_peft_model else "none"
-        settings = PPOConfig(
+        settings = ReferenceSettings(
             reference=mode,
             num_shared_layers=self.args.num_shared_layers,
             reference_adapter=self.args.reference_adapter,

@@ -3,7 +3,11 @@ in host memory, or none."""
 
 from fastrl.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel
 from fastrl.ref_model.base import RefModel
-from fastrl.ref_model.choose import choose_ref_model, create_reference_model
+from fastrl.ref_model.choose import (
+    ReferenceSettings,
+    choose_ref_model,
+    create_reference_model,
+)
 from fastrl.ref_model.copy import CopyRefModel
 from fastrl.ref_model.none import NoRefModel
 from fastrl.ref_model.offload import OffloadRefModel
@@ -15,6 +19,7 @@ __all__ = [
     "NoRefModel",
     "OffloadRefModel",
     "RefModel",
+    "ReferenceSettings",
     "StartAdapterRefModel",
     "TrunkRefModel",
     "choose_ref_model",

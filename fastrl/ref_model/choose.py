@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +22,21 @@ from fastrl.ref_model.trunk_cache import Budget
 
 _IN_PARTS = "the scales of such weights stay behind where they are shared or moved"
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
+
+
+class ReferenceSettings(NamedTuple):
+    """What decides which reference a policy has: settings of ``PPOConfig``, with other defaults."""
+
+    reference: str = "auto"
+    num_shared_layers: int | None = None
+    reference_adapter: str = "off"
+    reference_dtype: str = "auto"
+    init_kl_coef: float = 1.0  # 0: there need not be one
+    sync_ref_every: int = 0
+    ref_ema: float = 1.0
+    trunk_cache_gib: float = 2.0
+    trunk_cache_host_gib: float = 8.0
+    micro_batch_tokens: int | None = None
 
 
 Model = TypeVar("Model", PreTrainedModelWrapper, PreTrainedModel)
@@ -78,7 +93,7 @@ def create_reference_model(
 
 
 def choose_ref_model(
-    config: PPOConfig,
+    settings: ReferenceSettings | PPOConfig,
     policy: PreTrainedModelWrapper,
     ref_model: PreTrainedModelWrapper | None = None,
     num_shared_layers: int | None = None,
@@ -91,7 +106,7 @@ def choose_ref_model(
         ValueError: a mode that the model cannot serve, arguments that contradict it, a reference
             with another vocabulary, a ``reference_dtype`` that the mode cannot have.
     """
-    layers = config.num_shared_layers if num_shared_layers is None else num_shared_layers
+    layers = settings.num_shared_layers if num_shared_layers is None else num_shared_layers
     if layers is not None and ref_model is not None and not _shared(policy, ref_model):
         warnings.warn(
             f"num_shared_layers={layers} is ignored: ref_model is a model of its own, which shares "
@@ -100,16 +115,16 @@ def choose_ref_model(
             stacklevel=3,
         )
         layers = None
-    mode, why = _mode(config, policy, ref_model, layers)
-    _check(mode, config, policy, ref_model, layers)
+    mode, why = _mode(settings, policy, ref_model, layers)
+    _check(mode, settings, policy, ref_model, layers)
     reference: RefModel
     if mode == "none":
         reference = NoRefModel()
     elif mode == "adapter":
         trained = trained_before(policy.pretrained_model)
-        kind = config.reference_adapter
+        kind = settings.reference_adapter
         if kind == "auto":  # one that follows the policy needs weights of its own
-            kind = "start" if trained or config.sync_ref_every else "off"
+            kind = "start" if trained or settings.sync_ref_every else "off"
         if kind == "start":
             reference = StartAdapterRefModel(policy)
             why += ": a copy of it as training begins"
@@ -118,18 +133,18 @@ def choose_ref_model(
             why += ": the base model with it off"
             why += ", from which the policy differs already" if trained else ""
     elif mode == "offload":
-        copied = _copied(ref_model, policy, config.reference_dtype)
+        copied = _copied(ref_model, policy, settings.reference_dtype)
         reference = OffloadRefModel(copied, policy)
     elif mode == "trunk":
         ref_model = ref_model or create_reference_model(policy, layers)
-        gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
+        gib = (settings.trunk_cache_gib, settings.trunk_cache_host_gib)
         budget = Budget(*(int(each * 2**30) for each in gib))
         if ref_model.trunk is not None:
-            reference = TrunkRefModel(ref_model, policy, budget, config.micro_batch_tokens)
+            reference = TrunkRefModel(ref_model, policy, budget, settings.micro_batch_tokens)
         else:
             reference, why = CopyRefModel(ref_model, policy), "its layers cannot be shared"
     else:
-        copied = _copied(ref_model, policy, config.reference_dtype)
+        copied = _copied(ref_model, policy, settings.reference_dtype)
         reference = CopyRefModel(copied, policy)
     reference.why = why
     return reference
@@ -145,14 +160,14 @@ def _copied(
 
 
 def _mode(
-    config: PPOConfig,
+    settings: ReferenceSettings | PPOConfig,
     policy: PreTrainedModelWrapper,
     ref_model: PreTrainedModelWrapper | None,
     layers: int | None,
 ) -> tuple[str, str]:
     """The mode, and why."""
-    if config.reference != "auto":
-        return config.reference, "as configured"
+    if settings.reference != "auto":
+        return settings.reference, "as configured"
     if ref_model is not None:
         if _shared(policy, ref_model):
             return "trunk", "ref_model shares layers with the policy"
@@ -161,14 +176,14 @@ def _mode(
         return "adapter", "the policy has an adapter"
     if layers is not None:
         return "trunk", f"num_shared_layers is {layers}"
-    if config.init_kl_coef == 0:
+    if settings.init_kl_coef == 0:
         return "none", "the KL coefficient is 0"
     return "copy", "a frozen copy of the policy"
 
 
 def _check(
     mode: str,
-    config: PPOConfig,
+    settings: ReferenceSettings | PPOConfig,
     policy: PreTrainedModelWrapper,
     ref_model: PreTrainedModelWrapper | None,
     layers: int | None,
@@ -201,7 +216,7 @@ def _check(
             f"{asked}: the reference",
             f"{_IN_PARTS}; choose reference='copy', or load ref_model without load_in_4bit",
         )
-    if config.sync_ref_every and ref_model is not None:
+    if settings.sync_ref_every and ref_model is not None:
         refuse_quantised(
             ref_model, "sync_ref_every: a reference that follows the policy", "load it whole"
         )
@@ -211,9 +226,9 @@ def _check(
         raise ValueError(
             f"{asked} is not for a PEFT model: choose 'adapter', which costs no memory"
         )
-    if mode == "none" and config.init_kl_coef != 0:
+    if mode == "none" and settings.init_kl_coef != 0:
         raise ValueError(
-            f"{asked}, but init_kl_coef is {config.init_kl_coef}: set it to 0, or choose another "
+            f"{asked}, but init_kl_coef is {settings.init_kl_coef}: set it to 0, or choose another "
             "reference"
         )
     if mode in ("adapter", "none") and ref_model is not None:
@@ -225,24 +240,24 @@ def _check(
             f"{asked}, but ref_model shares no layers with model: make it with "
             "create_reference_model(model, num_shared_layers=…), or leave it out"
         )
-    follows = mode not in ("adapter", "none") or config.reference_adapter != "off"
-    if config.sync_ref_every and (mode == "none" or not follows):
+    follows = mode not in ("adapter", "none") or settings.reference_adapter != "off"
+    if settings.sync_ref_every and (mode == "none" or not follows):
         raise ValueError(cannot_follow(mode))
-    _check_dtype(mode, config, policy, ref_model)
+    _check_dtype(mode, settings, policy, ref_model)
     if ref_model is not None:
         _check_vocabulary(policy, ref_model)
 
 
 def _check_dtype(
     mode: str,
-    config: PPOConfig,
+    settings: ReferenceSettings | PPOConfig,
     policy: PreTrainedModelWrapper,
     ref_model: PreTrainedModelWrapper | None,
 ) -> None:
-    asked = f"reference_dtype={config.reference_dtype!r}"
-    if config.sync_ref_every and config.ref_ema < 1:
-        _check_small_steps(mode, config, ref_model or policy)
-    if config.reference_dtype == "auto":
+    asked = f"reference_dtype={settings.reference_dtype!r}"
+    if settings.sync_ref_every and settings.ref_ema < 1:
+        _check_small_steps(mode, settings, ref_model or policy)
+    if settings.reference_dtype == "auto":
         return
     if mode == "trunk":
         raise ValueError(
@@ -262,7 +277,9 @@ def _check_dtype(
         )
 
 
-def _check_small_steps(mode: str, config: PPOConfig, source: PreTrainedModelWrapper) -> None:
+def _check_small_steps(
+    mode: str, settings: ReferenceSettings | PPOConfig, source: PreTrainedModelWrapper
+) -> None:
     """Refuses a reference that is to move by a part of the way to the policy, and has weights that
     lose such steps.
 
@@ -272,15 +289,15 @@ def _check_small_steps(mode: str, config: PPOConfig, source: PreTrainedModelWrap
     if mode not in ("copy", "offload", "trunk"):
         return
     dtypes = {p.dtype for p in source.parameters() if p.is_floating_point()}
-    if config.reference_dtype != "auto":
-        dtypes = {getattr(torch, config.reference_dtype)}
+    if settings.reference_dtype != "auto":
+        dtypes = {getattr(torch, settings.reference_dtype)}
     low = [str(d).removeprefix("torch.") for d in LOW_PRECISION if d in dtypes]
     if low:
         remedy = "reference_dtype='float32'"
         if mode == "trunk":
             remedy = f"reference='copy' with {remedy}"
         raise ValueError(
-            f"ref_ema={config.ref_ema:g} with a reference in {low[0]}: changes below half the "
+            f"ref_ema={settings.ref_ema:g} with a reference in {low[0]}: changes below half the "
             f"spacing of {low[0]} would be lost, and the reference hardly move: set ref_ema=1, or "
             f"choose {remedy}"
         )

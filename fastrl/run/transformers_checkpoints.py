@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
@@ -404,11 +404,6 @@ class ResumableTrainer(transformers.Trainer):
         given = {k: v for k, v in self.args.to_dict().items() if not k.startswith(_FREE)}
         return json.loads(json.dumps({**given, **self.own_settings()}, default=str))
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._prepare_for_training(*args, **kwargs)
-        settle_buckets(self.model_wrapped)
-        return found
-
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """The epoch, and how many mini-batches of it are behind the run."""
         found = super()._init_training_state(*args, **kwargs)
@@ -443,6 +438,7 @@ class ResumableTrainer(transformers.Trainer):
 
     def _training_begins(self) -> None:
         """Called when all of a checkpoint is loaded, before the first step."""
+        settle_buckets(self.model_wrapped)
         run = self._run
         run.begun, state = time.time(), run.resumed
         if state is not None:
@@ -481,12 +477,21 @@ class ResumableTrainer(transformers.Trainer):
                 )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Without ``model_preparation_time``, which a run that is resumed does not measure."""
+        """Without ``model_preparation_time``, which a run that is resumed does not measure; a run's
+        time is that of all its processes, one after the other."""
         for name in [name for name in logs if name.endswith("model_preparation_time")]:
             del logs[name]
+        if "train_runtime" in logs and self._run.begun:
+            whole = time.time() - self._run.begun
+            for name in ("train_samples_per_second", "train_steps_per_second"):
+                if name in logs:
+                    logs[name] = round(logs[name] * logs["train_runtime"] / whole, 3)
+            logs["train_runtime"] = round(whole, 4)
         if self._run.behind_step:
-            self._mark()  # what was logged is not logged again
+            self._mark()  # what was logged is not logged again, even if a callback fails
         super().log(logs, start_time)
+        if self._run.behind_step:
+            self._mark()  # nor if what follows fails, such as an evaluation
         older = len(self.state.log_history) - KEPT_LOGS
         if older > 0:
             if not self._run.forgets:
@@ -570,10 +575,6 @@ class ResumableTrainer(transformers.Trainer):
             if self.saves_when_it_fails and not there:
                 self._save_checkpoint(self.model, None)
             raise self._stopped()
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        self._mark()
-        return super()._evaluate(*args, **kwargs)
 
     def _stopped(self) -> Stopped:
         step = self.state.global_step
@@ -685,11 +686,6 @@ class ResumableTrainer(transformers.Trainer):
         done = round((self.state.epoch - run.epoch) * run.minibatches_per_epoch)
         return {"epoch": run.epoch, "minibatches": max(done, 0)}
 
-    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """Times are those of all of the run's processes, one after the other."""
-        begun = start_time if trial is not None else self._run.begun
-        return super()._finalize_training(trial, num_train_samples, begun)
-
     # After an exception.
 
     def _mark(self) -> None:
@@ -786,7 +782,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     """Sets the epoch of a sampler, which counts those that it has seen, however deep it lies: with
     several processes accelerate does not reach it."""
     while loader is not None:
-        if isinstance(loader, SeedableRandomSampler):
+        if isinstance(loader, Sampler) and hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         batches = getattr(loader, "batch_sampler", None)  # a stream's has no length, nor truth
         loader = getattr(loader, "sampler", None) if batches is None else batches

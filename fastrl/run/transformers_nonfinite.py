@@ -108,17 +108,17 @@ class FiniteStepsTrainer(ResumableTrainer):
                 logs["nonfinite_steps"] = steps.left_out
             steps.left_out_before += steps.left_out
             steps.taken = steps.left_out = 0
+        if "train_loss" in logs:
+            done = self.state.global_step - getattr(self, "_initial_global_step", 0)
+            taken = done - steps.left_out - steps.left_out_before
+            if done and done != taken:
+                logs["train_loss"] *= done / taken if taken else math.nan
         super().log(logs, start_time)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """``train_loss`` is a mean over the steps that were taken, too."""
-        steps = self._steps
-        done = self.state.global_step - getattr(self, "_initial_global_step", 0)
-        taken = done - steps.left_out - steps.left_out_before
-        if done and done != taken:
-            self._total_loss_scalar *= done / taken if taken else math.nan
-            self._tr_loss *= done / taken if taken else math.nan
-        return super()._finalize_training(*args, **kwargs)
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().train(*args, **kwargs)
+        loss = found.metrics.get("train_loss", found.training_loss)
+        return found._replace(training_loss=loss)
 
 
 @dataclass

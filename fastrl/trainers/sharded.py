@@ -52,11 +52,11 @@ class ShardedTrainer(transformers.Trainer):
         if self.is_fsdp_enabled:
             refuse_quantised(self.model, "a model that FSDP spreads", WITHOUT_FSDP)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, model: Any = None) -> Any:
         # accelerate finds an optimizer's weights by their addresses: those without memory have none
         # before.
         self._prepare_weights()
-        return super()._prepare_for_training(*args, **kwargs)
+        return super().create_optimizer(model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._prepare_weights()

@@ -287,16 +287,14 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         self._parts = [
             1 / self.processes.count if shared is None else shared.part(i) for i in numbers
         ]
-        return super().get_batch_samples(iter(batches), num_batches, device)
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> Any:
-        """Without the tokens of batches that do not count."""
-        if 0.0 in self._parts and "labels" in batch_samples[0]:
-            batch_samples = [
+        counting = batches
+        if 0.0 in self._parts and "labels" in batches[0]:
+            counting = [
                 batch if part else {**batch, "labels": torch.full_like(batch["labels"], -100)}
-                for batch, part in zip(batch_samples, self._parts, strict=True)
+                for batch, part in zip(batches, self._parts, strict=True)
             ]
-        return super()._get_num_items_in_batch(batch_samples, device)
+        _, items = super().get_batch_samples(iter(counting), num_batches, device)
+        return batches, items
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)

@@ -164,7 +164,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._generations = {"train": 0, "eval": 0}  # batches of responses so far
         self._seconds = 0.0  # of this optimizer step's
         self._buffer: list[SampledResponses] | None = None
-        self._sampler: GroupSampler | None = None
         args.remove_unused_columns = False
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         super().__init__(
@@ -289,9 +288,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     # Data.
 
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns: Any = ["prompt"]
-
     def get_train_dataloader(self) -> Any:
         args = self.args
         data: Any = self.train_dataset
@@ -304,10 +300,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
         def sampler(rows: Any = None) -> GroupSampler:
             rows = data if rows is None else rows
-            self._sampler = GroupSampler(
-                rows, self.num_generations, prompts, uses, bool(args.shuffle_dataset), args.seed
-            )
-            return self._sampler
+            shuffles = bool(args.shuffle_dataset)
+            return GroupSampler(rows, self.num_generations, prompts, uses, shuffles, args.seed)
 
         size = self._train_batch_size * args.steps_per_generation
         return self._get_dataloader(data, "Training", size, sampler_fn=sampler, is_training=True)
@@ -339,11 +333,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             )
         finally:
             args.dataloader_num_workers = workers
-
-    def _run_epoch(self, *, epoch: int, **rest: Any) -> None:  # type: ignore[override]
-        if self._sampler is not None:
-            self._sampler.set_epoch(epoch)
-        super()._run_epoch(epoch=epoch, **rest)
 
     # Steps.
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from fastrl.config import PPOConfig
 from fastrl.models import CausalLMPolicy
-from fastrl.ref_model import RefModel, choose_ref_model
+from fastrl.ref_model import ReferenceSettings, RefModel, choose_ref_model
 
 
 def reference_of(
@@ -27,14 +26,14 @@ def reference_of(
     Raises:
         ValueError: a reference that the policy cannot have, or that cannot follow it.
     """
-    settings: dict[str, Any] = {"reference_adapter": "off" if fresh else "auto"}
+    settings = ReferenceSettings(reference_adapter="off" if fresh else "auto")
     if args.sync_ref_model:  # of an adapter, a copy: the base has no weights that could follow
-        settings = {
-            "reference_adapter": "start",
-            "sync_ref_every": args.ref_model_sync_steps,
-            "ref_ema": args.ref_model_mixup_alpha,
-        }
-    return choose_ref_model(PPOConfig(**settings), policy, given)
+        settings = ReferenceSettings(
+            reference_adapter="start",
+            sync_ref_every=args.ref_model_sync_steps,
+            ref_ema=args.ref_model_mixup_alpha,
+        )
+    return choose_ref_model(settings, policy, given)
 
 
 def model_of(reference: RefModel | None, accelerator: Any) -> Any:
