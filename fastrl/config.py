@@ -342,13 +342,13 @@ class PPOConfig:
         within="[0, inf)",
     )
     overlong_buffer: int | None = setting(
-        "In train(): the last tokens of max_new_tokens, over which overlong_penalty grows (DAPO's "
-        "soft punishment).",
+        "In train(): the last tokens of the longest response, over which overlong_penalty grows "
+        "(DAPO's soft punishment).",
         None,
         within="(0, inf]",
     )
     overlong_penalty: float = setting(
-        "With overlong_buffer: what is taken off the score of a response of max_new_tokens.",
+        "With overlong_buffer: what is taken off the score of a response of full length.",
         1.0,
         within="[0, inf)",
     )

@@ -101,6 +101,10 @@ def settings_of(shape: dict[str, Any], folder: str) -> Any:
         from fastrl import SFTConfig
 
         return SFTConfig(**common)
+    if shape["method"] == "DPOTrainer":
+        from fastrl import DPOConfig
+
+        return DPOConfig(**common)
     from fastrl.alignment import AlignmentConfig
 
     reference = "copy" if shape["mode"] == "full" else "auto"
@@ -119,6 +123,11 @@ def planned(shape: dict[str, Any]) -> int:
         from fastrl.trainers.planning import plan_sft
 
         return plan_sft(SFTTrainer, skeleton, settings, prompt + response).peak
+    if shape["method"] == "DPOTrainer":
+        from fastrl import DPOTrainer
+        from fastrl.trl.planning import plan_preference
+
+        return plan_preference(DPOTrainer, skeleton, settings, prompt, response).peak
     if shape["method"] == "dpo":
         from fastrl.alignment import Trainer
         from fastrl.alignment.planning import plan_alignment
@@ -166,6 +175,23 @@ def run_step(shape: dict[str, Any], folder: str) -> None:
         data = Dataset.from_dict({"input_ids": [_ids(prompt + response, i) for i in range(rows)]})
         SFTTrainer(
             model, settings, train_dataset=data, processing_class=tokenizer, peft_config=adapter
+        ).train()
+        return
+    if shape["method"] == "DPOTrainer":
+        from fastrl import DPOTrainer
+
+        sides = {"prompt": prompt, "chosen": response, "rejected": response}
+        ids = {
+            f"{side}_ids": [_ids(n, i + k) for i in range(rows)]
+            for k, (side, n) in enumerate(sides.items())
+        }
+        data = Dataset.from_dict(ids)
+        DPOTrainer(
+            model,
+            args=settings,
+            train_dataset=data,
+            processing_class=tokenizer,
+            peft_config=adapter,
         ).train()
         return
     from benchmarks.models import words

@@ -20,12 +20,12 @@ from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.data.vocabulary import check_vocabulary
 from fastrl.learn.nonfinite import check_a_sample_is_left, samples_left_out
+from fastrl.learn.penalties import Penalties
 from fastrl.learn.scorer import check_tokens
 from fastrl.models.layout import EncoderDecoder
 from fastrl.ppo.dynamic_sampling import DynamicSampling, Redraw
 from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
-from fastrl.ppo.overlong import make_overlong
 from fastrl.ppo.roles import Stepping
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.identity import identities_of
@@ -123,9 +123,14 @@ class Loop:
         rounds = config.dynamic_sampling_rounds
         self.resampling = DynamicSampling(config.group_size, rounds, self.processes)
         steps, self.eval_every = numbers.steps, numbers.eval_every
-        self.steps, self.missing_eos_penalty = steps, numbers.missing_eos_penalty
+        self.steps = steps
         self.generation_kwargs = rollouts.arguments.of_training(generation_kwargs)
-        self.overlong = make_overlong(config, self.generation_kwargs)
+        self.penalties = Penalties.of(
+            numbers.missing_eos_penalty,
+            config.overlong_buffer,
+            config.overlong_penalty,
+            self.generation_kwargs.get("max_new_tokens"),
+        )
         # max_length in its place counts the prompt.
         new_tokens = self.generation_kwargs.get("max_new_tokens") or 1
         room = (rollouts.layout, new_tokens, long_prompts)
@@ -278,7 +283,7 @@ class Loop:
         held_out = None if self.eval_prompts is None else self.eval_prompts.fingerprint
         return {
             "reward": self.rewards.weights,
-            "missing_eos_penalty": self.missing_eos_penalty,
+            "missing_eos_penalty": self.penalties.missing_eos,
             **recordable(self.generation_kwargs),
             "held-out prompts": held_out,
             **self._code_of_rewards,
@@ -396,14 +401,9 @@ class Loop:
 
     def _penalties(self, samples: RewardedSamples) -> Tensor:
         """For how a response ended, and for its length, [B] fp32."""
-        penalties = torch.zeros(len(samples.rollout.sequences))
-        if self.missing_eos_penalty is not None:
-            reasons = samples.rollout.finish_reasons
-            missing = torch.tensor([reason not in ("eos", "stop") for reason in reasons])
-            penalties += self.missing_eos_penalty * missing
-        if self.overlong is not None:
-            penalties += self.overlong(list(map(len, samples.rollout.sequences)))
-        return penalties
+        rollout = samples.rollout
+        ended = [reason in ("eos", "stop") for reason in rollout.finish_reasons]
+        return self.penalties(ended, list(map(len, rollout.sequences)))
 
     def _sampled(self, batch: Prompts, size: int, seed: int) -> RewardedSamples:
         """This process's share of a batch of prompts, each with ``size`` responses, rewarded."""

@@ -136,8 +136,9 @@ def rehearse_training(trainer: Any, found: Rehearsal, skeleton: Skeleton) -> Non
         trainer.remove_callback(kind)
     trainer.create_optimizer()
     found.follow(trainer.model, trainer.optimizer)
-    learner = getattr(trainer, "learner", None)  # of preference learning
-    found.loaded(getattr(learner, "reference", None), trainer.model)
+    learner = getattr(trainer, "learner", None)  # of the alignment framework
+    reference = getattr(trainer, "_reference", getattr(learner, "reference", None))
+    found.loaded(reference, trainer.model)
     with found.log.phase(UPDATE):
         trainer.train()
 

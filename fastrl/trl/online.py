@@ -22,6 +22,7 @@ from fastrl.data.chat_prompts import check_prompt, encode_prompts
 from fastrl.data.columns import check_reserved
 from fastrl.data.token_batch import Padded
 from fastrl.learn.experience import Minibatch
+from fastrl.learn.penalties import Penalties
 from fastrl.learn.samples import SampledResponses
 from fastrl.learn.scorer import scoring_request
 from fastrl.models import CausalLMPolicy
@@ -29,6 +30,8 @@ from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import PassLimit, PolicyObjective, TokenScores
 from fastrl.models.utils import check_trainable, modes_kept, without_dropout
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import RefModel
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout.sampling_params import end_tokens
@@ -47,6 +50,7 @@ from fastrl.trl.generation import PolicySampler
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
+from fastrl.trl.planning import plan_online
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.prompt_data import PromptRoom, check_data, refuse_dispatch, reserved_of
 from fastrl.trl.reference import (
@@ -141,6 +145,13 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if args.beta:
             self._reference = reference_of(args, self._policy, fresh=peft_config is not None)
         self.rewards = rewards
+        self.penalties = Penalties.of(
+            args.missing_eos_penalty,
+            args.overlong_buffer,
+            args.overlong_penalty,
+            args.max_completion_length,
+            "max_completion_length",
+        )
         self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
         self.reward_processing_classes = rewards.processing_classes
         self.reward_weights = rewards.weights
@@ -241,6 +252,19 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             without_dropout(model)
         check_trainable(model)
         return model
+
+    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
+        """What training on such prompts and responses needs of memory, phase by phase: from a
+        rehearsal without memory, in which nothing of this trainer is run or changed.
+
+        Args:
+            prompt_tokens, response_tokens: of the longest, at least 2.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
+        return plan_online(type(self), skeleton, self.args, *lengths, self.args.device.type)
 
     # What subclasses do.
 
@@ -568,8 +592,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "learned from such responses: let one function return a number",
                 row,
             )
-        table = torch.stack([*own.by_function.values(), own.total], 1).float()
-        *columns_of_all, total = self._gathered(table).unbind(1)
+        ended = list(map(self._is_whole, found.completion_ids))
+        penalties = self.penalties(ended, list(map(len, ids)))
+        table = torch.stack([*own.by_function.values(), own.total, penalties], 1).float()
+        *columns_of_all, total, off = self._gathered(table).unbind(1)
         by_function = torch.stack(columns_of_all, 1)
         if by_function.isnan().all():
             _LOGGER.warning(
@@ -578,7 +604,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 len(by_function),
                 ", ".join(self.reward_func_names),
             )
-        rewards = (by_function * self.reward_weights).nansum(1)
+        rewards = (by_function * self.reward_weights).nansum(1) - off
         rewards[total.isnan()] = torch.nan
         return Judged(by_function, rewards)
 

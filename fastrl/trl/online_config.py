@@ -96,6 +96,11 @@ class OnlineConfig(SupervisedArguments):
     num_completions_to_print: int | None = setting(
         "How many are printed; None: all.", None, within="[0, inf)"
     )
+    missing_eos_penalty: float | None = setting(
+        "Taken off the reward of responses without an EOS token.", None, within="[0, inf)"
+    )
+    overlong_buffer: int | None = setting_like(PPOConfig, "overlong_buffer")
+    overlong_penalty: float = setting_like(PPOConfig, "overlong_penalty")
     reward_timeout: float | None = setting(
         "Seconds that a call of a reward may take before it is an error; None: any.",
         None,

@@ -17,12 +17,15 @@ from fastrl.models import CausalLMPolicy
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating, without_dropout
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import RefModel
 from fastrl.settings import check_refused
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path, length_limit
 from fastrl.trl.completions import Completions
 from fastrl.trl.metric_means import MetricMeans
+from fastrl.trl.planning import plan_preference
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.preference_config import PreferenceConfig
 from fastrl.trl.reference import (
@@ -135,6 +138,19 @@ class PreferenceTrainer(SupervisedTrainer):
         if self.args.sync_ref_model:
             self.add_callback(Follow(self._reference, self.args))
         self.model.add_model_tags(self._tag_names)
+
+    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
+        """What training on such prompts and responses needs of memory, phase by phase: from a
+        rehearsal without memory, in which nothing of this trainer is run or changed.
+
+        Args:
+            prompt_tokens, response_tokens: of the longest, at least 2.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
+        return plan_preference(type(self), skeleton, self.args, *lengths, self.args.device.type)
 
     # What subclasses add.
 

@@ -7,8 +7,12 @@ import sys
 
 import pytest
 
-from benchmarks.sides.plan import planned
+from benchmarks.sides.plan import config_of, planned
 from benchmarks.test_plan import PlanJob, ask
+from fastrl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
+from fastrl.plan.skeleton import Skeleton
+from fastrl.ppo.planning import plan_ppo
+from fastrl.trl.planning import plan_online
 
 _SMALL = {
     "layers": 2, "width": 128, "vocabulary": 4001, "tied": False, "batch": 8, "mini_batch": 4,
@@ -29,10 +33,37 @@ def test_plans_are_close_to_the_profilers_sums():
             ("Qwen2", "grpo", "trunk", None),
             ("Llama", "sft", "full", 700),
             ("Llama", "dpo", "full", 700),
+            ("Llama", "DPOTrainer", "full", None),
         )
     ]
     measured = [found["bytes"] for found in ask("measured", *jobs)]
     assert [planned(vars(job)) for job in jobs] == pytest.approx(measured, rel=CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grpo_takes_the_same_memory_behind_both_of_its_trainers():
+    skeleton, sizes = Skeleton(config_of({"family": "Llama", **_SMALL})), (288, 48)
+    stepping = PPOConfig(
+        advantage="grpo", group_size=4, batch_size=4, mini_batch_size=4, ppo_epochs=1, kl_in="loss"
+    )
+    args = GRPOConfig(
+        output_dir="unused",
+        beta=0.1,
+        num_generations=4,
+        per_device_train_batch_size=4,
+        gradient_checkpointing=False,
+    )
+    one = plan_ppo(PPOTrainer, skeleton, stepping, *sizes).phases
+    other = plan_online(GRPOTrainer, skeleton, args, *sizes).phases
+    for phase, kinds in {
+        "rollout": ("parameters", "reference", "KV cache", "activations"),
+        "update": ("parameters", "reference", "KV cache", "activations"),
+        "optimizer": ("parameters", "reference", "KV cache", "gradients", "optimizer"),
+    }.items():
+        for kind in kinds:
+            found = other[phase].by_kind[kind]
+            assert found > 0
+            assert found == pytest.approx(one[phase].by_kind[kind], rel=CLOSE), (phase, kind)
 
 
 def test_planning_takes_no_memory_of_the_models_size():

@@ -251,7 +251,7 @@ def test_a_run_goes_on_in_the_phase_in_which_it_stopped(tmp_path, stop: int) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lam_value": 1.5}, r"lam_value must lie in \[0, 1\] or be None, got 1.5"),
+        ({"lam_value": 1.5}, r"lam_value must lie in \[0, 1\] or None, got 1.5"),
         ({"lam_value": math.nan}, "lam_value must lie in"),
         ({"lam_length_alpha": 0.0}, "lam_length_alpha must be positive or None, got 0.0"),
         ({"critic_warmup_steps": -1}, "critic_warmup_steps must be 0 or more"),

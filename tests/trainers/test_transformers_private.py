@@ -74,8 +74,9 @@ def test_what_is_overridden_is_as_it_was() -> None:
         }  # of another version only what it is called with
     said = "\n".join(changes(before, now))
     assert not said, (
-        f"transformers {now['transformers']}, recorded with {before['transformers']}:\n{said}\nLook "
-        "at what each override relies on; then python -m tests.trainers.test_transformers_private"
+        f"transformers {now['transformers']}, recorded with {before['transformers']}:\n{said}\n"
+        "Look at what each override relies on; then "
+        "python -m tests.trainers.test_transformers_private"
     )
 
 

@@ -361,6 +361,31 @@ def test_rewards_of_tokens_are_added_up(tmp_path: Path) -> None:
     assert one == pytest.approx(other)
 
 
+def test_penalties_for_how_responses_end(tmp_path: Path) -> None:
+    """0.5 for no EOS, and DAPO's equation 13 with a buffer of 4 of the longest."""
+    told, eos = [], tiny.tokenizer().eos_token_id
+
+    def fixed(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        for ids in completion_ids:
+            over = max(0, len(ids) - 6 + 4) / 4
+            told.append(3.0 - 0.5 * (ids[-1] != eos) - 2.0 * over)
+        return [3.0] * len(completion_ids)
+
+    settings = {"missing_eos_penalty": 0.5, "overlong_buffer": 4, "overlong_penalty": 2.0}
+    model = tiny_models.language_model(vocab_size=12)
+    trainer = make(tmp_path, rewards=fixed, model=model, temperature=30.0, **settings)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert len(set(told)) > 1
+    assert log["reward"] == pytest.approx(sum(told) / len(told), rel=1e-6)
+    assert log["rewards/fixed/mean"] == 3.0
+
+
+def test_a_buffer_longer_than_completions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"overlong_buffer=99 .* max_completion_length, which is"):
+        make(tmp_path, overlong_buffer=99)
+
+
 def test_a_call_of_a_reward_is_repeated_and_limited(tmp_path: Path) -> None:
     sizes: list[int] = []
 
