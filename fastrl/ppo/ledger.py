@@ -39,6 +39,32 @@ class RewardedSamples:
     seconds: float  # that the rewards took
     rooms: Sequence[Room] = ()  # for each sample, that of the engine it was drawn by
 
+    def joined(self, more: RewardedSamples) -> RewardedSamples:
+        """With further samples behind; times are sums, other statistics the first ones', of the
+        whole batch."""
+        rollout = RolloutOutput.joined([self.rollout, more.rollout])
+        stats = {
+            name: value + more.rollout.stats.get(name, 0.0) if name.startswith("time/") else value
+            for name, value in self.rollout.stats.items()
+        }
+        return RewardedSamples(
+            self.prompts.joined(more.prompts),
+            self.completions + more.completions,
+            replace(rollout, stats=stats),
+            self.rewards.joined(more.rewards),
+            self.seconds + more.seconds,
+        )
+
+    def select(self, order: list[int]) -> RewardedSamples:
+        """Some of the samples, in that order."""
+        return replace(
+            self,
+            prompts=self.prompts.take(order),
+            completions=[self.completions[i] for i in order],
+            rollout=replace(self.rollout.take(order), stats=self.rollout.stats),
+            rewards=self.rewards.select(order),
+        )
+
     def of_all(self, processes: Processes, prompts: Prompts) -> RewardedSamples:
         """The samples of all processes, in the processes' order; their tokens, and what is known
         of these, in the main process alone, which keeps the ledger.

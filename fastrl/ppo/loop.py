@@ -19,11 +19,11 @@ from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.data.vocabulary import check_vocabulary
+from fastrl.learn.dynamic_sampling import DynamicSampling, Redraw
 from fastrl.learn.nonfinite import check_a_sample_is_left, samples_left_out
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.scorer import check_tokens
 from fastrl.models.layout import EncoderDecoder
-from fastrl.ppo.dynamic_sampling import DynamicSampling, Redraw
 from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
 from fastrl.ppo.roles import Stepping
@@ -343,15 +343,16 @@ class Loop:
         """
         size, weights_version = self.trainer.config.group_size, self.trainer.weights_version
         seed = seed_at(self.trainer.config.seed, "responses", self.trainer.current_step)
-        own, chosen, resampled = self.resampling(
+        own, replaced, resampled = self.resampling(
             self._sampled(self.prompts.take(chosen), size, seed),
-            chosen,
+            len(chosen),
             Redraw(
                 stream.take,
                 lambda more, keys: self._drawn(self.prompts.take(more), size, seed, keys),
                 self._scores,
             ),
         )
+        chosen = [replaced.get(place, prompt) for place, prompt in enumerate(chosen)]
         batch, scores = self.prompts.take(chosen), self._scores(own)
         of_tokens = self._scores_of_tokens(own)
         stats = self.trainer.step(

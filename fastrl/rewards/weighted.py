@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,33 @@ class RewardBatch:
             sum(part.nonfinite for part in parts),
             sum(part.retries for part in parts),
             [each for part in parts for each in part.of_tokens],
+        )
+
+    def joined(self, more: RewardBatch) -> RewardBatch:
+        """With the rewards of further samples behind."""
+        count = len(self.total)
+        return RewardBatch(
+            torch.cat([self.total, more.total]),
+            {
+                name: torch.cat([of_each, more.by_function[name]])
+                for name, of_each in self.by_function.items()
+            },
+            {name: self.seconds[name] + more.seconds[name] for name in self.seconds},
+            self.nonfinite + more.nonfinite,
+            self.retries + more.retries,
+            [*self.of_tokens, *more.of_tokens],
+            [*self.unjudged, *(count + i for i in more.unjudged)],
+        )
+
+    def select(self, order: Sequence[int]) -> RewardBatch:
+        """The rewards of some samples, in that order; what was counted stays."""
+        places = {row: i for i, row in enumerate(order)}
+        return replace(
+            self,
+            total=self.total[list(order)],
+            by_function={name: x[list(order)] for name, x in self.by_function.items()},
+            of_tokens=[self.of_tokens[i] for i in order],
+            unjudged=[places[i] for i in self.unjudged if i in places],
         )
 
     def statistics(self) -> dict[str, float]:

@@ -180,18 +180,17 @@ class GRPOTrainer(OnlineTrainer):
         """Those of the latest responses; None before the first, or without a factory."""
         return None if self._environments is None else self._environments.current
 
-    def _respond(self, prompts: list[Any], group: int) -> Responses:
+    def _respond(self, prompts: list[Any], group: int, first: int) -> Responses:
         converses = self._tool_loop is not None
-        found = (self._conversed if converses else super()._respond)(prompts, group)
+        found = (self._conversed if converses else super()._respond)(prompts, group, first)
         if self.environments is not None:
             found.columns["environments"] = list(self.environments)
         return found
 
-    def _conversed(self, prompts: list[Any], group: int) -> Responses:
+    def _conversed(self, prompts: list[Any], group: int, first: int) -> Responses:
         """Responses with the results of the tools that they call."""
         assert self._tool_loop is not None
         model = self.accelerator.unwrap_model(self.model)
-        first = self.processes_index * len(prompts)
         seed = self._seed_of("responses")
 
         def sample(

@@ -20,7 +20,9 @@ from fastrl.core import set_seed
 from fastrl.data.chat import as_answer
 from fastrl.data.chat_prompts import check_prompt, encode_prompts
 from fastrl.data.columns import check_reserved
+from fastrl.data.prompts import PromptStream
 from fastrl.data.token_batch import Padded
+from fastrl.learn.dynamic_sampling import DynamicSampling, Redraw
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.samples import SampledResponses
@@ -29,11 +31,13 @@ from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import PassLimit, PolicyObjective, TokenScores
+from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import check_trainable, modes_kept, without_dropout
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import RefModel
 from fastrl.rewards.identity import identities_of
+from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.model_card import OwnModelCard
@@ -60,7 +64,7 @@ from fastrl.trl.reference import (
     model_of,
     reference_of,
 )
-from fastrl.trl.responses import Judged, Responses, note_lengths, note_rewards, rolled_out
+from fastrl.trl.responses import Judged, Responses, Rewarded, note_lengths, note_rewards, rolled_out
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.rollout_correction import RolloutCorrection
 
@@ -128,6 +132,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         own = () if self._environments is None else self._environments.rewards
         rewards = RewardFunctions(reward_funcs, reward_processing_classes, dict(load), own, args)
         self._tokenizer = padding_tokenizer(processing_class, model, args)
+        self._check_resampling(args, train_dataset)
         self._read_tools(args)
         self._correction = None if self.rollout_func is None else self._corrected_by(args)
         if "lm_head" in (getattr(peft_config, "target_modules", None) or ()):
@@ -152,6 +157,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             args.max_completion_length,
             "max_completion_length",
         )
+        self._further: PromptStream | None = None  # prompts of dynamic sampling
+        if args.dynamic_sampling_rounds:
+            seed = seed_at(args.seed, "further prompts") % 2**32
+            self._further = PromptStream(len(train_dataset), seed)
         self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
         self.reward_processing_classes = rewards.processing_classes
         self.reward_weights = rewards.weights
@@ -204,6 +213,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         )
         rewards.to(self.args.device)
         self.products = Products(self.processes)
+        self._resampling = DynamicSampling(
+            self.num_generations, args.dynamic_sampling_rounds, self.processes
+        )
         ends = end_tokens(self.accelerator.unwrap_model(self.model), self._tokenizer).tolist()
         self._ends = {*ends, self._tokenizer.pad_token_id}
         self._responder = PolicySampler(
@@ -265,6 +277,26 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         """
         skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
         return plan_online(type(self), skeleton, self.args, *lengths, self.args.device.type)
+
+    def _check_resampling(self, args: Any, data: Any) -> None:
+        """
+        Raises:
+            ValueError: dynamic sampling of prompts that cannot be drawn one by one.
+        """
+        if not args.dynamic_sampling_rounds:
+            return
+        where = {
+            "tools": bool(getattr(self, "tools", None)),
+            "an environment_factory": self._environments is not None,
+            "a stream of prompts": not hasattr(data, "__len__"),
+            "a rollout_func in several processes": self.rollout_func is not None
+            and args.world_size > 1,
+        }
+        for what in (what for what, there in where.items() if there):
+            raise ValueError(
+                f"dynamic_sampling_rounds draws single prompts anew, which goes not with {what}: "
+                "leave dynamic_sampling_rounds at 0"
+            )
 
     # What subclasses do.
 
@@ -459,8 +491,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         check_reserved(rows[0], of, reserved_of(self._environments is not None))
         group = self.num_generations if mode == "train" else self.num_generations_eval
         with modes_kept(self.model):  # which users' functions may change
-            prompts = self._prompts_of(rows)
-            found = self._respond(prompts, group)
+            rewarded = self._rewarded(rows, group, self.processes_index * len(rows))
+            if mode == "train" and self._further is not None:
+                rewarded = self._resampled(rewarded, self._further)
+        found = rewarded.responses
         masks = found.masks
         if self.args.mask_truncated_completions:
             masks = [
@@ -501,14 +535,13 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             if learnable.old is not None:
                 triples = zip(learnable.old, learnable.ref, masks, strict=True)
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
-        with modes_kept(self.model):
-            judged = self._judge(rows, prompts, found)
+        judged = self._judged(rewarded)
         if kl is not None:
             self._metrics[mode].add(self._kl_metric(learnable))
             kl = self._gathered(kl)
         advantages, spreadless = self.advantages_of(judged, kl, group, mode)
         self._note_rewards(judged, spreadless, mode)
-        self._note_responses(prompts, found, judged, advantages, mode)
+        self._note_responses(rewarded, judged, advantages)
         first = self.processes_index * len(rows)
         learnable.advantages = advantages[first : first + len(rows)].clone()
         self._generations[mode] += 1
@@ -541,7 +574,48 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             return [row["prompt"] for row in rows]
         return self._environments.begin(rows, self.rewards.event_loop)
 
-    def _respond(self, prompts: list[Any], group: int) -> Responses:
+    def _rewarded(self, rows: list[dict[str, Any]], group: int, first: int) -> Rewarded:
+        """Responses to the prompts of some rows, with their rewards.
+
+        Args:
+            first: the number of the first response among those of all processes.
+        """
+        prompts = self._prompts_of(rows)
+        found = self._respond(prompts, group, first)
+        rewards = self._rewards_of(rows, prompts, found)
+        extra = dict(self._extra_columns)
+        self._extra_columns.clear()
+        return Rewarded(rows, prompts, found, rewards, extra)
+
+    def _resampled(self, rewarded: Rewarded, further: PromptStream) -> Rewarded:
+        """With groups of further prompts in the place of those without a spread of rewards, see
+        ``dynamic_sampling_rounds``."""
+        group = self.num_generations
+
+        def draw(chosen: list[int], keys: list[int]) -> Rewarded | None:
+            if not chosen:
+                with whole_weights(self.model_wrapped):  # which all processes wait for
+                    return None
+            data: Any = self.train_dataset
+            rows = [data[i] for i in chosen for _ in range(group)]
+            return self._rewarded(rows, group, keys[0] * group)
+
+        groups = len(rewarded.rows) // group * self.processes.count
+        redraw = Redraw(further.take, draw, self._scores)
+        rewarded, _, noted = self._resampling(rewarded, groups, redraw)
+        for name, value in noted.items():
+            self._metrics["train"].add_number(name, value)
+        return rewarded
+
+    def _scores(self, rewarded: Rewarded) -> Tensor:
+        """Rewards less penalties, [B] fp32; NaN where no function judges."""
+        return rewarded.rewards.total.float() - self._penalties_of(rewarded.responses)
+
+    def _penalties_of(self, found: Responses) -> Tensor:
+        ended = list(map(self._is_whole, found.completion_ids))
+        return self.penalties(ended, list(map(len, found.completion_ids)))
+
+    def _respond(self, prompts: list[Any], group: int, first: int) -> Responses:
         if self.rollout_func is not None:
             for i, prompt in enumerate(prompts):
                 check_prompt(prompt, f"prompt {i}")
@@ -552,7 +626,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         for i, prompt in enumerate(ids):
             self._room.check(prompt, f"prompt {i}, {prompts[i]!r:.80},")
         model = self.accelerator.unwrap_model(self.model)
-        first = self.processes_index * len(prompts)
         with torch.no_grad():
             output = self._responder(
                 self.model_wrapped, model, ids, group, first, self._seed_of("responses")
@@ -571,7 +644,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [as_answer(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
 
-    def _judge(self, rows: list[dict[str, Any]], prompts: list[Any], found: Responses) -> Judged:
+    def _rewards_of(
+        self, rows: list[dict[str, Any]], prompts: list[Any], found: Responses
+    ) -> RewardBatch:
         columns: dict[str, Any] = {
             name: [row.get(name) for row in rows] for name in rows[0] if name not in _NOT_COLUMNS
         }
@@ -592,8 +667,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "learned from such responses: let one function return a number",
                 row,
             )
-        ended = list(map(self._is_whole, found.completion_ids))
-        penalties = self.penalties(ended, list(map(len, ids)))
+        return own
+
+    def _judged(self, rewarded: Rewarded) -> Judged:
+        own, penalties = rewarded.rewards, self._penalties_of(rewarded.responses)
         table = torch.stack([*own.by_function.values(), own.total, penalties], 1).float()
         *columns_of_all, total, off = self._gathered(table).unbind(1)
         by_function = torch.stack(columns_of_all, 1)
@@ -641,13 +718,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
         values.clear()
 
-    def _note_responses(
-        self, prompts: list[Any], found: Responses, judged: Judged, advantages: Tensor, mode: str
-    ) -> None:
+    def _note_responses(self, rewarded: Rewarded, judged: Judged, advantages: Tensor) -> None:
         """Keeps them for the table of the latest responses, which the main process has."""
-        logs, columns = self._logs, dict(self._extra_columns)
-        self._extra_columns.clear()
-        parts = self.processes.objects_at_main((prompts, found.completions, columns))
+        logs, said = self._logs, rewarded.responses.completions
+        parts = self.processes.objects_at_main((rewarded.prompts, said, rewarded.extra))
         names = sorted({name for _, _, extra in parts for name in extra})
         for asked, said, extra in parts:
             logs["prompt"].extend(asked)
@@ -703,6 +777,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "buffer": None if self._buffer is None else [x.state() for x in self._buffer],
                 "metrics": self._metrics["train"].state(),
                 "table": self._logs.state() if self.log_completions else None,
+                "further": None if self._further is None else self._further.state_dict(),
                 "responder": self._responder.state(),
                 "reuses": self._scorer.reuses,
                 "reference": following_weights(self._reference, self.args),
@@ -723,6 +798,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if own.get("table"):
             self._logs.load(own["table"])
         self._responder.resume(own["responder"])
+        if self._further is not None and own.get("further"):
+            self._further.load_state_dict(own["further"])
         load_following_weights(self._reference, own["reference"])
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -748,12 +825,15 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def own_mark(self) -> dict[str, Any]:
         made, metrics = self._generations["train"], len(self._metrics["train"])
-        kept = self._step, made, self._buffer, metrics, self._responder.state()
+        further = None if self._further is None else self._further.state_dict()
+        kept = self._step, made, self._buffer, metrics, self._responder.state(), further
         return {**super().own_mark(), "online": kept}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         super().own_rewind(mark)
-        self._step, made, self._buffer, metrics, responder = mark["online"]
+        self._step, made, self._buffer, metrics, responder, further = mark["online"]
+        if self._further is not None:
+            self._further.load_state_dict(further)
         self._generations["train"] = made
         self._metrics["train"].shorten(metrics)
         self._responder.resume(responder)

@@ -96,6 +96,7 @@ class OnlineConfig(SupervisedArguments):
     num_completions_to_print: int | None = setting(
         "How many are printed; None: all.", None, within="[0, inf)"
     )
+    dynamic_sampling_rounds: int = setting_like(PPOConfig, "dynamic_sampling_rounds")
     missing_eos_penalty: float | None = setting(
         "Taken off the reward of responses without an EOS token.", None, within="[0, inf)"
     )
@@ -178,6 +179,13 @@ class OnlineConfig(SupervisedArguments):
                 f"prompt, got {self.num_generations}"
             )
         self._settle_batches()
+        own = self.per_device_train_batch_size * int(self.steps_per_generation or 1)
+        if self.dynamic_sampling_rounds and own % self.num_generations:
+            raise ValueError(
+                "dynamic_sampling_rounds replaces whole groups, and per_device_train_batch_size × "
+                f"steps_per_generation ({own}) is no multiple of num_generations "
+                f"({self.num_generations}): make it one"
+            )
 
     def _settle_batches(self) -> None:
         """Sets ``generation_batch_size`` and ``steps_per_generation``, one from the other."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastrl.data.vocabulary import embedding_rows
 from fastrl.models.layout import layout_of
+from fastrl.rewards.weighted import RewardBatch
 from fastrl.trl.metric_means import MetricMeans
 from fastrl.trl.prompt_data import reserved_of
 
@@ -27,6 +28,71 @@ class Responses(NamedTuple):
     masks: list[Tensor]  # bool: the tokens that the policy wrote
     logprobs: list[Tensor] | None  # at the sampling temperature
     columns: dict[str, Any]  # further ones, for reward functions
+
+    def joined(self, more: Responses) -> Responses:
+        """With further responses behind, which came about in the same way."""
+        both = self.logprobs is not None and more.logprobs is not None
+        return Responses(
+            self.prompt_ids + more.prompt_ids,
+            self.completion_ids + more.completion_ids,
+            self.completions + more.completions,
+            self.masks + more.masks,
+            [*(self.logprobs or ()), *(more.logprobs or ())] if both else None,
+            {name: _behind(x, more.columns.get(name)) for name, x in self.columns.items()},
+        )
+
+    def select(self, order: Sequence[int]) -> Responses:
+        """Some of the responses, in that order."""
+
+        def of(column: Any) -> Any:
+            return [column[i] for i in order] if isinstance(column, list) else column
+
+        columns = {name: of(column) for name, column in self.columns.items()}
+        return self._replace(
+            prompt_ids=of(self.prompt_ids),
+            completion_ids=of(self.completion_ids),
+            completions=of(self.completions),
+            masks=of(self.masks),
+            logprobs=of(self.logprobs),
+            columns=columns,
+        )
+
+
+class Rewarded(NamedTuple):
+    """A process's responses with their rewards."""
+
+    rows: list[dict[str, Any]]
+    prompts: list[Any]
+    responses: Responses
+    rewards: RewardBatch
+    extra: dict[str, list[Any]]  # columns of the table of completions, from reward functions
+
+    def joined(self, more: Rewarded) -> Rewarded:
+        """With further responses behind."""
+        extra = dict[str, list[Any]]()
+        for name in [*self.extra, *(name for name in more.extra if name not in self.extra)]:
+            extra[name] = [
+                value
+                for part in (self, more)
+                for value in part.extra.get(name, [None] * len(part.rows))
+            ]
+        return Rewarded(
+            self.rows + more.rows,
+            self.prompts + more.prompts,
+            self.responses.joined(more.responses),
+            self.rewards.joined(more.rewards),
+            extra,
+        )
+
+    def select(self, order: list[int]) -> Rewarded:
+        """Some of the responses, in that order."""
+        return Rewarded(
+            [self.rows[i] for i in order],
+            [self.prompts[i] for i in order],
+            self.responses.select(order),
+            self.rewards.select(order),
+            {name: [x[i] for i in order if i < len(x)] for name, x in self.extra.items()},
+        )
 
 
 class Judged(NamedTuple):
@@ -112,6 +178,11 @@ def rolled_out(
                 "keyword, and would replace it: return it by another name"
             )
     return Responses(prompts, responses, said(responses), written, logprobs, output)
+
+
+def _behind(column: Any, more: Any) -> Any:
+    """A column with another behind it; one that is no list is of all responses."""
+    return [*column, *more] if isinstance(column, list) else column
 
 
 def _token_ids(name: str, rows: Iterable[Any], vocabulary: int) -> list[Tensor]:

@@ -129,7 +129,7 @@ def _sampled(tokenizer: Any, rows: Rows, folder: Path) -> Any:
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
         processing_class=tokenizer,
     )  # fmt: skip
-    found = made._respond([row["prompt"] for row in rows], 1)
+    found = made._respond([row["prompt"] for row in rows], 1, 0)
     return [x.tolist() for x in found.prompt_ids]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fastrl import PPOConfig
+from fastrl.learn.dynamic_sampling import without_spread
 from fastrl.learn.penalties import OverlongPenalty
-from fastrl.ppo.dynamic_sampling import without_spread
 from fastrl.ppo.method import advantages_of
 from fastrl.rollout import RolloutOutput
 from tests.ppo.test_policy_gradients import SAMPLING, groups, make_trainer, weights_of

@@ -131,6 +131,15 @@ def low_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 7 for token in ids) / 7 for ids in completion_ids]
 
 
+def flat_here_and_there(
+    prompts: list[str], completion_ids: list[list[int]], **_: Any
+) -> list[float]:
+    """Equal rewards of all responses to every third prompt."""
+    flat = [int(prompt.split()[0][1:]) % 3 == 0 for prompt in prompts]
+    rewards = low_tokens(completion_ids)
+    return [0.5 if same else reward for same, reward in zip(flat, rewards, strict=True)]
+
+
 class OtherEngine:
     """A ``rollout_func`` whose log-probs lie apart from the policy's; responses, and what lies
     between, are those of the prompt's number, whichever process has it."""
@@ -177,7 +186,12 @@ def corrected(mode: str, **settings: Any) -> dict[str, Any]:
 
 
 def online(
-    folder: str, trainer: type, config: type, rollout_func: Any = None, **settings: Any
+    folder: str,
+    trainer: type,
+    config: type,
+    rollout_func: Any = None,
+    reward: Any = low_tokens,
+    **settings: Any,
 ) -> Any:
     data = Dataset.from_dict({"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(8)]})
     # Groups of four on one of four processes: parts of groups would have other draws.
@@ -186,7 +200,7 @@ def online(
     given = {"num_generations": 4, "max_completion_length": 6, "logging_steps": 1, "max_steps": 3}
     return trainer(
         tiny_models.language_model(),
-        low_tokens,
+        reward,
         config(output_dir=folder, **{**_FIT, **_SGD, **sizes, **given, **settings}),
         train_dataset=data,
         eval_dataset=data.select(range(4)),
@@ -266,6 +280,15 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "grpo": lambda: done(
         online, GRPOTrainer, GRPOConfig, beta=0.1, num_iterations=2, learning_rate=0.01
+    ),
+    # In some steps one process alone draws others.
+    "grpo, other groups for those without spread": lambda: done(
+        online,
+        GRPOTrainer,
+        GRPOConfig,
+        reward=flat_here_and_there,
+        dynamic_sampling_rounds=2,
+        learning_rate=0.01,
     ),
     # Some processes have no token to learn.
     "grpo, without those that are cut": lambda: done(

@@ -386,6 +386,61 @@ def test_a_buffer_longer_than_completions_is_refused(tmp_path: Path) -> None:
         make(tmp_path, overlong_buffer=99)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_without_spread_give_way_to_others(kind: str, tmp_path: Path) -> None:
+    """Of 8 prompts 5 are flat: what stays, or comes in their place, is of the other 3 alone."""
+    asked: list[list[int]] = []
+
+    def judge(completion_ids: list[list[int]], index: list[int], **more: Any) -> list[float]:
+        asked.append(list(index))
+        more["log_extra"]("row", list(index))
+        return [
+            0.0 if row < 5 else float(sum(ids) + i)
+            for i, (row, ids) in enumerate(zip(index, completion_ids, strict=True))
+        ]
+
+    settings = {"dynamic_sampling_rounds": 9, "steps_per_generation": 2, "log_completions": True}
+    trainer = make(tmp_path, kind, judge, **settings)
+    trainer.train()
+    rows, log = list(trainer._logs["extra"]["row"]), trainer.state.log_history[0]
+    assert all(row >= 5 for row in rows)
+    assert [rows[i : i + 4] for i in range(0, 8, 4)] == [[row] * 4 for row in rows[::4]]
+    assert log["frac_reward_zero_std"] == 0
+    assert log["groups/replaced"] == sum(map(len, asked[1:])) / 4 > 0
+    assert log["groups/sampling_rounds"] == len(asked) - 1
+
+
+@pytest.mark.filterwarnings("ignore:resume. settings differ")
+def test_prompts_that_came_in_the_place_of_others_are_not_drawn_again(tmp_path: Path) -> None:
+    def judge(completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
+        drawn.append(list(index[::4]))
+        return [
+            0.0 if row % 2 else sum(ids) / 99
+            for row, ids in zip(index, completion_ids, strict=True)
+        ]
+
+    drawn: list[list[int]] = []
+    settings = {"dynamic_sampling_rounds": 3, "max_steps": 4}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    straight = make(tmp_path / "a", rewards=judge, **settings)
+    straight.train()
+    whole, drawn = drawn, []
+    make(tmp_path / "b", rewards=judge, **{**settings, "max_steps": 2}).train()
+    resumed = make(tmp_path / "b", rewards=judge, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert drawn == whole
+    for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_dynamic_sampling_that_cannot_be_is_refused(monkeypatch: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a stream of prompts: leave dynamic_sampling_rounds at 0"):
+        make(tmp_path, train_dataset=prompts().to_iterable_dataset(), dynamic_sampling_rounds=1)
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
+    with pytest.raises(ValueError, match=r"\(2\) is no multiple of num_generations \(4\)"):
+        make(tmp_path, per_device_train_batch_size=2, dynamic_sampling_rounds=1)
+
+
 def test_a_call_of_a_reward_is_repeated_and_limited(tmp_path: Path) -> None:
     sizes: list[int] = []
 

@@ -310,8 +310,8 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
         seeds.append((request.seed, list(request.sample_ids), request.samples))
         return run(wrapped, policy, request)
 
-    def keeping(prompts: list[Any], group: int) -> Any:
-        kept.append(respond(prompts, group))
+    def keeping(prompts: list[Any], group: int, first: int) -> Any:
+        kept.append(respond(prompts, group, first))
         return kept[-1]
 
     trainer._responder._run = noted  # type: ignore[method-assign]

@@ -1,0 +1,100 @@
+"""Dynamic sampling: groups whose scores are all equal teach nothing, and give way to new prompts
+(Yu et al., "DAPO", 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastrl.run.processes import Processes
+
+
+class Joinable(Protocol):
+    """A process's samples, group by group."""
+
+    def joined(self, more: Any, /) -> Any:
+        """With further ones behind."""
+
+    def select(self, order: list[int], /) -> Any:
+        """Some of them, in that order."""
+
+
+S = TypeVar("S", bound=Joinable)
+
+
+@dataclass(frozen=True)
+class Redraw(Generic[S]):
+    """How groups of new prompts come about.
+
+    Attributes:
+        take: gives the numbers of so many new prompts.
+        draw: samples this process's responses to such prompts, and rewards them; with the keys of
+            their draws; None of no prompts.
+        scores: [B] of samples.
+    """
+
+    take: Callable[[int], list[int]]
+    draw: Callable[[list[int], list[int]], S | None]
+    scores: Callable[[S], Tensor]
+
+
+class DynamicSampling:
+    """Groups without spread are replaced by groups of new prompts, and what of these has no spread
+    again, in at most ``rounds`` rounds; what is left then stays."""
+
+    def __init__(self, group_size: int, rounds: int, processes: Processes):
+        self.group_size, self.rounds, self.processes = group_size, rounds, processes
+
+    def __call__(
+        self, samples: S, groups: int, redraw: Redraw[S]
+    ) -> tuple[S, dict[int, int], dict[str, float]]:
+        """This process's samples; the new prompts by the numbers of the groups, of all processes,
+        that they replaced; and statistics, none without a round.
+
+        Args:
+            samples: this process's.
+            groups: of all processes.
+        """
+        if not self.rounds:
+            return samples, {}, {}
+        found, replaced, rounds = dict[int, int](), 0, 0
+        shares, here = self.processes.shares(range(groups)), self.processes.index
+        for _ in range(self.rounds):
+            scores = redraw.scores(samples)
+            flat = self.processes.objects(without_spread(scores, self.group_size))
+            if not any(flat):
+                break
+            count = sum(map(len, flat))
+            new, keys = redraw.take(count), range(groups + replaced, groups + replaced + count)
+            first = sum(map(len, flat[:here]))
+            mine = slice(first, first + len(flat[here]))
+            drawn = redraw.draw(new[mine], list(keys[mine]))
+            if drawn is not None:
+                order = in_their_places(len(scores), flat[here], self.group_size)
+                samples = samples.joined(drawn).select(order)
+            places = [share[j] for share, own in zip(shares, flat, strict=True) for j in own]
+            found |= zip(places, new, strict=True)
+            replaced, rounds = replaced + count, rounds + 1
+        known = {"groups/replaced": float(replaced), "groups/sampling_rounds": float(rounds)}
+        return samples, found, known
+
+
+def without_spread(scores: Tensor, size: int) -> list[int]:
+    """The groups of ``size`` scores [B] each that are all equal, but for those that are NaN."""
+    groups = scores.view(-1, size)
+    high = groups.nan_to_num(nan=-torch.inf).amax(-1)
+    low = groups.nan_to_num(nan=torch.inf).amin(-1)
+    return (high <= low).nonzero()[:, 0].tolist()
+
+
+def in_their_places(count: int, groups: Sequence[int], size: int) -> list[int]:
+    """The order that puts what is behind ``count`` samples in the places of some groups."""
+    order = list(range(count))
+    for i, group in enumerate(groups):
+        for j in range(size):
+            order[group * size + j] = count + i * size + j
+    return order
