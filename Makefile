@@ -93,6 +93,7 @@ $(VENV)/.docs: $(VENV)/.runtime
 # A broken link, a missing heading or an unknown name of the API is an error.
 docs: $(VENV)/.docs
 	$(BIN)/python docs/.api/trl_1x.py
+	$(BIN)/python docs/.api/capabilities.py
 	$(BIN)/zensical build --clean --strict
 	cp -r benchmarks/plots site/
 

@@ -17,6 +17,7 @@ import json
 import math
 import pkgutil
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -448,6 +449,12 @@ def test_the_api_pages_have_every_public_name() -> None:
         assert wanted - there - modules == set()
     for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
         assert pkgutil.resolve_name(name) is not None
+
+
+def test_what_works_where_is_what_the_signatures_and_settings_have() -> None:
+    text = (DOCS / "capabilities.md").read_text(encoding="utf-8")
+    render = runpy.run_path(str(DOCS / ".api" / "capabilities.py"))["render"]
+    assert render(text) == text, "python docs/.api/capabilities.py writes it anew"
 
 
 def test_every_page_is_in_the_navigation_and_every_picture_is_there() -> None:

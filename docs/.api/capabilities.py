@@ -1,0 +1,246 @@
+"""The table of docs/capabilities.md: what each way of training can, by the names it has there.
+
+    python docs/.api/capabilities.py        writes it into the page (`make docs` does)
+
+The names are looked up in the signatures and configurations; where there is none, why stands here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fastrl
+from fastrl import alignment
+from fastrl.settings import idle_settings, refusals
+
+PAGE = Path(__file__).parents[1] / "capabilities.md"
+_BLOCK = re.compile(
+    r"^(<!-- capabilities -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)", re.MULTILINE
+)
+NOT_YET = "not yet"
+_YOURS = "*the samples are yours*"
+_NO_RUN = "*keeps no run*"
+_NO_SAMPLES = "*nothing is sampled*"
+_NO_BASELINE = "*a group is its own baseline*"
+_NO_ADVANTAGES = "*has no advantages*"
+_ONLY_TRAIN = "In train(): "  # how help of settings begins that step() does not read
+
+
+class Surface(NamedTuple):
+    """A way of training.
+
+    Attributes:
+        trainers: that have what it has, all of them.
+        calls: whose arguments are its own.
+        methods: that belong to it.
+    """
+
+    title: str
+    trainers: dict[Any, Any]  # classes, by their configurations
+    calls: Callable[[Any], list[Any]]
+    methods: tuple[str, ...] = ("plan",)
+    steps_alone: bool = False
+
+    def has(self, name: str) -> bool:
+        return all(
+            (name in self.methods and hasattr(trainer, name))
+            or any(name in inspect.signature(call).parameters for call in self.calls(trainer))
+            or self._reads(config, name)
+            for config, trainer in self.trainers.items()
+        )
+
+    def _reads(self, config: Any, name: str) -> bool:
+        if name in refusals(config) or name in idle_settings(config):
+            return False
+        for field in dataclasses.fields(config):
+            if field.name == name:
+                said = str(field.metadata.get("help", ""))
+                return not (self.steps_alone and said.startswith(_ONLY_TRAIN))
+        return False
+
+
+def _made_and_trained(trainer: Any) -> list[Any]:
+    return [trainer.__init__, trainer.train]
+
+
+PPO = {fastrl.PPOConfig: fastrl.PPOTrainer}
+SURFACES = {
+    "step": Surface(
+        "`generate` and `step()`",
+        PPO,
+        lambda trainer: [trainer.__init__, trainer.step],
+        ("plan", "save_checkpoint"),
+        steps_alone=True,
+    ),
+    "train": Surface("`train()`, `fastrl ppo`, `fastrl grpo`", PPO, _made_and_trained),
+    "grpo": Surface("`GRPOTrainer`", {fastrl.GRPOConfig: fastrl.GRPOTrainer}, _made_and_trained),
+    "rloo": Surface("`RLOOTrainer`", {fastrl.RLOOConfig: fastrl.RLOOTrainer}, _made_and_trained),
+    "pairs": Surface(
+        "`DPOTrainer`, `KTOTrainer`",
+        {fastrl.DPOConfig: fastrl.DPOTrainer, fastrl.KTOConfig: fastrl.KTOTrainer},
+        _made_and_trained,
+    ),
+    "align": Surface(
+        "`alignment.Trainer`, `fastrl align`",
+        {alignment.AlignmentConfig: alignment.Trainer},
+        _made_and_trained,
+    ),
+    "texts": Surface(
+        "`SFTTrainer`, `RewardTrainer`",
+        {fastrl.SFTConfig: fastrl.SFTTrainer, fastrl.RewardConfig: fastrl.RewardTrainer},
+        _made_and_trained,
+    ),
+}
+
+
+class Capability(NamedTuple):
+    """Something that a way of training can.
+
+    Attributes:
+        names: of the settings, arguments and methods that ask for it, somewhere.
+        why: it is missing, by surface.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    why: dict[str, str]
+
+
+_SAMPLED_BY_NONE = {"pairs": _NO_SAMPLES, "texts": _NO_SAMPLES}
+CAPABILITIES = (
+    Capability("a plan of the memory", ("plan",), {}),
+    Capability(
+        "going on from a checkpoint, bit for bit",
+        ("resume", "save_checkpoint", "resume_from_checkpoint"),
+        {},
+    ),
+    Capability("offloading", ("offload_optimizer", "activation_offloading"), {}),
+    Capability("steps that are not finite", ("on_nonfinite",), {}),
+    Capability(
+        "passes of at most so many tokens",
+        ("micro_batch_tokens",),
+        {"grpo": NOT_YET, "rloo": NOT_YET},
+    ),
+    Capability(
+        "a reference that is shared, or in host memory",
+        ("reference", "num_shared_layers"),
+        {"grpo": NOT_YET, "rloo": NOT_YET, "pairs": NOT_YET, "texts": "*has none*"},
+    ),
+    Capability(
+        "a reference that follows",
+        ("sync_ref_every", "sync_ref_model"),
+        {"align": NOT_YET, "texts": "*has none*"},
+    ),
+    Capability(
+        "held-out data",
+        ("eval_prompts", "eval_dataset", "eval_factory"),
+        {"step": _NO_RUN},
+    ),
+    Capability(
+        "a ledger of the samples, and replay",
+        ("ledger",),
+        {
+            "step": _NO_RUN,
+            "grpo": NOT_YET,
+            "rloo": NOT_YET,
+            "align": NOT_YET,
+            **_SAMPLED_BY_NONE,
+        },
+    ),
+    Capability(
+        "samples in trackers or a table",
+        ("log_with", "log_completions"),
+        {"align": NOT_YET, **_SAMPLED_BY_NONE},
+    ),
+    Capability(
+        "limits and retries of rewards",
+        ("reward_timeout", "reward_retries", "reward_batch_size"),
+        {
+            "step": "*the rewards are yours*",
+            "align": "of an annotator's `Rewards`",
+            "pairs": _NO_SAMPLES,
+            "texts": _NO_SAMPLES,
+        },
+    ),
+    Capability(
+        "penalties for how responses end",
+        ("missing_eos_penalty", "overlong_buffer"),
+        {"step": "*the rewards are yours*", "align": NOT_YET, **_SAMPLED_BY_NONE},
+    ),
+    Capability(
+        "groups without spread are drawn anew",
+        ("dynamic_sampling_rounds",),
+        {"step": _YOURS, "align": NOT_YET, **_SAMPLED_BY_NONE},
+    ),
+    Capability(
+        "tools and environments",
+        ("tools", "environment_factory", "response_masks"),
+        {"train": NOT_YET, "rloo": NOT_YET, "align": NOT_YET, **_SAMPLED_BY_NONE},
+    ),
+    Capability(
+        "responses of another sampler",
+        ("rollout_func", "rollout"),
+        {"train": NOT_YET, "rloo": NOT_YET, "align": NOT_YET, **_SAMPLED_BY_NONE},
+    ),
+    Capability(
+        "its correction",
+        ("sampler_correction", "vllm_importance_sampling_correction"),
+        {"rloo": NOT_YET, "align": NOT_YET, **_SAMPLED_BY_NONE},
+    ),
+    Capability(
+        "masks of responses that are off-policy",
+        ("off_policy_mask_threshold",),
+        {
+            "step": NOT_YET,
+            "train": NOT_YET,
+            "rloo": NOT_YET,
+            "align": NOT_YET,
+            **_SAMPLED_BY_NONE,
+        },
+    ),
+    Capability(
+        "a critic of its own",
+        ("critic",),
+        {
+            "grpo": _NO_BASELINE,
+            "rloo": _NO_BASELINE,
+            "align": NOT_YET,
+            "pairs": _NO_ADVANTAGES,
+            "texts": _NO_ADVANTAGES,
+        },
+    ),
+)
+
+
+def cell(capability: Capability, surface: str) -> str:
+    """The names by which a way of training has it, or why it has not.
+
+    Raises:
+        KeyError: neither.
+        ValueError: it has it, and a reason why not stands here.
+    """
+    found = [name for name in capability.names if SURFACES[surface].has(name)]
+    if not found:
+        return capability.why[surface]
+    if surface in capability.why:
+        raise ValueError(f"{capability.title}: {surface} has {', '.join(found)}")
+    return ", ".join(f"`{name}`" for name in found)
+
+
+def table() -> str:
+    rows = [["", *(surface.title for surface in SURFACES.values())], ["---"] * (1 + len(SURFACES))]
+    rows += [[f"**{x.title}**", *(cell(x, name) for name in SURFACES)] for x in CAPABILITIES]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def render(text: str) -> str:
+    return _BLOCK.sub(lambda found: found[1] + table(), text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
