@@ -185,7 +185,7 @@ CAPABILITIES = (
     Capability(
         "responses of another sampler",
         ("rollout_func", "rollout"),
-        {"train": NOT_YET, "rloo": NOT_YET, "align": NOT_YET, **_SAMPLED_BY_NONE},
+        {"train": NOT_YET, "align": NOT_YET, **_SAMPLED_BY_NONE},
     ),
     Capability(
         "its correction",

@@ -103,7 +103,6 @@ class GRPOTrainer(OnlineTrainer):
         self.tools = list(tools or ())
         self._box = Toolbox(self.tools)
         self._reader: Reader | None = None
-        self.rollout_func = rollout_func
         if environment_factory:
             environments = Environments(environment_factory, self.tools)
             self._environments = environments
@@ -128,6 +127,7 @@ class GRPOTrainer(OnlineTrainer):
             optimizers,
             quantization_config,
             peft_config,
+            rollout_func,
         )
         args = self.args
         assert args is not None

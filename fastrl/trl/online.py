@@ -9,7 +9,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,7 +91,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     _tag_names: ClassVar[list[str]]
     needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
     learns_kl: ClassVar[bool] = False  # whether rewards have the KL of old log-probs
-    rollout_func: Callable[..., dict[str, Any]] | None = None
     _environments: Environments | None = None
 
     def __init__(
@@ -107,8 +106,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        rollout_func: Any = None,
     ):
         name = type(self).__name__
+        self.rollout_func = rollout_func
         if args is None:
             path = model if isinstance(model, str) else model.config._name_or_path
             args = self.config(output_dir=f"{Path(path).name}-{name.removesuffix('Trainer')}")

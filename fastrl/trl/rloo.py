@@ -27,7 +27,8 @@ class RLOOTrainer(OnlineTrainer):
     R' = clip(R) - beta·Σ_t (log π_old - log π_ref); A is R' less the mean R' of the other responses
     to the prompt. The loss is the mean over responses of -min(ρ·A, clip(ρ, 1 - ε, 1 + ε_high)·A),
     ρ = Π_t π(y_t)/π_old(y_t). Arguments are those of :class:`fastrl.trl.grpo.GRPOTrainer`, with a
-    :class:`RLOOConfig`, but for ``tools``, ``rollout_func`` and ``environment_factory``.
+    :class:`RLOOConfig`, but for ``tools`` and ``environment_factory``; the ``logprobs`` of a
+    ``rollout_func`` are not used.
     """
 
     config: ClassVar[type] = RLOOConfig

@@ -600,7 +600,8 @@ def test_rollouts_that_are_none_are_named(changed: dict, named: str, tmp_path: P
         trainer.train()
 
 
-def test_a_rollout_function_takes_the_place_of_sampling(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rollout_function_takes_the_place_of_sampling(kind: str, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -616,7 +617,7 @@ def test_a_rollout_function_takes_the_place_of_sampling(tmp_path: Path) -> None:
         seen.append((completion_ids, turns))
         return [float(x) for x in turns]
 
-    trainer = make(tmp_path, rewards=judge, rollout_func=rollout)
+    trainer = make(tmp_path, kind, judge, rollout_func=rollout)
     trainer.train()
     assert seen == [([[5, 6, 7 + i] for i in range(4)], list(range(4)))]
     assert trainer.state.log_history[0]["completions/mean_length"] == 2.0
