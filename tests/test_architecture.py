@@ -29,6 +29,7 @@ LAYERS = (
     {"rollout"},
     {"ref_model", "rewards"},
     {"learn"},
+    {"collect"},
     {"ppo", "trainers"},
     {"alignment"},
     {"trl"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import itertools
 import warnings
@@ -150,8 +152,25 @@ class Prompts:
         found.columns = {c: _whole(dataset, c) for c in others}
         return found
 
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]], said: Sequence[Any]) -> Prompts:
+        """Prompts of rows that are not encoded yet, as which the columns are whatever the first
+        row has.
+
+        Args:
+            said: of each row the text or chat messages.
+        """
+        names = [name for name in (rows[0] if rows else ()) if name != _PROMPT_COLUMNS[0]]
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        return cls(list(said), [], [], columns, list(range(len(rows))), "prompt {}".format)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Prompts]) -> Prompts:
+        """Prompts one after the other."""
+        return functools.reduce(cls.joined, parts)
+
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.said)
 
     @property
     def lengths(self) -> list[int]:
@@ -178,13 +197,30 @@ class Prompts:
             self.name_of,
         )
 
+    def with_ids(self, ids: Sequence[Tensor], tokenizer: Any) -> Prompts:
+        """The same with these token ids."""
+        texts = [
+            said if isinstance(said, str) else tokenizer.decode(own)
+            for said, own in zip(self.said, ids, strict=True)
+        ]
+        return dataclasses.replace(self, texts=texts, ids=ids)
+
+    def row(self, i: int) -> dict[str, Any]:
+        """The columns of a prompt, its own among them, unless it has none."""
+        said = {} if self.said[i] is None else {_PROMPT_COLUMNS[0]: self.said[i]}
+        return {**said, **{name: values[i] for name, values in self.columns.items()}}
+
+    def without_columns(self) -> Prompts:
+        return dataclasses.replace(self, columns={})
+
     def joined(self, others: Prompts) -> Prompts:
         """These, and others of the same table behind them."""
+        none = [None] * len(others)
         return Prompts(
             [*self.said, *others.said],
             [*self.texts, *others.texts],
             [*self.ids, *others.ids],
-            {name: [*values, *others.columns[name]] for name, values in self.columns.items()},
+            {name: [*x, *others.columns.get(name, none)] for name, x in self.columns.items()},
             [*self.rows, *others.rows],
             self.name_of,
         )

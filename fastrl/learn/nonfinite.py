@@ -47,10 +47,17 @@ class NonFiniteNumbers:
         on_nonfinite: of ``PPOConfig``.
         decode: the text of a prompt's token ids; None: the samples that make a loss or gradient
             not finite are not looked for.
+        counts: whether there are statistics ``ppo/nan_samples`` and ``ppo/nonfinite_samples``.
     """
 
-    def __init__(self, on_nonfinite: str, decode: Callable[[Tensor], str] | None = None) -> None:
-        self._kind, self._decode = on_nonfinite, decode
+    def __init__(
+        self,
+        on_nonfinite: str,
+        decode: Callable[[Tensor], str] | None = None,
+        *,
+        counts: bool = True,
+    ) -> None:
+        self._kind, self._decode, self._counts = on_nonfinite, decode, counts
         self._warned: set[str] = set()
 
     def samples(self, which: Sequence[int], name: Callable[[int], str]) -> None:
@@ -182,9 +189,8 @@ class NonFiniteNumbers:
         if kind in self._warned:
             return
         self._warned.add(kind)
-        warnings.warn(
-            f"{found}: {treated}, as any later ones will be; {statistic} counts them", stacklevel=5
-        )
+        counted = f"; {statistic} counts them" if self._counts else ""
+        warnings.warn(f"{found}: {treated}, as any later ones will be{counted}", stacklevel=5)
 
 
 def samples_left_out(

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,92 +14,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.collect.responses import Collected
 from fastrl.config import PPOConfig
-from fastrl.data.prompts import Prompts
 from fastrl.learn.experience import LastExperience
-from fastrl.rewards.weighted import RewardBatch
-from fastrl.rollout import RolloutOutput
-from fastrl.rollout.kv_cache import Room
-from fastrl.rollout.sampling_params import joined_statistics
 from fastrl.run.callbacks import Samples
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
-from fastrl.run.processes import Processes
 
 NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
-
-
-@dataclass(frozen=True)
-class RewardedSamples:
-    """Samples with their rewards, NaN for those that are left out."""
-
-    prompts: Prompts  # one per sample
-    completions: list[str]
-    rollout: RolloutOutput
-    rewards: RewardBatch
-    seconds: float  # that the rewards took
-    rooms: Sequence[Room] = ()  # for each sample, that of the engine it was drawn by
-
-    def joined(self, more: RewardedSamples) -> RewardedSamples:
-        """With further samples behind; times are sums, other statistics the first ones', of the
-        whole batch."""
-        rollout = RolloutOutput.joined([self.rollout, more.rollout])
-        stats = {
-            name: value + more.rollout.stats.get(name, 0.0) if name.startswith("time/") else value
-            for name, value in self.rollout.stats.items()
-        }
-        return RewardedSamples(
-            self.prompts.joined(more.prompts),
-            self.completions + more.completions,
-            replace(rollout, stats=stats),
-            self.rewards.joined(more.rewards),
-            self.seconds + more.seconds,
-        )
-
-    def select(self, order: list[int]) -> RewardedSamples:
-        """Some of the samples, in that order."""
-        return replace(
-            self,
-            prompts=self.prompts.take(order),
-            completions=[self.completions[i] for i in order],
-            rollout=replace(self.rollout.take(order), stats=self.rollout.stats),
-            rewards=self.rewards.select(order),
-        )
-
-    def of_all(self, processes: Processes, prompts: Prompts) -> RewardedSamples:
-        """The samples of all processes, in the processes' order; their tokens, and what is known
-        of these, in the main process alone, which keeps the ledger.
-
-        Args:
-            prompts: of all of them.
-        """
-        rollout = self.rollout
-        parts = processes.objects((self.completions, self.seconds, rollout.stats))
-        completions, seconds, stats = zip(*parts, strict=True)
-        rollouts = processes.objects_at_main(rollout.recorded()) or [rollout]
-        return RewardedSamples(
-            prompts,
-            [each for part in completions for each in part],
-            replace(RolloutOutput.joined(rollouts), stats=joined_statistics(stats)),
-            self.rewards.of_all(processes),
-            max(seconds),
-            [rollout.room for rollout in rollouts for _ in rollout.sequences],
-        )
 
 
 @dataclass(frozen=True)
 class ScoredSamples:
     """The samples of a step, of all processes."""
 
-    samples: RewardedSamples
+    samples: Collected
     weights_version: int  # steps of the optimizer before the rollout
-    scores: Tensor  # [B], the rewards less penalties: what step() got
-    token_scores: Sequence[Tensor] | None  # of the responses' tokens, where it got these
+    token_scores: Sequence[Tensor] | None  # of the responses' tokens, where step() got these
 
     @property
     def shown(self) -> Samples:
         """What callbacks get."""
-        samples = self.samples
-        return Samples(samples.prompts.texts, samples.completions, samples.rewards.total.tolist())
+        said, rewards = self.samples.responses, self.samples.rewards
+        return Samples(said.prompts.texts, said.texts, rewards.total.tolist())
 
 
 class SampleLedger:
@@ -168,14 +104,14 @@ def ledger_columns(
     Args:
         temperature: of the policy.
     """
-    prompts, rollout = samples.samples.prompts, samples.samples.rollout
-    rewards = samples.samples.rewards
+    responses, rewards = samples.samples.responses, samples.samples.rewards
+    prompts, rollout = responses.prompts, responses.rollout
     count = len(prompts)
     return {
         "prompt_row": prompts.rows,
         "prompt": prompts.texts,
         "prompt_ids": _lists(prompts.ids, np.int32),
-        "completion": samples.samples.completions,
+        "completion": responses.texts,
         "completion_ids": _lists(rollout.sequences, np.int32),
         "finish_reason": rollout.finish_reasons,
         "seed": _repeated(rollout.seed, count),
@@ -188,7 +124,7 @@ def ledger_columns(
         "values": _lists(rollout.values, np.float32),
         "advantages": Lists(*experience.advantages()),
         "reward": rewards.total.numpy(),
-        "score": samples.scores.numpy(),
+        "score": samples.samples.scores.numpy(),
         "token_scores": _lists(samples.token_scores, np.float32),
         **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in rewards.by_function.items()},
     }

@@ -15,22 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import as_answer
+from fastrl.collect.collector import Collector
+from fastrl.collect.respond import Asked, Sampled
+from fastrl.collect.responses import Collected
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.data.vocabulary import check_vocabulary
-from fastrl.learn.dynamic_sampling import DynamicSampling, Redraw
-from fastrl.learn.nonfinite import check_a_sample_is_left, samples_left_out
+from fastrl.learn.dynamic_sampling import DynamicSampling
+from fastrl.learn.nonfinite import check_a_sample_is_left
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.scorer import check_tokens
 from fastrl.models.layout import EncoderDecoder
 from fastrl.ppo.guards import check_divergence
-from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
+from fastrl.ppo.ledger import ScoredSamples, open_ledger, recordable
 from fastrl.ppo.roles import Stepping
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.identity import identities_of
-from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
-from fastrl.rollout import RolloutOutput
+from fastrl.rewards.weighted import RewardFunctions, Rewards
 from fastrl.run.callbacks import (
     Evaluation,
     TrainCallback,
@@ -130,6 +131,20 @@ class Loop:
             config.overlong_buffer,
             config.overlong_penalty,
             self.generation_kwargs.get("max_new_tokens"),
+        )
+        self.collector = Collector(
+            Sampled(
+                rollouts.run,
+                self.generation_kwargs,
+                rollouts.decode,
+                lambda _, reason: reason in ("eos", "stop"),
+                batch_size=config.batch_size,
+            ),
+            self.rewards,
+            self.penalties,
+            self.processes,
+            rollouts.ready,
+            trainer.nonfinite,
         )
         # max_length in its place counts the prompt.
         new_tokens = self.generation_kwargs.get("max_new_tokens") or 1
@@ -343,97 +358,56 @@ class Loop:
         """
         size, weights_version = self.trainer.config.group_size, self.trainer.weights_version
         seed = seed_at(self.trainer.config.seed, "responses", self.trainer.current_step)
-        own, replaced, resampled = self.resampling(
+        own, replaced, resampled = self.collector.resampled(
             self._sampled(self.prompts.take(chosen), size, seed),
+            self.resampling,
             len(chosen),
-            Redraw(
-                stream.take,
-                lambda more, keys: self._drawn(self.prompts.take(more), size, seed, keys),
-                self._scores,
-            ),
+            stream.take,
+            lambda more: self.prompts.take(more).repeated(size),
+            seed,
+        )
+        of_tokens = self._scores_of_tokens(own)
+        responses = own.responses
+        stats = self.trainer.step(
+            list(responses.prompts.ids),
+            responses.rollout.sequences,
+            of_tokens or list(own.scores),
+            rollout=responses.rollout,
+            **({} if responses.masks is None else {"response_masks": responses.masks}),
         )
         chosen = [replaced.get(place, prompt) for place, prompt in enumerate(chosen)]
-        batch, scores = self.prompts.take(chosen), self._scores(own)
-        of_tokens = self._scores_of_tokens(own)
-        stats = self.trainer.step(
-            list(own.prompts.ids),
-            own.rollout.sequences,
-            of_tokens or list(scores),
-            rollout=own.rollout,
-        )
-        samples = own.of_all(self.processes, batch.repeated(size))
+        samples = self._of_all(own, self.prompts.take(chosen).repeated(size))
+        rollout_stats = samples.responses.statistics()
         metrics = {
             **scalars(stats),
-            **samples.rollout.stats,
+            **rollout_stats,
             **samples.rewards.statistics(),
             **resampled,
             "time/reward": samples.seconds,
-            "time/step": samples.rollout.stats["time/rollout"]
-            + samples.seconds
-            + stats["time/ppo/total"],
+            "time/step": rollout_stats["time/rollout"] + samples.seconds + stats["time/ppo/total"],
         }
-        scores = torch.cat(self.processes.objects(scores))
         if of_tokens is not None:
             of_tokens = [each for part in self.processes.objects(of_tokens) for each in part]
-        return metrics, ScoredSamples(samples, weights_version, scores, of_tokens)
+        return metrics, ScoredSamples(samples, weights_version, of_tokens)
 
-    def _scores(self, samples: RewardedSamples) -> Tensor:
-        """Rewards less the penalties for how a response ended, and for its length, [B] fp32."""
-        return samples.rewards.total.float() - self._penalties(samples)
-
-    def _scores_of_tokens(self, samples: RewardedSamples) -> list[Tensor] | None:
-        """The same of each response's tokens, [L] fp32 each; penalties, and rewards of whole
-        responses, are the last token's. None where no reward is of tokens, in any process."""
-        rewards = samples.rewards
-        dense = any(each is not None for each in rewards.of_tokens)
-        if not (self.trainer.advantages.per_token and self.processes.any(dense)):
+    def _scores_of_tokens(self, samples: Collected) -> list[Tensor] | None:
+        """None where no reward is of tokens, in any process."""
+        if not self.trainer.advantages.per_token:
             return None
-        scores, penalties = self._scores(samples), self._penalties(samples)
-        found = []
-        for i, response in enumerate(samples.rollout.sequences):
-            of_tokens, given = torch.zeros(len(response)), rewards.of_tokens[i]
-            if given is None:
-                of_tokens[-1:] = scores[i]
-            else:
-                of_tokens.copy_(given)
-                of_tokens[-1] -= penalties[i]
-            found.append(of_tokens)
-        return found
+        dense = self.processes.any(samples.has_token_rewards)
+        return samples.scores_of_tokens() if dense else None
 
-    def _penalties(self, samples: RewardedSamples) -> Tensor:
-        """For how a response ended, and for its length, [B] fp32."""
-        rollout = samples.rollout
-        ended = [reason in ("eos", "stop") for reason in rollout.finish_reasons]
-        return self.penalties(ended, list(map(len, rollout.sequences)))
-
-    def _sampled(self, batch: Prompts, size: int, seed: int) -> RewardedSamples:
+    def _sampled(self, batch: Prompts, size: int, seed: int) -> Collected:
         """This process's share of a batch of prompts, each with ``size`` responses, rewarded."""
         own = self.processes.shares(range(len(batch)))[self.processes.index]
-        drawn = self._drawn(batch.take(own), size, seed, own)
-        assert drawn is not None
-        return drawn
+        found = self.collector(Asked(batch.take(own).repeated(size), size, own, seed))
+        assert found is not None
+        return found
 
-    def _drawn(
-        self, prompts: Prompts, size: int, seed: int, keys: Sequence[int]
-    ) -> RewardedSamples | None:
-        """``size`` responses to each of this process's prompts, rewarded; None of no prompts.
-
-        Args:
-            keys: of the draws for each prompt.
-        """
-        # What waits for all processes comes first: work that is broken off must not be within it.
-        with self.trainer.rollouts.ready(), self.processes.shared_work():
-            if not len(prompts):
-                return None
-            rollout = self.trainer.rollouts.sample(
-                prompts.ids, self.generation_kwargs, size, seed, keys
-            )
-            prompts = prompts.repeated(size)
-            begin = time.perf_counter()
-            completions = self._decode(prompts, rollout)
-            rewards = self._rewards(prompts, rollout, completions)
-            seconds = time.perf_counter() - begin
-        return RewardedSamples(prompts, completions, rollout, rewards, seconds)
+    def _of_all(self, own: Collected, prompts: Prompts) -> Collected:
+        """The responses of all processes; to these prompts, unless they answer others."""
+        keeps = self.collector.respond.keeps_prompts
+        return own.of_all(self.processes, prompts if keeps else None)
 
     def _evaluate(self, step: int) -> None:
         """Always with the same seed; the run's own random numbers do not change."""
@@ -443,10 +417,10 @@ class Loop:
             torch.manual_seed(self.trainer.config.seed)  # for rewards that draw
             seed = seed_at(self.trainer.config.seed, "evaluation")
             own = self._sampled(self.eval_prompts, 1, seed)
-        samples = own.of_all(self.processes, self.eval_prompts)
-        parts = self.processes.objects((own.rollout.sequences, own.rollout.finish_reasons))
+        samples = self._of_all(own, self.eval_prompts)
+        parts = self.processes.objects((own.responses.rollout.sequences, len(own.left_out)))
         responses = [each for sequences, _ in parts for each in sequences]
-        nan = sum(reasons.count("nan") for _, reasons in parts)
+        nan = sum(left_out for _, left_out in parts)
         rewards = samples.rewards
         sound = (~rewards.total.isnan()).nonzero()[:, 0].tolist()
         check_a_sample_is_left(nan, len(responses))
@@ -455,48 +429,23 @@ class Loop:
                 "no reward of the evaluation is finite: mend what computes them (reward functions, "
                 "or prompts for which they have no answer)"
             )
-        known, ids = rewards.total[sound], self.eval_prompts.ids
+        known, prompts = rewards.total[sound], samples.responses.prompts
         evaluation = Evaluation(
             step=step,
             mean=float(known.mean()),
             sem=float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else 0.0,
-            kl=self.trainer.sequence_kl([ids[i] for i in sound], [responses[i] for i in sound]),
+            kl=self.trainer.sequence_kl(
+                [prompts.ids[i] for i in sound], [responses[i] for i in sound]
+            ),
             rewards=rewards.total.tolist(),
-            prompts=self.eval_prompts.texts,
-            completions=samples.completions,
+            prompts=prompts.texts,
+            completions=samples.responses.texts,
             nan_samples=nan,
             nonfinite_rewards=rewards.nonfinite,
             by_function={name: each.tolist() for name, each in rewards.by_function.items()},
         )
         self.result.add_evaluation(evaluation)
         self._call("on_eval", step, evaluation)
-
-    def _rewards(
-        self, batch: Prompts, rollout: RolloutOutput, completions: list[str]
-    ) -> RewardBatch:
-        """Rewards, checked; NaN for samples that ended in NaN logits, which the reward functions do
-        not get. The completion of a chat is a message too."""
-        nonfinite = self.trainer.nonfinite
-        rewards = self.rewards(
-            batch.said,
-            [as_answer(said, text) for said, text in zip(batch.said, completions, strict=True)],
-            [response.tolist() for response in rollout.sequences],
-            batch.columns,
-            finished=[reason != "length" for reason in rollout.finish_reasons],
-            left_out=samples_left_out(
-                rollout, nonfinite, lambda i: repr(batch.texts[i]), self.processes
-            ),
-        )
-        if rewards.nonfinite:
-            nonfinite.scores_are_named()
-        return rewards
-
-    def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
-        """Completions as texts that continue their prompts, leading spaces included."""
-        return [
-            self.trainer.rollouts.decode(prompt, response)
-            for prompt, response in zip(batch.ids, rollout.sequences, strict=True)
-        ]
 
     def _call(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:

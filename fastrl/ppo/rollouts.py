@@ -162,9 +162,11 @@ class Rollouts:
         kwargs = self.arguments.of_the_policy(generation_kwargs)
         batch_size = self.config.batch_size
         ids = range(len(prompts)) if sample_ids is None else sample_ids
-        return self._run(
-            self.model, Request(prompts, ids, kwargs, batch_size, samples=samples, seed=seed)
-        )
+        return self.run(Request(prompts, ids, kwargs, batch_size, samples=samples, seed=seed))
+
+    def run(self, request: Request) -> RolloutOutput:
+        """Samples from the policy."""
+        return self._run(self.model, request)
 
     def decode(self, prompt: Tensor, response: Tensor) -> str:
         """A response as text, without special tokens."""

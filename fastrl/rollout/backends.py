@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers import GenerationMixin
 
+from fastrl.models.sharding import wrapped_by_fsdp
 from fastrl.rollout.choose_engine import choose_engine
 from fastrl.rollout.engine import RolloutEngine
 from fastrl.rollout.generate_engine import GenerateEngine
@@ -92,7 +94,8 @@ _ROLES = {False: "policy", True: "reference"}  # by Request.reference
 
 class EngineBackend(RolloutBackend):
     """The rollout engine, which also returns log-probs; a call with an argument that it does not
-    know goes to ``model.generate``, with a warning that names the argument.
+    know goes to ``model.generate``, with a warning that names the argument. So do all calls where
+    ``model.generate`` is not transformers' own.
 
     Args:
         config: has ``rollout_slots``, ``rollout_kv_cache_gib`` and ``rollout_sleep``.
@@ -119,6 +122,8 @@ class EngineBackend(RolloutBackend):
         self._warned: set[str] = set()
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
+        if _own_generate(model):
+            return self.fallback(model, request)
         engine = self._engine(model, request.reference)
         if not isinstance(engine, RolloutEngine):
             return self.fallback(model, request)
@@ -175,6 +180,17 @@ class EngineBackend(RolloutBackend):
                 "rollouts go through model.generate, which is slower",
                 stacklevel=6,
             )
+
+
+def _own_generate(model: Any) -> bool:
+    """Whether a language model's ``generate`` was replaced, on it or on its class."""
+    model = getattr(model, "pretrained_model", model)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for owner in (model, inner):
+        found = vars(owner).get("generate")
+        if found is not None and not wrapped_by_fsdp(found):
+            return True
+    return getattr(type(inner), "generate", None) is not GenerationMixin.generate
 
 
 def make_backend(

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fastrl.data.tool_calls import Reader, ToolChat, find_reader
 from fastrl.learn.baselines import (
     EPS,
     all_equal,
@@ -20,19 +19,13 @@ from fastrl.learn.baselines import (
 )
 from fastrl.learn.experience import Minibatch
 from fastrl.models.scoring import PolicyObjective, TokenScores
-from fastrl.models.sharding import whole_weights
-from fastrl.models.utils import context_length
-from fastrl.rollout import RolloutOutput
-from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.model_card import policy_gradient
-from fastrl.trl.environments import Environments
 from fastrl.trl.grpo_config import GRPOConfig
 from fastrl.trl.metric_means import mean_of
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.policy_loss import GroupLoss, high_of, note_clips, ratios_of
-from fastrl.trl.responses import Judged, Responses, nanstd
+from fastrl.trl.responses import Judged, nanstd
 from fastrl.trl.rollout_correction import RolloutCorrection
-from fastrl.trl.tools import Toolbox, ToolLoop, check_chats
 
 _LOGGER = logging.getLogger(__name__)
 _SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
@@ -64,10 +57,10 @@ class GRPOTrainer(OnlineTrainer):
             ``vllm_importance_sampling_correction``, see
             :class:`fastrl.trl.rollout_correction.RolloutCorrection`.
         tools: functions that the policy may call, with type hints and docstrings in Google's
-            format; ``async def`` too. See :class:`fastrl.trl.tools.ToolLoop`.
+            format; ``async def`` too. See :class:`fastrl.collect.tools.ToolLoop`.
         environment_factory: makes objects whose methods are tools, or a dict of such functions by
             the names in the column ``environment``; ``train_dataset`` may then be left out. See
-            :class:`fastrl.trl.environments.Environments`.
+            :class:`fastrl.collect.environments.Environments`.
 
     Raises:
         ValueError, TypeError: what cannot be honoured, named with what to do.
@@ -78,75 +71,12 @@ class GRPOTrainer(OnlineTrainer):
     method = policy_gradient("GRPO")
     needs_old: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: GRPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: list | None = None,
-        optimizers: tuple = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        tools: list | None = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
-    ):
-        if rollout_func is not None and (tools or environment_factory):
-            raise ValueError(
-                "rollout_func takes the place of sampling, and tools and environment_factory are "
-                "part of it: leave them out, and mark the policy's tokens by an env_mask"
-            )
-        self.tools = list(tools or ())
-        self._box = Toolbox(self.tools)
-        self._reader: Reader | None = None
-        if environment_factory:
-            environments = Environments(environment_factory, self.tools)
-            self._environments = environments
-            self.tools = environments.tools
-            self._env_tools = {
-                name: list(found.functions.values()) for name, found in environments.boxes.items()
-            }
-            self._environment_pool = environments.pool
-            if train_dataset is None:
-                train_dataset = environments.placeholder(args)
-        if self.tools or self._environments is not None:
-            check_chats(train_dataset)
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            rollout_func,
-        )
+    def _prepare_loss(self) -> None:
         args = self.args
-        assert args is not None
         if args.cast_lm_head_to_fp32:
             _check_head(self.model, args)
         self._loss = GroupLoss(args)
         self.loss_type, self.scale_rewards = args.loss_type, args.scale_rewards
-        self._tool_loop: ToolLoop | None = None
-        if self._reader is not None:
-            own = self.accelerator.unwrap_model(self.model)
-            ends = end_tokens(own, self._tokenizer).tolist()
-            self._tool_loop = ToolLoop(
-                ToolChat(self._tokenizer, self._reader, ends, self.chat_template_kwargs),
-                self.rewards.event_loop,
-                args.max_tool_calling_iterations,
-                args.max_completion_length,
-                context_length(own),
-                args.temperature,
-            )
         self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
         self._last_entropy = math.inf  # of the last step
         self._entropy_of_step: Tensor | None = None  # its sum and tokens in the step so far
@@ -164,58 +94,12 @@ class GRPOTrainer(OnlineTrainer):
                 "importance_sampling_level is of the KL's ratio alone, leave it at 'token'"
             )
 
-    def _read_tools(self, args: Any) -> None:
-        if self.tools:
-            self._reader = find_reader(self._tokenizer, args.chat_template_kwargs or {})
-
     def _corrected_by(self, args: Any) -> RolloutCorrection | None:
         return RolloutCorrection(args) if args.vllm_importance_sampling_correction else None
 
     @property
     def _masks_by_sampler(self) -> bool:
         return self.args.off_policy_mask_threshold is not None
-
-    @property
-    def environments(self) -> list[Any] | None:
-        """Those of the latest responses; None before the first, or without a factory."""
-        return None if self._environments is None else self._environments.current
-
-    def _respond(self, prompts: list[Any], group: int, first: int) -> Responses:
-        converses = self._tool_loop is not None
-        found = (self._conversed if converses else super()._respond)(prompts, group, first)
-        if self.environments is not None:
-            found.columns["environments"] = list(self.environments)
-        return found
-
-    def _conversed(self, prompts: list[Any], group: int, first: int) -> Responses:
-        """Responses with the results of the tools that they call."""
-        assert self._tool_loop is not None
-        model = self.accelerator.unwrap_model(self.model)
-        seed = self._seed_of("responses")
-
-        def sample(
-            ids: list[Tensor], which: list[int], turn: int, limits: list[int] | None
-        ) -> RolloutOutput:
-            if limits is None:
-                return self._responder(self.model_wrapped, model, ids, group, first, seed)
-            numbers = [first + i for i in which]
-            # Another seed for each turn: the number of a response keys its draws.
-            own = seed ^ turn << 32
-            return self._responder.further(self.model_wrapped, model, ids, numbers, limits, own)
-
-        boxes = [self._box] * len(prompts)
-        if self._environments is not None:
-            boxes = self._environments.current_boxes()
-        # The processes take as many turns as each needs.
-        with torch.no_grad(), whole_weights(self.model_wrapped):
-            found = self._tool_loop(sample, prompts, boxes)
-        calls, failures, count = (
-            torch.tensor(float(x)) for x in (found.calls, found.failures, len(prompts))
-        )
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics.add({"tools/call_frequency": (calls, count)})
-        metrics.add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)
-        return Responses(*found[:5], {})
 
     def advantages_of(
         self, judged: Judged, kl: Tensor | None, group: int, mode: str

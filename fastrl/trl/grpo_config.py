@@ -79,11 +79,6 @@ class GRPOConfig(OnlineConfig):
     vespo_lambda_neg: float = setting(
         "Of loss_type='vespo': decay λ where A is negative.", 2.0, within="(0, inf)"
     )
-    max_tool_calling_iterations: int | None = setting(
-        "Most turns of tools in a response; None: any number, 0: runs no tools.",
-        None,
-        within="[0, inf)",
-    )
     vllm_importance_sampling_correction: bool = setting(
         "Weight the policy's loss by π_old/π_sampler where a rollout_func returns the log-probs of "
         "the engine that sampled.",

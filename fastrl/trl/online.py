@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
 import time
@@ -10,20 +9,27 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fastrl.collect.collector import Collector
+from fastrl.collect.environments import Environments
+from fastrl.collect.respond import Asked, Conversations, Respond, RolloutFunction, Sampled
+from fastrl.collect.responses import Collected, Responses
+from fastrl.collect.tools import Toolbox, ToolLoop, check_chats
 from fastrl.core import set_seed
-from fastrl.data.chat import as_answer
-from fastrl.data.chat_prompts import check_prompt, encode_prompts
+from fastrl.data.chat_prompts import encode_prompts
 from fastrl.data.columns import check_reserved
-from fastrl.data.prompts import PromptStream
+from fastrl.data.prompts import Prompts, PromptStream
 from fastrl.data.token_batch import Padded
-from fastrl.learn.dynamic_sampling import DynamicSampling, Redraw
+from fastrl.data.tool_calls import ToolChat, find_reader
+from fastrl.learn.dynamic_sampling import DynamicSampling
 from fastrl.learn.experience import Minibatch
+from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.samples import SampledResponses
 from fastrl.learn.scorer import scoring_request
@@ -32,12 +38,13 @@ from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import PassLimit, PolicyObjective, TokenScores
 from fastrl.models.sharding import whole_weights
-from fastrl.models.utils import check_trainable, modes_kept, without_dropout
+from fastrl.models.utils import check_trainable, context_length, modes_kept, without_dropout
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import RefModel
 from fastrl.rewards.identity import identities_of
-from fastrl.rewards.weighted import RewardBatch
+from fastrl.rollout import RolloutOutput
+from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.model_card import OwnModelCard
@@ -49,8 +56,6 @@ from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.supervised import check_one_gpu, is_path, settings_of, trained_identity
 from fastrl.trl.completions_table import CompletionsTable
-from fastrl.trl.environments import Environments
-from fastrl.trl.generation import PolicySampler
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
@@ -64,12 +69,11 @@ from fastrl.trl.reference import (
     model_of,
     reference_of,
 )
-from fastrl.trl.responses import Judged, Responses, Rewarded, note_lengths, note_rewards, rolled_out
+from fastrl.trl.responses import Judged, note_lengths, note_rewards
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.rollout_correction import RolloutCorrection
 
 _LOGGER = logging.getLogger(__name__)
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _ON_HEAD = "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
 
 
@@ -106,10 +110,31 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        tools: list | None = None,
         rollout_func: Any = None,
+        environment_factory: Any = None,
     ):
         name = type(self).__name__
         self.rollout_func = rollout_func
+        if rollout_func is not None and (tools or environment_factory):
+            raise ValueError(
+                "rollout_func takes the place of sampling, and tools and environment_factory are "
+                "part of it: leave them out, and mark the policy's tokens by an env_mask"
+            )
+        self.tools = list(tools or ())
+        box = Toolbox(self.tools)
+        if environment_factory:
+            environments = Environments(environment_factory, self.tools)
+            self._environments = environments
+            self.tools = environments.tools
+            self._env_tools = {
+                name: list(found.functions.values()) for name, found in environments.boxes.items()
+            }
+            self._environment_pool = environments.pool
+            if train_dataset is None:
+                train_dataset = environments.placeholder(args)
+        if self.tools or self._environments is not None:
+            check_chats(train_dataset)
         if args is None:
             path = model if isinstance(model, str) else model.config._name_or_path
             args = self.config(output_dir=f"{Path(path).name}-{name.removesuffix('Trainer')}")
@@ -134,7 +159,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         rewards = RewardFunctions(reward_funcs, reward_processing_classes, dict(load), own, args)
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._check_resampling(args, train_dataset)
-        self._read_tools(args)
+        reader = (
+            find_reader(self._tokenizer, args.chat_template_kwargs or {}) if self.tools else None
+        )
         self._correction = None if self.rollout_func is None else self._corrected_by(args)
         if "lm_head" in (getattr(peft_config, "target_modules", None) or ()):
             raise ValueError(_ON_HEAD)
@@ -151,7 +178,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if args.beta:
             self._reference = reference_of(args, self._policy, fresh=peft_config is not None)
         self.rewards = rewards
-        self.penalties = Penalties.of(
+        penalties = Penalties.of(
             args.missing_eos_penalty,
             args.overlong_buffer,
             args.overlong_penalty,
@@ -219,9 +246,34 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         )
         ends = end_tokens(self.accelerator.unwrap_model(self.model), self._tokenizer).tolist()
         self._ends = {*ends, self._tokenizer.pad_token_id}
-        self._responder = PolicySampler(
-            self.args, self._tokenizer, ends, self._autocast, self.processes_index
+        self._sampler = make_backend(
+            self.args, self._tokenizer, self._autocast, self.processes_index
         )
+        self._tool_loop: ToolLoop | None = None
+        if reader is not None:
+            self._tool_loop = ToolLoop(
+                ToolChat(self._tokenizer, reader, ends, self.chat_template_kwargs),
+                rewards.event_loop,
+                self.args.max_tool_calling_iterations,
+                self.args.max_completion_length,
+                context_length(self.accelerator.unwrap_model(self.model)),
+                self.args.temperature,
+            )
+        self._collect = Collector(
+            self._respond_by(box, ends),
+            rewards,
+            penalties,
+            self.processes,
+            self._ready,
+            NonFiniteNumbers(self.args.on_nonfinite, counts=False),
+            lambda: {
+                "trainer_state": self.state,
+                "log_extra": self._log_completion_extra,
+                "log_metric": self._log_metric,
+            },
+            self._noted_columns,
+        )
+        self._prepare_loss()
         self.model.add_model_tags([*self._tag_names, "fastrl"])
         self.warn_of_lost_updates(self.model, stacklevel=3)
 
@@ -299,10 +351,67 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "leave dynamic_sampling_rounds at 0"
             )
 
+    def _decode(self, prompt: Tensor, response: Tensor) -> str:
+        return self._tokenizer.decode(response, skip_special_tokens=True)
+
+    def _ended(self, response: Tensor, reason: str = "") -> bool:
+        return bool(len(response)) and int(response[-1]) in self._ends
+
+    def responding_by(self, function: Any) -> RolloutFunction:
+        """What answers prompts by a ``rollout_func``."""
+        return RolloutFunction(
+            function,
+            self,
+            self.accelerator.unwrap_model(self.model),
+            self._tokenizer,
+            self._decode,
+            self._ended,
+            reserved_of(environments=False),
+            self.temperature,
+        )
+
+    def _respond_by(self, box: Toolbox, ends: list[int]) -> Respond:
+        """What answers prompts.
+
+        Args:
+            box: the tools.
+            ends: ids of the tokens that end a response.
+        """
+        if self.rollout_func is not None:
+            return self.responding_by(self.rollout_func)
+        arguments = {**self.args.generation_arguments, "pad_token_id": self._tokenizer.pad_token_id}
+        arguments.setdefault("eos_token_id", ends)
+
+        def run(request: Request) -> RolloutOutput:
+            return self._sampler(self.accelerator.unwrap_model(self.model), request)
+
+        if self._tool_loop is None:
+            return Sampled(run, arguments, self._decode, self._ended, self._encoded)
+        sampled = Sampled(run, arguments, self._decode, self._ended)
+        loop, event_loop = self._tool_loop, self.rewards.event_loop
+        return Conversations(sampled, loop, box, self._environments, event_loop)
+
+    def _encoded(self, prompts: Prompts) -> Prompts:
+        ids = encode_prompts(prompts.said, self._tokenizer, self.chat_template_kwargs)
+        for i, prompt in enumerate(ids):
+            self._room.check(prompt, f"prompt {i}, {prompts.said[i]!r:.80},")
+        return prompts.with_ids(ids, self._tokenizer)
+
+    def _ready(self) -> AbstractContextManager[None]:
+        """Context in which sampling does not wait for other processes."""
+        if self.rollout_func is not None:
+            return nullcontext()
+        return whole_weights(self.model_wrapped)
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the latest responses; None before the first, or without a factory."""
+        return None if self._environments is None else self._environments.current
+
     # What subclasses do.
 
-    def _read_tools(self, args: Any) -> None:
-        """Looks whether the tokenizer is one for tools, before anything changes."""
+    def _prepare_loss(self) -> None:
+        """At the end of the construction."""
 
     def _corrected_by(self, args: Any) -> RolloutCorrection | None:
         """What weighs the responses of a ``rollout_func``, checked before anything changes."""
@@ -446,7 +555,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             order = torch.randperm(len(whole), generator=generator).tolist()
             size = len(whole) // steps
             self._buffer = [whole.select(order[i * size : (i + 1) * size]) for i in range(steps)]
-            self._responder.before_update()
+            self._sampler.before_update()
         return self._buffer[self._step % steps]
 
     def compute_loss(  # type: ignore[override]
@@ -492,19 +601,19 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         check_reserved(rows[0], of, reserved_of(self._environments is not None))
         group = self.num_generations if mode == "train" else self.num_generations_eval
         with modes_kept(self.model):  # which users' functions may change
-            rewarded = self._rewarded(rows, group, self.processes_index * len(rows))
+            collected = self._collected(rows, group)
             if mode == "train" and self._further is not None:
-                rewarded = self._resampled(rewarded, self._further)
-        found = rewarded.responses
-        masks = found.masks
+                collected = self._resampled(collected, self._further)
+        self._warn_of_unjudged(collected)
+        found = collected.responses
+        masks = list(found.written)
         if self.args.mask_truncated_completions:
-            masks = [
-                mask & self._is_whole(ids)
-                for mask, ids in zip(masks, found.completion_ids, strict=True)
-            ]
+            masks = [mask & ended for mask, ended in zip(masks, found.ended, strict=True)]
+        for i in collected.left_out:
+            masks[i] = torch.zeros_like(masks[i])
         learnable = SampledResponses(
-            found.prompt_ids,
-            found.completion_ids,
+            list(found.prompts.ids),
+            found.rollout.sequences,
             masks,
             torch.zeros(len(rows)),
             self._note_lengths(found, masks, mode),
@@ -517,9 +626,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if mode == "train":
             model, size = self.model_wrapped, args.per_device_train_batch_size
         # Those of a rollout_func may be another policy's.
-        own, others = found.logprobs, None
+        own, others = found.rollout.logprobs_at(self.temperature), None
         if self.rollout_func is not None:
-            own, others = None, self._of_all_or_none(found.logprobs)
+            own, others = None, self._of_all_or_none(own)
         if self.learns_kl and self._reference is not None:
             own = None  # scored as the reference is: else rounding would be a KL, and learned
         correction = None if others is None else self._correction
@@ -536,13 +645,13 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             if learnable.old is not None:
                 triples = zip(learnable.old, learnable.ref, masks, strict=True)
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
-        judged = self._judged(rewarded)
+        judged = self._judged(collected)
         if kl is not None:
             self._metrics[mode].add(self._kl_metric(learnable))
             kl = self._gathered(kl)
         advantages, spreadless = self.advantages_of(judged, kl, group, mode)
         self._note_rewards(judged, spreadless, mode)
-        self._note_responses(rewarded, judged, advantages)
+        self._note_responses(collected, judged, advantages)
         first = self.processes_index * len(rows)
         learnable.advantages = advantages[first : first + len(rows)].clone()
         self._generations[mode] += 1
@@ -570,109 +679,53 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         """What is logged as "kl" once for all responses of a generation."""
         return {}
 
-    def _prompts_of(self, rows: list[dict[str, Any]]) -> list[Any]:
-        if self._environments is None:
-            return [row["prompt"] for row in rows]
-        return self._environments.begin(rows, self.rewards.event_loop)
+    def _collected(self, rows: list[dict[str, Any]], group: int) -> Collected:
+        """Responses to the prompts of this process's rows, with their rewards."""
+        first = self.processes_index * len(rows)
+        size = 1 if len(rows) % group else group  # a group may be of several processes
+        keys = range(first // size, (first + len(rows)) // size)
+        found = self._collect(Asked(asked_of(rows), size, keys, self._seed_of("responses")))
+        assert found is not None
+        return found
 
-    def _rewarded(self, rows: list[dict[str, Any]], group: int, first: int) -> Rewarded:
-        """Responses to the prompts of some rows, with their rewards.
-
-        Args:
-            first: the number of the first response among those of all processes.
-        """
-        prompts = self._prompts_of(rows)
-        found = self._respond(prompts, group, first)
-        rewards = self._rewards_of(rows, prompts, found)
-        extra = dict(self._extra_columns)
-        self._extra_columns.clear()
-        return Rewarded(rows, prompts, found, rewards, extra)
-
-    def _resampled(self, rewarded: Rewarded, further: PromptStream) -> Rewarded:
+    def _resampled(self, collected: Collected, further: PromptStream) -> Collected:
         """With groups of further prompts in the place of those without a spread of rewards, see
         ``dynamic_sampling_rounds``."""
         group = self.num_generations
 
-        def draw(chosen: list[int], keys: list[int]) -> Rewarded | None:
-            if not chosen:
-                with whole_weights(self.model_wrapped):  # which all processes wait for
-                    return None
+        def prompts_of(numbers: list[int]) -> Prompts:
             data: Any = self.train_dataset
-            rows = [data[i] for i in chosen for _ in range(group)]
-            return self._rewarded(rows, group, keys[0] * group)
+            return asked_of([data[i] for i in numbers for _ in range(group)])
 
-        groups = len(rewarded.rows) // group * self.processes.count
-        redraw = Redraw(further.take, draw, self._scores)
-        rewarded, _, noted = self._resampling(rewarded, groups, redraw)
+        groups = len(collected) // group * self.processes.count
+        seed = self._seed_of("responses")
+        collected, _, noted = self._collect.resampled(
+            collected, self._resampling, groups, further.take, prompts_of, seed
+        )
         for name, value in noted.items():
             self._metrics["train"].add_number(name, value)
-        return rewarded
+        return collected
 
-    def _scores(self, rewarded: Rewarded) -> Tensor:
-        """Rewards less penalties, [B] fp32; NaN where no function judges."""
-        return rewarded.rewards.total.float() - self._penalties_of(rewarded.responses)
-
-    def _penalties_of(self, found: Responses) -> Tensor:
-        ended = list(map(self._is_whole, found.completion_ids))
-        return self.penalties(ended, list(map(len, found.completion_ids)))
-
-    def _respond(self, prompts: list[Any], group: int, first: int) -> Responses:
-        if self.rollout_func is not None:
-            for i, prompt in enumerate(prompts):
-                check_prompt(prompt, f"prompt {i}")
-            given = self.rollout_func(copy.deepcopy(prompts), self)
-            model = self.accelerator.unwrap_model(self.model)
-            return rolled_out(given, len(prompts), lambda ids: self._as_said(prompts, ids), model)
-        ids = encode_prompts(prompts, self._tokenizer, self.chat_template_kwargs)
-        for i, prompt in enumerate(ids):
-            self._room.check(prompt, f"prompt {i}, {prompts[i]!r:.80},")
-        model = self.accelerator.unwrap_model(self.model)
-        with torch.no_grad():
-            output = self._responder(
-                self.model_wrapped, model, ids, group, first, self._seed_of("responses")
-            )
-        responses = [x.cpu() for x in output.sequences]
-        return Responses(
-            ids,
-            responses,
-            self._as_said(prompts, responses),
-            [torch.ones(len(x), dtype=torch.bool) for x in responses],
-            output.logprobs_at(self.temperature),
-            {},
-        )
-
-    def _as_said(self, prompts: list[Any], responses: list[Tensor]) -> list[Any]:
-        texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return [as_answer(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-
-    def _rewards_of(
-        self, rows: list[dict[str, Any]], prompts: list[Any], found: Responses
-    ) -> RewardBatch:
-        columns: dict[str, Any] = {
-            name: [row.get(name) for row in rows] for name in rows[0] if name not in _NOT_COLUMNS
-        }
-        for name, values in found.columns.items():
-            columns[name] = values if isinstance(values, list) else [values] * len(rows)
-        options = {
-            "trainer_state": self.state,
-            "log_extra": self._log_completion_extra,
-            "log_metric": self._log_metric,
-        }
-        ids = [x.tolist() for x in found.completion_ids]
-        own = self.rewards(prompts, found.completions, ids, columns, options)
-        for i in own.unjudged[:1]:
-            row = {name: values[i] for name, values in columns.items()}
-            row |= {"prompt": prompts[i], "completion": found.completions[i]}
+    def _warn_of_unjudged(self, collected: Collected) -> None:
+        for i in collected.rewards.unjudged[:1]:
+            prompts = collected.responses.prompts
+            row = {name: values[i] for name, values in prompts.columns.items()}
+            row |= {"prompt": prompts.said[i], "completion": collected.responses.completions[i]}
             _LOGGER.warning(
                 "All reward functions returned None for the following kwargs:\n%s\nNothing is "
                 "learned from such responses: let one function return a number",
                 row,
             )
-        return own
 
-    def _judged(self, rewarded: Rewarded) -> Judged:
-        own, penalties = rewarded.rewards, self._penalties_of(rewarded.responses)
-        table = torch.stack([*own.by_function.values(), own.total, penalties], 1).float()
+    def _noted_columns(self) -> dict[str, list[Any]]:
+        """What reward functions noted by ``log_extra`` since the last call."""
+        noted = dict(self._extra_columns)
+        self._extra_columns.clear()
+        return noted
+
+    def _judged(self, collected: Collected) -> Judged:
+        own = collected.rewards
+        table = torch.stack([*own.by_function.values(), own.total, collected.penalties], 1).float()
         *columns_of_all, total, off = self._gathered(table).unbind(1)
         by_function = torch.stack(columns_of_all, 1)
         if by_function.isnan().all():
@@ -694,21 +747,23 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     # Logs.
 
-    def _is_whole(self, ids: Tensor) -> bool:
-        return bool(len(ids)) and int(ids[-1]) in self._ends
-
     def _note_lengths(self, found: Responses, masks: list[Tensor], mode: str) -> float:
         """Logs the lengths; returns the learned tokens of all processes' responses."""
         own = [
-            [len(prompt), int(written.sum()), not self._is_whole(ids), int(mask.sum())]
-            for prompt, ids, written, mask in zip(
-                found.prompt_ids, found.completion_ids, found.masks, masks, strict=True
+            [len(prompt), int(written.sum()), not ended, int(mask.sum())]
+            for prompt, written, ended, mask in zip(
+                found.prompts.ids, found.written, found.ended, masks, strict=True
             )
         ]
         prompts, lengths, cut, learned = self._gathered(torch.tensor(own)).t()
         if mode == "train":
             self.state.num_input_tokens_seen += int(prompts.sum() + lengths.sum())
         note_lengths(self._metrics[mode], lengths, cut.bool())
+        if found.tool_calls is not None:
+            calls, failures = map(torch.tensor, map(float, found.tool_calls))
+            count = torch.tensor(float(len(found)))
+            self._metrics[mode].add({"tools/call_frequency": (calls, count)})
+            self._metrics[mode].add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)
         return float(learned.sum())
 
     def _note_rewards(self, judged: Judged, spreadless: Tensor, mode: str) -> None:
@@ -719,10 +774,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
         values.clear()
 
-    def _note_responses(self, rewarded: Rewarded, judged: Judged, advantages: Tensor) -> None:
+    def _note_responses(self, collected: Collected, judged: Judged, advantages: Tensor) -> None:
         """Keeps them for the table of the latest responses, which the main process has."""
-        logs, said = self._logs, rewarded.responses.completions
-        parts = self.processes.objects_at_main((rewarded.prompts, said, rewarded.extra))
+        logs, found = self._logs, collected.responses
+        own = found.prompts.said, found.completions, collected.extra
+        parts = self.processes.objects_at_main(own)
         names = sorted({name for _, _, extra in parts for name in extra})
         for asked, said, extra in parts:
             logs["prompt"].extend(asked)
@@ -779,7 +835,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "metrics": self._metrics["train"].state(),
                 "table": self._logs.state() if self.log_completions else None,
                 "further": None if self._further is None else self._further.state_dict(),
-                "responder": self._responder.state(),
+                "responder": {"rooms": self._sampler.rooms()},
                 "reuses": self._scorer.reuses,
                 "reference": following_weights(self._reference, self.args),
             },
@@ -798,7 +854,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._metrics["train"].load(own["metrics"], self.args.device)
         if own.get("table"):
             self._logs.load(own["table"])
-        self._responder.resume(own["responder"])
+        self._sampler.reserve(own["responder"]["rooms"])
         if self._further is not None and own.get("further"):
             self._further.load_state_dict(own["further"])
         load_following_weights(self._reference, own["reference"])
@@ -827,22 +883,27 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def own_mark(self) -> dict[str, Any]:
         made, metrics = self._generations["train"], len(self._metrics["train"])
         further = None if self._further is None else self._further.state_dict()
-        kept = self._step, made, self._buffer, metrics, self._responder.state(), further
+        kept = self._step, made, self._buffer, metrics, self._sampler.rooms(), further
         return {**super().own_mark(), "online": kept}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         super().own_rewind(mark)
-        self._step, made, self._buffer, metrics, responder, further = mark["online"]
+        self._step, made, self._buffer, metrics, rooms, further = mark["online"]
         if self._further is not None:
             self._further.load_state_dict(further)
         self._generations["train"] = made
         self._metrics["train"].shorten(metrics)
-        self._responder.resume(responder)
+        self._sampler.reserve(rooms)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
         folder = output_dir or str(self.args.output_dir)
         save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
+
+
+def asked_of(rows: Sequence[Mapping[str, Any]]) -> Prompts:
+    """The prompts of rows, whose other columns go to environments and reward functions."""
+    return Prompts.of_rows(rows, [row.get("prompt") for row in rows])
 
 
 def _as_it_is(rows: list[Any]) -> list[Any]:

@@ -70,6 +70,11 @@ class OnlineConfig(SupervisedArguments):
     chat_template_kwargs: dict | str | None = setting(
         "Further arguments of the chat template (JSON).", None
     )
+    max_tool_calling_iterations: int | None = setting(
+        "Most turns of tools in a response; None: any number, 0: runs no tools.",
+        None,
+        within="[0, inf)",
+    )
     rollout_backend: str = setting_like(PPOConfig, "rollout_backend")
     rollout_slots: int = setting_like(PPOConfig, "rollout_slots")
     rollout_kv_cache_gib: float | None = setting_like(PPOConfig, "rollout_kv_cache_gib")

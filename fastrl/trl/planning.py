@@ -110,7 +110,7 @@ def plan_online(
             said = [[2 + i % 3] * response_tokens for i in range(len(prompts))]
             return {"prompt_ids": ids, "completion_ids": said, "logprobs": None}
 
-        trainer.rollout_func = respond
+        trainer._collect.respond = trainer.responding_by(respond)
         found.notes.append("the reward functions' memory: left out")
         rehearse_training(trainer, found, skeleton)
         sizes = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens}

@@ -18,6 +18,8 @@ from fastrl.rewards.calls import EventLoop
 from fastrl.rewards.functions import READY
 from fastrl.rewards.weighted import RewardBatch, Rewards
 
+_NOT_COLUMNS = ("completion", "completion_ids")
+
 
 class RewardFunctions:
     """K reward functions, called as ``function(prompts=, completions=, completion_ids=, **columns,
@@ -124,18 +126,12 @@ class RewardFunctions:
         completions: Sequence[Any],
         completion_ids: Sequence[list[int]],
         columns: Mapping[str, Sequence[Any]],
-        also: Mapping[str, Any],
+        **options: Any,
     ) -> RewardBatch:
-        """Rewards of B samples.
-
-        Args:
-            also: further arguments, the same for all.
-
-        Raises:
-            ValueError: a function did not return one number or None for each completion; with
-                "raise", one that is not finite.
-        """
-        return self._rewards(prompts, completions, completion_ids, columns, also=also)
+        """Rewards of B samples, as :class:`fastrl.rewards.weighted.Rewards`, but for columns that
+        would be taken for the response."""
+        columns = {name: x for name, x in columns.items() if name not in _NOT_COLUMNS}
+        return self._rewards(prompts, completions, completion_ids, columns, **options)
 
     def event_loop(self) -> EventLoop:
         """The one that coroutine functions run on, the same for all calls."""

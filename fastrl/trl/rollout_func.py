@@ -9,13 +9,13 @@ from typing import Any
 
 from accelerate.utils import DistributedType
 
+from fastrl.collect.respond import samples_per_prompt
 from fastrl.data.chat_prompts import encode_prompts
 from fastrl.models.sharding import is_spread, whole_weights
 from fastrl.rollout import RolloutEngine, SamplingParams, sampling_params
 from fastrl.rollout.self_check import UnsupportedModel
 from fastrl.run.processes import Processes, processes_of
 from fastrl.run.random_state import seed_at
-from fastrl.trl.generation import samples_per_prompt
 
 # What is read of a trainer, by its names in TRL 1.16.
 _READ = (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fastrl.collect.tools import Toolbox
 from fastrl.data.chat import render
 from fastrl.data.tool_calls import ToolChat, find_reader
-from fastrl.trl.tools import Toolbox
 from tests import chat_tokenizer
 
 USER = {"role": "user", "content": "What is 3 times 4?"}

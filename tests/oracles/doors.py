@@ -13,8 +13,10 @@ from tokenizers.processors import TemplateProcessing
 
 import fastrl
 from fastrl.alignment import DatasLoader
+from fastrl.collect.respond import Asked
 from fastrl.data.columns import KINDS, PROMPTS
 from fastrl.data.prompts import Prompts
+from fastrl.trl.online import asked_of
 from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
 from tests.oracles.surfaces import quiet, trainer_and_config
@@ -129,8 +131,8 @@ def _sampled(tokenizer: Any, rows: Rows, folder: Path) -> Any:
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
         processing_class=tokenizer,
     )  # fmt: skip
-    found = made._respond([row["prompt"] for row in rows], 1, 0)
-    return [x.tolist() for x in found.prompt_ids]
+    found = made._collect.respond(Asked(asked_of(rows), 1, range(len(rows)), 0))
+    return [x.tolist() for x in found.prompts.ids]
 
 
 def _prompts(closed: bool) -> Any:

@@ -158,7 +158,7 @@ def test_a_prompts_column_of_an_encoder_decoder_is_what_the_encoder_reads(tmp_pa
 @pytest.mark.filterwarnings("ignore:NaN logits in")
 def test_a_sample_that_was_left_out_has_no_advantages_and_no_score(tmp_path, monkeypatch):
     trainer = make_trainer()
-    sample = trainer.rollouts.sample
+    sample = trainer.rollouts.run
 
     def broken(*arguments) -> RolloutOutput:
         out = sample(*arguments)
@@ -167,7 +167,7 @@ def test_a_sample_that_was_left_out_has_no_advantages_and_no_score(tmp_path, mon
             column[1] = column[1][:0]
         return out
 
-    monkeypatch.setattr(trainer.rollouts, "sample", broken)
+    monkeypatch.setattr(trainer.rollouts, "run", broken)
     train(trainer, tmp_path, steps=1)
     rows = read_ledger(tmp_path).to_pylist()
     assert np.isnan([row["score"] for row in rows]).tolist() == [False, True, False, False]

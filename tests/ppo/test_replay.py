@@ -132,7 +132,7 @@ def test_samples_that_were_left_out_are_left_out_again(tmp_path, monkeypatch):
         return make_trainer(on_nonfinite="skip", **PPO)
 
     trainer = make()
-    sample = trainer.rollouts.sample
+    sample = trainer.rollouts.run
 
     def broken(*arguments):
         out = sample(*arguments)
@@ -145,7 +145,7 @@ def test_samples_that_were_left_out_are_left_out_again(tmp_path, monkeypatch):
     def infinite(completion_ids, **_):
         return [float("inf") if i == 1 else len(x) for i, x in enumerate(completion_ids)]
 
-    monkeypatch.setattr(trainer.rollouts, "sample", broken)
+    monkeypatch.setattr(trainer.rollouts, "run", broken)
     with pytest.warns(UserWarning, match="left out"):
         train(trainer, tmp_path, infinite)
     shutil.rmtree(tmp_path / "checkpoints")

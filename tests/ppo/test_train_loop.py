@@ -108,14 +108,14 @@ def test_rewards_reach_the_step_and_the_history(trainer):
 
 @pytest.mark.parametrize(("ends", "score"), [(True, 1.0), (False, -2.0)])
 def test_a_missing_eos_is_penalised_in_the_score_alone(trainer, monkeypatch, ends, score):
-    rollout = trainer.rollouts.sample
+    rollout = trainer.rollouts.run
 
     def ending(*arguments):
         out = rollout(*arguments)
         out.finish_reasons = ["eos" if ends else "length"] * len(out.sequences)
         return out
 
-    monkeypatch.setattr(trainer.rollouts, "sample", ending)
+    monkeypatch.setattr(trainer.rollouts, "run", ending)
     result = run(trainer, lambda completions, **_: [1.0] * 2, missing_eos_penalty=3.0)
     assert result.history[0]["reward/mean"] == 1.0
     assert result.history[0]["ppo/mean_scores"] == score

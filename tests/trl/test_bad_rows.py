@@ -12,11 +12,11 @@ import torch
 from datasets import Dataset, IterableDataset
 
 import fastrl
+from fastrl.collect.rollout_func import rolled_out
 from fastrl.data.chat import check_messages
 from fastrl.data.datas_loader import DatasLoader
 from fastrl.data.prompts import Prompts
 from fastrl.data.tables import as_dataset
-from fastrl.trl.responses import rolled_out
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import SETTINGS, reward_model
@@ -306,7 +306,7 @@ def test_a_column_named_as_what_rewards_get_is_refused(
 def test_a_rollout_func_replaces_nothing_that_rewards_get() -> None:
     given = {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": None, "completions": ["x"]}
     with pytest.raises(ValueError, match="rollout_func returned 'completions', the name of what"):
-        rolled_out(given, 1, lambda ids: ["w2"] * len(ids), tiny_models.language_model())
+        rolled_out(given, 1, tiny_models.language_model())
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

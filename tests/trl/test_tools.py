@@ -16,11 +16,13 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer
+from fastrl.collect.respond import Asked
+from fastrl.collect.responses import Responses
+from fastrl.collect.tools import Toolbox, ToolLoop
 from fastrl.data.chat import render
 from fastrl.data.tool_calls import ToolChat, find_reader
 from fastrl.rewards.calls import EventLoop
 from fastrl.rollout import RolloutOutput
-from fastrl.trl.tools import Toolbox, ToolLoop
 from fastrl.user_code import ExitCalled
 from tests import chat_tokenizer, tiny_models
 from tests.patience import PATIENCE
@@ -304,27 +306,32 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
     trainer = make(tmp_path, **TURNS)
     always_calls(trainer)
     start, kept = copy.deepcopy(trainer.model), []
-    seeds, run, respond = [], trainer._responder._run, trainer._respond
+    seeds, run, respond = [], trainer._sampler, trainer._collect.respond
 
-    def noted(wrapped: Any, policy: Any, request: Any) -> RolloutOutput:
+    def noted(policy: Any, request: Any) -> RolloutOutput:
         seeds.append((request.seed, list(request.sample_ids), request.samples))
-        return run(wrapped, policy, request)
+        return run(policy, request)
 
-    def keeping(prompts: list[Any], group: int, first: int) -> Any:
-        kept.append(respond(prompts, group, first))
+    def keeping(asked: Asked) -> Responses:
+        kept.append(respond(asked))
         return kept[-1]
 
-    trainer._responder._run = noted  # type: ignore[method-assign]
-    trainer._respond = keeping  # type: ignore[method-assign]
+    noted.before_update, noted.rooms = run.before_update, run.rooms  # type: ignore[attr-defined]
+    trainer._sampler, trainer._collect.respond = noted, keeping
     trainer.train()
     assert [ids for _, ids, _ in seeds] == [[0], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert len({seed for seed, _, _ in seeds}) == 3
-    of = kept[0]
+    of, found = trainer._buffer[0], kept[0]
+    order = [
+        next(i for i, y in enumerate(found.rollout.sequences) if torch.equal(x, y))
+        for x in of.completion_ids
+    ]
     assert [int(mask.sum()) for mask in of.masks] == [12] * 4
     for i, mask in enumerate(of.masks):
         exact = logprobs(start.double(), of, i).float()
         # Logits of fp32 are off by rounding of a few eps times their size.
-        torch.testing.assert_close(of.logprobs[i][mask], exact[mask], rtol=0, atol=1e-4)
+        known = found.rollout.logprobs[order[i]][mask]
+        torch.testing.assert_close(known, exact[mask], rtol=0, atol=1e-4)
     own = [ids[mask] for ids, mask in zip(of.completion_ids, of.masks, strict=True)]
     assert len({tuple(ids.tolist()) for ids in own}) == 4
     assert trainer.state.log_history[0]["tools/call_frequency"] == 2

@@ -134,6 +134,7 @@ class Conversed(NamedTuple):
     completions: list[list[dict[str, Any]]]  # messages of the assistant and of tools
     masks: list[Tensor]  # bool: the tokens that the policy wrote
     logprobs: list[Tensor] | None  # fp32; 0 at tokens of tools
+    finish_reasons: list[str]  # of the last turns
     calls: int  # of tools
     failures: int  # of these: unreadable, unknown or raised
 
@@ -149,6 +150,7 @@ class _Conversation:
     logprobs: list[Tensor] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     readable: bool = True
+    finish_reason: str = ""  # of the latest turn
 
     @property
     def sequence(self) -> Tensor:
@@ -236,6 +238,7 @@ class ToolLoop:
             [talk.messages for talk in talks],
             [torch.tensor(talk.mask, dtype=torch.bool) for talk in talks],
             [torch.cat(talk.logprobs) for talk in talks] if known else None,
+            [talk.finish_reason for talk in talks],
             calls + unread,
             failures + unread,
         )
@@ -264,6 +267,7 @@ class ToolLoop:
             ids, prompt = response.tolist(), talk.sequence.tolist()
             message, talk.readable = self.chat.read(prompt, ids, talk.box.schemas)
             talk.messages.append(message)
+            talk.finish_reason = output.finish_reasons[i]
             talk.add(ids, True, None if logprobs is None else logprobs[i].float().cpu())
         return logprobs is not None
 

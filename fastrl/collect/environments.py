@@ -10,9 +10,9 @@ from typing import Any
 
 from datasets import Dataset
 
+from fastrl.collect.tools import Toolbox, outcomes
 from fastrl.data.chat import is_chat
 from fastrl.rewards.calls import EventLoop, is_async
-from fastrl.trl.tools import Toolbox, outcomes
 from fastrl.user_code import own_copy, running
 
 _COLUMN = "environment"

@@ -1,0 +1,1 @@
+"""Responses to prompts, with their rewards: what every online method learns from."""

@@ -1,0 +1,228 @@
+"""Who answers prompts: the policy, the policy with tools, or a function of the user's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastrl.collect.environments import Environments
+from fastrl.collect.responses import Responses, ToolCalls
+from fastrl.collect.rollout_func import rolled_out
+from fastrl.collect.tools import Toolbox, ToolLoop
+from fastrl.data.chat import as_answer
+from fastrl.data.chat_prompts import check_prompt
+from fastrl.data.prompts import Prompts
+from fastrl.rewards.calls import EventLoop
+from fastrl.rollout import RolloutOutput
+from fastrl.rollout.backends import Request
+
+
+class Asked(NamedTuple):
+    """Prompts that are to be answered."""
+
+    prompts: Prompts  # one for each response
+    size: int  # responses to a prompt, one after the other
+    keys: Sequence[int]  # of the draws for each prompt, in the batch of all processes
+    seed: int
+
+
+class Respond(Protocol):
+    """Answers prompts.
+
+    Attributes:
+        keeps_prompts: whether the responses' prompts are those that were asked.
+    """
+
+    keeps_prompts: bool
+
+    def __call__(self, asked: Asked) -> Responses:
+        """A response to each prompt."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Responses that the policy writes; those to a prompt share its prefill.
+
+    Args:
+        run: samples.
+        arguments: of ``model.generate``.
+        decode: the text of a response.
+        ended: of a response and its finish reason, whether it ends by itself.
+        encode: gives prompts their token ids, where they come without.
+    """
+
+    run: Callable[[Request], RolloutOutput]
+    arguments: Mapping[str, Any]
+    decode: Callable[[Tensor, Tensor], str]
+    ended: Callable[[Tensor, str], bool]
+    encode: Callable[[Prompts], Prompts] | None = None
+    batch_size: int | None = None  # prompts per call of ``model.generate``; None: all
+
+    keeps_prompts = True
+
+    def __call__(self, asked: Asked) -> Responses:
+        if self.encode is not None:
+            asked = asked._replace(prompts=self.encode(asked.prompts))
+        prompts = asked.prompts
+        output = self.sample(prompts.ids, asked.size, asked.keys, asked.seed)
+        responses = [x.cpu() for x in output.sequences]
+        texts = list(map(self.decode, prompts.ids, responses))
+        return Responses(
+            prompts,
+            replace(output, sequences=responses),
+            texts,
+            list(map(as_answer, prompts.said, texts)),
+            list(map(self.ended, responses, output.finish_reasons)),
+        )
+
+    def sample(
+        self, prompts: Sequence[Tensor], size: int, keys: Sequence[int], seed: int
+    ) -> RolloutOutput:
+        """A response to each prompt; arguments are those of :class:`Asked`."""
+        samples = samples_per_prompt(prompts, size)
+        ids = keys if samples == size else [k * size + j for k in keys for j in range(size)]
+        return self._run(prompts[::samples], ids, seed, samples=samples)
+
+    def further(
+        self, prompts: Sequence[Tensor], numbers: Sequence[int], limits: Sequence[int], seed: int
+    ) -> RolloutOutput:
+        """What responses go on with, each behind a prompt of its own.
+
+        Args:
+            numbers: of the responses, in the batch of all processes.
+            limits: most tokens of each.
+            seed: another one than of earlier turns, so that no draw comes twice.
+        """
+        most = self.arguments.get("max_new_tokens")
+        limits = [limit if most is None else min(limit, most) for limit in limits]
+        return self._run(prompts, numbers, seed, limits=limits)
+
+    def _run(
+        self, prompts: Sequence[Tensor], ids: Sequence[int], seed: int, **options: Any
+    ) -> RolloutOutput:
+        size = self.batch_size or len(prompts) * options.get("samples", 1)
+        request = Request(prompts, ids, dict(self.arguments), size, seed=seed, **options)
+        with torch.no_grad():
+            return self.run(request)
+
+
+@dataclass(frozen=True)
+class RolloutFunction:
+    """Responses of a ``rollout_func``.
+
+    Args:
+        function: gets the prompts, and what the trainer hands on.
+        trainer: that.
+        model: that is trained on them.
+        decode, ended: as of :class:`Sampled`.
+        reserved: names of what reward functions get by keyword, which no column may have.
+        temperature: of the log-probs that it may return.
+    """
+
+    function: Callable[[list[Any], Any], dict[str, Any]]
+    trainer: Any
+    model: Any
+    tokenizer: Any
+    decode: Callable[[Tensor, Tensor], str]
+    ended: Callable[[Tensor, str], bool]
+    reserved: Sequence[str]
+    temperature: float
+
+    keeps_prompts = False
+
+    def __call__(self, asked: Asked) -> Responses:
+        said = asked.prompts.said
+        for i, prompt in enumerate(said):
+            check_prompt(prompt, f"prompt {i}")
+        given = self.function(copy.deepcopy(said), self.trainer)
+        found = rolled_out(given, len(said), self.model, self.reserved)
+        texts = list(map(self.decode, found.prompt_ids, found.completion_ids))
+        ended = [self.ended(ids, "length") for ids in found.completion_ids]
+        prompts = asked.prompts.with_ids(found.prompt_ids, self.tokenizer)
+        prompts = replace(prompts, columns={**prompts.columns, **found.columns})
+        output = RolloutOutput(
+            found.completion_ids,
+            ["eos" if whole else "length" for whole in ended],
+            found.logprobs,
+            temperature=self.temperature,
+        )
+        completions = list(map(as_answer, said, texts))
+        return Responses(prompts, output, texts, completions, ended, found.masks)
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Responses with the results of the tools that they call.
+
+    Args:
+        sampled: writes.
+        loop: runs the tools.
+        box: the tools, where there are no environments.
+        environments: which prompts and tools are of.
+        event_loop: makes the one of an ``async def reset``.
+    """
+
+    sampled: Sampled
+    loop: ToolLoop
+    box: Toolbox
+    environments: Environments | None
+    event_loop: Callable[[], EventLoop]
+
+    keeps_prompts = False
+
+    def __call__(self, asked: Asked) -> Responses:
+        prompts, boxes = asked.prompts, [self.box] * len(asked.prompts)
+        if self.environments is not None:
+            rows = [prompts.row(i) for i in range(len(prompts))]
+            said: list[Any] = self.environments.begin(rows, self.event_loop)
+            current = list(self.environments.current or ())
+            prompts = replace(
+                prompts, said=said, columns={**prompts.columns, "environments": current}
+            )
+            boxes = self.environments.current_boxes()
+        numbers = [k * asked.size + j for k in asked.keys for j in range(asked.size)]
+        turns: list[RolloutOutput] = []
+
+        def sample(
+            ids: list[Tensor], which: list[int], turn: int, limits: list[int] | None
+        ) -> RolloutOutput:
+            if limits is None:
+                turns.append(self.sampled.sample(ids, asked.size, asked.keys, asked.seed))
+            else:
+                # Another seed for each turn: the number of a response keys its draws.
+                own = asked.seed ^ turn << 32
+                turns.append(self.sampled.further(ids, [numbers[i] for i in which], limits, own))
+            return turns[-1]
+
+        found = self.loop(sample, prompts.said, boxes)
+        ids = found.completion_ids
+        output = RolloutOutput(
+            ids,
+            found.finish_reasons,
+            found.logprobs,
+            temperature=self.loop.temperature,
+            stats={"time/rollout": sum(x.stats.get("time/rollout", 0.0) for x in turns)},
+        )
+        return Responses(
+            prompts.with_ids(found.prompt_ids, self.loop.chat.tokenizer),
+            output,
+            list(map(self.sampled.decode, found.prompt_ids, ids)),
+            found.completions,
+            list(map(self.sampled.ended, ids, found.finish_reasons)),
+            found.masks,
+            ToolCalls(found.calls, found.failures),
+        )
+
+
+def samples_per_prompt(prompts: Sequence[Tensor], group: int) -> int:
+    """``group`` where that many prompts in a row are always the same, so that their responses can
+    share a prefill; else 1."""
+    same = len(prompts) % group == 0 and all(
+        torch.equal(prompts[i], prompts[i - i % group]) for i in range(len(prompts))
+    )
+    return group if same else 1
