@@ -146,8 +146,6 @@ CAPABILITIES = (
         ("ledger",),
         {
             "step": _NO_RUN,
-            "grpo": NOT_YET,
-            "rloo": NOT_YET,
             "align": NOT_YET,
             **_SAMPLED_BY_NONE,
         },
@@ -180,12 +178,12 @@ CAPABILITIES = (
     Capability(
         "tools and environments",
         ("tools", "environment_factory", "response_masks"),
-        {"train": NOT_YET, "rloo": NOT_YET, "align": NOT_YET, **_SAMPLED_BY_NONE},
+        {"align": NOT_YET, **_SAMPLED_BY_NONE},
     ),
     Capability(
         "responses of another sampler",
         ("rollout_func", "rollout"),
-        {"train": NOT_YET, "align": NOT_YET, **_SAMPLED_BY_NONE},
+        {"align": NOT_YET, **_SAMPLED_BY_NONE},
     ),
     Capability(
         "its correction",

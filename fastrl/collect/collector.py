@@ -55,7 +55,12 @@ class Collector:
             begin = time.perf_counter()
             responses = self.respond(asked)
             middle = time.perf_counter()
-            responses.rollout.stats.setdefault("time/rollout", middle - begin)
+            if "time/rollout" not in responses.rollout.stats:
+                tokens = sum(int(mask.sum()) for mask in responses.written)
+                responses.rollout.stats |= {
+                    "time/rollout": middle - begin,
+                    "perf/rollout_tokens_per_second": tokens / (middle - begin),
+                }
             left_out = samples_left_out(
                 responses.rollout,
                 self.nonfinite,

@@ -163,41 +163,30 @@ class Conversations:
         sampled: writes.
         loop: runs the tools.
         box: the tools, where there are no environments.
-        environments: which prompts and tools are of.
-        event_loop: makes the one of an ``async def reset``.
+        environments: which tools are of.
     """
 
     sampled: Sampled
     loop: ToolLoop
     box: Toolbox
-    environments: Environments | None
-    event_loop: Callable[[], EventLoop]
+    environments: Environments | None = None
 
     keeps_prompts = False
 
     def __call__(self, asked: Asked) -> Responses:
         prompts, boxes = asked.prompts, [self.box] * len(asked.prompts)
         if self.environments is not None:
-            rows = [prompts.row(i) for i in range(len(prompts))]
-            said: list[Any] = self.environments.begin(rows, self.event_loop)
-            current = list(self.environments.current or ())
-            prompts = replace(
-                prompts, said=said, columns={**prompts.columns, "environments": current}
-            )
             boxes = self.environments.current_boxes()
         numbers = [k * asked.size + j for k in asked.keys for j in range(asked.size)]
-        turns: list[RolloutOutput] = []
 
         def sample(
             ids: list[Tensor], which: list[int], turn: int, limits: list[int] | None
         ) -> RolloutOutput:
             if limits is None:
-                turns.append(self.sampled.sample(ids, asked.size, asked.keys, asked.seed))
-            else:
-                # Another seed for each turn: the number of a response keys its draws.
-                own = asked.seed ^ turn << 32
-                turns.append(self.sampled.further(ids, [numbers[i] for i in which], limits, own))
-            return turns[-1]
+                return self.sampled.sample(ids, asked.size, asked.keys, asked.seed)
+            # Another seed for each turn: the number of a response keys its draws.
+            own = asked.seed ^ turn << 32
+            return self.sampled.further(ids, [numbers[i] for i in which], limits, own)
 
         found = self.loop(sample, prompts.said, boxes)
         ids = found.completion_ids
@@ -206,7 +195,6 @@ class Conversations:
             found.finish_reasons,
             found.logprobs,
             temperature=self.loop.temperature,
-            stats={"time/rollout": sum(x.stats.get("time/rollout", 0.0) for x in turns)},
         )
         return Responses(
             prompts.with_ids(found.prompt_ids, self.loop.chat.tokenizer),
@@ -217,6 +205,29 @@ class Conversations:
             found.masks,
             ToolCalls(found.calls, found.failures),
         )
+
+
+@dataclass(frozen=True)
+class InEnvironments:
+    """Responses to prompts with what an environment of each says behind them.
+
+    Args:
+        respond: answers these.
+        event_loop: makes the one of an ``async def reset``.
+    """
+
+    respond: Respond
+    environments: Environments
+    event_loop: Callable[[], EventLoop]
+
+    keeps_prompts = False
+
+    def __call__(self, asked: Asked) -> Responses:
+        rows = [asked.prompts.row(i) for i in range(len(asked.prompts))]
+        said: list[Any] = self.environments.begin(rows, self.event_loop)
+        columns = {**asked.prompts.columns, "environments": list(self.environments.current or ())}
+        prompts = replace(asked.prompts, said=said, columns=columns)
+        return self.respond(asked._replace(prompts=prompts))
 
 
 def samples_per_prompt(prompts: Sequence[Tensor], group: int) -> int:

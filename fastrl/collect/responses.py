@@ -52,9 +52,7 @@ class Responses:
     @property
     def written(self) -> list[Tensor]:
         """Of each response, which of its tokens the policy wrote, bool."""
-        if self.masks is not None:
-            return self.masks
-        return [torch.ones(len(x), dtype=torch.bool) for x in self.rollout.sequences]
+        return all_written(self.rollout.sequences) if self.masks is None else self.masks
 
     def statistics(self) -> dict[str, float]:
         """Of the rollout, and of calls of tools."""
@@ -73,14 +71,13 @@ class Responses:
             name: value + more.rollout.stats.get(name, 0.0) if name.startswith("time/") else value
             for name, value in self.rollout.stats.items()
         }
-        masked = self.masks is not None or more.masks is not None
         return Responses(
             self.prompts.joined(more.prompts),
             replace(rollout, stats=stats),
             self.texts + more.texts,
             self.completions + more.completions,
             self.ended + more.ended,
-            self.written + more.written if masked else None,
+            joined_masks([(x.rollout.sequences, x.masks) for x in (self, more)]),
         )
 
     def select(self, order: Sequence[int]) -> Responses:
@@ -201,7 +198,7 @@ class Collected:
             texts=[each for part in texts for each in part],
             completions=[],  # these and what follows are not told
             ended=[],
-            masks=None if masks[0] is None else [mask for part in masks for mask in part],
+            masks=joined_masks([(x.sequences, m) for x, m in zip(rollouts, masks, strict=True)]),
             tool_calls=ToolCalls(*map(sum, zip(*known, strict=True))) if known else None,
         )
         return Collected(
@@ -211,3 +208,18 @@ class Collected:
             seconds=max(seconds),
             rooms=[each.room for each in rollouts for _ in each.sequences],
         )
+
+
+def joined_masks(
+    parts: Sequence[tuple[Sequence[Tensor], list[Tensor] | None]],
+) -> list[Tensor] | None:
+    """Masks of responses one after the other, from parts with their tokens; None where no part has
+    any."""
+    if all(masks is None for _, masks in parts):
+        return None
+    return [mask for sequences, masks in parts for mask in masks or all_written(sequences)]
+
+
+def all_written(sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Masks of responses that the policy wrote alone."""
+    return [torch.ones(len(x), dtype=torch.bool) for x in sequences]

@@ -153,6 +153,25 @@ class PPOJob(TrainingJob):
         within="(-inf, inf)",
     )
 
+    tools: list[str] | None = setting(
+        "Functions that the policy may call (file.py:function), with type hints and docstrings; "
+        "prompts are chats then.",
+        None,
+    )
+    environment: str | None = setting(
+        "What each completion acts on: a class or function (file.py:Class) that makes an object "
+        "with reset(**columns), whose other methods are tools, and whose get_reward() adds to the "
+        "reward.",
+        None,
+    )
+    max_tool_calling_iterations: int | None = setting(
+        "Most turns of tools in a completion; by default any number.", None, within="[0, inf)"
+    )
+    rollout_func: str | None = setting(
+        "A function (file.py:function) that answers the prompts in place of sampling; called with "
+        "(prompts, trainer), it returns prompt_ids, completion_ids and logprobs.",
+        None,
+    )
     max_new_tokens: int = setting("Longest completion, in tokens.", 32, within="[1, inf)")
     top_k: int = setting(
         "Sample among the k likeliest tokens; 0 is all of them.", 0, within="[0, inf)"
@@ -309,7 +328,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
 def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -> Comparison | None:
     from fastrl.core import set_seed
     from fastrl.rewards.classifier import ClassifierReward
-    from fastrl.rewards.functions import load_reward
+    from fastrl.rewards.functions import load_function, load_reward
     from fastrl.run.report import finish_training
 
     if process_count() == 1:  # several share the work, when they know each other
@@ -324,6 +343,9 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
     for name, reward in zip(job.reward, rewards, strict=True):
         check_call(name, reward, ("prompts", "completions", "completion_ids"), columns)
+    tools = [load_function(name) for name in job.tools or ()]
+    environment = None if job.environment is None else load_function(job.environment)
+    rollout_func = None if job.rollout_func is None else load_function(job.rollout_func)
     if config.log_with is not None:  # where trackers write files
         json_object(config.project_kwargs).setdefault("logging_dir", str(folder.logs))
     trainer = make_trainer(job, config, tokenizer)
@@ -344,6 +366,10 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
         steps=flags.steps,
         dataset=train_rows,
         prompt_column=PROMPT,
+        tools=tools,
+        environment_factory=environment,
+        max_tool_calling_iterations=job.max_tool_calling_iterations,
+        rollout_func=rollout_func,
         generation_kwargs=job.generation_kwargs,
         eval_prompts=eval_rows,
         eval_every=job.eval_every,

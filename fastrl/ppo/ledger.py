@@ -1,26 +1,22 @@
-"""The rows that a PPO run leaves in its ledger: a step's samples, and what was made of them."""
+"""The ledger of a run's samples, kept by its loop."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from fastrl.collect.ledger import ledger_columns, note_settings
 from fastrl.collect.responses import Collected
 from fastrl.config import PPOConfig
 from fastrl.learn.experience import LastExperience
 from fastrl.run.callbacks import Samples
-from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
-
-NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
+from fastrl.run.ledger import Ledger, Lists
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,14 @@ class SampleLedger:
     ) -> dict[str, float]:
         """Adds the samples of a step; returns statistics."""
         begin = time.perf_counter()
-        self.ledger.add(step, ledger_columns(samples, experience, self.temperature))
+        columns = ledger_columns(
+            samples.samples,
+            samples.weights_version,
+            Lists(*experience.advantages()),
+            self.temperature,
+            samples.token_scores,
+        )
+        self.ledger.add(step, columns)
         return {"time/ledger": time.perf_counter() - begin}
 
 
@@ -87,69 +90,5 @@ def open_ledger(
     if place is None:
         return None
     ledger = place if isinstance(place, Ledger) else Ledger(place)
-    recorded = recordable(generation_kwargs)
-    ledger.facts |= {
-        "settings": recordable(config.to_dict()),
-        "generation_kwargs": recorded,
-        NOT_JSON: sorted(generation_kwargs.keys() - recorded.keys()),
-    }
+    note_settings(ledger, config.to_dict(), generation_kwargs)
     return SampleLedger(ledger, config.temperature)
-
-
-def ledger_columns(
-    samples: ScoredSamples, experience: LastExperience, temperature: float
-) -> dict[str, Any]:
-    """The columns of a step, of :func:`fastrl.run.ledger.fields` and of reward functions.
-
-    Args:
-        temperature: of the policy.
-    """
-    responses, rewards = samples.samples.responses, samples.samples.rewards
-    prompts, rollout = responses.prompts, responses.rollout
-    count = len(prompts)
-    return {
-        "prompt_row": prompts.rows,
-        "prompt": prompts.texts,
-        "prompt_ids": _lists(prompts.ids, np.int32),
-        "completion": responses.texts,
-        "completion_ids": _lists(rollout.sequences, np.int32),
-        "finish_reason": rollout.finish_reasons,
-        "seed": _repeated(rollout.seed, count),
-        "sample_id": rollout.sample_ids,
-        "number": rollout.numbers,
-        "slots": [room.slots for room in samples.samples.rooms],
-        "slot_length": [room.length for room in samples.samples.rooms],
-        "weights_version": _repeated(samples.weights_version, count),
-        "logprobs": _lists(rollout.logprobs_at(temperature), np.float32),
-        "values": _lists(rollout.values, np.float32),
-        "advantages": Lists(*experience.advantages()),
-        "reward": rewards.total.numpy(),
-        "score": samples.samples.scores.numpy(),
-        "token_scores": _lists(samples.token_scores, np.float32),
-        **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in rewards.by_function.items()},
-    }
-
-
-def _lists(tensors: Sequence[Tensor] | None, dtype: Any) -> Lists | None:
-    """A list per 1-D tensor; None where there are none."""
-    if tensors is None:
-        return None
-    values = torch.cat(list(tensors)).cpu().numpy()
-    return Lists(values.astype(dtype, copy=False), [len(x) for x in tensors])
-
-
-def recordable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that JSON can hold."""
-    return {name: value for name, value in settings.items() if _is_json(value)}
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _repeated(value: int | None, count: int) -> np.ndarray | None:
-    return None if value is None else np.full(count, value)

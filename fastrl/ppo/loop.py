@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ import torch
 from torch import Tensor
 
 from fastrl.collect.collector import Collector
-from fastrl.collect.respond import Asked, Sampled
-from fastrl.collect.responses import Collected
+from fastrl.collect.interaction import Interaction
+from fastrl.collect.ledger import recordable
+from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
+from fastrl.collect.responses import Collected, joined_masks
+from fastrl.data.columns import REWARD_ARGUMENTS
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.data.vocabulary import check_vocabulary
@@ -26,12 +30,14 @@ from fastrl.learn.nonfinite import check_a_sample_is_left
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.scorer import check_tokens
 from fastrl.models.layout import EncoderDecoder
+from fastrl.models.utils import NO_LIMIT, context_length
 from fastrl.ppo.guards import check_divergence
-from fastrl.ppo.ledger import ScoredSamples, open_ledger, recordable
+from fastrl.ppo.ledger import ScoredSamples, open_ledger
 from fastrl.ppo.roles import Stepping
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.identity import identities_of
 from fastrl.rewards.weighted import RewardFunctions, Rewards
+from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.callbacks import (
     Evaluation,
     TrainCallback,
@@ -63,6 +69,7 @@ class Numbers:
     save_every: int = setting("", within="[0, inf)")
     keep_last: int = setting("", within="[0, inf)")
     overwrite: bool = setting("")
+    max_tool_calling_iterations: int | None = setting("", within="[0, inf)")
 
     def __post_init__(self) -> None:
         check_types(self, Numbers)
@@ -79,7 +86,7 @@ class Loop:
     def __init__(
         self,
         trainer: Stepping,
-        reward_fn: RewardFunctions,
+        reward_fn: RewardFunctions | None,
         numbers: Numbers,
         *,
         reward_weights: Sequence[float] | None,
@@ -89,6 +96,9 @@ class Loop:
         prompts: Any,
         dataset: Any,
         prompt_column: str | None,
+        tools: Sequence[Callable[..., Any]],
+        environment_factory: Any,
+        rollout_func: Callable[..., dict[str, Any]] | None,
         generation_kwargs: dict[str, Any],
         eval_prompts: Any,
         long_prompts: str,
@@ -110,17 +120,30 @@ class Loop:
             raise ValueError("nothing to train on: pass prompts or dataset")
         callbacks = checked_callbacks(callbacks)
         self.trainer = trainer
+        interaction = Interaction(tools, environment_factory)
+        if rollout_func is not None and interaction:
+            raise ValueError(
+                "rollout_func takes the place of sampling, and tools and environment_factory are "
+                "part of it: leave them out, and mark the policy's tokens by an env_mask"
+            )
+        if interaction and isinstance(rollouts.layout, EncoderDecoder):
+            raise ValueError("tools and environments need a causal language model")
+        interaction.read_by(tokenizer, {})
         self.rewards = Rewards(
-            reward_fn,
+            () if reward_fn is None else reward_fn,
             reward_weights,
+            further=interaction.rewards,
             reward_timeout=reward_timeout,
             reward_retries=reward_retries,
             reward_batch_size=reward_batch_size,
             on_nonfinite=config.on_nonfinite,
             shared=self.processes.count > 1,
         )
-        named = zip(self.rewards.names, self.rewards.functions, strict=True)
-        self._code_of_rewards = identities_of(named)
+        named: list[tuple[str, Any]]
+        named = list(zip(self.rewards.names, self.rewards.functions, strict=True))
+        named += [(f"tool {tool.__name__}", tool) for tool in interaction.tools]
+        named += [] if rollout_func is None else [("rollout_func", rollout_func)]
+        self._code_of_users = identities_of(named)
         rounds = config.dynamic_sampling_rounds
         self.resampling = DynamicSampling(config.group_size, rounds, self.processes)
         steps, self.eval_every = numbers.steps, numbers.eval_every
@@ -133,17 +156,11 @@ class Loop:
             self.generation_kwargs.get("max_new_tokens"),
         )
         self.collector = Collector(
-            Sampled(
-                rollouts.run,
-                self.generation_kwargs,
-                rollouts.decode,
-                lambda _, reason: reason in ("eos", "stop"),
-                batch_size=config.batch_size,
-            ),
+            self._respond_by(rollout_func, interaction, numbers.max_tool_calling_iterations),
             self.rewards,
             self.penalties,
             self.processes,
-            rollouts.ready,
+            rollouts.ready if rollout_func is None else contextlib.nullcontext,
             trainer.nonfinite,
         )
         # max_length in its place counts the prompt.
@@ -158,6 +175,7 @@ class Loop:
             )
         policy = trainer.accelerator.unwrap_model(trainer.model)
         check_vocabulary(policy, tokenizer, [[given.largest_id]])
+        interaction.check(given)
         self.prompts = given.fitting(*room)
         self._check_tokens(self.prompts, new_tokens)
         self.prompts_per_step = config.prompts_per_step * self.processes.count
@@ -174,6 +192,7 @@ class Loop:
         if eval_prompts is not None:
             given = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
             check_vocabulary(policy, tokenizer, [[given.largest_id]])
+            interaction.check(given)
             self.eval_prompts = given.fitting(*room)
             self._check_tokens(self.eval_prompts, new_tokens)
             if len(self.eval_prompts) < self.processes.count:
@@ -204,6 +223,50 @@ class Loop:
             *([] if config.log_with is None else [TrackerCallback()]),
             *callbacks,
         ]
+
+    def _respond_by(
+        self, function: Any, interaction: Interaction, most_turns: int | None
+    ) -> Respond:
+        """What answers prompts: a ``rollout_func``, or the policy."""
+        trainer, rollouts = self.trainer, self.trainer.rollouts
+        config, tokenizer, kwargs = trainer.config, trainer.tokenizer, self.generation_kwargs
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        ends = end_tokens(policy, tokenizer, kwargs.get("eos_token_id")).tolist()
+        if function is not None:
+            return RolloutFunction(
+                function,
+                trainer,
+                policy,
+                tokenizer,
+                rollouts.decode,
+                lambda ids, _: bool(len(ids)) and int(ids[-1]) in ends,
+                REWARD_ARGUMENTS,
+                config.temperature,
+            )
+        return interaction.respond(
+            Sampled(
+                rollouts.run,
+                kwargs,
+                rollouts.decode,
+                lambda _, reason: reason in ("eos", "stop"),
+                None if interaction.environments is None else self._encoded,
+                config.batch_size,
+            ),
+            tokenizer,
+            {},
+            ends,
+            self.rewards.event_loop,
+            most_turns,
+            kwargs.get("max_new_tokens") or NO_LIMIT,
+            context_length(policy),
+            config.temperature,
+        )
+
+    def _encoded(self, prompts: Prompts) -> Prompts:
+        """Prompts with what environments have said."""
+        tokenizer = self.trainer.tokenizer
+        found = Prompts.from_list(prompts.said, tokenizer, prompts.name_of, prompts.rows)
+        return dataclasses.replace(prompts, texts=found.texts, ids=found.ids)
 
     def _check_tokens(self, prompts: Prompts, new_tokens: int) -> None:
         """
@@ -301,7 +364,7 @@ class Loop:
             "missing_eos_penalty": self.penalties.missing_eos,
             **recordable(self.generation_kwargs),
             "held-out prompts": held_out,
-            **self._code_of_rewards,
+            **self._code_of_users,
         }
 
     def _seconds(self) -> float:
@@ -418,9 +481,11 @@ class Loop:
             seed = seed_at(self.trainer.config.seed, "evaluation")
             own = self._sampled(self.eval_prompts, 1, seed)
         samples = self._of_all(own, self.eval_prompts)
-        parts = self.processes.objects((own.responses.rollout.sequences, len(own.left_out)))
-        responses = [each for sequences, _ in parts for each in sequences]
-        nan = sum(left_out for _, left_out in parts)
+        said = own.responses
+        parts = self.processes.objects((said.rollout.sequences, said.masks, len(own.left_out)))
+        responses = [each for sequences, _, _ in parts for each in sequences]
+        masks = joined_masks([(sequences, part) for sequences, part, _ in parts])
+        nan = sum(left_out for _, _, left_out in parts)
         rewards = samples.rewards
         sound = (~rewards.total.isnan()).nonzero()[:, 0].tolist()
         check_a_sample_is_left(nan, len(responses))
@@ -435,7 +500,9 @@ class Loop:
             mean=float(known.mean()),
             sem=float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else 0.0,
             kl=self.trainer.sequence_kl(
-                [prompts.ids[i] for i in sound], [responses[i] for i in sound]
+                [prompts.ids[i] for i in sound],
+                [responses[i] for i in sound],
+                None if masks is None else [masks[i] for i in sound],
             ),
             rewards=rewards.total.tolist(),
             prompts=prompts.texts,

@@ -5,99 +5,36 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fastrl.ppo.ledger import NOT_JSON
+from fastrl.collect.ledger import NOT_JSON
+from fastrl.collect.replayed import (
+    Replayed,
+    ReplayedSample,
+    difference,
+    recorded_rollout,
+    warn_of_another_machine,
+)
 from fastrl.ppo.setup import precision_of
 from fastrl.ppo.state import deciding
 from fastrl.rollout import RolloutOutput
 from fastrl.run.checkpoints import Checkpoints, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
-from fastrl.run.machine import differences, machine, other_draws, remedies, versions
+from fastrl.run.machine import differences
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
 
 _WALKED = (
-    *("prompt_ids", "completion_ids", "finish_reason", "score", "token_scores"),
+    *("prompt_ids", "completion_ids", "written", "finish_reason", "score", "token_scores"),
     *("logprobs", "values"),
 )
 _CHECKED = ("weights_version", "advantages")
-
-
-@dataclass(frozen=True)
-class ReplayedSample:
-    """A sample that was drawn again.
-
-    Attributes:
-        recorded: the ledger's row of it.
-        tolerance: by how much log-probs and values may differ and still count as the recorded ones.
-        completion_ids, finish_reason: of the sample drawn now.
-        logprobs, values: its log-probs at the policy's temperature and its values, [L] fp32; None
-            where rollouts compute none.
-    """
-
-    recorded: dict[str, Any]
-    completion_ids: list[int]
-    finish_reason: str
-    logprobs: np.ndarray | None
-    values: np.ndarray | None
-    tolerance: float = 0.0
-
-    @property
-    def identical(self) -> bool:
-        """Whether tokens, finish reason, log-probs and values are the recorded ones, bit for bit
-        where ``tolerance`` is 0."""
-        return not self.differences()
-
-    def differences(self) -> list[str]:
-        """A line for each of them that differs."""
-        before, now = self.recorded["completion_ids"], self.completion_ids
-        same = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
-        same = min(len(before), len(now)) if same is None else same
-        lines = []
-        if before != now:
-            lines.append(
-                f"tokens: the first {same} are the same, of {len(before)} recorded and {len(now)} "
-                "drawn now"
-            )
-        reason = self.recorded["finish_reason"]
-        if reason != self.finish_reason:
-            lines.append(f"finish reason: {reason} recorded, {self.finish_reason} now")
-        for name in ("logprobs", "values"):
-            own = getattr(self, name)
-            lines += _difference(name, self.recorded[name], own, same, self.tolerance)
-        return lines
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """The samples of a step, drawn again.
-
-    Attributes:
-        begun_at: steps of the checkpoint that was loaded; 0: the beginning of the run.
-        strayed: the first step since then whose update was not that of the run, and how it
-            differed; None: there is none.
-        tolerance: of samples and updates; above 0 where updates of several processes were done
-            again, whose sums one process rounds otherwise, and where dynamic sampling replaced
-            samples, which were drawn beside those that are left.
-    """
-
-    step: int
-    begun_at: int
-    samples: list[ReplayedSample]
-    strayed: str | None
-    tolerance: float = 0.0
-
-    @property
-    def identical(self) -> bool:
-        return all(sample.identical for sample in self.samples)
 
 
 def replay(
@@ -139,6 +76,12 @@ def replay(
     facts = read_facts(ledger, step, step)
     if not facts:
         raise ValueError(no_step(ledger, step))
+    if read_ledger(ledger, ["seed"], step, step)["seed"].null_count:
+        raise ValueError(
+            f"the samples of step {step} came from a rollout_func, tools or an environment, which "
+            "may say something else each time, and cannot be drawn again; what they were is in "
+            "the ledger (fastrl samples)"
+        )
     _check_settings(trainer, facts[-1], ledger)
     kwargs = _generation_kwargs(facts[-1], generation_kwargs)
     trainer.config.push_to_hub_if_best_kwargs = {}
@@ -151,7 +94,7 @@ def replay(
     strayed = None
     with trainer.computing():
         trainer.products.adopt(recorded[-1]["machine"])
-        _warn_of_another_machine(recorded)
+        warn_of_another_machine(recorded)
         for past in _steps(begun_at + 1, step, progress):
             found = _walk(trainer, ledger, past, tolerance)
             strayed = strayed or found
@@ -204,37 +147,21 @@ def _walk(trainer: PPOTrainer, ledger: Path, step: int, tolerance: float) -> str
         raise ValueError(no_step(ledger, step))
     rows = table.to_pylist()
     version, now = rows[0]["weights_version"], trainer.weights_version
-    rollout = _recorded(rows, trainer.config.temperature)
+    rollout = recorded_rollout(rows, trainer.config.temperature)
     queries = [torch.tensor(row["prompt_ids"]) for row in rows]
     given = "score" if rows[0]["token_scores"] is None else "token_scores"
     scores = [torch.tensor(row[given], dtype=torch.float32) for row in rows]
-    trainer.step(queries, rollout.sequences, scores, rollout=rollout)
+    masks = None
+    if any(row["written"] is not None for row in rows):
+        masks = [torch.tensor(row["written"], dtype=torch.bool) for row in rows]
+    trainer.step(queries, rollout.sequences, scores, masks, rollout)
     if version != now:
         return f"step {step}: {now} optimizer steps were taken before it, {version} in the run"
     assert trainer.experience is not None
     recorded = np.array([x for row in rows for x in row["advantages"]], dtype=np.float32)
     own = trainer.experience.advantages()[0]
-    found = _difference("advantages", recorded, own, tolerance=tolerance)
+    found = difference("advantages", recorded, own, tolerance=tolerance)
     return f"step {step}: {found[0]}" if found else None
-
-
-def _recorded(rows: list[dict[str, Any]], temperature: float) -> RolloutOutput:
-    """The rollout that a step learned from."""
-
-    def tensors(name: str) -> list[torch.Tensor] | None:
-        if any(row[name] is None for row in rows):
-            return None
-        return [torch.tensor(row[name], dtype=torch.float32) for row in rows]
-
-    logprobs = tensors("logprobs")
-    return RolloutOutput(
-        [torch.tensor(row["completion_ids"], dtype=torch.long) for row in rows],
-        [row["finish_reason"] for row in rows],
-        logprobs=logprobs,
-        logprobs_t1=logprobs if temperature == 1 else None,
-        values=tensors("values"),
-        temperature=temperature,
-    )
 
 
 def _draw(
@@ -281,32 +208,6 @@ def _draw(
     ]
 
 
-def _difference(
-    name: str, recorded: Any, now: Any, common: int | None = None, tolerance: float = 0.0
-) -> list[str]:
-    """A line where two lists of numbers are not the same bits, or further apart than a tolerance
-    above 0.
-
-    Args:
-        common: how many of the first are of the same tokens; None: all.
-    """
-    if recorded is None or now is None:
-        return [] if recorded is now is None else [f"{name}: recorded or drawn without them"]
-    before, after = (np.asarray(x, dtype=np.float32) for x in (recorded, now))
-    if before.tobytes() == after.tobytes():
-        return []
-    if common is None and len(before) != len(after):
-        return [f"{name}: {len(before)} recorded, {len(after)} now"]
-    length = min(len(before), len(after)) if common is None else common
-    if length == 0:
-        return []
-    delta = np.abs(before[:length] - after[:length])
-    worst, count = float(delta.max()), int((delta > 0).sum())
-    if len(before) == len(after) and worst <= tolerance and tolerance > 0:
-        return []
-    return [f"{name}: up to {worst:.1e} apart, in {count} of {length} tokens"]
-
-
 def _check_settings(trainer: PPOTrainer, facts: Mapping[str, Any], ledger: Path) -> None:
     """
     Raises:
@@ -349,25 +250,6 @@ def _warn_of_other_settings(recorded: list[dict[str, Any]]) -> None:
             "that the replay begins with: updates before that are done with the new ones, and are "
             "not the run's; of a run that keeps its checkpoints (--keep-last 0) all steps can be "
             "replayed",
-            stacklevel=3,
-        )
-
-
-def _warn_of_another_machine(recorded: list[dict[str, Any]]) -> None:
-    here = machine()
-    now = {**versions(), **here}
-    found = dict.fromkeys(
-        line
-        for facts in recorded
-        for line in differences({**facts["versions"], **facts["machine"]}, now)
-    )
-    if found:
-        remedy = remedies(recorded[-1]["machine"], here)
-        warnings.warn(
-            f"the run was done under other conditions ({'; '.join(found)}): the replay is the same "
-            "computation, but its last bits may differ, and with them tokens"
-            + other_draws(recorded[-1]["versions"])
-            + (f"; start it with {remedy} for the run's" if remedy else ""),
             stacklevel=3,
         )
 

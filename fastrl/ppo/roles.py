@@ -60,7 +60,12 @@ class Stepping(Resumable, Protocol):
     def step(self) -> Callable[..., dict[str, Any]]:
         """See :meth:`fastrl.PPOTrainer.step`."""
 
-    def sequence_kl(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
+    def sequence_kl(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        masks: Sequence[Tensor] | None = None,
+    ) -> float:
         """Mean KL to the reference."""
 
 

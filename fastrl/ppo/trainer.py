@@ -534,7 +534,7 @@ class PPOTrainer(ClassicMethods, Persistence):
 
     def train(
         self,
-        reward_fn: RewardFunctions,
+        reward_fn: RewardFunctions | None = None,
         *,
         reward_weights: Sequence[float] | None = None,
         reward_timeout: float | None = None,
@@ -544,6 +544,10 @@ class PPOTrainer(ClassicMethods, Persistence):
         prompts: Sequence[str | Tensor | list[dict[str, str]]] | None = None,
         dataset: Any = None,
         prompt_column: str | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        environment_factory: Any = None,
+        max_tool_calling_iterations: int | None = None,
+        rollout_func: Callable[..., dict[str, Any]] | None = None,
         generation_kwargs: dict[str, Any] | None = None,
         eval_prompts: Any = None,
         eval_every: int = 0,
@@ -585,6 +589,18 @@ class PPOTrainer(ClassicMethods, Persistence):
                 tokenizer's chat template) or 1-D token ids; or
             dataset: a data set with a column of them, ``prompt_column`` (default: prompt, query or
                 input_ids). Without either, the trainer's own dataset.
+            tools: functions that the policy may call, with type hints and docstrings in Google's
+                format; ``async def`` too. Prompts are chats then, and what tools say is read, not
+                learned. See :class:`fastrl.collect.tools.ToolLoop`.
+            environment_factory: makes objects whose methods are tools, and whose ``get_reward``, if
+                they have one, is a reward of weight 1, so that ``reward_fn`` may be None. See
+                :class:`fastrl.collect.environments.Environments`.
+            max_tool_calling_iterations: most turns of tools in a response; None: any number.
+            rollout_func: of the prompts (each as often as it has responses) and this trainer,
+                returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` (None: not known), and
+                further columns for reward functions; in place of sampling. An ``env_mask`` says
+                which tokens the policy wrote. ``PPOConfig.sampler_correction`` weights the loss by
+                its log-probs.
             generation_kwargs: as in ``model.generate``. The defaults are not those of the model's
                 generation_config, but 32 new tokens, sampled from softmax(logits / T) with T
                 ``PPOConfig.temperature``; only the tokens that end a response are the model's.
@@ -631,7 +647,15 @@ class PPOTrainer(ClassicMethods, Persistence):
 
         An exception in a step leaves a checkpoint in ``output``: the state before that step.
         """
-        numbers = Numbers(steps, eval_every, missing_eos_penalty, save_every, keep_last, overwrite)
+        numbers = Numbers(
+            steps,
+            eval_every,
+            missing_eos_penalty,
+            save_every,
+            keep_last,
+            overwrite,
+            max_tool_calling_iterations,
+        )
         saves = numbers.save_every, numbers.keep_last
         saving = make_saving(self, output, *saves, resume, overwrite)
         loop = Loop(
@@ -645,6 +669,9 @@ class PPOTrainer(ClassicMethods, Persistence):
             prompts=prompts,
             dataset=dataset,
             prompt_column=prompt_column,
+            tools=tools,
+            environment_factory=environment_factory,
+            rollout_func=rollout_func,
             generation_kwargs=generation_kwargs or {},
             eval_prompts=eval_prompts,
             long_prompts=long_prompts,
@@ -705,15 +732,21 @@ class PPOTrainer(ClassicMethods, Persistence):
             result.update(self.critic.statistics())
         return result
 
-    def sequence_kl(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
+    def sequence_kl(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        masks: Sequence[Tensor] | None = None,
+    ) -> float:
         """Mean over samples of Σ_t KL(policy || reference), by the configured penalty.
 
         Args:
             queries, responses: the same in every process.
+            masks: which tokens of the responses count; None: all.
         """
         if not queries:
             return math.nan
-        batch = self.make_batch(list(queries), list(responses), None)
+        batch = self.make_batch(list(queries), list(responses), masks)
         with self._evaluating(), self.computing():
             operands = self.scorer.kl_operands(batch)
         no_scores = torch.zeros(len(batch), device=self.current_device)

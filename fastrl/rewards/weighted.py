@@ -170,6 +170,8 @@ class Rewards:
             may leave out all of its own.
         judges_all: whether it is an error where no function judges a sample; its total is NaN else.
         counted_as: where samples that are left out are counted, for a warning.
+        further: functions of weight 1 behind those of ``reward_fn``, which may be an empty list
+            then.
 
     Attributes:
         names: of the functions.
@@ -191,10 +193,15 @@ class Rewards:
         shared: bool = False,
         judges_all: bool = True,
         counted_as: str = "; reward/nonfinite counts them",
+        further: Sequence[RewardFunction] = (),
     ):
-        functions = _by_name(reward_fn)
+        functions = _by_name(reward_fn, further)
         check_reward_settings(
-            len(functions), reward_weights, reward_timeout, reward_retries, reward_batch_size
+            len(functions) - len(further),
+            reward_weights,
+            reward_timeout,
+            reward_retries,
+            reward_batch_size,
         )
         if on_nonfinite not in ON_NONFINITE:
             raise ValueError(
@@ -205,7 +212,9 @@ class Rewards:
         self._retries = reward_retries
         self._raises, self._shared = on_nonfinite == "raise", shared
         self._judges_all, self._counted_as = judges_all, counted_as
-        weights = [1.0] * len(functions) if reward_weights is None else map(float, reward_weights)
+        weights = [1.0] * len(functions)
+        if reward_weights is not None:
+            weights[: len(reward_weights)] = map(float, reward_weights)
         self._functions = [
             _Function(
                 name=name,
@@ -460,13 +469,16 @@ def check_reward_settings(
         raise ValueError(f"reward_batch_size must be positive, got {reward_batch_size!r}")
 
 
-def _by_name(reward_fn: RewardFunctions) -> dict[str, RewardFunction]:
+def _by_name(
+    reward_fn: RewardFunctions, further: Sequence[RewardFunction] = ()
+) -> dict[str, RewardFunction]:
     named: list[tuple[Any, Any]]
     if isinstance(reward_fn, Mapping):
         named = list(reward_fn.items())
     else:
         several = reward_fn if isinstance(reward_fn, (list, tuple)) else [reward_fn]
         named = [(_own_name(function), function) for function in several]
+    named += [(_own_name(function), function) for function in further]
     if not named:
         raise ValueError("reward_fn is empty: pass a reward function, or several")
     functions: dict[str, RewardFunction] = {}

@@ -25,7 +25,7 @@ _NAME = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 _FACTS = b"fastrl"  # key of the files' metadata
 _NOT_REPEATED = (
     *("prompt_ids", "completion", "completion_ids", "logprobs", "values", "advantages"),
-    "token_scores",
+    *("token_scores", "written"),
 )
 
 
@@ -43,6 +43,7 @@ def fields() -> dict[str, pa.DataType]:
         "prompt_ids": tokens,
         "completion": pa.string(),
         "completion_ids": tokens,
+        "written": pa.list_(pa.bool_()),  # which of these the policy wrote; null where all
         "finish_reason": pa.string(),
         "seed": pa.int64(),  # with the next two the key of the draws
         "sample_id": pa.int64(),

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.collect.collector import Collector
-from fastrl.collect.environments import Environments
-from fastrl.collect.respond import Asked, Conversations, Respond, RolloutFunction, Sampled
+from fastrl.collect.interaction import Interaction
+from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
 from fastrl.collect.responses import Collected, Responses
-from fastrl.collect.tools import Toolbox, ToolLoop, check_chats
+from fastrl.collect.tools import check_chats
 from fastrl.core import set_seed
 from fastrl.data.chat_prompts import encode_prompts
 from fastrl.data.columns import check_reserved
 from fastrl.data.prompts import Prompts, PromptStream
 from fastrl.data.token_batch import Padded
-from fastrl.data.tool_calls import ToolChat, find_reader
 from fastrl.learn.dynamic_sampling import DynamicSampling
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.nonfinite import NonFiniteNumbers
@@ -72,6 +71,7 @@ from fastrl.trl.reference import (
 from fastrl.trl.responses import Judged, note_lengths, note_rewards
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.rollout_correction import RolloutCorrection
+from fastrl.trl.sample_ledger import GenerationLedger
 
 _LOGGER = logging.getLogger(__name__)
 _ON_HEAD = "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
@@ -95,12 +95,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     _tag_names: ClassVar[list[str]]
     needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
     learns_kl: ClassVar[bool] = False  # whether rewards have the KL of old log-probs
-    _environments: Environments | None = None
 
     def __init__(
         self,
         model: Any,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -121,19 +120,17 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "rollout_func takes the place of sampling, and tools and environment_factory are "
                 "part of it: leave them out, and mark the policy's tokens by an env_mask"
             )
-        self.tools = list(tools or ())
-        box = Toolbox(self.tools)
-        if environment_factory:
-            environments = Environments(environment_factory, self.tools)
-            self._environments = environments
-            self.tools = environments.tools
+        interaction = Interaction(tools, environment_factory)
+        self.tools, self._interaction = interaction.tools, interaction
+        environments = interaction.environments
+        if environments is not None:
             self._env_tools = {
                 name: list(found.functions.values()) for name, found in environments.boxes.items()
             }
             self._environment_pool = environments.pool
             if train_dataset is None:
                 train_dataset = environments.placeholder(args)
-        if self.tools or self._environments is not None:
+        if interaction:
             check_chats(train_dataset)
         if args is None:
             path = model if isinstance(model, str) else model.config._name_or_path
@@ -151,17 +148,15 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "prompt-learning adapters shift the positions of tokens and are not supported: use "
                 "LoRA"
             )
-        check_data(train_dataset, eval_dataset, args, asked=self._environments is None)
+        check_data(train_dataset, eval_dataset, args, asked=environments is None)
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
         load.setdefault("trust_remote_code", args.trust_remote_code)
-        own = () if self._environments is None else self._environments.rewards
+        own = interaction.rewards
         rewards = RewardFunctions(reward_funcs, reward_processing_classes, dict(load), own, args)
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._check_resampling(args, train_dataset)
-        reader = (
-            find_reader(self._tokenizer, args.chat_template_kwargs or {}) if self.tools else None
-        )
+        interaction.read_by(self._tokenizer, args.chat_template_kwargs or {})
         self._correction = None if self.rollout_func is None else self._corrected_by(args)
         if "lm_head" in (getattr(peft_config, "target_modules", None) or ()):
             raise ValueError(_ON_HEAD)
@@ -170,7 +165,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         model = self._loaded(model, args, quantization_config)
         most = args.generation_arguments.get("max_new_tokens")
         self._room = PromptRoom(model, most, self._tokenizer, args.chat_template_kwargs or {})
-        if self.rollout_func is None and self._environments is None:
+        if self.rollout_func is None and environments is None:
             self._room.check_data(train_dataset, eval_dataset)
         model = self._adapted(model, args, peft_config)
         self._policy = CausalLMPolicy(model)
@@ -249,18 +244,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._sampler = make_backend(
             self.args, self._tokenizer, self._autocast, self.processes_index
         )
-        self._tool_loop: ToolLoop | None = None
-        if reader is not None:
-            self._tool_loop = ToolLoop(
-                ToolChat(self._tokenizer, reader, ends, self.chat_template_kwargs),
-                rewards.event_loop,
-                self.args.max_tool_calling_iterations,
-                self.args.max_completion_length,
-                context_length(self.accelerator.unwrap_model(self.model)),
-                self.args.temperature,
-            )
         self._collect = Collector(
-            self._respond_by(box, ends),
+            self._respond_by(ends),
             rewards,
             penalties,
             self.processes,
@@ -273,6 +258,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             },
             self._noted_columns,
         )
+        self._ledger: GenerationLedger | None = None
+        if self.args.ledger and self.processes.is_main:
+            self._ledger = GenerationLedger(Path(str(self.args.output_dir)), self.args)
         self._prepare_loss()
         self.model.add_model_tags([*self._tag_names, "fastrl"])
         self.warn_of_lost_updates(self.model, stacklevel=3)
@@ -339,8 +327,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if not args.dynamic_sampling_rounds:
             return
         where = {
-            "tools": bool(getattr(self, "tools", None)),
-            "an environment_factory": self._environments is not None,
             "a stream of prompts": not hasattr(data, "__len__"),
             "a rollout_func in several processes": self.rollout_func is not None
             and args.world_size > 1,
@@ -370,26 +356,33 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             self.temperature,
         )
 
-    def _respond_by(self, box: Toolbox, ends: list[int]) -> Respond:
+    def _respond_by(self, ends: list[int]) -> Respond:
         """What answers prompts.
 
         Args:
-            box: the tools.
             ends: ids of the tokens that end a response.
         """
         if self.rollout_func is not None:
             return self.responding_by(self.rollout_func)
-        arguments = {**self.args.generation_arguments, "pad_token_id": self._tokenizer.pad_token_id}
+        args, tokenizer = self.args, self._tokenizer
+        arguments = {**args.generation_arguments, "pad_token_id": tokenizer.pad_token_id}
         arguments.setdefault("eos_token_id", ends)
+        policy = self.accelerator.unwrap_model(self.model)
 
         def run(request: Request) -> RolloutOutput:
             return self._sampler(self.accelerator.unwrap_model(self.model), request)
 
-        if self._tool_loop is None:
-            return Sampled(run, arguments, self._decode, self._ended, self._encoded)
-        sampled = Sampled(run, arguments, self._decode, self._ended)
-        loop, event_loop = self._tool_loop, self.rewards.event_loop
-        return Conversations(sampled, loop, box, self._environments, event_loop)
+        return self._interaction.respond(
+            Sampled(run, arguments, self._decode, self._ended, self._encoded),
+            tokenizer,
+            self.chat_template_kwargs,
+            ends,
+            self.rewards.event_loop,
+            args.max_tool_calling_iterations,
+            args.max_completion_length,
+            context_length(policy),
+            args.temperature,
+        )
 
     def _encoded(self, prompts: Prompts) -> Prompts:
         ids = encode_prompts(prompts.said, self._tokenizer, self.chat_template_kwargs)
@@ -406,7 +399,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     @property
     def environments(self) -> list[Any] | None:
         """Those of the latest responses; None before the first, or without a factory."""
-        return None if self._environments is None else self._environments.current
+        made = self._interaction.environments
+        return None if made is None else made.current
 
     # What subclasses do.
 
@@ -503,8 +497,12 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     # Steps.
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self.products.on():
-            return super().train(*args, **kwargs)
+        try:
+            with self.products.on():
+                return super().train(*args, **kwargs)
+        finally:
+            if self._ledger is not None:
+                self._ledger.flush()
 
     def adopt(self, machine: Mapping[str, Any]) -> None:
         self.products.adopt(machine)
@@ -598,7 +596,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def _learnable(self, rows: list[dict[str, Any]], mode: str) -> SampledResponses:
         """Responses to the prompts of some rows, judged."""
         of = "train_dataset" if mode == "train" else "eval_dataset"  # streams name columns in rows
-        check_reserved(rows[0], of, reserved_of(self._environments is not None))
+        check_reserved(rows[0], of, reserved_of(self._interaction.environments is not None))
         group = self.num_generations if mode == "train" else self.num_generations_eval
         with modes_kept(self.model):  # which users' functions may change
             collected = self._collected(rows, group)
@@ -652,10 +650,23 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         advantages, spreadless = self.advantages_of(judged, kl, group, mode)
         self._note_rewards(judged, spreadless, mode)
         self._note_responses(collected, judged, advantages)
+        if mode == "train" and self.args.ledger:
+            self._enter(collected, masks, advantages)
         first = self.processes_index * len(rows)
         learnable.advantages = advantages[first : first + len(rows)].clone()
         self._generations[mode] += 1
         return learnable
+
+    def _enter(self, collected: Collected, masks: list[Tensor], advantages: Tensor) -> None:
+        """Enters the responses of all processes into the ledger."""
+        every, masks_of_all = (
+            collected.of_all(self.processes),
+            self.processes.objects_at_main(masks),
+        )
+        if self._ledger is not None:
+            generation = self._generations["train"] + 1
+            joined = [mask for part in masks_of_all for mask in part]
+            self._ledger.add(generation, every, self.state.global_step, joined, advantages)
 
     def _seed_of(self, what: str) -> int:
         """Of the next batch of responses, the same in all processes, however many there are."""
@@ -825,6 +836,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return {**super().own_settings(), "reward_funcs": self.reward_func_names, **code}
 
     def own_state(self) -> dict[str, Any]:
+        if self._ledger is not None:  # what it holds is not drawn again
+            self._ledger.flush()
         return {
             **super().own_state(),
             "online": {
@@ -844,9 +857,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
         self._step, self._buffer, self._generations["train"] = 0, None, 0
-        if resumed is None:
+        own = None if resumed is None else resumed["own"]["online"]
+        if self._ledger is not None:
+            self._ledger.begin(0 if own is None else own["generations"])
+        if own is None:
             return
-        own = resumed["own"]["online"]
         self._step, self._scorer.reuses = own["step"], own["reuses"]
         self._generations["train"] = own["generations"]
         if own["buffer"] is not None:

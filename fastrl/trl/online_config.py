@@ -120,6 +120,11 @@ class OnlineConfig(SupervisedArguments):
     reward_batch_size: int | None = setting(
         "Completions per call of a reward; None: all of a generation.", None, within="[1, inf)"
     )
+    ledger: bool = setting(
+        "Keep a row for each response in the folder ledger of output_dir, for fastrl samples: with "
+        "tokens, log-probs, rewards, advantages and the key of its draws.",
+        False,
+    )
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
 
     max_length: int | None = refused(None, _LENGTH)

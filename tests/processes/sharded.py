@@ -346,8 +346,8 @@ def converse(folder: Path, backend: str) -> dict[str, Any]:
         processing_class=tokenizer,
         tools=[echo],
     )
-    assert trainer._tool_loop is not None
-    trainer._tool_loop.chat.reader = read_by_chance
+    assert trainer._interaction.loop is not None
+    trainer._interaction.loop.chat.reader = read_by_chance
     trainer.train()
     names = ("loss", "reward", "tools/call_frequency", "completions/mean_length")
     return {

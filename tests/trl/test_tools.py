@@ -291,7 +291,7 @@ def echo() -> str:
 def always_calls(trainer: Any) -> None:
     """Any response is taken for a call of ``echo``."""
     asks = {"role": "assistant", "tool_calls": [{"name": "echo"}]}
-    trainer._tool_loop.chat.reader = lambda prompt, response, tools: copy.deepcopy(asks)
+    trainer._interaction.loop.chat.reader = lambda prompt, response, tools: copy.deepcopy(asks)
 
 
 TURNS: dict[str, Any] = {

@@ -1,0 +1,105 @@
+"""What responses may act on: tools that they call, and environments with tools of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastrl.collect.environments import Environments
+from fastrl.collect.respond import Conversations, InEnvironments, Respond, Sampled
+from fastrl.collect.tools import Toolbox, ToolLoop
+from fastrl.data.chat import is_chat
+from fastrl.data.prompts import Prompts
+from fastrl.data.tool_calls import Reader, ToolChat, find_reader
+from fastrl.rewards.calls import EventLoop
+
+
+class Interaction:
+    """Tools, environments, or both.
+
+    Args:
+        tools: functions with type hints and docstrings in Google's format, see :class:`Toolbox`.
+        environment_factory: see :class:`Environments`; None: there are none.
+
+    Attributes:
+        tools: all of them, those of environments too.
+        loop: runs them; None where there are none, or until :meth:`respond` is called.
+
+    Raises:
+        TypeError, ValueError: as :class:`Toolbox` and :class:`Environments`.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]] | None, environment_factory: Any):
+        self.tools = list(tools or ())
+        self.box = Toolbox(self.tools)
+        self.environments: Environments | None = None
+        if environment_factory is not None:
+            self.environments = Environments(environment_factory, self.tools)
+            self.tools = self.environments.tools
+        self.loop: ToolLoop | None = None
+        self._reader: Reader | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.tools) or self.environments is not None
+
+    @property
+    def rewards(self) -> list[Callable[..., Any]]:
+        """The reward functions of environments."""
+        return [] if self.environments is None else self.environments.rewards
+
+    def read_by(self, tokenizer: Any, template: Mapping[str, Any]) -> None:
+        """Finds out how the tokenizer's model calls tools.
+
+        Args:
+            template: further arguments of the chat template.
+
+        Raises:
+            ValueError: as :func:`fastrl.data.tool_calls.find_reader`.
+        """
+        if self.tools:
+            self._reader = find_reader(tokenizer, template)
+
+    def check(self, prompts: Prompts) -> None:
+        """
+        Raises:
+            ValueError: a prompt that is no chat, named.
+        """
+        for said, row in zip(prompts.said, prompts.rows, strict=True):
+            if self and not is_chat(said):
+                raise ValueError(
+                    f"{prompts.name_of(row)} is {said!r:.80}: tools and environments need prompts "
+                    "that are lists of messages, as the chat template tells the policy of them"
+                )
+
+    def respond(
+        self,
+        sampled: Sampled,
+        tokenizer: Any,
+        template: Mapping[str, Any],
+        ends: Sequence[int],
+        event_loop: Callable[[], EventLoop],
+        most_turns: int | None,
+        most_tokens: int,
+        context: int | None,
+        temperature: float,
+    ) -> Respond:
+        """What answers prompts.
+
+        Args:
+            sampled: writes.
+            template: further arguments of the chat template.
+            ends: ids of the tokens that end a turn.
+            event_loop: makes the one that coroutines run on.
+            most_turns, most_tokens, context, temperature: as of :class:`ToolLoop`.
+        """
+        respond: Respond = sampled
+        if self._reader is not None:
+            chat = ToolChat(tokenizer, self._reader, list(ends), dict(template))
+            limits = most_turns, most_tokens, context, temperature
+            self.loop = ToolLoop(chat, event_loop, *limits)
+            written = replace(sampled, encode=None)
+            respond = Conversations(written, self.loop, self.box, self.environments)
+        if self.environments is not None:
+            respond = InEnvironments(respond, self.environments, event_loop)
+        return respond

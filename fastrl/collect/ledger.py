@@ -1,0 +1,96 @@
+"""The ledger's rows of responses that were learned from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastrl.collect.responses import Collected
+from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
+
+NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
+
+
+def note_settings(
+    ledger: Ledger, settings: Mapping[str, Any], generation_kwargs: Mapping[str, Any]
+) -> None:
+    """Has a ledger say what its samples depend on."""
+    recorded = recordable(generation_kwargs)
+    ledger.facts |= {
+        "settings": recordable(settings),
+        "generation_kwargs": recorded,
+        NOT_JSON: sorted(generation_kwargs.keys() - recorded.keys()),
+    }
+
+
+def ledger_columns(
+    samples: Collected,
+    weights_version: int,
+    advantages: Lists,
+    temperature: float,
+    token_scores: Sequence[Tensor] | None = None,
+) -> dict[str, Any]:
+    """The columns of a step, of :func:`fastrl.run.ledger.fields` and of reward functions.
+
+    Args:
+        samples: of all processes.
+        weights_version: steps of the optimizer before they were drawn.
+        advantages: of the tokens that are learned.
+        temperature: of the policy.
+        token_scores: of the responses' tokens, where they were given.
+    """
+    responses, rewards = samples.responses, samples.rewards
+    prompts, rollout = responses.prompts, responses.rollout
+    count = len(prompts)
+    return {
+        "prompt_row": prompts.rows,
+        "prompt": prompts.texts,
+        "prompt_ids": _lists(prompts.ids, np.int32),
+        "completion": responses.texts,
+        "completion_ids": _lists(rollout.sequences, np.int32),
+        "written": _lists(responses.masks, np.bool_),
+        "finish_reason": rollout.finish_reasons,
+        "seed": _repeated(rollout.seed, count),
+        "sample_id": rollout.sample_ids,
+        "number": rollout.numbers,
+        "slots": [room.slots for room in samples.rooms],
+        "slot_length": [room.length for room in samples.rooms],
+        "weights_version": _repeated(weights_version, count),
+        "logprobs": _lists(rollout.logprobs_at(temperature), np.float32),
+        "values": _lists(rollout.values, np.float32),
+        "advantages": advantages,
+        "reward": rewards.total.numpy(),
+        "score": samples.scores.numpy(),
+        "token_scores": _lists(token_scores, np.float32),
+        **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in rewards.by_function.items()},
+    }
+
+
+def recordable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that JSON can hold."""
+    return {name: value for name, value in settings.items() if _is_json(value)}
+
+
+def _lists(tensors: Sequence[Tensor] | None, dtype: Any) -> Lists | None:
+    """A list per 1-D tensor; None where there are none."""
+    if tensors is None:
+        return None
+    values = torch.cat(list(tensors)).cpu().numpy()
+    return Lists(values.astype(dtype, copy=False), [len(x) for x in tensors])
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _repeated(value: int | None, count: int) -> np.ndarray | None:
+    return None if value is None else np.full(count, value)

@@ -1,0 +1,146 @@
+"""Samples that were drawn again, beside the recorded ones."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastrl.rollout import RolloutOutput
+from fastrl.run.machine import differences, machine, other_draws, remedies, versions
+
+
+@dataclass(frozen=True)
+class ReplayedSample:
+    """A sample that was drawn again.
+
+    Attributes:
+        recorded: the ledger's row of it.
+        tolerance: by how much log-probs and values may differ and still count as the recorded ones.
+        completion_ids, finish_reason: of the sample drawn now.
+        logprobs, values: its log-probs at the policy's temperature and its values, [L] fp32; None
+            where rollouts compute none.
+    """
+
+    recorded: dict[str, Any]
+    completion_ids: list[int]
+    finish_reason: str
+    logprobs: np.ndarray | None
+    values: np.ndarray | None
+    tolerance: float = 0.0
+
+    @property
+    def identical(self) -> bool:
+        """Whether tokens, finish reason, log-probs and values are the recorded ones, bit for bit
+        where ``tolerance`` is 0."""
+        return not self.differences()
+
+    def differences(self) -> list[str]:
+        """A line for each of them that differs."""
+        before, now = self.recorded["completion_ids"], self.completion_ids
+        same = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
+        same = min(len(before), len(now)) if same is None else same
+        lines = []
+        if before != now:
+            lines.append(
+                f"tokens: the first {same} are the same, of {len(before)} recorded and {len(now)} "
+                "drawn now"
+            )
+        reason = self.recorded["finish_reason"]
+        if reason != self.finish_reason:
+            lines.append(f"finish reason: {reason} recorded, {self.finish_reason} now")
+        for name in ("logprobs", "values"):
+            own = getattr(self, name)
+            lines += difference(name, self.recorded[name], own, same, self.tolerance)
+        return lines
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The samples of a step, drawn again.
+
+    Attributes:
+        begun_at: steps of the checkpoint that was loaded; 0: the beginning of the run.
+        strayed: the first step since then whose update was not that of the run, and how it
+            differed; None: there is none.
+        tolerance: of samples and updates; above 0 where updates of several processes were done
+            again, whose sums one process rounds otherwise, and where dynamic sampling replaced
+            samples, which were drawn beside those that are left.
+    """
+
+    step: int
+    begun_at: int
+    samples: list[ReplayedSample]
+    strayed: str | None
+    tolerance: float = 0.0
+
+    @property
+    def identical(self) -> bool:
+        return all(sample.identical for sample in self.samples)
+
+
+def recorded_rollout(rows: list[dict[str, Any]], temperature: float) -> RolloutOutput:
+    """The rollout that a step learned from."""
+
+    def tensors(name: str) -> list[torch.Tensor] | None:
+        if any(row[name] is None for row in rows):
+            return None
+        return [torch.tensor(row[name], dtype=torch.float32) for row in rows]
+
+    logprobs = tensors("logprobs")
+    return RolloutOutput(
+        [torch.tensor(row["completion_ids"], dtype=torch.long) for row in rows],
+        [row["finish_reason"] for row in rows],
+        logprobs=logprobs,
+        logprobs_t1=logprobs if temperature == 1 else None,
+        values=tensors("values"),
+        temperature=temperature,
+    )
+
+
+def difference(
+    name: str, recorded: Any, now: Any, common: int | None = None, tolerance: float = 0.0
+) -> list[str]:
+    """A line where two lists of numbers are not the same bits, or further apart than a tolerance
+    above 0.
+
+    Args:
+        common: how many of the first are of the same tokens; None: all.
+    """
+    if recorded is None or now is None:
+        return [] if recorded is now is None else [f"{name}: recorded or drawn without them"]
+    before, after = (np.asarray(x, dtype=np.float32) for x in (recorded, now))
+    if before.tobytes() == after.tobytes():
+        return []
+    if common is None and len(before) != len(after):
+        return [f"{name}: {len(before)} recorded, {len(after)} now"]
+    length = min(len(before), len(after)) if common is None else common
+    if length == 0:
+        return []
+    delta = np.abs(before[:length] - after[:length])
+    worst, count = float(delta.max()), int((delta > 0).sum())
+    if len(before) == len(after) and worst <= tolerance and tolerance > 0:
+        return []
+    return [f"{name}: up to {worst:.1e} apart, in {count} of {length} tokens"]
+
+
+def warn_of_another_machine(recorded: list[dict[str, Any]]) -> None:
+    here = machine()
+    now = {**versions(), **here}
+    found = dict.fromkeys(
+        line
+        for facts in recorded
+        for line in differences({**facts["versions"], **facts["machine"]}, now)
+    )
+    if found:
+        remedy = remedies(recorded[-1]["machine"], here)
+        warnings.warn(
+            f"the run was done under other conditions ({'; '.join(found)}): the replay is the same "
+            "computation, but its last bits may differ, and with them tokens"
+            + other_draws(recorded[-1]["versions"])
+            + (f"; start it with {remedy} for the run's" if remedy else ""),
+            stacklevel=3,
+        )
