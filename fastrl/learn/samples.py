@@ -98,7 +98,7 @@ class SampledResponses:
         experience = Experience(
             old, None, advantages, None, kl, None, weights, None, None, sampled, of_each
         )
-        return Minibatch(tokens, experience)
+        return Minibatch(tokens, experience, range(len(self)))
 
     def state(self) -> dict[str, Any]:
         """A tree of tensors and plain values."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastrl.learn.baselines import (
     EPS,
@@ -18,11 +19,12 @@ from fastrl.learn.baselines import (
     standardised,
 )
 from fastrl.learn.experience import Minibatch
-from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.models.scoring import PolicyObjective
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo_config import GRPOConfig
 from fastrl.trl.metric_means import mean_of
 from fastrl.trl.online import OnlineTrainer
+from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.policy_loss import GroupLoss, high_of, note_clips, ratios_of
 from fastrl.trl.responses import Judged, nanstd
 from fastrl.trl.rollout_correction import RolloutCorrection
@@ -131,43 +133,62 @@ class GRPOTrainer(OnlineTrainer):
     def denominator(self, part: Minibatch, generated: float) -> float:
         return self._loss.denominator(part, generated)
 
-    def fused_loss(self, part: Minibatch, denominator: float) -> PolicyObjective | None:
-        coef, processes = self._coefficient(), self.accelerator.num_processes
-        return self._loss.in_one_pass(part, denominator, coef, processes)
+    def fused_loss(self, given: Pass) -> PolicyObjective | None:
+        processes = self.accelerator.num_processes
+        return self._loss.in_one_pass(given, self._coefficient(), processes)
 
-    def policy_loss(
-        self, part: Minibatch, denominator: float, scores: TokenScores, mode: str
-    ) -> Tensor:
+    def policy_loss(self, given: Pass) -> Tensor:
         """See :class:`fastrl.trl.policy_loss.GroupLoss`."""
-        args, metrics = self.args, self._metrics[mode]
-        logprobs, entropies = scores.logprobs, scores.entropies
-        assert entropies is not None
-        chosen, loss, coef = None, scores.loss, self._coefficient()
-        if args.top_entropy_quantile < 1 and (loss is None or self._has_bonus):
-            every = torch.ones_like(entropies)
-            chosen = self.get_high_entropy_mask(
-                entropies.detach(), every, 1 - args.top_entropy_quantile
-            ).float()
-        weights = torch.ones_like(entropies) if chosen is None else chosen
-        total, count = (entropies * weights).sum(), weights.sum()
-        bonus = coef * total / count.clamp(min=1)
-        if loss is None:
-            if args.off_policy_mask_threshold is not None:
-                kept = self._on_policy(part, logprobs)
-                chosen = kept if chosen is None else chosen * kept
-            policy_loss = self._loss(part, scores, chosen, denominator)
-            loss = policy_loss - bonus if coef else policy_loss
-        else:
-            policy_loss = loss.detach() + bonus.detach()
+        part, scores, coef = given.part, given.scores, self._coefficient()
+        assert scores is not None
+        assert scores.entropies is not None
+        if scores.loss is not None:
+            bonus = coef * scores.entropies.sum() / max(len(given.whole.old.advantages), 1)
+            given.loss = scores.loss + bonus
+            return scores.loss
+        chosen = part.old.chosen
+        if chosen is None and self.args.top_entropy_quantile < 1:
+            chosen = self._chosen(scores.entropies)
+            given.part = given.whole = part._replace(old=replace(part.old, chosen=chosen))
+        kept = chosen
+        if self.args.off_policy_mask_threshold is not None:
+            near = self._on_policy(part, scores.logprobs)
+            kept = near if chosen is None else chosen * near
+        given.loss = self._loss(part, scores, kept, given.denominator)
+        if not coef:
+            return given.loss
+        entropies = scores.entropies if chosen is None else scores.entropies * chosen
+        count = _counted(given.whole.old.chosen, given.whole.old.advantages)
+        return given.loss - coef * entropies.sum() / count
+
+    def note_batch(self, batch: BatchScores, mode: str) -> None:
+        metrics, entropies, chosen = self._metrics[mode], batch.entropies, batch.chosen
         if self._has_bonus:
-            metrics.add({"policy_loss": mean_of(policy_loss[None])})
+            if chosen is None and self.args.top_entropy_quantile < 1:
+                chosen = self._chosen(entropies)
+            weights = torch.ones_like(entropies) if chosen is None else chosen
+            metrics.add({"policy_loss": mean_of(batch.loss[None])})
             if mode == "train":
-                self._adapt_entropy(total.detach(), count)
-        detached = logprobs.detach()
+                self._adapt_entropy((entropies * weights).sum(), weights.sum())
         if self.beta:
-            metrics.add({"kl": mean_of(self._loss.kl(part, detached))}, of_none=0.0)
-        self._note_clips(part, detached, mode)
-        return loss
+            kl = self._loss.kl(batch.whole, batch.logprobs)
+            metrics.add({"kl": mean_of(kl)}, of_none=0.0)
+        self._note_clips(batch.whole, batch.logprobs, mode)
+
+    def _chosen(self, entropies: Tensor) -> Tensor:
+        """1 for tokens of the highest entropies of all processes', else 0, [N]."""
+        every, least = torch.ones_like(entropies), 1 - self.args.top_entropy_quantile
+        return self.get_high_entropy_mask(entropies.detach(), every, least).float()
+
+    @torch.no_grad()
+    def _with_chosen(self, model: nn.Module, whole: Minibatch, parts: list[Pass]) -> Minibatch:
+        if self.args.top_entropy_quantile == 1:
+            return whole
+        for each in parts:
+            each.scores = self._scored(model, each.part).scores
+            each.loss = whole.old.advantages.new_zeros(())
+        entropies = Pass.joined([each for each in parts if each.counts]).entropies
+        return whole._replace(old=replace(whole.old, chosen=self._chosen(entropies)))
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Tokens whose entropy is at least that quantile of all processes' tokens, as bool.
@@ -271,6 +292,11 @@ class GRPOTrainer(OnlineTrainer):
         super().begin_training(resumed)
         if resumed is not None:
             self.entropy_coef, self._last_entropy = resumed["own"]["entropy"]
+
+
+def _counted(chosen: Tensor | None, advantages: Tensor) -> Tensor | int:
+    """How many tokens of a batch are learned, at least 1."""
+    return max(len(advantages), 1) if chosen is None else chosen.sum().clamp(min=1)
 
 
 def _check_head(model: Any, args: Any) -> None:

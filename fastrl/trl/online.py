@@ -31,11 +31,12 @@ from fastrl.learn.experience import Minibatch
 from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.samples import SampledResponses
-from fastrl.learn.scorer import scoring_request
+from fastrl.learn.scorer import check_tokens, scoring_request
 from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
-from fastrl.models.scoring import PassLimit, PolicyObjective, TokenScores
+from fastrl.models.scorer import ScoredPass
+from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import check_trainable, context_length, modes_kept, without_dropout
 from fastrl.plan.report import Plan
@@ -51,6 +52,7 @@ from fastrl.run.random_state import seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.low_memory import LowMemoryTrainer
+from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.supervised import check_one_gpu, is_path, settings_of, trained_identity
@@ -58,6 +60,7 @@ from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
+from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.planning import plan_online
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.prompt_data import PromptRoom, check_data, refuse_dispatch, reserved_of
@@ -164,7 +167,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             _refuse_liger(name)
         model = self._loaded(model, args, quantization_config)
         most = args.generation_arguments.get("max_new_tokens")
-        self._room = PromptRoom(model, most, self._tokenizer, args.chat_template_kwargs or {})
+        self._room = PromptRoom(
+            model, most, self._tokenizer, args.chat_template_kwargs or {}, args.micro_batch_tokens
+        )
         if self.rollout_func is None and environments is None:
             self._room.check_data(train_dataset, eval_dataset)
         model = self._adapted(model, args, peft_config)
@@ -427,16 +432,21 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             kl: Σ_t (log π_old - log π_ref) of each response, [B], where there is a reference.
         """
 
-    def fused_loss(self, part: Minibatch, denominator: float) -> PolicyObjective | None:
-        """The loss of a batch as the LM head computes it; None: from log-probs, by
+    def fused_loss(self, given: Pass) -> PolicyObjective | None:
+        """The loss of a pass as the LM head computes it; None: from log-probs, by
         :meth:`policy_loss`."""
         return None
 
     @abstractmethod
-    def policy_loss(
-        self, part: Minibatch, denominator: float, scores: TokenScores, mode: str
-    ) -> Tensor:
-        """The loss of a batch; logs what is known of it."""
+    def policy_loss(self, given: Pass) -> Tensor:
+        """The loss of a pass that has its scores."""
+
+    def note_batch(self, batch: BatchScores, mode: str) -> None:
+        """Logs what is known of a batch by its log-probs."""
+
+    def _with_chosen(self, model: nn.Module, whole: Minibatch, parts: list[Pass]) -> Minibatch:
+        """A batch that knows which of its tokens are learned, where that hangs on all of them."""
+        return whole
 
     @abstractmethod
     def denominator(self, part: Minibatch, generated: float) -> float:
@@ -511,8 +521,15 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         begin = time.perf_counter()
         with self.products.on(model, self.ref_model):
             model.train()
-            inputs = self._prepare_inputs(inputs)  # by rewards that may draw: before the pass does
-            loss = super().training_step(model, inputs, *args, **kwargs)
+            # By rewards that may draw: before the passes do.
+            samples = self._prepare_inputs(inputs)
+            passes, losses = self._passes(model, samples, "train"), []
+            contexts = with_synchronised_last(len(passes), model, self.accelerator)
+            for each, context in zip(passes, contexts, strict=True):
+                with context:
+                    losses.append(super().training_step(model, each, *args, **kwargs))
+            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+            self._note(passes, "train")
         self._step += 1
         self._seconds += time.perf_counter() - begin
         if self.accelerator.sync_gradients:
@@ -532,9 +549,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        part = self._prepare_inputs(inputs)
+        samples = self._prepare_inputs(inputs)
         with torch.no_grad(), self._autocast():
-            loss = self.compute_loss(model, part).detach()
+            passes = self._passes(model, samples, "eval")
+            loss = torch.stack([self.compute_loss(model, each).detach() for each in passes]).sum()
+            self._note(passes, "eval")
         if self.accelerator.num_processes > 1:
             # Of all, as transformers takes a last batch for longer than the data set, and cuts it.
             loss = self.accelerator.reduce(loss, reduction="mean")
@@ -556,23 +575,62 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             self._sampler.before_update()
         return self._buffer[self._step % steps]
 
+    def _passes(self, model: nn.Module, samples: SampledResponses, mode: str) -> list[Pass]:
+        """A batch, in passes of at most ``micro_batch_tokens``."""
+        most = self.args.micro_batch_tokens
+        uses = self.args.steps_per_generation if mode == "train" else 1
+        generated = max(samples.generated, 1.0) / self.accelerator.num_processes / uses
+        padding = Padded() if self.aux_loss_enabled else self._scorer.padding(model)
+        device, pad_token = self.args.device, self._tokenizer.pad_token_id
+        whole = samples.minibatch(pad_token, padding, device, self.beta)
+        denominator = self.denominator(whole, generated)
+        if most is None:
+            return [Pass(whole, whole, denominator)]
+        prompts, responses = (
+            list(map(len, ids)) for ids in (samples.prompt_ids, samples.completion_ids)
+        )
+        check_tokens(most, prompts, responses, "response {0} and its prompt".format)
+        limit = PassLimit(whole.size, most)
+
+        def passes() -> list[Pass]:
+            parts = on_all_processes(whole.split(limit), self.processes)
+            return [Pass(part, whole, denominator, counts) for part, counts in parts]
+
+        found = passes()
+        if len(found) > 1:
+            whole = self._with_chosen(model, whole, found)
+            found = passes()
+        return found
+
     def compute_loss(  # type: ignore[override]
         self,
         model: nn.Module,
-        inputs: SampledResponses,
+        inputs: Pass,
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
+        """The part of a batch's loss that a pass has."""
         if return_outputs:
             raise ValueError(f"{type(self).__name__} returns no outputs beside the loss")
-        mode = "train" if self.model.training else "eval"
-        uses = self.args.steps_per_generation if mode == "train" else 1
-        generated = max(inputs.generated, 1.0) / self.accelerator.num_processes / uses
-        aux, pad_token = self.aux_loss_enabled, self._tokenizer.pad_token_id
-        padding = Padded() if aux else self._scorer.padding(model)
-        part = inputs.minibatch(pad_token, padding, self.args.device, self.beta)
-        denominator = self.denominator(part, generated)
-        objective, model_pass = self.fused_loss(part, denominator), self._scorer.model_pass(part)
+        part, aux = inputs.part, self.aux_loss_enabled
+        scored = self._scored(model, part, self.fused_loss(inputs), aux)
+        inputs.scores = scored.scores
+        loss = self.policy_loss(inputs)
+        if aux:
+            aux_loss = scored.output.aux_loss * (part.size / inputs.whole.size)
+            inputs.aux_loss = aux_loss.detach()
+            loss = loss + self.router_aux_loss_coef * aux_loss
+        return loss if inputs.counts else loss * 0
+
+    def _scored(
+        self,
+        model: nn.Module,
+        part: Minibatch,
+        objective: PolicyObjective | None = None,
+        aux: bool = False,
+    ) -> ScoredPass:
+        """Log-probs and entropies of the tokens that are learned, and the loss of an objective."""
+        model_pass = self._scorer.model_pass(part)
         request = scoring_request(
             part.tokens,
             model_pass,
@@ -581,15 +639,18 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             values=False,
             objective=objective,
         )
-        found = self._scorer.policy(model, dict(model_pass.inputs), request, aux)
-        loss = self.policy_loss(part, denominator, found.scores, mode)
-        assert found.scores.entropies is not None
-        noted = {"entropy": mean_of(found.scores.entropies)}
-        if aux:
-            loss = loss + self.router_aux_loss_coef * found.output.aux_loss
-            noted["aux_loss"] = mean_of(found.output.aux_loss[None])
+        return self._scorer.policy(model, dict(model_pass.inputs), request, aux)
+
+    def _note(self, passes: list[Pass], mode: str) -> None:
+        """Logs what is known of a batch that was learned from."""
+        own = [each for each in passes if each.counts]
+        batch = Pass.joined(own)
+        noted = {"entropy": mean_of(batch.entropies)}
+        if self.aux_loss_enabled:
+            losses = [x.aux_loss for x in own if x.aux_loss is not None]
+            noted["aux_loss"] = mean_of(torch.stack(losses).sum()[None])
+        self.note_batch(batch, mode)
         self._metrics[mode].add(noted, of_none=0.0)
-        return loss
 
     # Responses and rewards.
 
@@ -630,7 +691,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if self.learns_kl and self._reference is not None:
             own = None  # scored as the reference is: else rounding would be a KL, and learned
         correction = None if others is None else self._correction
-        limit = PassLimit(size)
+        limit = PassLimit(size, args.micro_batch_tokens)
         if self.needs_old or behind or correction is not None:
             learnable.old = self._scorer.old(model, learnable, own, limit)
         if others is not None:

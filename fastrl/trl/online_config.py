@@ -135,7 +135,6 @@ class OnlineConfig(SupervisedArguments):
     train_sampling_strategy: str = refused(
         "random", "shuffle_dataset orders the prompts, and False keeps the data's order"
     )
-    micro_batch_tokens: int | None = refused(None, "lower per_device_train_batch_size")
     vllm_structured_outputs_regex: str | None = refused(
         None, "pass prefix_allowed_tokens_fn in generation_kwargs"
     )

@@ -17,6 +17,7 @@ from fastrl.learn.loss import TokenLoss
 from fastrl.learn.objective import TokenObjective, loss_of_logprobs
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.trl.metric_means import MetricMeans, mean_of
+from fastrl.trl.passes import Pass
 from fastrl_kernels.sequence_ratios import log_gamma_weights
 
 LEVELS = ("token", "sequence")
@@ -125,9 +126,9 @@ class GroupLoss(TokenLoss):
         return float(self.aggregate.denominator(part.tokens.response_mask.sum(-1)))
 
     def in_one_pass(
-        self, part: Minibatch, denominator: float, entropy_coef: float, processes: int
+        self, given: Pass, entropy_coef: float, processes: int
     ) -> PolicyObjective | None:
-        """The loss as the LM head computes it together with its gradient; None where it needs
+        """The loss of a pass as the LM head computes it with its gradient; None where it needs
         something else.
 
         That is a KL times a ratio other than 1, which the kernels do not have; the mask of
@@ -139,13 +140,20 @@ class GroupLoss(TokenLoss):
             entropy_coef: c, as it is now.
             processes: how many there are.
         """
-        on_policy, kl, count = part.old.logprobs is None, part.old.kl, len(part.old.advantages)
+        part, denominator, count = given.part, given.denominator, len(given.whole.old.advantages)
+        on_policy, kl = part.old.logprobs is None, part.old.kl
         weights = self.aggregate.weights(part.counts)
         no_kl = on_policy and part.old.sampled is None
         masks = self.threshold is not None and not (no_kl and self.threshold >= 0)
-        top = self.top_entropy < 1
-        bonus = entropy_coef != 0 and (top or weights is not None)
-        if not self.fuses or not count or masks or bonus or (top and processes > 1):
+        top = self.top_entropy < 1 and part.old.chosen is None
+        bonus = entropy_coef != 0 and (self.top_entropy < 1 or weights is not None)
+        if (
+            not self.fuses
+            or not len(part.old.advantages)
+            or masks
+            or bonus
+            or (top and processes > 1)
+        ):
             return None
         if kl is not None and self.corrects_kl:
             if not on_policy or self.level != "token":

@@ -92,10 +92,18 @@ class PromptRoom:
     Args:
         most: tokens of a response; None: as many as there is room for.
         template: further arguments of the chat template.
+        most_of_a_pass: tokens of a prompt with its response, ``micro_batch_tokens``.
     """
 
-    def __init__(self, model: Any, most: int | None, tokenizer: Any, template: Mapping[str, Any]):
-        self._layout, self._most = layout_of(model), most
+    def __init__(
+        self,
+        model: Any,
+        most: int | None,
+        tokenizer: Any,
+        template: Mapping[str, Any],
+        most_of_a_pass: int | None = None,
+    ):
+        self._layout, self._most, self._most_of_a_pass = layout_of(model), most, most_of_a_pass
         self._tokenizer, self._template = tokenizer, template
 
     def check_data(self, train: Any, evaluation: Any) -> None:
@@ -132,6 +140,9 @@ class PromptRoom:
             )
 
     def _exceeded(self, tokens: int) -> str | None:
+        most, whole = self._most_of_a_pass, tokens + (self._most or 1)
+        if most is not None and whole > most:
+            return f"micro_batch_tokens of {most}"
         return self._layout.exceeded(tokens, self._most or 1)
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from fastrl.learn.baselines import EPS, all_equal, deviation, grouped, leave_one_out
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.samples import SampledResponses
-from fastrl.models.scoring import TokenScores
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.metric_means import Parts, mean_of
 from fastrl.trl.online import OnlineTrainer
+from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.policy_loss import high_of, note_clips
 from fastrl.trl.responses import Judged, nanstd
 from fastrl.trl.rloo_config import RLOOConfig
@@ -65,13 +65,18 @@ class RLOOTrainer(OnlineTrainer):
     def denominator(self, part: Minibatch, generated: float) -> float:
         return float(part.size)
 
-    def policy_loss(
-        self, part: Minibatch, denominator: float, scores: TokenScores, mode: str
-    ) -> Tensor:
-        args, metrics, advantages = self.args, self._metrics[mode], part.old.of_responses
-        assert advantages is not None
-        ratio = part.sums(part.differences(scores.logprobs)).exp()
+    def policy_loss(self, given: Pass) -> Tensor:
+        args, part = self.args, given.part
+        assert given.scores is not None
+        assert part.old.of_responses is not None
+        advantages = part.old.of_responses
+        ratio = part.sums(part.differences(given.scores.logprobs)).exp()
         near = ratio.clamp(1 - args.epsilon, 1 + high_of(args))
-        loss = -torch.min(ratio * advantages, near * advantages).sum() / denominator
-        note_clips(metrics, ratio.detach(), advantages, args)
-        return loss
+        given.loss = -torch.min(ratio * advantages, near * advantages).sum() / given.denominator
+        return given.loss
+
+    def note_batch(self, batch: BatchScores, mode: str) -> None:
+        whole = batch.whole
+        assert whole.old.of_responses is not None
+        ratio = whole.sums(whole.differences(batch.logprobs)).exp()
+        note_clips(self._metrics[mode], ratio, whole.old.of_responses, self.args)

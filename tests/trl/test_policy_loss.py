@@ -19,6 +19,7 @@ from fastrl.data.token_batch import Padded
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.samples import SampledResponses
 from fastrl.models.scoring import TokenScores
+from fastrl.trl.passes import Pass
 from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
 
 COUNTS = [3, 0, 2, 6]
@@ -151,7 +152,7 @@ def in_one_pass(batch: Batch, args: GRPOConfig, loss: GroupLoss, leaves: Any) ->
 def objective_of(batch: Batch, args: GRPOConfig, loss: GroupLoss, processes: int = 1) -> Any:
     part = batch.part(args)
     denominator = loss.denominator(part, GENERATED)
-    return loss.in_one_pass(part, denominator, args.entropy_coef, processes)
+    return loss.in_one_pass(Pass(part, part, denominator), args.entropy_coef, processes)
 
 
 def from_logprobs(batch: Batch, args: GRPOConfig, loss: GroupLoss, leaves: Any) -> Tensor:

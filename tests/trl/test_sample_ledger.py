@@ -16,7 +16,8 @@ from tests.trl.test_online import make
 
 MANY: dict[str, Any] = {
     "ledger": True, "max_steps": 6, "num_iterations": 2, "learning_rate": 1e-2,
-    "save_strategy": "steps", "save_steps": 2, "save_total_limit": None, "missing_eos_penalty": 0.5, "temperature": 0.7,
+    "save_strategy": "steps", "save_steps": 2, "save_total_limit": None,
+    "missing_eos_penalty": 0.5, "temperature": 0.7,
 }  # fmt: skip
 
 
