@@ -124,12 +124,12 @@ CAPABILITIES = (
     Capability(
         "passes of at most so many tokens",
         ("micro_batch_tokens",),
-        {"grpo": NOT_YET, "rloo": NOT_YET},
+        {},
     ),
     Capability(
         "a reference that is shared, or in host memory",
         ("reference", "num_shared_layers"),
-        {"grpo": NOT_YET, "rloo": NOT_YET, "pairs": NOT_YET, "texts": "*has none*"},
+        {"texts": "*has none*"},
     ),
     Capability(
         "a reference that follows",

@@ -8,6 +8,7 @@ from typing import Any
 from fastrl.config import PPOConfig, parse_json
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
+from fastrl.trl.reference import ReferenceArguments
 
 _ENGINE = "fastrl's rollout engine generates in this process"
 _BATCHES = "the rollout engine batches so by itself"
@@ -16,7 +17,7 @@ _LENGTH = "set max_completion_length, and cut prompts in the data set"
 
 
 @dataclass
-class OnlineConfig(SupervisedArguments):
+class OnlineConfig(ReferenceArguments, SupervisedArguments):
     """Settings of trainers that learn from responses which they sample themselves, beside those of
     ``transformers.TrainingArguments``; names, meanings and defaults are TRL 1.x's."""
 
@@ -177,6 +178,8 @@ class OnlineConfig(SupervisedArguments):
                 "auto_find_batch_size would break groups of num_generations responses: leave it "
                 "out, and lower per_device_train_batch_size"
             )
+        if self.beta == 0:
+            self.refuse_reference("beta=0.0")
         if self.sync_ref_model and self.beta == 0:
             raise ValueError(
                 "sync_ref_model moves a reference model, and there is none with beta=0.0: leave "

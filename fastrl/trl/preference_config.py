@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from fastrl.settings import check_refused, refused, setting
 from fastrl.trainers.supervised import SupervisedArguments
+from fastrl.trl.reference import ReferenceArguments
 
 
 @dataclass
-class PreferenceConfig(SupervisedArguments):
+class PreferenceConfig(ReferenceArguments, SupervisedArguments):
     """Settings of trainers that learn from preferences, beside those of
     ``transformers.TrainingArguments``; names, meanings and defaults are TRL 1.x's."""
 
@@ -59,6 +60,8 @@ class PreferenceConfig(SupervisedArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_refused(self)
+        if self.precompute_ref_log_probs:
+            self.refuse_reference("precompute_ref_log_probs")
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
                 "precompute_ref_log_probs keeps log-probs of a reference that sync_ref_model "

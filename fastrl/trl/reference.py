@@ -1,16 +1,53 @@
-"""The reference model of a trainer by TRL's settings."""
+"""The reference model of a trainer by TRL's settings, and by ours."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from fastrl.config import PPOConfig
 from fastrl.models import CausalLMPolicy
 from fastrl.ref_model import ReferenceSettings, RefModel, choose_ref_model
+from fastrl.settings import setting, setting_like
+
+REFERENCES = ("auto", "copy", "adapter", "trunk", "offload")
+
+
+@dataclass
+class ReferenceArguments:
+    """How the reference model is kept."""
+
+    reference: str = setting(
+        "Reference model: copy (a frozen copy), adapter (a PEFT model's base), trunk (a copy that "
+        "shares the bottom layers, which stay as they are), offload (a copy in host memory); auto: "
+        "adapter for PEFT models, trunk with num_shared_layers, else copy.",
+        "auto",
+        choices=REFERENCES,
+    )
+    num_shared_layers: int | None = setting_like(PPOConfig, "num_shared_layers")
+    reference_dtype: str = setting_like(PPOConfig, "reference_dtype")
+
+    def refuse_reference(self, cause: str) -> None:
+        """
+        Raises:
+            ValueError: a setting of a reference that is not there, because of ``cause``.
+        """
+        for name, default in (
+            ("reference", "auto"),
+            ("num_shared_layers", None),
+            ("reference_dtype", "auto"),
+        ):
+            value = getattr(self, name)
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} is of a reference model, and with {cause} there is none: "
+                    f"leave {name} out"
+                )
 
 
 def reference_of(
@@ -26,9 +63,14 @@ def reference_of(
     Raises:
         ValueError: a reference that the policy cannot have, or that cannot follow it.
     """
-    settings = ReferenceSettings(reference_adapter="off" if fresh else "auto")
+    settings = ReferenceSettings(
+        reference=args.reference,
+        num_shared_layers=args.num_shared_layers,
+        reference_adapter="off" if fresh else "auto",
+        reference_dtype=args.reference_dtype,
+    )
     if args.sync_ref_model:  # of an adapter, a copy: the base has no weights that could follow
-        settings = ReferenceSettings(
+        settings = settings._replace(
             reference_adapter="start",
             sync_ref_every=args.ref_model_sync_steps,
             ref_ema=args.ref_model_mixup_alpha,
