@@ -352,6 +352,13 @@ class PPOConfig:
         1.0,
         within="[0, inf)",
     )
+    off_policy_mask_threshold: float | None = setting(
+        "With a group's baseline: leave out of an optimizer step responses of negative advantage "
+        "whose mean log-ratio to the policy that sampled them exceeds this, in nats; it costs "
+        "another forward.",
+        None,
+        within="(0, inf]",
+    )
     mask_truncated_completions: bool = setting(
         "Learn nothing from responses that were cut at their longest; their scores still count "
         "in their groups.",
@@ -401,7 +408,8 @@ class PPOConfig:
     )
     ratio_level: str = setting(
         "Whose probability ratio the objective reads: token, sequence (GSPO: the geometric mean "
-        "over a response), sequence-token (GSPO-token: its value, with the token's gradient).",
+        "over a response), sequence-token (GSPO-token: its value, with the token's gradient), "
+        "product (RLOO: of the whole response's probability).",
         "token",
         choices=RATIO_LEVELS,
     )
@@ -641,6 +649,12 @@ class PPOConfig:
             raise ValueError(
                 f"dynamic_sampling_rounds replaces groups without spread, but {asked} has no "
                 "groups: choose another advantage (grpo, dr_grpo, rloo), or set it to 0"
+            )
+        if self.off_policy_mask_threshold is not None and not self.compares_groups:
+            raise ValueError(
+                f"off_policy_mask_threshold leaves out whole responses, whose tokens {asked} gives "
+                "advantages of their own: choose another advantage (grpo, dr_grpo, rloo), or leave "
+                "it out"
             )
         if self.needs_values:
             if size != 1:

@@ -8,6 +8,9 @@ import tempfile
 import pytest
 import torch
 
+# Torch's own, whose deprecations at their import pytest.warns would give another module's name.
+import torch.utils.mkldnn
+
 from tests import quick_interpreter, thorough, variables
 
 pytest_plugins = ["tests.isolation", "tests.order"]

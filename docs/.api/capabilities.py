@@ -188,18 +188,12 @@ CAPABILITIES = (
     Capability(
         "its correction",
         ("sampler_correction", "vllm_importance_sampling_correction"),
-        {"rloo": NOT_YET, "align": NOT_YET, **_SAMPLED_BY_NONE},
+        {"align": NOT_YET, **_SAMPLED_BY_NONE},
     ),
     Capability(
         "masks of responses that are off-policy",
         ("off_policy_mask_threshold",),
-        {
-            "step": NOT_YET,
-            "train": NOT_YET,
-            "rloo": NOT_YET,
-            "align": NOT_YET,
-            **_SAMPLED_BY_NONE,
-        },
+        {"align": NOT_YET, **_SAMPLED_BY_NONE},
     ),
     Capability(
         "a critic of its own",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.experience import LogprobsAndValues
+from fastrl.learn.experience import LogprobsAndValues, Minibatch
 from fastrl.models.host_memory import to_device
 from fastrl.rollout import RolloutOutput
 from fastrl_kernels.policy_losses import at_tokens, sequence_sums
@@ -90,6 +90,21 @@ def sampler_weights(
     return at_tokens(weights, difference, lengths) if level == "sequence" else weights, found
 
 
+def on_policy(part: Minibatch, logprobs: Tensor, most: float) -> Tensor:
+    """1 for the tokens of responses to keep, else 0, [N]: of those whose advantage is not negative,
+    or whose mean_t(log π_sampler - log π) is at most ``most`` nats (DeepSeek-V3.2, 2025).
+
+    Args:
+        part: has the sampler's log-probs, where these are known; else π_old's are taken.
+        logprobs: [N], of the policy.
+    """
+    apart = part.differences(logprobs.detach())
+    if part.old.sampled is not None:
+        apart = logprobs.detach() - part.old.sampled
+    mean = part.means(-apart.nan_to_num(nan=0.0))
+    return ((part.old.advantages >= 0) | part.at_tokens(mean <= most)).float()
+
+
 def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, least and greatest where the mask is True; NaN where it nowhere is, or x is NaN."""
     x, mask = (
@@ -110,6 +125,34 @@ def _share(chosen: Tensor, mask: Tensor) -> Tensor:
     return (chosen & mask).sum() / mask.sum().float()
 
 
+def sampler_logprobs(
+    rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None, temperature: float
+) -> list[Tensor] | None:
+    """The sampler's log-probs of each response, where they are known.
+
+    Args:
+        rollout: that the responses come from, where it was given.
+        known: what this trainer's own rollouts found, where these are its responses.
+        temperature: of the policy.
+
+    Raises:
+        ValueError: numbers that are no log-probs.
+    """
+    if rollout is None:
+        return None if known is None else [each.logprobs for each in known]
+    found = rollout.logprobs_at(temperature)
+    if found is None:
+        return None
+    found = [torch.as_tensor(x, dtype=torch.float32).cpu() for x in found]
+    for i, x in enumerate(found):
+        if (x > _ROUNDING).any():
+            raise ValueError(
+                f"the rollout's log-probs of sequence {i} reach {float(x.nan_to_num().max())}, and "
+                "none is above 0: give log-probs, not their negatives or probabilities"
+            )
+    return found
+
+
 class ImportanceWeights:
     """The policy's loss is weighted by :func:`sampler_weights`.
 
@@ -121,32 +164,6 @@ class ImportanceWeights:
     def __init__(self, kind: str, least: float | None, most: float | None, temperature: float):
         self.kind, self.least, self.most = kind, least, most
         self.temperature = temperature
-
-    def sampled(
-        self, rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None
-    ) -> list[Tensor] | None:
-        """The sampler's log-probs of each response, where they are known.
-
-        Args:
-            rollout: that the responses come from, where it was given.
-            known: what this trainer's own rollouts found, where these are its responses.
-
-        Raises:
-            ValueError: numbers that are no log-probs.
-        """
-        if rollout is None:
-            return None if known is None else [each.logprobs for each in known]
-        found = rollout.logprobs_at(self.temperature)
-        if found is None:
-            return None
-        found = [torch.as_tensor(x, dtype=torch.float32).cpu() for x in found]
-        for i, x in enumerate(found):
-            if (x > _ROUNDING).any():
-                raise ValueError(
-                    f"the rollout's log-probs of sequence {i} reach {float(x.nan_to_num().max())}, "
-                    "and none is above 0: give log-probs, not their negatives or probabilities"
-                )
-        return found
 
     def check(self, sampled: Sequence[Tensor] | None) -> None:
         """

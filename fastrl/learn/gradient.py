@@ -216,17 +216,17 @@ class GradientStep:
 
     @torch.no_grad()
     def _with_chosen(self, parts: list[Minibatch], counts: int) -> list[Minibatch]:
-        """The parts; where ``top_entropy_quantile`` chooses tokens and no forward sees them all,
-        those of the mini-batch's, by one more forward of each.
+        """The parts; where it hangs on scores which of their tokens are learned, with these, by one
+        more forward of each.
 
         Args:
             counts: how many of the parts are not there for nothing.
         """
         alone = len(parts) == 1 and self.engine.processes.count == 1
-        if self.loss.top_entropy == 1 or alone:
+        if not self.loss.chooses_by_scores(alone):
             return parts
         assert isinstance(self.loss, UpdateLoss)
-        entropies = []
+        scores = []
         for part in parts:
             model_pass = part.tokens.model_pass
             self.positions.add(part.tokens)
@@ -234,10 +234,10 @@ class GradientStep:
             request = scoring_request(
                 part.tokens, model_pass, temperature=temperature, entropy=True
             )
-            entropies.append(self.engine.model(**model_pass.inputs, scoring=request).entropies)
-        own = torch.cat([entropies[0][:0], *entropies[:counts]])
+            scores.append(self.engine.model(**model_pass.inputs, scoring=request))
+        own = torch.cat([scores[0].entropies[:0], *(x.entropies for x in scores[:counts])])
         every = self.engine.processes.joined(own, self.engine.processes.objects(len(own)))
-        return self.loss.with_chosen(parts, entropies, every)
+        return self.loss.with_chosen(parts, scores, every)
 
     def _share(
         self, minibatch: Minibatch, limit: PassLimit

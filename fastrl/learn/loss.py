@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastrl.data.token_batch import ModelPass
 from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.correction import on_policy
 from fastrl.learn.experience import Experience, Minibatch
 from fastrl.learn.objective import TokenObjective
 from fastrl.learn.scorer import scoring_request
@@ -168,6 +169,7 @@ class UpdateLoss(TokenLoss):
         values: the value term; None: the policy learns no values.
         per_step: whether all mini-batches of an optimizer step have one denominator.
         has_kl: whether experience has a KL term.
+        off_policy: leaves out responses by :func:`fastrl.learn.correction.on_policy`; None: none.
 
     Attributes:
         names: the classic names of its statistics.
@@ -183,9 +185,10 @@ class UpdateLoss(TokenLoss):
         has_kl: bool = False,
         entropy_coef: float = 0.0,
         temperature: float = 1.0,
+        off_policy: float | None = None,
     ):
         super().__init__(objective, aggregate, entropy_coef, temperature)
-        self.values, self.per_step = values, per_step
+        self.values, self.per_step, self.off_policy = values, per_step, off_policy
         self.names = (
             *_POLICY_STATS,
             *_OTHER_STATS,
@@ -209,21 +212,33 @@ class UpdateLoss(TokenLoss):
             return [whole / len(minibatches)] * len(minibatches)
         return list(map(self.aggregate.denominator, lengths, weights))
 
-    def with_chosen(
-        self, parts: Sequence[Minibatch], entropies: Sequence[Tensor], every: Tensor
-    ) -> list[Minibatch]:
-        """Parts of a mini-batch that know which of their tokens are among those of the highest
-        entropies.
+    def chooses_by_scores(self, alone: bool) -> bool:
+        """Whether which tokens are learned is found by a forward of its own.
 
         Args:
-            entropies: of each part's tokens, [N].
-            every: of all tokens of the mini-batch.
+            alone: one forward sees the whole mini-batch, and so the highest entropies.
+        """
+        return self.off_policy is not None or (self.top_entropy < 1 and not alone)
+
+    def with_chosen(
+        self, parts: Sequence[Minibatch], scores: Sequence[TokenScores], every: Tensor
+    ) -> list[Minibatch]:
+        """Parts of a mini-batch that know which of their tokens are learned: those of the highest
+        entropies, of responses that are not off the policy.
+
+        Args:
+            scores: of each part's tokens.
+            every: entropies of all tokens of the mini-batch, [N].
         """
         least = torch.nanquantile(every.float(), 1.0 - self.top_entropy)
-        return [
-            part._replace(old=replace(part.old, chosen=(x >= least).to(x.dtype)))
-            for part, x in zip(parts, entropies, strict=True)
-        ]
+        found = []
+        for part, own in zip(parts, scores, strict=True):
+            assert own.entropies is not None
+            chosen = (own.entropies >= least).to(own.entropies.dtype)
+            if self.off_policy is not None:
+                chosen = chosen * on_policy(part, own.logprobs, self.off_policy)
+            found.append(part._replace(old=replace(part.old, chosen=chosen)))
+        return found
 
     def request(
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
@@ -325,8 +340,11 @@ class ValueLoss:
 
     def __init__(self, policy: UpdateLoss, values: ClippedValues):
         self.policy, self.values = policy, values
-        self.top_entropy = 1.0  # values are of all tokens
         self.denominators = policy.denominators
+
+    def chooses_by_scores(self, alone: bool) -> bool:
+        """Values are of all tokens."""
+        return False
 
     def request(
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor

@@ -83,9 +83,10 @@ class SampledResponses:
         those of ids.
 
         Args:
-            kl_coef: β of the KL to the reference, where its log-probs are known.
+            kl_coef: β of the KL to the reference in the loss, where its log-probs are known; 0:
+                there is none.
         """
-        given = (self.old, self.ref, self.sampler_weights, self.sampled)
+        given = (self.old, self.ref if kl_coef else None, self.sampler_weights, self.sampled)
         columns = [None if x is None else self.learned(x) for x in given]
         there = [self.advantages, *(x for x in columns if x is not None)]
         numbers = iter(to_device(torch.cat(there), device).split([len(x) for x in there]))

@@ -95,6 +95,7 @@ def loss_of(config: PPOConfig, *, values: bool | None = None) -> UpdateLoss:
         has_kl=has_kl_in_loss(config),
         entropy_coef=config.entropy_coef,
         temperature=config.temperature,
+        off_policy=config.off_policy_mask_threshold,
     )
 
 

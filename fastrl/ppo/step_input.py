@@ -12,7 +12,7 @@ from torch import Tensor
 from fastrl.data import batch as data
 from fastrl.data.batch import BatchMaker, to_host, without_tokens
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.correction import ImportanceWeights
+from fastrl.learn.correction import sampler_logprobs
 from fastrl.learn.experience import LogprobsAndValues
 from fastrl.learn.nonfinite import NonFiniteNumbers, check_a_sample_is_left, samples_left_out
 from fastrl.learn.old_logprobs import with_zeros, zero_left_out
@@ -104,6 +104,13 @@ class StepInput:
         on_device = to_device(transform.of_tokens(counted, moments), scores.device)
         return batch.scatter(on_device, batch.rows())
 
+    def sampled_tokens(self, batch: TokenBatch) -> Tensor | None:
+        """The sampler's log-probs, [B, T-1]; None where they are not known."""
+        if self.sampled is None:
+            return None
+        counted = torch.cat(list(self.sampled))[batch.mask_of_responses()]
+        return batch.scatter(to_device(counted, batch.input_ids.device), batch.rows())
+
     def _masks_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
         """All tokens count where another process has masks, and this one none."""
         if self.masks is None and any(part.masks is not None for part in parts):
@@ -130,6 +137,8 @@ class StepInputs:
         masks_truncated: whether responses that were cut do not learn.
         per_token: whether it matters which tokens scores are of.
         rollouts: may know the responses.
+        temperature: of the policy.
+        reads_sampler: whether the log-probs are wanted with which the responses were sampled.
         name_in: of queries, names one by its index.
         device: of weights.
     """
@@ -143,7 +152,8 @@ class StepInputs:
         rollouts: Rollouts,
         batches: BatchMaker,
         scores: ScoreTransform,
-        correction: ImportanceWeights | None,
+        temperature: float,
+        reads_sampler: bool,
         nonfinite: NonFiniteNumbers,
         name_in: Callable[[Sequence[Tensor]], Callable[[int], str]],
         device: torch.device,
@@ -152,7 +162,8 @@ class StepInputs:
         self.size, self.device, self.processes = size, device, processes
         self.masks_truncated, self.per_token = masks_truncated, per_token
         self.rollouts, self.batches, self.scores = rollouts, batches, scores
-        self.correction, self.nonfinite, self.name_in = correction, nonfinite, name_in
+        self.temperature, self.reads_sampler = temperature, reads_sampler
+        self.nonfinite, self.name_in = nonfinite, name_in
 
     def __call__(
         self,
@@ -176,7 +187,6 @@ class StepInputs:
             totals, of_tokens = data.check_scores(scores, self.size, responses, masks, starts)
             of_tokens = of_tokens if self.per_token else None
             self.scores.check(of_tokens is not None)
-            correction = self.correction
             own = StepInput(
                 queries,
                 responses,
@@ -186,7 +196,7 @@ class StepInputs:
                 known,
                 self._nan_samples(queries, rollout),
                 None if rollout is None else rollout.finish_reasons,
-                None if correction is None else correction.sampled(rollout, known),
+                sampler_logprobs(rollout, known, self.temperature) if self.reads_sampler else None,
                 of_tokens,
             )
         given = own.of_all(self.processes)

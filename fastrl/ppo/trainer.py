@@ -286,7 +286,9 @@ class PPOTrainer(ClassicMethods, Persistence):
             rollouts=self.rollouts,
             batches=self.batches,
             scores=self.transform_scores,
-            correction=self.sampler_correction,
+            temperature=config.temperature,
+            reads_sampler=self.sampler_correction is not None
+            or config.off_policy_mask_threshold is not None,
             nonfinite=self.nonfinite,
             name_in=self._name_in,
             device=self.current_device,
@@ -406,6 +408,7 @@ class PPOTrainer(ClassicMethods, Persistence):
                     self.aggregate.weights(batch.mask.sum(-1), given.weights),
                     sampler_weights,
                     given.weights,
+                    sampled=given.sampled_tokens(batch),
                 )
                 try:
                     record = self.update(batch, experience, learning)

@@ -19,7 +19,6 @@ from fastrl.learn.baselines import (
     standardised,
 )
 from fastrl.learn.experience import Minibatch
-from fastrl.models.scoring import PolicyObjective
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo_config import GRPOConfig
 from fastrl.trl.metric_means import mean_of
@@ -27,7 +26,6 @@ from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.policy_loss import GroupLoss, high_of, note_clips, ratios_of
 from fastrl.trl.responses import Judged, nanstd
-from fastrl.trl.rollout_correction import RolloutCorrection
 
 _LOGGER = logging.getLogger(__name__)
 _SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
@@ -73,11 +71,10 @@ class GRPOTrainer(OnlineTrainer):
     method = policy_gradient("GRPO")
     needs_old: ClassVar[bool] = False
 
-    def _prepare_loss(self) -> None:
+    def _make_loss(self) -> GroupLoss:
         args = self.args
         if args.cast_lm_head_to_fp32:
             _check_head(self.model, args)
-        self._loss = GroupLoss(args)
         self.loss_type, self.scale_rewards = args.loss_type, args.scale_rewards
         self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
         self._last_entropy = math.inf  # of the last step
@@ -95,13 +92,7 @@ class GRPOTrainer(OnlineTrainer):
                 "loss_type='vespo' has a ratio of whole responses of its own: "
                 "importance_sampling_level is of the KL's ratio alone, leave it at 'token'"
             )
-
-    def _corrected_by(self, args: Any) -> RolloutCorrection | None:
-        return RolloutCorrection(args) if args.vllm_importance_sampling_correction else None
-
-    @property
-    def _masks_by_sampler(self) -> bool:
-        return self.args.off_policy_mask_threshold is not None
+        return GroupLoss.of_grpo(args)
 
     def advantages_of(
         self, judged: Judged, kl: Tensor | None, group: int, mode: str
@@ -130,36 +121,25 @@ class GRPOTrainer(OnlineTrainer):
         advantages = torch.where(counts, advantages, 0.0).flatten()
         return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
-    def denominator(self, part: Minibatch, generated: float) -> float:
-        return self._loss.denominator(part, generated)
-
-    def fused_loss(self, given: Pass) -> PolicyObjective | None:
-        processes = self.accelerator.num_processes
-        return self._loss.in_one_pass(given, self._coefficient(), processes)
-
     def policy_loss(self, given: Pass) -> Tensor:
-        """See :class:`fastrl.trl.policy_loss.GroupLoss`."""
+        """See :class:`fastrl.trl.policy_loss.GroupLoss`; less the entropies' bonus."""
         part, scores, coef = given.part, given.scores, self._coefficient()
         assert scores is not None
         assert scores.entropies is not None
-        if scores.loss is not None:
-            bonus = coef * scores.entropies.sum() / max(len(given.whole.old.advantages), 1)
-            given.loss = scores.loss + bonus
-            return scores.loss
-        chosen = part.old.chosen
-        if chosen is None and self.args.top_entropy_quantile < 1:
+        chosen, is_fused = part.old.chosen, scores.loss is not None
+        if not is_fused and chosen is None and self.args.top_entropy_quantile < 1:
             chosen = self._chosen(scores.entropies)
             given.part = given.whole = part._replace(old=replace(part.old, chosen=chosen))
-        kept = chosen
-        if self.args.off_policy_mask_threshold is not None:
-            near = self._on_policy(part, scores.logprobs)
-            kept = near if chosen is None else chosen * near
-        given.loss = self._loss(part, scores, kept, given.denominator)
+        loss = super().policy_loss(given)
         if not coef:
-            return given.loss
+            return loss
         entropies = scores.entropies if chosen is None else scores.entropies * chosen
         count = _counted(given.whole.old.chosen, given.whole.old.advantages)
-        return given.loss - coef * entropies.sum() / count
+        bonus = coef * entropies.sum() / count
+        if not is_fused:
+            return loss - bonus
+        given.loss = loss + bonus.detach()  # the head has taken it off
+        return loss
 
     def note_batch(self, batch: BatchScores, mode: str) -> None:
         metrics, entropies, chosen = self._metrics[mode], batch.entropies, batch.chosen
@@ -227,21 +207,11 @@ class GRPOTrainer(OnlineTrainer):
         mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         return ((advantages >= 0) | (mean <= off_policy_threshold)).to(mask.dtype)
 
-    def _on_policy(self, part: Minibatch, logprobs: Tensor) -> Tensor:
-        """That mask of the tokens, [N]."""
-        apart = part.differences(logprobs.detach())
-        if part.old.sampled is not None:
-            apart = logprobs.detach() - part.old.sampled
-        mean = part.means(-apart.nan_to_num(nan=0.0))
-        near = part.at_tokens(mean <= self.args.off_policy_mask_threshold)
-        return ((part.old.advantages >= 0) | near).float()
-
     @property
     def _has_bonus(self) -> bool:
         return self.entropy_coef != 0 or self.use_adaptive_entropy
 
     def _coefficient(self) -> float:
-        """Of the mean entropy, which the loss is less."""
         above = self._last_entropy > self.args.entropy_target
         return 0.0 if self.use_adaptive_entropy and above else self.entropy_coef
 

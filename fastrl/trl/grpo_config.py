@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from fastrl.settings import refused, setting
+from fastrl.settings import refused, setting, setting_like
 from fastrl.trl.online_config import OnlineConfig
 from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
-from fastrl.trl.rollout_correction import MODES, check_correction
+from fastrl.trl.rollout_correction import check_correction
 
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -51,12 +51,6 @@ class GRPOConfig(OnlineConfig):
     entropy_target: float = setting(
         "The entropy below which the bonus acts, in nats.", 0.2, within="[0, inf)"
     )
-    off_policy_mask_threshold: float | None = setting(
-        "Leave out responses of negative advantage whose mean KL to the policy that sampled them "
-        "exceeds this, in nats.",
-        None,
-        within="[0, inf]",
-    )
     sapo_temperature_neg: float = setting(
         "Of loss_type='sapo', for negative advantages.", 1.05, within="(0, inf)"
     )
@@ -79,19 +73,8 @@ class GRPOConfig(OnlineConfig):
     vespo_lambda_neg: float = setting(
         "Of loss_type='vespo': decay λ where A is negative.", 2.0, within="(0, inf)"
     )
-    vllm_importance_sampling_correction: bool = setting(
-        "Weight the policy's loss by π_old/π_sampler where a rollout_func returns the log-probs of "
-        "the engine that sampled.",
-        True,
-    )
-    vllm_importance_sampling_mode: str = setting(
-        f"Of these weights: {', '.join(MODES)}.", "sequence_mask", choices=MODES
-    )
-    vllm_importance_sampling_clip_max: float | None = setting(
-        "Their upper bound.", 3.0, within="(0, inf]"
-    )
-    vllm_importance_sampling_clip_min: float | None = setting(
-        "Their lower bound.", None, within="[0, inf)"
+    vllm_importance_sampling_correction: bool = setting_like(
+        OnlineConfig, "vllm_importance_sampling_correction", True
     )
     vllm_importance_sampling_cap: float | None = setting(
         "Deprecated name of vllm_importance_sampling_clip_max.", None, within="(0, inf]"
@@ -110,4 +93,4 @@ class GRPOConfig(OnlineConfig):
             )
             self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
         check_correction(self)
-        GroupLoss(self)
+        GroupLoss.of_grpo(self)

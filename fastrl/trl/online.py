@@ -26,6 +26,7 @@ from fastrl.data.chat_prompts import encode_prompts
 from fastrl.data.columns import check_reserved
 from fastrl.data.prompts import Prompts, PromptStream
 from fastrl.data.token_batch import Padded
+from fastrl.learn.correction import on_policy
 from fastrl.learn.dynamic_sampling import DynamicSampling
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.nonfinite import NonFiniteNumbers
@@ -63,6 +64,7 @@ from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
 from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.planning import plan_online
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
+from fastrl.trl.policy_loss import GroupLoss
 from fastrl.trl.prompt_data import PromptRoom, check_data, refuse_dispatch, reserved_of
 from fastrl.trl.reference import (
     Follow,
@@ -160,7 +162,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._check_resampling(args, train_dataset)
         interaction.read_by(self._tokenizer, args.chat_template_kwargs or {})
-        self._correction = None if self.rollout_func is None else self._corrected_by(args)
+        self._correction: RolloutCorrection | None = None
+        if self.rollout_func is not None and args.vllm_importance_sampling_correction:
+            self._correction = RolloutCorrection(args)
         if "lm_head" in (getattr(peft_config, "target_modules", None) or ()):
             raise ValueError(_ON_HEAD)
         if args.use_liger_kernel:
@@ -266,7 +270,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._ledger: GenerationLedger | None = None
         if self.args.ledger and self.processes.is_main:
             self._ledger = GenerationLedger(Path(str(self.args.output_dir)), self.args)
-        self._prepare_loss()
+        self._loss = self._make_loss()
         self.model.add_model_tags([*self._tag_names, "fastrl"])
         self.warn_of_lost_updates(self.model, stacklevel=3)
 
@@ -409,17 +413,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     # What subclasses do.
 
-    def _prepare_loss(self) -> None:
-        """At the end of the construction."""
-
-    def _corrected_by(self, args: Any) -> RolloutCorrection | None:
-        """What weighs the responses of a ``rollout_func``, checked before anything changes."""
-        return None
-
-    @property
-    def _masks_by_sampler(self) -> bool:
-        """Whether the loss reads the log-probs of a ``rollout_func``."""
-        return False
+    @abstractmethod
+    def _make_loss(self) -> GroupLoss:
+        """By the settings, at the end of the construction."""
 
     @abstractmethod
     def advantages_of(
@@ -432,14 +428,23 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             kl: Σ_t (log π_old - log π_ref) of each response, [B], where there is a reference.
         """
 
-    def fused_loss(self, given: Pass) -> PolicyObjective | None:
-        """The loss of a pass as the LM head computes it; None: from log-probs, by
-        :meth:`policy_loss`."""
-        return None
-
-    @abstractmethod
     def policy_loss(self, given: Pass) -> Tensor:
-        """The loss of a pass that has its scores."""
+        """The loss of a pass that has its scores, see
+        :class:`fastrl.trl.policy_loss.GroupLoss`."""
+        part, scores = given.part, given.scores
+        assert scores is not None
+        given.loss = scores.loss
+        if given.loss is None:
+            kept = part.old.chosen
+            if self.args.off_policy_mask_threshold is not None:
+                near = on_policy(part, scores.logprobs, self.args.off_policy_mask_threshold)
+                kept = near if kept is None else kept * near
+            given.loss = self._loss(part, scores, kept, given.denominator)
+        return given.loss
+
+    def _coefficient(self) -> float:
+        """Of the mean entropy, which the loss is less."""
+        return 0.0
 
     def note_batch(self, batch: BatchScores, mode: str) -> None:
         """Logs what is known of a batch by its log-probs."""
@@ -447,14 +452,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def _with_chosen(self, model: nn.Module, whole: Minibatch, parts: list[Pass]) -> Minibatch:
         """A batch that knows which of its tokens are learned, where that hangs on all of them."""
         return whole
-
-    @abstractmethod
-    def denominator(self, part: Minibatch, generated: float) -> float:
-        """What a batch's sum is divided by.
-
-        Args:
-            generated: tokens of a batch, in the mean over those that were generated together.
-        """
 
     # Data.
 
@@ -582,8 +579,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         generated = max(samples.generated, 1.0) / self.accelerator.num_processes / uses
         padding = Padded() if self.aux_loss_enabled else self._scorer.padding(model)
         device, pad_token = self.args.device, self._tokenizer.pad_token_id
-        whole = samples.minibatch(pad_token, padding, device, self.beta)
-        denominator = self.denominator(whole, generated)
+        kl_coef = 0.0 if self.learns_kl else self.beta
+        whole = samples.minibatch(pad_token, padding, device, kl_coef)
+        denominator = self._loss.denominator(whole, generated)
         if most is None:
             return [Pass(whole, whole, denominator)]
         prompts, responses = (
@@ -613,7 +611,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if return_outputs:
             raise ValueError(f"{type(self).__name__} returns no outputs beside the loss")
         part, aux = inputs.part, self.aux_loss_enabled
-        scored = self._scored(model, part, self.fused_loss(inputs), aux)
+        processes = self.accelerator.num_processes
+        objective = self._loss.in_one_pass(inputs, self._coefficient(), processes)
+        scored = self._scored(model, part, objective, aux)
         inputs.scores = scored.scores
         loss = self.policy_loss(inputs)
         if aux:
@@ -697,7 +697,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if others is not None:
             if correction is not None:
                 correction(learnable, others, self._metrics[mode])
-            learnable.sampled = others if self._masks_by_sampler else None
+            if args.off_policy_mask_threshold is not None:
+                learnable.sampled = others
         kl = None
         if self._reference is not None:
             learnable.ref = self._scorer.reference(model, self._reference, learnable, limit)

@@ -9,6 +9,7 @@ from fastrl.config import PPOConfig, parse_json
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 from fastrl.trl.reference import ReferenceArguments
+from fastrl.trl.rollout_correction import MODES
 
 _ENGINE = "fastrl's rollout engine generates in this process"
 _BATCHES = "the rollout engine batches so by itself"
@@ -101,6 +102,26 @@ class OnlineConfig(ReferenceArguments, SupervisedArguments):
     log_completions: bool = setting("Print and save prompts with their responses.", False)
     num_completions_to_print: int | None = setting(
         "How many are printed; None: all.", None, within="[0, inf)"
+    )
+    off_policy_mask_threshold: float | None = setting(
+        "Leave out responses of negative advantage whose mean KL to the policy that sampled them "
+        "exceeds this, in nats.",
+        None,
+        within="[0, inf]",
+    )
+    vllm_importance_sampling_correction: bool = setting(
+        "Weight the policy's loss by π_old/π_sampler where a rollout_func returns the log-probs of "
+        "the engine that sampled.",
+        False,
+    )
+    vllm_importance_sampling_mode: str = setting(
+        f"Of these weights: {', '.join(MODES)}.", "sequence_mask", choices=MODES
+    )
+    vllm_importance_sampling_clip_max: float | None = setting(
+        "Their upper bound.", 3.0, within="(0, inf]"
+    )
+    vllm_importance_sampling_clip_min: float | None = setting(
+        "Their lower bound.", None, within="[0, inf)"
     )
     dynamic_sampling_rounds: int = setting_like(PPOConfig, "dynamic_sampling_rounds")
     missing_eos_penalty: float | None = setting(

@@ -1,4 +1,4 @@
-"""The losses of GRPO and its kin, by the kernels' table of policy losses.
+"""The losses of GRPO, RLOO and their kin, by the kernels' table of policy losses.
 
 Tokens of the B responses of a mini-batch lie one after the other, [N].
 """
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import fastrl_kernels
 from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.loss import TokenLoss
@@ -33,12 +34,13 @@ class Ratios(NamedTuple):
 
 
 def ratios_of(part: Minibatch, logprobs: Tensor, level: str) -> Ratios:
-    """ρ_t = π(y_t)/π_old(y_t), or (GSPO) a response's geometric mean, exp(mean_t log ρ_t)."""
+    """ρ_t = π(y_t)/π_old(y_t), or (GSPO) a response's geometric mean exp(mean_t log ρ_t), or (RLOO)
+    its product Π_t ρ_t."""
     log_ratio = part.differences(logprobs)
     if level == "token":
         ratio = log_ratio.exp()
         return Ratios(ratio, ratio, part.old.advantages, False)
-    units = part.means(log_ratio).exp()
+    units = (part.sums if level == "product" else part.means)(log_ratio).exp()
     assert part.old.of_responses is not None
     return Ratios(part.at_tokens(units), units, part.old.of_responses, True)
 
@@ -77,6 +79,9 @@ LOSS_TYPES = {
 }
 
 
+RLOO = LossType("clip", _MEAN, "mean over responses of ℓ, ρ = Π_t ρ_t")
+
+
 def high_of(args: Any) -> float:
     return args.epsilon if args.epsilon_high is None else args.epsilon_high
 
@@ -91,29 +96,53 @@ class GroupLoss(TokenLoss):
     ratio w in their place.
 
     Args:
-        args: a :class:`fastrl.trl.grpo_config.GRPOConfig`.
-
-    Raises:
-        ValueError: a ``delta``, temperatures, powers or decays out of range.
+        level: of the KL's ratio.
+        corrects_kl: ``use_bias_correction_kl``.
     """
 
-    def __init__(self, args: Any):
-        self.type = LOSS_TYPES[args.loss_type]
-        self.level, self.beta = args.importance_sampling_level, args.beta
-        self.corrects_kl = args.use_bias_correction_kl
-        kind, high = self.type.kind, high_of(args)
-        objective = TokenObjective.of(
-            args,
-            kind,
-            "token" if kind == "vespo" else self.level,  # whose ratio is the response's anyway
-            # CISPO's ratios have one bound, ε_high itself.
-            (args.epsilon, high - 1 if kind == "cispo" else high),
+    def __init__(
+        self,
+        args: Any,
+        loss_type: LossType,
+        objective: TokenObjective,
+        level: str,
+        corrects_kl: bool = False,
+    ):
+        self.type, self.level, self.beta, self.corrects_kl = (
+            loss_type,
+            level,
+            args.beta,
+            corrects_kl,
         )
-        aggregate = Aggregate(self.type.aggregate, args.max_completion_length, True)
+        aggregate = Aggregate(loss_type.aggregate, args.max_completion_length, True)
         super().__init__(objective, aggregate, temperature=args.temperature)
         # The fused loss's gradients are rounded before GradScaler's factor reaches them.
         self.fuses = not args.fp16
         self.threshold = args.off_policy_mask_threshold
+
+    @classmethod
+    def of_grpo(cls, args: Any) -> GroupLoss:
+        """That of a :class:`fastrl.trl.grpo_config.GRPOConfig`.
+
+        Raises:
+            ValueError: a ``delta``, temperatures, powers or decays out of range.
+        """
+        loss_type, high = LOSS_TYPES[args.loss_type], high_of(args)
+        kind, level = loss_type.kind, args.importance_sampling_level
+        objective = TokenObjective.of(
+            args,
+            kind,
+            "token" if kind == "vespo" else level,  # whose ratio is the response's anyway
+            # CISPO's ratios have one bound, ε_high itself.
+            (args.epsilon, high - 1 if kind == "cispo" else high),
+        )
+        return cls(args, loss_type, objective, level, args.use_bias_correction_kl)
+
+    @classmethod
+    def of_rloo(cls, args: Any) -> GroupLoss:
+        """That of a :class:`fastrl.trl.rloo_config.RLOOConfig`, whose KL is in the rewards."""
+        product = fastrl_kernels.PolicyLoss("clip", "product")
+        return cls(args, RLOO, TokenObjective(product, (args.epsilon, high_of(args))), "product")
 
     def denominator(self, part: Minibatch, generated: float) -> float:
         """D of a batch.

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from fastrl.learn.baselines import EPS, all_equal, deviation, grouped, leave_one_out
-from fastrl.learn.experience import Minibatch
 from fastrl.learn.samples import SampledResponses
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.metric_means import Parts, mean_of
 from fastrl.trl.online import OnlineTrainer
-from fastrl.trl.passes import BatchScores, Pass
-from fastrl.trl.policy_loss import high_of, note_clips
+from fastrl.trl.passes import BatchScores
+from fastrl.trl.policy_loss import GroupLoss, note_clips, ratios_of
 from fastrl.trl.responses import Judged, nanstd
 from fastrl.trl.rloo_config import RLOOConfig
 
@@ -27,8 +26,7 @@ class RLOOTrainer(OnlineTrainer):
     R' = clip(R) - beta·Σ_t (log π_old - log π_ref); A is R' less the mean R' of the other responses
     to the prompt. The loss is the mean over responses of -min(ρ·A, clip(ρ, 1 - ε, 1 + ε_high)·A),
     ρ = Π_t π(y_t)/π_old(y_t). Arguments are those of :class:`fastrl.trl.grpo.GRPOTrainer`, with a
-    :class:`RLOOConfig`, but for ``tools`` and ``environment_factory``; the ``logprobs`` of a
-    ``rollout_func`` are not used.
+    :class:`RLOOConfig`.
     """
 
     config: ClassVar[type] = RLOOConfig
@@ -62,21 +60,9 @@ class RLOOTrainer(OnlineTrainer):
         of_tokens = learnable.learned(learnable.old) - learnable.learned(learnable.ref)
         return {"kl": mean_of(of_tokens)}
 
-    def denominator(self, part: Minibatch, generated: float) -> float:
-        return float(part.size)
-
-    def policy_loss(self, given: Pass) -> Tensor:
-        args, part = self.args, given.part
-        assert given.scores is not None
-        assert part.old.of_responses is not None
-        advantages = part.old.of_responses
-        ratio = part.sums(part.differences(given.scores.logprobs)).exp()
-        near = ratio.clamp(1 - args.epsilon, 1 + high_of(args))
-        given.loss = -torch.min(ratio * advantages, near * advantages).sum() / given.denominator
-        return given.loss
+    def _make_loss(self) -> GroupLoss:
+        return GroupLoss.of_rloo(self.args)
 
     def note_batch(self, batch: BatchScores, mode: str) -> None:
-        whole = batch.whole
-        assert whole.old.of_responses is not None
-        ratio = whole.sums(whole.differences(batch.logprobs)).exp()
-        note_clips(self._metrics[mode], ratio, whole.old.of_responses, self.args)
+        found = ratios_of(batch.whole, batch.logprobs, "product")
+        note_clips(self._metrics[mode], found.units, found.advantages, self.args)

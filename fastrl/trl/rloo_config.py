@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fastrl.settings import setting
 from fastrl.trl.online_config import OnlineConfig
+from fastrl.trl.rollout_correction import MODES, check_correction
 
 
 @dataclass
@@ -17,6 +18,12 @@ class RLOOConfig(OnlineConfig):
         "Coefficient of the KL in the reward; 0: there is none.", 0.05, within="[0, inf)"
     )
     normalize_advantages: bool = setting("Standardise advantages over the batch.", False)
+    vllm_importance_sampling_mode: str = setting(
+        "Of the weights of vllm_importance_sampling_correction: those of whole responses, as the "
+        "ratio is.",
+        "sequence_mask",
+        choices=[mode for mode in MODES if mode.startswith("sequence")],
+    )
     # Not a tuple, which no parser of command lines knows.
     reward_clip_range: list[float] | None = setting(
         "Bounds of the reward, low and high.", None, within="[-inf, inf]"
@@ -27,3 +34,4 @@ class RLOOConfig(OnlineConfig):
         bounds = self.reward_clip_range
         if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
             raise ValueError(f"reward_clip_range must be (low, high), got {bounds}")
+        check_correction(self)

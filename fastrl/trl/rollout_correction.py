@@ -41,7 +41,7 @@ class RolloutCorrection:
     :func:`fastrl.learn.correction.sampler_weights`.
 
     Args:
-        args: a :class:`fastrl.trl.grpo_config.GRPOConfig`.
+        args: an :class:`fastrl.trl.online_config.OnlineConfig`.
 
     Raises:
         ValueError: as :func:`check_correction`, as scripts set attributes of parsed arguments.
@@ -50,7 +50,8 @@ class RolloutCorrection:
     def __init__(self, args: Any):
         check_correction(args)
         mode = args.vllm_importance_sampling_mode
-        self.refused = args.loss_type == "vespo" and mode.startswith("sequence")
+        vespo = getattr(args, "loss_type", None) == "vespo"
+        self.refused = vespo and mode.startswith("sequence")
         self.kind = mode.replace("_", "-")
         self.least = args.vllm_importance_sampling_clip_min
         self.most = args.vllm_importance_sampling_clip_max

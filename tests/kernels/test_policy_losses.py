@@ -24,6 +24,7 @@ OBJECTIVES = {
     "sequence-token": (PolicyLoss(ratio_level="sequence-token"), {"cliprange": (0.02, 0.03)}),
     "cispo, sequence": (PolicyLoss("cispo", "sequence"), {"cliprange": (0.02, 0.03)}),
     "sapo, sequence": (PolicyLoss("sapo", "sequence"), {}),
+    "product": (PolicyLoss(ratio_level="product"), {"cliprange": (0.3, 0.4)}),
     "vespo": (PolicyLoss("vespo", vespo_powers=(0.4, 0.2), vespo_decays=(0.03, 0.05)), {}),
 }
 EACH = pytest.mark.parametrize("name", OBJECTIVES)

@@ -20,6 +20,7 @@ CASES = {
         "ratio_level": "sequence", "cliprange": 3e-4, "cliprange_high": 4e-4,
         "loss_aggregate": "seq-mean-token-mean",
     },
+    "product": {"ratio_level": "product", "cliprange": 3e-3},
     "gspo-token": {"ratio_level": "sequence-token", "cliprange": 3e-4},
     "luspo": {
         "ratio_level": "sequence", "loss_aggregate": "seq-mean-token-sum", "cliprange": 3e-4,
@@ -69,6 +70,8 @@ def exact_loss(model, old, batch, settings):
         log_ratio = lp - o
         if level == "sequence":
             log_ratio = log_ratio.mean().expand(len(lp))
+        elif level == "product":
+            log_ratio = log_ratio.sum().expand(len(lp))
         elif level == "sequence-token":
             log_ratio = log_ratio.mean().detach() + lp - lp.detach()
         loss = objective(settings, log_ratio.exp(), a, lp) * (h.detach() >= least)

@@ -33,15 +33,18 @@ class Case(NamedTuple):
 
     Attributes:
         turns: what the policy writes, turn by turn: of all responses, then of those that go on.
-        arguments: of the trainer or of train(); None: those of a trainer's settings.
-        without: the same run without it.
+        arguments: of the trainer or of train().
+        ours: settings of PPOConfig, and further arguments of train().
+        theirs: the same of GRPOConfig and RLOOConfig.
+        without: arguments, ours and reward of the same run without it.
     """
 
     turns: tuple[list[str], ...]
     arguments: dict[str, Any] = {}  # noqa: RUF012
-    settings: dict[str, Any] = {}  # noqa: RUF012
-    without: dict[str, Any] | None = None
+    ours: dict[str, Any] = {}  # noqa: RUF012
+    theirs: dict[str, Any] = {}  # noqa: RUF012
     reward: Callable[..., list[Any]] = small_tokens
+    without: dict[str, Any] = {}  # noqa: RUF012
 
 
 class Counter:
@@ -78,7 +81,7 @@ def ended(*texts: str) -> list[str]:
     return [f"{text}<|end|>" for text in texts]
 
 
-def rollout_func(masks: bool) -> Callable[..., dict[str, Any]]:
+def rollout_func(masks: bool = False, logprobs: bool = False) -> Callable[..., dict[str, Any]]:
     def respond(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         said = [f"{i % 3} is it, {i}<|end|>" for i in range(len(prompts))]
         ids = [TOKENIZER(text=text)["input_ids"] for text in said]
@@ -88,11 +91,30 @@ def rollout_func(masks: bool) -> Callable[..., dict[str, Any]]:
             "logprobs": None,
             "noted": [float(i % GROUP) for i in range(len(prompts))],
         }
+        if logprobs:  # every other response is one that the policy would hardly write
+            found["logprobs"] = [[-5.5 + 4 * (i % 2)] * len(x) for i, x in enumerate(ids)]
         if masks:
             found["env_mask"] = [[int(i > 2) for i in range(len(x))] for x in ids]
         return found
 
     return respond
+
+
+def by_length(completion_ids: list[list[int]], start: list[int], **_: Any) -> list[float]:
+    """Nothing to compare in one of the groups."""
+    pairs = zip(completion_ids, start, strict=True)
+    return [float(len(ids) % 3) if begun == 3 else 1.0 for ids, begun in pairs]
+
+
+def failing(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Fails every other time."""
+    CALLED.append(1)
+    if len(CALLED) % 2:
+        raise OSError("busy")
+    return small_tokens(completion_ids)
+
+
+CALLED: list[int] = []
 
 
 def noted(completions: list[Any], noted: list[float], **_: Any) -> list[float]:
@@ -102,34 +124,62 @@ def noted(completions: list[Any], noted: list[float], **_: Any) -> list[float]:
 PLAIN = ended("12", "14 or so", "9", "no", "1", "22 it is", "333", "yes")
 CALLS = [call(a=3, b=4), call(a=3, c=4), "Twelve", call(a=5, b=4)] * 2
 ADDS = [call("add", number=i) for i in range(7)] + ["none"]
+TALK = (ended(*CALLS), ended("It is 12", "eh", "20", "twelve", "so", "20!"))
+BOUNDED = {
+    "vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 2.0,
+    "vllm_importance_sampling_mode": "sequence_truncate",
+}  # fmt: skip
 CASES = {
-    "tools": Case(
-        (ended(*CALLS), ended("It is 12", "eh", "20", "twelve", "so", "20!")),
-        {"tools": [multiply]},
-        without={},
-    ),
+    "tools": Case(TALK, {"tools": [multiply]}, without={"arguments": {}}),
     "most turns of tools": Case(
-        (ended(*CALLS), ended("It is 12", "eh", "20", "twelve", "so", "20!")),
-        {"tools": [multiply]},
-        {"max_tool_calling_iterations": 0},
-        without={"max_tool_calling_iterations": None},
+        TALK, {"tools": [multiply]}, {"max_tool_calling_iterations": 0},
+        {"max_tool_calling_iterations": 0}, without={"ours": {}},
     ),
     "environments": Case(
         (ended(*ADDS), ended("0", "it is 1", "2", "3", "four", "5.", "6")),
-        {"environment_factory": Counter},
-        without={},
+        {"environment_factory": Counter}, without={"arguments": {}},
     ),
     "environments without tools": Case(
-        (PLAIN,), {"environment_factory": Silent}, without={}
+        (PLAIN,), {"environment_factory": Silent}, without={"arguments": {}}
     ),
     "rollout_func": Case(
-        (PLAIN,), {"rollout_func": rollout_func(False)}, without={}, reward=noted
+        (PLAIN,), {"rollout_func": rollout_func()}, reward=noted,
+        without={"arguments": {}, "reward": small_tokens},
     ),
     "masks of a rollout_func": Case(
-        (PLAIN,),
-        {"rollout_func": rollout_func(True)},
-        without={"rollout_func": rollout_func(False)},
-        reward=noted,
+        (PLAIN,), {"rollout_func": rollout_func(masks=True)}, reward=noted,
+        without={"arguments": {"rollout_func": rollout_func()}},
+    ),
+    "correction of a sampler": Case(
+        (PLAIN,), {"rollout_func": rollout_func(logprobs=True)},
+        {"sampler_correction": "sequence-truncate", "sampler_correction_max": 2.0}, BOUNDED,
+        noted, {"ours": {}},
+    ),
+    "off-policy masks": Case(
+        (PLAIN,), {"rollout_func": rollout_func(logprobs=True)},
+        {"off_policy_mask_threshold": 1.0},
+        {"off_policy_mask_threshold": 1.0, "vllm_importance_sampling_correction": False},
+        noted, {"ours": {}},
+    ),
+    "dynamic sampling": Case(
+        (PLAIN,), {}, {"dynamic_sampling_rounds": 2}, {"dynamic_sampling_rounds": 2}, by_length,
+        {"ours": {}},
+    ),
+    "a penalty without EOS": Case(
+        ([*ended("12", "9"), "the longest, cut", *ended("1", "22", "33", "yes", "or not")],), {},
+        {"missing_eos_penalty": 0.7}, {"missing_eos_penalty": 0.7}, without={"ours": {}},
+    ),
+    "a penalty of length": Case(
+        (PLAIN,), {}, {"overlong_buffer": LONGEST - 2, "overlong_penalty": 9.0},
+        {"overlong_buffer": LONGEST - 2, "overlong_penalty": 9.0}, without={"ours": {}},
+    ),
+    "repeated calls of rewards": Case(
+        (PLAIN,), {}, {"reward_retries": 2}, {"reward_retries": 2}, failing,
+        {"ours": {}, "reward": small_tokens},
+    ),
+    "passes of few tokens": Case(
+        (PLAIN,), {}, {"micro_batch_tokens": 400}, {"micro_batch_tokens": 400},
+        without={"reward": by_length},
     ),
 }  # fmt: skip
 
@@ -162,21 +212,23 @@ def weights(model: Any) -> Weights:
     return {name: p.detach().clone() for name, p in named.items()}
 
 
+OF_TRAIN = ("max_tool_calling_iterations", "missing_eos_penalty", "reward_retries")
+
+
 def by_train(method: str, case: Case, folder: Path) -> Weights:
     aggregate = {"grpo": "seq-mean-token-mean", "rloo": "seq-mean-token-sum"}[method]
-    of_train = ("max_tool_calling_iterations",)
     config = fastrl.PPOConfig(
         advantage=method, group_size=GROUP, batch_size=2 * GROUP, mini_batch_size=2 * GROUP,
         ppo_epochs=1, optim="sgd", learning_rate=RATE, init_kl_coef=0.0, max_grad_norm=1e9,
         loss_aggregate=aggregate, seed=SEED,
-        **{k: v for k, v in case.settings.items() if k not in of_train},
+        **{k: v for k, v in case.ours.items() if k not in OF_TRAIN},
     )  # fmt: skip
     policy = CausalLMPolicy(reciting(case))
     trainer = fastrl.PPOTrainer(config, policy, tokenizer=TOKENIZER)
     trainer.train(
         case.reward, steps=1, dataset=rows(), generation_kwargs={"max_new_tokens": LONGEST},
         progress=False, **case.arguments,
-        **{k: v for k, v in case.settings.items() if k in of_train},
+        **{k: v for k, v in case.ours.items() if k in OF_TRAIN},
     )  # fmt: skip
     return weights(trainer.model)
 
@@ -191,7 +243,7 @@ def by_trainer(method: str, case: Case, folder: Path) -> Weights:
         learning_rate=RATE, optim="sgd", lr_scheduler_type="constant", max_grad_norm=1e9,
         save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True,
         max_completion_length=LONGEST, shuffle_dataset=False, gradient_checkpointing=False,
-        **own, **case.settings,
+        **own, **case.theirs,
     )  # fmt: skip
     trainer = kind(
         reciting(case), case.reward, args, rows(), processing_class=TOKENIZER, **case.arguments
@@ -204,6 +256,7 @@ def apart(one: Weights, other: Weights) -> float:
     return max(float((one[name] - x).abs().max()) for name, x in other.items())
 
 
+@pytest.mark.filterwarnings("ignore:the reward function failing raised OSError")
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 @pytest.mark.parametrize("name", CASES)
 def test_both_surfaces_learn_the_same(name: str, method: str, tmp_path: Path) -> None:
@@ -212,12 +265,10 @@ def test_both_surfaces_learn_the_same(name: str, method: str, tmp_path: Path) ->
     one, other = by_train(method, case, tmp_path), by_trainer(method, case, tmp_path)
     assert apart(one, start) > 1e-3
     assert apart(one, other) < 1e-6
-    given = case.without or {}
-    changes = {k: v for k, v in given.items() if k in case.settings}
-    arguments = {k: v for k, v in given.items() if k not in case.settings}
-    if changes:
-        plain = case._replace(settings={**case.settings, **changes})
+    plain = by_train(method, case._replace(**case.without), tmp_path)
+    if name == "repeated calls of rewards":
+        assert apart(one, plain) < 1e-6  # without it there is an error
+        with pytest.raises(OSError, match="busy"):
+            by_train(method, case._replace(ours={}), tmp_path)
     else:
-        reward = case.reward if arguments else small_tokens
-        plain = case._replace(arguments=arguments, reward=reward)
-    assert apart(one, by_train(method, plain, tmp_path)) > 1e-5
+        assert apart(one, plain) > 1e-5

@@ -180,7 +180,7 @@ def assert_as_exact(found: Tensor, leaves: Any, exact: Tensor, exact_leaves: Any
 def test_losses_follow_their_formulas(name: str, policy: str, tmp_path: Path) -> None:
     args, batch = settings(tmp_path, **CASES[name]), Batch(policy)
     exact_leaves = batch.leaves(torch.float64)
-    exact, loss = formula(batch, args, exact_leaves), GroupLoss(args)
+    exact, loss = formula(batch, args, exact_leaves), GroupLoss.of_grpo(args)
     for way in (
         lambda x: in_one_pass(batch, args, loss, x),
         lambda x: from_logprobs(batch, args, loss, x),
@@ -196,7 +196,7 @@ def test_losses_follow_their_formulas(name: str, policy: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", CASES)
 def test_most_losses_come_out_of_the_head(name: str, policy: str, tmp_path: Path) -> None:
     args = settings(tmp_path, **CASES[name])
-    found = objective_of(Batch(policy), args, GroupLoss(args))
+    found = objective_of(Batch(policy), args, GroupLoss.of_grpo(args))
     needs_more = {
         "entropy, grpo",
         "KL times sequence ratio",
@@ -219,7 +219,7 @@ def test_what_is_known_behind_all_logprobs_is_left_to_them(
 ) -> None:
     args = settings(tmp_path, **{k: x for k, x in own.items() if k != "fp16"})
     args.fp16 = own.get("fp16", False)
-    assert objective_of(Batch("moved"), args, GroupLoss(args), processes) is None
+    assert objective_of(Batch("moved"), args, GroupLoss.of_grpo(args), processes) is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -300,4 +300,6 @@ def test_bounds_of_settings_are_named(tmp_path: Path) -> None:
         settings(tmp_path, delta=0.5)
     with pytest.raises(ValueError, match="sapo_temperature_neg"):
         settings(tmp_path, loss_type="sapo", sapo_temperature_neg=0.0)
-    assert math.isinf(GroupLoss(settings(tmp_path, loss_type="cispo")).objective.cliprange[0])
+    assert math.isinf(
+        GroupLoss.of_grpo(settings(tmp_path, loss_type="cispo")).objective.cliprange[0]
+    )

@@ -55,6 +55,11 @@ RATIO_LEVELS = {
         "Zheng et al., 2025 (GSPO-token, equation 14)",
         ("lengths",),
     ),
+    "product": LossRow(
+        "ρ = Π_t π(y_t)/π_old(y_t), that of the whole response's probability",
+        "Ahmadian et al., 2024 (RLOO)",
+        ("lengths",),
+    ),
 }
 
 
@@ -76,7 +81,7 @@ class PolicyLoss(NamedTuple):
     @property
     def joins_slopes(self) -> bool:
         """Whether the gradient goes through a ratio that all tokens of a sequence have."""
-        return self.ratio_level == "sequence" and self.kind != "cispo"
+        return self.ratio_level in ("sequence", "product") and self.kind != "cispo"
 
     def check(self, dual_clip: float | None) -> None:
         """
@@ -135,6 +140,15 @@ def sequence_means(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
     counts = sequence_sums(torch.ones_like(x), mask, lengths)
     means = sequence_sums(x, mask, lengths) / counts.clamp(min=1)
     return at_tokens(means, x, lengths)
+
+
+def joined_over_sequences(
+    x: Tensor, mask: Tensor, lengths: Tensor | None, ratio_level: str
+) -> Tensor:
+    """The mean of x over each sequence, or of ``ratio_level="product"`` its sum, at each token."""
+    if ratio_level == "product":
+        return at_tokens(sequence_sums(x, mask, lengths), x, lengths)
+    return sequence_means(x, mask, lengths)
 
 
 def sequence_sums(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:

@@ -346,6 +346,18 @@ def _sequence_means(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.where(mask, mean, 0.0)
 
 
+def _sequence_sums(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
+    """The same as sums."""
+    means = _sequence_means(x, mask, lengths)
+    ones = torch.ones_like(x)
+    if lengths is None:
+        counts = torch.where(mask, ones, 0.0).sum(-1, keepdim=True).expand(x.shape)
+    else:
+        parts = mask.flatten().split(lengths.tolist())
+        counts = torch.cat([p.sum().to(x.dtype).expand(len(p)) for p in parts]).view(x.shape)
+    return means * counts
+
+
 def _vespo_weights(
     log_ratio: Tensor, a: Tensor, mask: Tensor, lengths: Tensor | None, powers: tuple, decays: tuple
 ) -> Tensor:
@@ -390,9 +402,11 @@ def ppo_loss(
     level = log_ratio
     if ratio_level != "token":
         mean = _sequence_means(log_ratio, mask, lengths)
-        level = (
-            mean if ratio_level == "sequence" else mean.detach() + log_ratio - log_ratio.detach()
-        )
+        level = mean
+        if ratio_level == "sequence-token":
+            level = mean.detach() + log_ratio - log_ratio.detach()
+        if ratio_level == "product":
+            level = _sequence_sums(log_ratio, mask, lengths)
     # The value is clamped; the gradient of the surrogate is that of a ratio of the clamped size.
     limited = level + (level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) - level).detach()
     ratio = limited.exp()

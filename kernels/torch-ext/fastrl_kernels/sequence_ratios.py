@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .kl import kl_slope, masked_difference
-from .policy_losses import PolicyLoss, at_tokens, sequence_means, sequence_sums
+from .policy_losses import PolicyLoss, at_tokens, joined_over_sequences, sequence_sums
 from .types import LOG_RATIO_LIMIT, PPOConstants, PPOSettings
 
 _LEAST_LOG_WEIGHT = math.log(1e-8)
@@ -37,7 +37,7 @@ def with_sequences(
         if objective.kind == "vespo":
             found = log_gamma_weights(own, constants.advantages, mask, lengths, objective)
         else:
-            found = sequence_means(own, mask, lengths)
+            found = joined_over_sequences(own, mask, lengths, objective.ratio_level)
     return constants._replace(of_sequences=found)
 
 
@@ -79,15 +79,16 @@ def over_sequences(
     constants: PPOConstants,
     settings: PPOSettings,
 ) -> Tensor:
-    """The gradient by log-probs where a sequence has one ratio: Σ_u ∂ℓ_u/∂(log ρ) · 1/n for each of
-    its n tokens, and the KL term's.
+    """The gradient by log-probs where a sequence has one ratio, and the KL term's: for each of its
+    n tokens Σ_u ∂ℓ_u/∂(log ρ), of a geometric mean times 1/n.
 
     Args:
         slopes: [..., T] ∂ℓ_t/∂(log ρ), weighted.
         weights: of tokens, for the KL term.
     """
-    means = sequence_means(slopes, constants.mask, constants.lengths)
+    level, mask = settings.objective.ratio_level, constants.mask
+    joined = joined_over_sequences(slopes, mask, constants.lengths, level)
     of_kl = kl_slopes(logprobs, constants, settings)
     if of_kl is not None:
-        means = means + (of_kl if weights is None else of_kl * weights)
-    return torch.where(constants.mask, means, 0.0)
+        joined = joined + (of_kl if weights is None else of_kl * weights)
+    return torch.where(mask, joined, 0.0)
