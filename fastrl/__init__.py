@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fastrl.ppo import PPOTrainer
     from fastrl.ppo.guards import TrainingDiverged
     from fastrl.ref_model import create_reference_model
+    from fastrl.registry import group_advantage, register_policy_loss
     from fastrl.rollout import GenerateEngine, RolloutEngine, RolloutOutput, SamplingParams
     from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult
     from fastrl.run.metrics import JsonlCallback
@@ -102,8 +103,10 @@ __all__ = [
     "compute_accuracy",
     "core",
     "create_reference_model",
+    "group_advantage",
     "patch",
     "patch_trl",
+    "register_policy_loss",
     "set_seed",
     "unpatch_trl",
 ]
@@ -112,6 +115,7 @@ _HOMES = {
     "fastrl.alignment": (),
     "fastrl.config": ("PPOConfig",),
     "fastrl.core": ("LengthSampler", "set_seed"),
+    "fastrl.registry": ("group_advantage", "register_policy_loss"),
     "fastrl.models": (
         "AutoModelForCausalLMWithValueHead",
         "AutoModelForSeq2SeqLMWithValueHead",

@@ -8,12 +8,14 @@ import math
 import os
 import sys
 import warnings
+from collections import ChainMap
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastrl.core import flatten_dict
+from fastrl.registry import GROUP_ADVANTAGES, POLICY_LOSS_NAMES
 from fastrl.settings import check_ranges, check_types, setting
-from fastrl_kernels.policy_losses import POLICY_LOSSES, RATIO_LEVELS
+from fastrl_kernels.policy_losses import RATIO_LEVELS
 from fastrl_kernels.types import AGGREGATES
 
 REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
@@ -32,7 +34,7 @@ METHODS = {
     "rloo": "RLOO",
     "reinforce++": "REINFORCE++",
 }
-ADVANTAGES = tuple(METHODS)
+ADVANTAGES = ChainMap({"reinforce++": None}, GROUP_ADVANTAGES, {"gae": None})  # type: ignore[arg-type]
 KL_PLACES = ("reward", "loss")
 LOSS_DENOMINATORS = ("auto", "minibatch", "step")
 ON_NONFINITE = ("skip", "raise", "zero-sample")
@@ -404,7 +406,7 @@ class PPOConfig:
         "constant weight of log π; no lower bound), sapo (a sigmoid of the ratio in place of the "
         "clip), vespo (a smooth weight of log π by the whole response's ratio).",
         "clip",
-        choices=POLICY_LOSSES,
+        choices=POLICY_LOSS_NAMES,
     )
     ratio_level: str = setting(
         "Whose probability ratio the objective reads: token, sequence (GSPO: the geometric mean "
@@ -536,12 +538,12 @@ class PPOConfig:
     @property
     def compares_groups(self) -> bool:
         """Whether responses are compared with the others to their prompt."""
-        return self.advantage in ("grpo", "dr_grpo", "rloo")
+        return self.advantage in GROUP_ADVANTAGES
 
     @property
     def method(self) -> str:
         """The algorithm's name."""
-        return METHODS[self.advantage]
+        return METHODS.get(self.advantage, self.advantage)
 
     @property
     def prompts_per_step(self) -> int:
@@ -660,7 +662,7 @@ class PPOConfig:
             if size != 1:
                 raise ValueError(
                     f"group_size={size}, but {asked} compares no responses: set it to 1, or choose "
-                    f"another advantage ({', '.join(ADVANTAGES[1:])})"
+                    f"another advantage ({', '.join(name for name in ADVANTAGES if name != 'gae')})"
                 )
             return
         for name in ("lam_value", "lam_length_alpha", "critic_warmup_steps", "critic"):

@@ -10,7 +10,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import field
 from functools import cache
 from types import MappingProxyType
@@ -43,7 +43,7 @@ class _Bounded(str):
     all of a field's metadata to argparse, so that no key of its own can hold them."""
 
     within = ""
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
 
 
 def setting(
@@ -51,7 +51,7 @@ def setting(
     default: Any = dataclasses.MISSING,
     aliases: Sequence[str] = (),
     within: str = "",
-    choices: Iterable[str] = (),
+    choices: Collection[str] = (),
 ) -> Any:
     """A field of a dataclass, with its text for ``--help``.
 
@@ -64,7 +64,9 @@ def setting(
     """
     if within or choices:
         text = _Bounded(text)
-        text.within, text.choices = within, tuple(choices)
+        # A table of names stays what it is: users add to it.
+        text.within = within
+        text.choices = choices if isinstance(choices, Mapping) else tuple(choices)
     metadata: dict[str, Any] = {"help": text}
     if aliases:
         both = [x for a in aliases for x in (a, f"--{a[2:].replace('-', '_')}")]

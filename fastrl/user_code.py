@@ -1,4 +1,4 @@
-"""Errors in a user's functions: rewards, annotators, judges, reweighters.
+"""A user's functions (rewards, annotators, judges, losses): loaded by name, and their errors.
 
 Their exceptions are raised as they are, but marked with the function's name, so that a command can
 show the user's lines of the traceback only.
@@ -7,13 +7,18 @@ show the user's lines of the traceback only.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import inspect
 import os
+import sys
 import sysconfig
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _MARK, _NAME = "_fastrl_user_code", "_fastrl_name"
@@ -137,3 +142,71 @@ def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
     ours = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
     below = [frame for frame in frames[ours + 1 :] if not frame.filename.startswith("<")]
     return [frame for frame in below if not frame.filename.startswith(_LIBRARIES)] or below
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Loads the function of "module:function" or "path/to/file.py:function".
+
+    Errors of the function, and of its file as it is loaded, name it.
+
+    Raises:
+        ValueError: not a function's name.
+        TypeError: the name of something that is not a function.
+        ImportError, FileNotFoundError: a module, function or file that does not exist.
+    """
+    if ":" not in name:
+        raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
+    location, function_name = name.rsplit(":", 1)
+    relative = location.startswith(".") and not location.endswith(".py")
+    if not location or not function_name or relative:
+        raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
+    module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
+    try:
+        function = getattr(module, function_name)
+    except AttributeError:
+        raise ImportError(f"{location} has no function {function_name!r}") from None
+    if not callable(function):
+        raise TypeError(f"{name} is not a function but {type(function).__name__}")
+    return named(name, function)
+
+
+def _load_module(name: str) -> Any:
+    # A console script has its own folder on the path, not the current one.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        with running(name):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name + ".").startswith(error.name + "."):
+            raise ImportError(f"there is no module {name!r}") from error
+        raise
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    name = _module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    with running(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _module_name(path: Path) -> str:
+    """The file's own name, by which other processes import what was pickled; where that is another
+    module's, such as json of the standard library, one of its own, so that it replaces none."""
+    name, whole = path.stem, path.resolve()
+    known = sys.modules.get(name)
+    if known is None and name.isidentifier():
+        found = importlib.util.find_spec(name)
+        origin = whole if found is None else found.origin
+    else:
+        origin = whole if known is None else getattr(known, "__file__", None)
+    if origin is not None and Path(origin).resolve() == whole:
+        return name
+    return f"_fastrl_{name}_{zlib.crc32(os.fsencode(whole)):08x}"

@@ -21,7 +21,7 @@ PACKAGES = {
 }
 # From low to high; a room imports what stands in a lower line, and itself.
 LAYERS = (
-    {"config", "core", "settings", "timing", "user_code"},
+    {"config", "core", "registry", "settings", "timing", "user_code"},
     {"run"},
     {"models"},
     {"data"},

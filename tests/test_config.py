@@ -66,7 +66,7 @@ def test_defaults_are_those_of_trl():
     ours |= {"dynamic_sampling_rounds", "overlong_buffer", "overlong_penalty"}
     ours |= {"mask_truncated_completions", "lam_value", "lam_length_alpha"}
     ours |= {"critic", "critic_learning_rate", "critic_warmup_steps"}
-    ours |= {"sapo_temperature_pos", "sapo_temperature_neg"}
+    ours |= {"sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold"}
     ours |= {"sampler_correction", "sampler_correction_min", "sampler_correction_max"}
     ours |= {"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"}
     ours |= {"padding_free", "micro_batch_tokens"}
@@ -112,7 +112,10 @@ GRPO = {"advantage": "grpo", "group_size": 4, "batch_size": 8}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"advantage": "ppo"}, "unknown advantage 'ppo': choose one of gae, grpo, dr_grpo, rloo"),
+        (
+            {"advantage": "ppo"},
+            "unknown advantage 'ppo': choose one of gae, grpo, dr_grpo, rloo, rein",
+        ),
         ({"policy_loss": "gspo"}, "unknown policy_loss 'gspo': choose one of clip, cispo, sapo"),
         ({"ratio_level": "word"}, "unknown ratio_level 'word': choose one of token, sequence"),
         ({"dynamic_sampling_rounds": 1}, "but advantage='gae' has no groups: choose another"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.data.batch import to_host
-from fastrl.learn.baselines import above_first, all_equal, deviation, grouped
+from fastrl.learn.baselines import above_first, all_equal, compared, deviation, grouped
 
 
 class Advantages(Protocol):
@@ -185,7 +185,7 @@ class GroupBaseline:
             )
         totals = torch.where(mask, rewards, 0.0).sum(-1)
         groups, counts = totals.view(-1, self.size), mask.any(-1).view(-1, self.size)
-        advantages = self.advantages_of(above_first(groups, counts), counts)
+        advantages = compared(self.advantages_of, above_first(groups, counts), counts)
         return (
             torch.zeros_like(rewards),
             torch.where(mask, advantages.view(-1, 1), 0.0),

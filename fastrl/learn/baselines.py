@@ -7,8 +7,12 @@ and its result is not to be read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from fastrl.registry import group_advantage
 
 EPS = 1e-4  # added to a group's standard deviation
 
@@ -30,6 +34,27 @@ def above_first(rewards: Tensor, counts: Tensor) -> Tensor:
     """R less that of the group's first response that counts; 0 where a response does not count."""
     first = rewards.gather(-1, counts.int().argmax(-1, keepdim=True))
     return torch.where(counts, rewards - first, 0.0)
+
+
+def compared(
+    function: Callable[[Tensor, Tensor], Tensor], groups: Tensor, counts: Tensor
+) -> Tensor:
+    """A function's advantages [groups, size]; 0 where a response does not count, or has no other to
+    be compared with.
+
+    Args:
+        groups, counts: what :func:`grouped` returns.
+
+    Raises:
+        ValueError: the function returns another shape.
+    """
+    found = function(groups, counts)
+    if found.shape != groups.shape:
+        raise ValueError(
+            f"{getattr(function, '__name__', 'the advantage')} returned the shape "
+            f"{tuple(found.shape)} for rewards {tuple(groups.shape)}: return an advantage for each"
+        )
+    return torch.where(counts & (counts.sum(-1, keepdim=True) > 1), found, 0.0)
 
 
 def centred(rewards: Tensor, counts: Tensor) -> Tensor:
@@ -55,4 +80,5 @@ def deviation(x: Tensor, counts: Tensor) -> Tensor:
     return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
 
 
-GROUP_BASELINES = {"grpo": standardised, "dr_grpo": centred, "rloo": leave_one_out}
+for _name, _function in {"grpo": standardised, "dr_grpo": centred, "rloo": leave_one_out}.items():
+    group_advantage(_name)(_function)

@@ -15,7 +15,6 @@ from fastrl.learn.advantages import (
     GroupBaseline,
 )
 from fastrl.learn.aggregate import Aggregate
-from fastrl.learn.baselines import GROUP_BASELINES
 from fastrl.learn.correction import ImportanceWeights
 from fastrl.learn.engine import Engine
 from fastrl.learn.gradient import GradientStep, StepRules
@@ -28,6 +27,7 @@ from fastrl.learn.memory import MicroBatches
 from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.objective import TokenObjective
 from fastrl.learn.update import Epochs
+from fastrl.registry import GROUP_ADVANTAGES
 
 
 def advantages_of(config: PPOConfig) -> Advantages:
@@ -35,7 +35,7 @@ def advantages_of(config: PPOConfig) -> Advantages:
     if config.advantage == "reinforce++":
         return BatchReturns(config.gamma)
     if config.advantage != "gae":
-        return GroupBaseline(config.group_size, GROUP_BASELINES[config.advantage])
+        return GroupBaseline(config.group_size, GROUP_ADVANTAGES[config.advantage])
     given = config.gamma, config.lam, config.whiten_rewards
     if config.lam_value in (None, config.lam) and config.lam_length_alpha is None:
         return GAE(*given)

@@ -10,15 +10,10 @@ for a completion that it does not judge. A run calls its functions through
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
 import os
-import sys
-import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +22,7 @@ from torch import Tensor
 from fastrl.data.chat import as_text
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.math_reward import load_math_reward
-from fastrl.user_code import named, running
+from fastrl.user_code import load_function
 
 _Returned = Sequence[float | Sequence[float] | Tensor | None]
 RewardFunction = Callable[..., _Returned | Awaitable[_Returned]]
@@ -243,71 +238,3 @@ def as_number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of several elements; 10**400
         return math.nan
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Loads the function of "module:function" or "path/to/file.py:function".
-
-    Errors of the function, and of its file as it is loaded, name it: see :mod:`fastrl.user_code`.
-
-    Raises:
-        ValueError: not a function's name.
-        TypeError: the name of something that is not a function.
-        ImportError, FileNotFoundError: a module, function or file that does not exist.
-    """
-    if ":" not in name:
-        raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
-    location, function_name = name.rsplit(":", 1)
-    relative = location.startswith(".") and not location.endswith(".py")
-    if not location or not function_name or relative:
-        raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
-    module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
-    try:
-        function = getattr(module, function_name)
-    except AttributeError:
-        raise ImportError(f"{location} has no function {function_name!r}") from None
-    if not callable(function):
-        raise TypeError(f"{name} is not a function but {type(function).__name__}")
-    return named(name, function)
-
-
-def _load_module(name: str) -> Any:
-    # A console script has its own folder on the path, not the current one.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        with running(name):
-            return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name + ".").startswith(error.name + "."):
-            raise ImportError(f"there is no module {name!r}") from error
-        raise
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    name = _module_name(path)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    with running(str(path)):
-        spec.loader.exec_module(module)
-    return module
-
-
-def _module_name(path: Path) -> str:
-    """The file's own name, by which other processes import what was pickled; where that is another
-    module's, such as json of the standard library, one of its own, so that it replaces none."""
-    name, whole = path.stem, path.resolve()
-    known = sys.modules.get(name)
-    if known is None and name.isidentifier():
-        found = importlib.util.find_spec(name)
-        origin = whole if found is None else found.origin
-    else:
-        origin = whole if known is None else getattr(known, "__file__", None)
-    if origin is not None and Path(origin).resolve() == whole:
-        return name
-    return f"_fastrl_{name}_{zlib.crc32(os.fsencode(whole)):08x}"

@@ -75,8 +75,12 @@ _POLICY_GRADIENTS = {
 
 
 def policy_gradient(name: str) -> Method:
-    """The method named in ``PPOConfig.method``."""
-    return _POLICY_GRADIENTS[name]
+    """The method named in ``PPOConfig.method``; one of a user's is a policy gradient by its name,
+    which for a function in a file is the function's."""
+    own = name.rpartition(":")[2]
+    return _POLICY_GRADIENTS.get(name) or Method(
+        f"policy gradients with the advantage {own}", ("reinforcement-learning",)
+    )
 
 
 def model_card(name: str, model: Any, method: Method | None = None, base: str | None = None) -> str:

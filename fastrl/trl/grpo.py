@@ -14,11 +14,13 @@ from fastrl.learn.baselines import (
     EPS,
     all_equal,
     centred,
+    compared,
     deviation,
     grouped,
     standardised,
 )
 from fastrl.learn.experience import Minibatch
+from fastrl.registry import GROUP_ADVANTAGES
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo_config import GRPOConfig
 from fastrl.trl.metric_means import mean_of
@@ -111,7 +113,9 @@ class GRPOTrainer(OnlineTrainer):
         rewards = judged.rewards
         groups, counts = grouped(rewards, group)
         spread = deviation(groups, counts).expand_as(groups)
-        if self.scale_rewards == "group":
+        if self.args.advantage is not None:
+            advantages = compared(GROUP_ADVANTAGES[self.args.advantage], groups, counts)
+        elif self.scale_rewards == "group":
             advantages = standardised(groups, counts)
         else:
             advantages = centred(groups, counts)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from fastrl.registry import GROUP_ADVANTAGES
 from fastrl.settings import refused, setting, setting_like
 from fastrl.trl.online_config import OnlineConfig
-from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
+from fastrl.trl.policy_loss import ALL_LOSS_TYPES, LEVELS, GroupLoss
 from fastrl.trl.rollout_correction import check_correction
 
 SCALES = ("group", "batch", "none")
@@ -29,12 +30,20 @@ class GRPOConfig(OnlineConfig):
         "group",
         choices=SCALES,
     )
+    advantage: str | None = setting(
+        "Another advantage of a group (grpo, dr_grpo, rloo, or one of yours), in the place of what "
+        "scale_rewards says.",
+        None,
+        choices=GROUP_ADVANTAGES,
+    )
     multi_objective_aggregation: str = setting(
         "Several rewards: sum_then_normalize, or normalize_then_sum.",
         "sum_then_normalize",
         choices=AGGREGATIONS,
     )
-    loss_type: str = setting("The loss, see the table in docs/grpo.md.", "dapo", choices=LOSS_TYPES)
+    loss_type: str = setting(
+        "The loss, see the table in docs/grpo.md.", "dapo", choices=ALL_LOSS_TYPES
+    )
     use_bias_correction_kl: bool = setting("Multiply the KL by the ratio.", True)
     top_entropy_quantile: float = setting(
         "Share of the tokens, those of highest entropy, that the policy's loss is of.",
@@ -92,5 +101,12 @@ class GRPOConfig(OnlineConfig):
                 stacklevel=3,
             )
             self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
+        if self.advantage is not None and (
+            self.scale_rewards != "group" or self.multi_objective_aggregation != AGGREGATIONS[0]
+        ):
+            raise ValueError(
+                f"advantage={self.advantage!r} takes the place of scale_rewards and "
+                "multi_objective_aggregation: leave these as they are"
+            )
         check_correction(self)
         GroupLoss.of_grpo(self)

@@ -5,20 +5,21 @@ Tokens of the B responses of a mini-batch lie one after the other, [N].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import fastrl_kernels
 from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.loss import TokenLoss
 from fastrl.learn.objective import TokenObjective, loss_of_logprobs
 from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.registry import POLICY_LOSS_NAMES
 from fastrl.trl.metric_means import MetricMeans, mean_of
 from fastrl.trl.passes import Pass
+from fastrl_kernels.policy_losses import POLICY_LOSSES, PolicyLoss
 from fastrl_kernels.sequence_ratios import log_gamma_weights
 
 LEVELS = ("token", "sequence")
@@ -79,6 +80,31 @@ LOSS_TYPES = {
 }
 
 
+class LossTypes(Mapping[str, LossType]):
+    """Rows by name; a policy loss that was registered, or is named as "file.py:function", is one
+    whose tokens are averaged as "dapo" has it."""
+
+    def __getitem__(self, name: str) -> LossType:
+        if name in LOSS_TYPES:
+            return LOSS_TYPES[name]
+        if name not in self:
+            raise KeyError(name)
+        return LossType(name, "token-mean", f"as dapo, ℓ_t = {POLICY_LOSSES[name].formula}", True)
+
+    def __iter__(self) -> Iterator[str]:
+        registered = (name for name, row in POLICY_LOSSES.items() if row.function is not None)
+        return iter([*LOSS_TYPES, *registered])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, name: object) -> bool:
+        if name in LOSS_TYPES:
+            return True
+        return name in POLICY_LOSS_NAMES and PolicyLoss(str(name)).is_registered
+
+
+ALL_LOSS_TYPES = LossTypes()
 RLOO = LossType("clip", _MEAN, "mean over responses of ℓ, ρ = Π_t ρ_t")
 
 
@@ -127,7 +153,7 @@ class GroupLoss(TokenLoss):
         Raises:
             ValueError: a ``delta``, temperatures, powers or decays out of range.
         """
-        loss_type, high = LOSS_TYPES[args.loss_type], high_of(args)
+        loss_type, high = ALL_LOSS_TYPES[args.loss_type], high_of(args)
         kind, level = loss_type.kind, args.importance_sampling_level
         objective = TokenObjective.of(
             args,
@@ -141,7 +167,7 @@ class GroupLoss(TokenLoss):
     @classmethod
     def of_rloo(cls, args: Any) -> GroupLoss:
         """That of a :class:`fastrl.trl.rloo_config.RLOOConfig`, whose KL is in the rewards."""
-        product = fastrl_kernels.PolicyLoss("clip", "product")
+        product = PolicyLoss("clip", "product")
         return cls(args, RLOO, TokenObjective(product, (args.epsilon, high_of(args))), "product")
 
     def denominator(self, part: Minibatch, generated: float) -> float:

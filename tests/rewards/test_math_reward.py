@@ -118,6 +118,6 @@ def test_it_is_a_reward_by_name(tmp_path: Path) -> None:
     assert load_reward("math") is math_reward
     by_name = RewardFunctions("math", None, {}, (), GRPOConfig(str(tmp_path), use_cpu=True))
     columns = {"solution": ["4", "4"]}
-    rewards = by_name(["q"] * 2, [r"\boxed{4}", r"\boxed{3}"], [[1]] * 2, columns, {})
+    rewards = by_name(["q"] * 2, [r"\boxed{4}", r"\boxed{3}"], [[1]] * 2, columns)
     assert rewards.total.tolist() == [1.0, 0.0]
     assert by_name.names == ["math_reward"]

@@ -48,7 +48,7 @@ def test_by_trls_names(name: str, size: int) -> None:
     weights = torch.tensor([0.3, 0.7])
     args = {"multi_objective_aggregation": "sum", "scale_rewards": "group", **settings}
     own = SimpleNamespace(
-        args=SimpleNamespace(reward_clip_range=None, **args),
+        args=SimpleNamespace(reward_clip_range=None, advantage=None, **args),
         scale_rewards=args["scale_rewards"],
         reward_weights=weights,
     )

@@ -115,7 +115,7 @@ def _forward(
     """The loss, its statistics, log-probs and entropies, and the wanted gradients of the loss by
     hidden states, weight and bias. The weight of a token does not depend on its log-prob."""
     passes: Any = None
-    if inputs.backend == "triton":
+    if inputs.backend == "triton" and not settings.objective.is_registered:
         from ._triton import ppo_loss
 
         passes = ppo_loss

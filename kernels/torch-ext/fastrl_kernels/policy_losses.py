@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ class LossRow(NamedTuple):
     formula: str  # per token, without weights and aggregation
     source: str
     arguments: tuple[str, ...]  # those of `PolicyLoss`, and `cliprange` and `dual_clip`
+    function: Callable[..., Tensor] | None = None  # of a loss that was registered
 
 
 POLICY_LOSSES = {
@@ -63,6 +65,36 @@ RATIO_LEVELS = {
 }
 
 
+def register_policy_loss(
+    name: str, formula: str = "", source: str = ""
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Decorator: adds a row to ``POLICY_LOSSES``, in plain torch.
+
+        @register_policy_loss("leaky", "-A·ρ within the clip, 0.1 of it outside")
+        def leaky(log_ratio, advantages, cliprange):
+            ratio, (low, high) = log_ratio.exp(), cliprange
+            near = ratio.clamp(1 - low, 1 + high)
+            return -advantages * (near + 0.1 * (ratio - near))
+
+    The function returns the loss of each token, [...], from log ρ and A, [...] fp32, 0 where
+    masked, and the clip range (low, high); its derivative by log ρ is autograd's, element by
+    element. A constant weight of log π, as "cispo" has it, is ``weight.detach() * log_ratio``.
+    Ratio levels, aggregates, weights and the KL term go with it as with the others; torch computes
+    it on every device.
+
+    Raises:
+        ValueError: the name of another row.
+    """
+    if name in POLICY_LOSSES:
+        raise ValueError(f"there is a policy loss {name!r} already: choose another name")
+
+    def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        POLICY_LOSSES[name] = LossRow(formula, source, ("cliprange",), function)
+        return function
+
+    return add
+
+
 class PolicyLoss(NamedTuple):
     """A policy loss: a row of ``POLICY_LOSSES``, with ratios by a row of ``RATIO_LEVELS``."""
 
@@ -77,6 +109,12 @@ class PolicyLoss(NamedTuple):
     def reads_sequences(self) -> bool:
         """Whether a token's objective depends on the log-probs of all tokens of its sequence."""
         return self.ratio_level != "token" or self.kind == "vespo"
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether it was added by :func:`register_policy_loss`."""
+        row = POLICY_LOSSES.get(self.kind)
+        return row is not None and row.function is not None
 
     @property
     def joins_slopes(self) -> bool:

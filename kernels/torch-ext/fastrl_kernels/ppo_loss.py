@@ -21,7 +21,7 @@ from .dispatch import Backend, Passes, choose
 from .first_order import first_order
 from .kl import kl_value, masked_difference
 from .operators import applied
-from .policy_losses import PPO_CLIP, PolicyLoss
+from .policy_losses import POLICY_LOSSES, PPO_CLIP, PolicyLoss
 from .sequence_ratios import kl_slopes, over_sequences, with_sequences
 from .sequence_ratios import token_weights as token_weights_of
 from .types import (
@@ -84,8 +84,12 @@ def policy_terms(logprobs: Tensor, constants: PPOConstants, settings: PPOSetting
         assert of_sequences is not None
         read = of_sequences.exp()
     advantages = torch.where(mask, constants.advantages.float(), 0.0)
-    given = torch.where(mask, logprobs.float(), 0.0)
-    loss, slope, is_clipped = _OBJECTIVES[kind](read, advantages, given, settings)
+    if settings.objective.is_registered:
+        near = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        loss, slope, is_clipped = _registered(kind, near, advantages, settings)
+    else:
+        given = torch.where(mask, logprobs.float(), 0.0)
+        loss, slope, is_clipped = _OBJECTIVES[kind](read, advantages, given, settings)
     if constants.weights is not None:
         weights = torch.where(mask, constants.weights.float(), 0.0)
         loss, slope = loss * weights, slope * weights
@@ -141,6 +145,29 @@ def _vespo(
 ) -> tuple[Tensor, Tensor, Tensor]:
     slope = -advantages * weights
     return slope * logprobs, slope, torch.zeros_like(slope, dtype=torch.bool)
+
+
+def _registered(
+    kind: str, log_ratio: Tensor, advantages: Tensor, settings: PPOSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    function = POLICY_LOSSES[kind].function
+    assert function is not None
+    # Bounds are kept as those of the ratio.
+    cliprange = 1.0 - settings.low, settings.high - 1.0
+    with torch.enable_grad():
+        leaf = log_ratio.detach().requires_grad_()
+        loss = function(leaf, advantages, cliprange)
+        if not isinstance(loss, Tensor) or loss.shape != leaf.shape:
+            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"the policy loss {kind!r} returned {shown} for log-ratios {tuple(leaf.shape)}: "
+                "return the loss of each token"
+            )
+        slope: Tensor | None = None
+        if loss.requires_grad:
+            (slope,) = torch.autograd.grad(loss.sum(), leaf, allow_unused=True)
+    slope = torch.zeros_like(leaf) if slope is None else slope
+    return loss.detach(), slope, torch.zeros_like(leaf, dtype=torch.bool)
 
 
 # Each gives the loss, its derivative by log ρ (where ρ is a constant weight by log π), and where it
@@ -378,6 +405,8 @@ def loss_of(
     """The loss and LossStats' tensor, of checked arguments."""
     if settings.objective is not PPO_CLIP:
         constants = with_sequences(logprobs, constants, settings)
+        if settings.objective.is_registered:
+            backend = "torch"
     return applied(_PPOLoss, logprobs, values, constants, settings, _PASSES.of(backend))
 
 
