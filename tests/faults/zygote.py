@@ -32,7 +32,7 @@ SAVING = {
 }
 PLACES = {
     "rollout": "fastrl.rollout.decode_step:DecodeStep.__call__",
-    "reward": "fastrl.ppo.loop:Loop._rewards",
+    "reward": "fastrl.collect.collector:Collector._judged",
     "forward": "fastrl.learn.loss:UpdateLoss.__call__",
     "update": "fastrl.learn.engine:Engine.step",
     "tree": "fastrl.run.state:_plain",
