@@ -10,7 +10,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import cache
 from types import MappingProxyType
@@ -43,7 +43,7 @@ class _Bounded(str):
     all of a field's metadata to argparse, so that no key of its own can hold them."""
 
     within = ""
-    choices: Collection[str] = ()
+    choices: Collection[str] | Callable[[], Iterable[str]] = ()
 
 
 def setting(
@@ -51,7 +51,7 @@ def setting(
     default: Any = dataclasses.MISSING,
     aliases: Sequence[str] = (),
     within: str = "",
-    choices: Collection[str] = (),
+    choices: Collection[str] | Callable[[], Iterable[str]] = (),
 ) -> Any:
     """A field of a dataclass, with its text for ``--help``.
 
@@ -60,13 +60,14 @@ def setting(
         aliases: other flags for it, such as "--report-to", whose names YAML files may use, too.
         within: the interval that :func:`check_ranges` keeps a number in, or each of a list, such as
             "[0, inf)".
-        choices: of a text, or of each of a list, likewise.
+        choices: of a text, or of each of a list, likewise; or a function that names them, of a
+            table that grows.
     """
     if within or choices:
         text = _Bounded(text)
         # A table of names stays what it is: users add to it.
-        text.within = within
-        text.choices = choices if isinstance(choices, Mapping) else tuple(choices)
+        grows = callable(choices) or isinstance(choices, Mapping)
+        text.within, text.choices = within, choices if grows else tuple(choices)  # type: ignore[arg-type]
     metadata: dict[str, Any] = {"help": text}
     if aliases:
         both = [x for a in aliases for x in (a, f"--{a[2:].replace('-', '_')}")]
@@ -235,6 +236,7 @@ def check_ranges(
         text, value = each.metadata.get("help"), getattr(config, each.name)
         within = getattr(text, "within", "") or of_others.get(each.name, "")
         choices = getattr(text, "choices", ())
+        choices = tuple(choices()) if callable(choices) else choices
         if value is None or not (within or choices):
             continue
         several = isinstance(value, list | tuple)

@@ -56,6 +56,7 @@ from fastrl.alignment import (
     JudgeAnnotator,
     Trainer,
 )
+from fastrl.learn.preferences import PAIR_LOSSES
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -180,7 +181,7 @@ def _many(rows: list[dict[str, Any]]) -> Iterator[str]:
 @pytest.fixture
 def reader(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a reader stands: a folder with stand-ins, in which runs take two steps."""
-    losses = dict(LOSSES)
+    tables = [(table, dict(table)) for table in (LOSSES, PAIR_LOSSES)]
     for path in sorted(stand_ins.iterdir()):
         if path.name != "runs":
             (tmp_path / path.name).symlink_to(path)
@@ -206,8 +207,9 @@ def reader(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(TrainingArguments, "__post_init__", quiet)
     yield tmp_path
     fastrl.unpatch_trl()
-    LOSSES.clear()
-    LOSSES.update(losses)
+    for table, before in tables:
+        table.clear()
+        table.update(before)
     sys.modules.pop("rewards", None)
 
 
@@ -449,6 +451,13 @@ def test_the_api_pages_have_every_public_name() -> None:
         assert wanted - there - modules == set()
     for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
         assert pkgutil.resolve_name(name) is not None
+
+
+def test_the_table_of_losses_of_pairs_is_the_codes() -> None:
+    text = (DOCS / "preferences.md").read_text(encoding="utf-8")
+    for name, row in PAIR_LOSSES.items():
+        options = ", ".join(f"`{option}={value}`" for option, value in row.defaults.items())
+        assert f"| `{name}` | {row.formula} | {options} | {row.source} |\n" in text
 
 
 def test_what_works_where_is_what_the_signatures_and_settings_have() -> None:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from fastrl.alignment.arguments import AlignmentConfig
@@ -29,6 +28,7 @@ from fastrl.data.choose_padding import (
     runs_packed,
 )
 from fastrl.data.encode import end_token
+from fastrl.learn.scorer import scored_by
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
     CausalLMPolicy,
@@ -43,8 +43,7 @@ from fastrl.models.load import (
 )
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.reward_head import score_head
-from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.utils import check_trainable, checksum, evaluating, without_dropout
+from fastrl.models.utils import check_trainable, checksum, without_dropout
 from fastrl.ppo.setup import precision_of, share_new_weights
 from fastrl.ref_model import ReferenceSettings, RefModel, choose_ref_model
 from fastrl.run.processes import processes_of
@@ -271,7 +270,7 @@ class PolicyLearner:
         self._tokens = Tokens(batches, accelerator.device, self.reference, most)
         self._scored_reference = ReferencePolicy(self.reference, self._tokens)
         if self._cached:
-            score = self.reference.score if unwrapped.is_peft_model else _scored_by(model)
+            score = self.reference.score if unwrapped.is_peft_model else scored_by(model)
             self._scored_reference = CachedReference(score, self._tokens)
 
     def modules(self) -> tuple[nn.Module | None, ...]:
@@ -329,14 +328,3 @@ def _switch_off_dropout(model: Any, args: AlignmentConfig) -> None:
             stacklevel=5,
         )
     without_dropout(model)
-
-
-def _scored_by(model: nn.Module) -> Any:
-    """The model's log-probs in evaluation mode, without gradients."""
-
-    @torch.no_grad()
-    def score(inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        with evaluating(model):
-            return model(**inputs, scoring=request)
-
-    return score

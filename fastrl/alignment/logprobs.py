@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -13,42 +13,12 @@ from fastrl.alignment.batch import Batch
 from fastrl.data.batch import BatchMaker, pad
 from fastrl.data.padding_free import join_sides
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.scorer import scoring_request
+from fastrl.learn.preferences import Side, sides_of
+from fastrl.learn.scorer import Score, response_scores
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.ref_model import RefModel
 from fastrl.trainers.passes import DeferredGradients, fill, in_order, too_long
-
-Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
-
-
-class ResponseLogprobs(NamedTuple):
-    """Log-probs of one response per sample, in nats."""
-
-    sums: Tensor  # [B] fp32, Σ log π over the response's tokens
-    tokens: Tensor  # [B] int64, the response's length
-    ref_sums: Any = None  # [B] fp32, Σ log ref; in losses on pairs that read a reference
-
-    @property
-    def means(self) -> Tensor:
-        return self.sums / self.tokens
-
-    @property
-    def ref_means(self) -> Tensor:
-        return self.ref_sums / self.tokens
-
-    @property
-    def ratio(self) -> Tensor:
-        """r = Σ log π - Σ log ref, [B]."""
-        return self.sums - self.ref_sums
-
-    def where(self, condition: Tensor, other: ResponseLogprobs) -> ResponseLogprobs:
-        """These where [B] ``condition`` holds, the other's elsewhere."""
-        mixed: list[Any] = [
-            None if x is None else torch.where(condition, x, y)
-            for x, y in zip(self, other, strict=True)
-        ]
-        return ResponseLogprobs(*mixed)
 
 
 class Tokens:
@@ -110,7 +80,7 @@ class TrainedPolicy:
         self.model, self.tokens, self.processes = model, tokens, passes.processes
         self.passes = passes
 
-    def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
+    def logprobs(self, batch: Batch) -> tuple[Side, ...]:
         """Those of the responses, one per generation."""
         return response_logprobs(self._score, self.tokens, batch, self.passes)
 
@@ -126,16 +96,14 @@ class SharedPolicy:
         self.policy = policy
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
+    def logprobs(self, batch: Batch) -> tuple[Side, ...]:
         """Those of all responses, one per generation."""
         processes = self.policy.processes
         shares = processes.shares(range(batch.size))
         own, lengths = shares[processes.index], list(map(len, shares))
         found = self.policy.logprobs(batch.select(own or [0]))
         return tuple(
-            ResponseLogprobs(
-                *(processes.joined(x[: len(own)], lengths) for x in (part.sums, part.tokens))
-            )
+            Side(*(processes.joined(x[: len(own)], lengths) for x in (part.sums, part.tokens)))
             for part in found
         )
 
@@ -147,7 +115,7 @@ class ReferencePolicy:
         self.reference, self.tokens = reference, tokens
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
+    def logprobs(self, batch: Batch) -> tuple[Side, ...]:
         """Those of the responses, one per generation."""
         return response_logprobs(self.reference.score, self.tokens, batch)
 
@@ -164,10 +132,6 @@ class CachedReference:
         self.tokens = tokens
         self._compute: Score | None = compute
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
-
-    def __len__(self) -> int:
-        """How many responses are known."""
-        return len(self._known)
 
     @torch.no_grad()
     def learn(self, batch: Batch) -> None:
@@ -192,7 +156,7 @@ class CachedReference:
         """Releases the reference model; nothing more can be learned."""
         self._compute = None
 
-    def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
+    def logprobs(self, batch: Batch) -> tuple[Side, ...]:
         """Those of the responses, one per generation.
 
         Raises:
@@ -211,7 +175,7 @@ class CachedReference:
             torch.tensor([len(e.responses[i].ids) for e in batch.examples], device=device)
             for i in range(batch.generations)
         ]
-        return tuple(map(ResponseLogprobs, sums.unbind(1), counts))
+        return tuple(map(Side, sums.unbind(1), counts))
 
 
 class RewardModel:
@@ -281,26 +245,22 @@ class RewardModel:
 
 def response_logprobs(
     score: Score, make_tokens: Tokens, batch: Batch, passes: DeferredGradients | None = None
-) -> tuple[ResponseLogprobs, ...]:
+) -> tuple[Side, ...]:
     """Sums the log-probs of each response's tokens, in a fixed order; one result per
     generation.
 
     Args:
         passes: compute the gradients; None: there are none.
     """
-    tokens, generations = make_tokens(batch), batch.generations
+    tokens = make_tokens(batch)
 
     def sums_of(samples: Sequence[int]) -> Tensor:
         part = tokens if len(samples) == len(tokens) else tokens.select(samples)
-        model_pass = part.model_pass
-        scores = score(model_pass.inputs, scoring_request(part, model_pass, values=False))
-        return part.scatter(scores.logprobs, part.rows()).sum(-1)
+        return response_scores(score, part)[0].sum(-1)
 
     parts = make_tokens.parts(tokens)
     sums = in_order(map(sums_of, parts), parts) if passes is None else passes(sums_of, parts)
-    counts = tokens.mask.sum(-1)
-    pairs = zip(sums.chunk(generations), counts.chunk(generations), strict=True)
-    return tuple(ResponseLogprobs(*pair) for pair in pairs)
+    return sides_of(batch.generations, sums, tokens.mask.sum(-1))
 
 
 def _keys(batch: Batch, i: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

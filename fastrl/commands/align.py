@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.losses import LOSSES, Loss, make_loss
-from fastrl.alignment.losses.base import describe_losses
 from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.commands.memory import most_in_a_pass
@@ -18,6 +18,11 @@ from fastrl.trainers.supervised import length_limit
 
 if TYPE_CHECKING:
     from fastrl.alignment import Annotator, BatchFactory
+
+_COEFFICIENTS = "; ".join(
+    f"{name} ({', '.join(f'{f.name}={f.default}' for f in dataclasses.fields(loss))})"
+    for name, loss in LOSSES.items()
+).replace(" ()", "")
 
 
 @dataclass(kw_only=True)
@@ -42,8 +47,8 @@ class AlignJob(FitJob):
         None,
     )
     loss: str | None = setting(
-        f"Loss, by default the task's first: {', '.join(LOSSES)}, or a class of yours as "
-        f"file.py:Class. Coefficients: {describe_losses()}.",
+        f"Loss, by default the task's first: {', '.join(LOSSES)}, or one of yours as "
+        f"file.py:name. Coefficients: {_COEFFICIENTS}.",
         None,
     )
     loss_args: str | None = setting(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from fastrl.data.chat import chat_ids, check_messages, is_chat, template_arguments
 from fastrl.data.columns import read_label
+from fastrl.data.padding_free import PaddingFree, right_padded
 from fastrl.data.tables import ROW, each_row, is_stream, row_number
+from fastrl.data.token_batch import Padded, TokenBatch
 
 PAIR = ("chosen", "rejected")
 OF_A_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -148,11 +150,7 @@ class PairCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         sides = [(row["prompt_ids"], row[f"{side}_ids"]) for side in PAIR for row in rows]
-        batch = self._padded(sides)
-        for name in ("ref_chosen_logps", "ref_rejected_logps"):
-            if name in rows[0]:
-                batch[name] = torch.tensor([row[name] for row in rows])
-        return batch
+        return self._padded(sides) | _numbers(rows, ("ref_chosen_logps", "ref_rejected_logps"))
 
     def _padded(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Any]:
         keep = slice(None)
@@ -191,11 +189,34 @@ class CompletionCollator(PairCollator):
         if "KL_completion_ids" in rows[0]:
             other = self._padded([(row["prompt_ids"], row["KL_completion_ids"]) for row in rows])
             batch |= {f"KL_{name}": x for name, x in other.items()}
-        for name in ("ref_logps", "ref_KL_logps"):
-            if name in rows[0]:
-                batch[name] = torch.tensor([row[name] for row in rows])
+        batch |= _numbers(rows, ("ref_logps", "ref_KL_logps"))
         batch["label"] = torch.tensor([read_label(row, i, "label") for i, row in enumerate(rows)])
         return batch
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Tensor]:
+    return {x: torch.tensor([row[x] for row in rows]) for x in names if x in rows[0]}
+
+
+def completions_of(batch: Mapping[str, Any], packed: bool = False, prefix: str = "") -> TokenBatch:
+    """The completions of a collated batch, behind their prompts.
+
+    Args:
+        batch: ``input_ids``, ``attention_mask`` and ``completion_mask`` [B, T].
+        packed: run it without padding, and once what several completions begin with, unless a row
+            has padding in front or tokens behind its completion, as a user's collator may.
+        prefix: of those names.
+    """
+    names = ("input_ids", "attention_mask", "completion_mask")
+    given = [batch[f"{prefix}{name}"] for name in names]
+    ids, attention, completion = torch.stack(given).cpu()  # waits for the device once
+    mask = completion[:, 1:].bool()
+    lengths, counts = attention.sum(-1), mask.sum(-1)
+    found = TokenBatch.from_padded(ids, attention, (lengths - counts).tolist(), counts.tolist())
+    usual = right_padded(attention) is not None and torch.equal(found.response_mask, mask)
+    padding = PaddingFree() if packed and usual and bool(counts.all()) else Padded()
+    own = {"mask": mask, "response_mask": mask, "position_ids": None}
+    return replace(found, **own, padding=padding).to(given[0].device)
 
 
 def _map_options(dataset: Any, num_proc: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs policy, reference and critic over a batch, without gradients."""
+"""Forwards over batches for what models say of response tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from fastrl.data.token_batch import ModelPass, Padded, TokenBatch
 from fastrl.learn.experience import LogprobsAndValues, Scored, kl_operands
 from fastrl.learn.kl import KLPenalty
 from fastrl.learn.memory import MicroBatches, PositionCount
-from fastrl.models.scoring import PassLimit, ScoringRequest
+from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
+from fastrl.models.utils import evaluating
 from fastrl.ref_model import RefModel
 from fastrl.run.processes import OneProcess, Processes
+
+# What a model says of the tokens of a request, from arguments of its forward.
+Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
 
 
 class Scorer:
@@ -238,3 +242,30 @@ def scoring_request(batch: TokenBatch, model_pass: ModelPass, **options: Any) ->
     """The batch's response tokens, each predicted by the position before it."""
     labels = batch.input_ids.flatten()[batch.rows() + 1]
     return ScoringRequest(rows=model_pass.rows, labels=labels, **options)
+
+
+def response_scores(
+    score: Callable[[dict[str, Any], ScoringRequest], Any], batch: TokenBatch, **options: Any
+) -> tuple[Tensor, Any]:
+    """Log-probs of a batch's response tokens [B, T-1], 0 elsewhere, from one forward; and all that
+    was found there.
+
+    Args:
+        score: such as :data:`Score`; what it returns has ``logprobs`` [N].
+        options: of the :class:`ScoringRequest`.
+    """
+    model_pass = batch.model_pass
+    request = scoring_request(batch, model_pass, values=False, **options)
+    found = score(dict(model_pass.inputs), request)
+    return batch.scatter(found.logprobs, batch.rows()), found
+
+
+def scored_by(model: nn.Module) -> Score:
+    """A model's log-probs in evaluation mode, without gradients."""
+
+    @torch.no_grad()
+    def score(inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
+        with evaluating(model):
+            return model(**inputs, scoring=request)
+
+    return score

@@ -20,6 +20,10 @@ class ScoredPass(NamedTuple):
     hidden: Tensor  # [N, H], the last hidden states
     output: Any  # the model's own
 
+    @property
+    def logprobs(self) -> Tensor:
+        return self.scores.logprobs
+
 
 class TokenScorer:
     """Runs a model's forward, and its LM head on the requested rows alone.

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from fastrl.learn.preferences import PAIR_LOSSES, PairObjective, try_on_a_pair
 from fastrl.settings import setting
 from fastrl.trl.preference_config import PreferenceConfig
-from fastrl_kernels.preference import F_DIVERGENCES, PAIR_KINDS
+from fastrl_kernels.preference import F_DIVERGENCES
 
 TRUNCATIONS = ("keep_start", "keep_end")
-LOSSES = (*PAIR_KINDS, "sigmoid_norm", "sft")
-SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
-# A prompt's share of an f-divergence's reward cancels in differences alone.
-OF_DIFFERENCES = (
-    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft",
-)  # fmt: skip
-SORTED = ("aot", "aot_unpaired")  # which compare the examples of a batch with each other
+# TRL's names that are others here, or mean options of their own.
+_TRLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sigmoid": ("dpo", {"label_smoothing": 0.0}),
+    "ipo": ("ipo", {"length_means": True}),
+}
+
+
+def loss_types() -> list[str]:
+    """The losses that compare with a reference, and "sft", which stands beside them."""
+    rows = [name for name, row in PAIR_LOSSES.items() if row.reads != "p"]
+    return [*dict.fromkeys((*_TRLS, *rows, "sft"))]
 
 
 @dataclass
@@ -33,9 +40,9 @@ class DPOConfig(PreferenceConfig):
         choices=TRUNCATIONS,
     )
     loss_type: list[str] = setting(
-        f"One or several of {', '.join(LOSSES)}; their weighted sum is learned.",
+        f"One or several of {', '.join(loss_types())}; their weighted sum is learned.",
         lambda: ["sigmoid"],
-        choices=LOSSES,
+        choices=loss_types,
     )
     loss_weights: list[float] | None = setting("Of each loss; None: 1.", None, within="(-inf, inf)")
     ld_alpha: float | None = setting(
@@ -50,7 +57,7 @@ class DPOConfig(PreferenceConfig):
     )
     f_alpha_divergence_coef: float = setting("α of alpha_divergence.", 0.5, within="(-inf, inf)")
     label_smoothing: float = setting(
-        f"Share of swapped labels, for {', '.join(SMOOTHED)}.", 0.0, within="[0, 1]"
+        "Share of swapped labels, for losses that read one, not sigmoid.", 0.0, within="[0, 1]"
     )
     use_weighting: bool = setting("Weigh pairs by the policy's probability of them (WPO).", False)
     discopop_tau: float = setting("Temperature of discopop's mixture.", 0.05, within="(0, inf)")
@@ -60,44 +67,46 @@ class DPOConfig(PreferenceConfig):
             self.loss_type = [self.loss_type]
         super().__post_init__()
         if not self.loss_type:
-            raise ValueError(f"loss_type is empty: name one or several of {', '.join(LOSSES)}")
+            raise ValueError(f"loss_type is empty: name some of {', '.join(loss_types())}")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ValueError(
                 f"loss_weights has {len(self.loss_weights)} weights and loss_type "
                 f"{len(self.loss_type)} losses: give one weight for each"
             )
-        others = [name for name in self.loss_type if name not in OF_DIFFERENCES]
+        rows = {name: self.objective(name) for name in self.loss_type if name != "sft"}
+        others = [name for name, (row, _) in rows.items() if row.reads != "h"]
         if self.f_divergence_type != "reverse_kl" and others:
             raise ValueError(
                 f"f_divergence_type={self.f_divergence_type!r} is for losses of the difference of "
-                f"rewards, and {', '.join(others)} is none: choose among "
-                f"{', '.join(OF_DIFFERENCES)}, or leave it at 'reverse_kl'"
+                f"rewards, and {', '.join(others)} is none: leave it at 'reverse_kl'"
             )
-        self._check_smoothing()
-        if self.use_weighting and set(self.loss_type) & set(SORTED):
-            raise ValueError(
-                "use_weighting weighs pairs, and the losses aot and aot_unpaired sort them: leave "
-                "one of them out"
+        for row, options in rows.values():
+            try_on_a_pair(partial(row, **options))
+        smoothed = [name for name, row in PAIR_LOSSES.items() if "label_smoothing" in row.defaults]
+        if self.label_smoothing and not set(smoothed) & set(self.loss_type):
+            warnings.warn(
+                f"label_smoothing is ignored by {', '.join(self.loss_type)}, as in TRL: it is read "
+                f"by {', '.join(smoothed)}",
+                stacklevel=3,
             )
-        if self.micro_batch_tokens is not None and {*SORTED, "sft"} & set(self.loss_type):
+        together = [name for name, (row, _) in rows.items() if row.reads == "batch"]
+        if self.use_weighting and together:
             raise ValueError(
-                "micro_batch_tokens splits batches, and aot, aot_unpaired and sft read all of one "
+                f"use_weighting weighs pairs, and {', '.join(together)} sorts them: leave one of "
+                "the two out"
+            )
+        together += [name for name in self.loss_type if name == "sft"]
+        if self.micro_batch_tokens is not None and together:
+            raise ValueError(
+                f"micro_batch_tokens splits batches, and {', '.join(together)} reads all of one "
                 "together: leave it out, and lower per_device_train_batch_size"
             )
 
-    def _check_smoothing(self) -> None:
-        if "exo_pair" in self.loss_type and not 0 < self.label_smoothing < 1:
-            raise ValueError(
-                f"label_smoothing must be in (0, 1) for exo_pair, got {self.label_smoothing}: 1e-3 "
-                "is usual"
-            )
-        if "robust" in self.loss_type and not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing must be in [0, 0.5) for robust, got {self.label_smoothing}"
-            )
-        if self.label_smoothing and not set(SMOOTHED) & set(self.loss_type):
-            warnings.warn(
-                f"label_smoothing is ignored by {', '.join(self.loss_type)}, as in TRL: it is read "
-                f"by {', '.join(SMOOTHED)}",
-                stacklevel=4,
-            )
+    def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
+        """The row of a loss but "sft", and its options."""
+        name, fixed = _TRLS.get(loss_type, (loss_type, {}))
+        given: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
+        given |= {"tau": self.discopop_tau, "divergence": self.f_divergence_type}
+        given |= {"divergence_alpha": self.f_alpha_divergence_coef, **fixed}
+        row = PAIR_LOSSES[name]
+        return row, {option: given[option] for option in row.options.keys() & given.keys()}

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-import fastrl_kernels
 from fastrl.data.preferences import CompletionCollator, prepare_completions_of_ids
-from fastrl.data.tables import is_stream
+from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.preferences import UNPAIRED_LOSSES, Side, mismatched_kl
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import KTO
-from fastrl.trainers.passes import fill
-from fastrl.trl.completions import Completions
 from fastrl.trl.kto_config import KTOConfig
-from fastrl.trl.preference import EXTRAS, CompletionScores, PreferenceTrainer, token_parts
+from fastrl.trl.preference import EXTRAS, PreferenceTrainer, token_parts
 
 _KL = "KL_"
 
@@ -51,18 +49,19 @@ class KTOTrainer(PreferenceTrainer):
     collator_class = CompletionCollator
     short_name: ClassVar[str] = "KTO"
     example: ClassVar[str] = "completion"
+    id_columns = ("prompt_ids", "completion_ids")
     method = KTO
 
     def _settings_of(self, args: Any, model: Any) -> Any:
         args = super()._settings_of(args, model)
-        self._has_kl = args.loss_type == "kto"
-        if self._has_kl and args.per_device_train_batch_size < 2:
+        self._row = UNPAIRED_LOSSES[args.loss_type]
+        if self._row.has_kl and args.per_device_train_batch_size < 2:
             raise ValueError(
-                "per_device_train_batch_size must be at least 2 for kto, whose KL is that of "
-                "completions behind another example's prompt; or choose "
+                f"per_device_train_batch_size must be at least 2 for {args.loss_type}, whose KL is "
+                "that of completions behind another example's prompt; or choose "
                 "loss_type='apo_zero_unpaired'"
             )
-        self.ref_columns = ("ref_logps", "ref_KL_logps") if self._has_kl else ("ref_logps",)
+        self.ref_columns = ("ref_logps", "ref_KL_logps") if self._row.has_kl else ("ref_logps",)
         return args
 
     def prepare_rows(self, dataset: Any) -> Any:
@@ -72,74 +71,45 @@ class KTOTrainer(PreferenceTrainer):
             self._tokenizer,
             args.dataset_num_proc,
             self._longest_prompt,
-            args.per_device_train_batch_size if self._has_kl else None,
+            args.per_device_train_batch_size if self._row.has_kl else None,
         )
 
-    def sizes(self, dataset: Any) -> Iterable[int]:
-        if is_stream(dataset):
-            return ()
-        most = self._max_length or 10**9
-        both = zip(dataset["prompt_ids"], dataset["completion_ids"], strict=True)
-        return (min(len(p) + len(c), most) for p, c in both)
-
-    def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
-        mask = inputs["attention_mask"]
-        count, width = mask.shape
-        sizes = mask.sum(-1).tolist() if self._is_padding_free() else [width] * count
-        return [
-            ({name: x[part] for name, x in inputs.items()}, len(part) / count)
-            for part in fill(sizes, most, self.example)
-        ]
-
     def ref_logprobs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        prefixes = ("", _KL) if self._has_kl else ("",)
-        return tuple(self.ref_score(self.completions(batch, x)).sum(1) for x in prefixes)
+        return tuple(self.ref_score(x).sum(1) for x in self._completions(batch))
+
+    def _completions(self, batch: Mapping[str, Any]) -> list[TokenBatch]:
+        """Those of the examples, and the mismatched ones where the loss has a KL."""
+        return [self.completions(batch, x) for x in (("", _KL) if self._row.has_kl else ("",))]
 
     def losses(
         self, model: nn.Module, batch: Mapping[str, Any]
     ) -> tuple[Tensor, Any, dict[str, tuple[Tensor, Tensor]]]:
-        if self.args.precompute_ref_log_probs:
+        args = self.args
+        completions, *others = both = self._completions(batch)
+        if args.precompute_ref_log_probs:
             reference, *of_kl = (batch[name] for name in self.ref_columns)
         else:
-            reference, *of_kl = self.ref_logprobs(batch)
-        kl = self._kl(model, batch, of_kl[0]) if self._has_kl else reference.new_zeros(())
-        completions = self.completions(batch)
-        scored = self.score(model, completions, EXTRAS)
-        policy, desirable = scored.logprobs.sum(1), batch["label"].bool()
-        losses = fastrl_kernels.kto_loss(
-            policy,
-            reference,
-            desirable,
-            kl,
-            beta=self.args.beta,
-            desirable_weight=self.args.desirable_weight,
-            undesirable_weight=self.args.undesirable_weight,
-        )
-        rewards = self.args.beta * (policy.detach() - reference)
-        metrics = _metrics(policy.detach(), rewards, desirable, scored, completions)
-        count = torch.ones((), device=kl.device)
-        return losses, scored.output, {"kl": (kl.clamp(min=0), count), **metrics}
+            reference, *of_kl = (self.ref_score(x).sum(1) for x in both)
+        kl = self._kl(model, others[0], of_kl[0]) if others else reference.new_zeros(())
+        logprobs, found = self.score(model, completions, EXTRAS)
+        side = Side(logprobs.sum(1), completions.mask.sum(1), reference)
+        desirable = batch["label"].bool()
+        weights = {"desirable_weight": args.desirable_weight}
+        weights |= {"undesirable_weight": args.undesirable_weight}
+        losses = self._row(side, desirable, kl, beta=args.beta, **weights)
+        with torch.no_grad():
+            sides = {"chosen": desirable, "rejected": ~desirable}
+            parts = {"kl": (kl.clamp(min=0), torch.ones_like(kl))}
+            parts |= token_parts(found, completions, sides)
+            rewards = args.beta * side.ratio
+            for name, which in sides.items():
+                parts[f"rewards/{name}"] = ((rewards * which).sum(), which.sum())
+                parts[f"logps/{name}"] = ((side.sums * which).sum(), which.sum())
+        return losses, found.output, parts
 
     @torch.no_grad()
-    def _kl(self, model: nn.Module, batch: Mapping[str, Any], reference: Tensor) -> Tensor:
-        """The mean r of mismatched completions, over all processes."""
+    def _kl(self, model: nn.Module, completions: TokenBatch, reference: Tensor) -> Tensor:
         with evaluating(model):
-            policy = self.score(model, self.completions(batch, _KL)).logprobs.sum(1)
-        return self.accelerator.reduce((policy - reference).mean(), reduction="mean")
-
-
-@torch.no_grad()
-def _metrics(
-    policy: Tensor,
-    rewards: Tensor,
-    desirable: Tensor,
-    scored: CompletionScores,
-    completions: Completions,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """By TRL's names, as sums and counts."""
-    sides = {"chosen": desirable, "rejected": ~desirable}
-    metrics = token_parts(scored, completions, sides)
-    for name, which in sides.items():
-        metrics[f"rewards/{name}"] = ((rewards * which).sum(), which.sum())
-        metrics[f"logps/{name}"] = ((policy * which).sum(), which.sum())
-    return metrics
+            logprobs, _ = self.score(model, completions)
+        side = Side(logprobs.sum(1), completions.mask.sum(1), reference)
+        return mismatched_kl(side, self.processes, 1 / self.processes.count)

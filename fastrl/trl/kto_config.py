@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastrl.learn.preferences import UNPAIRED_LOSSES as LOSSES
 from fastrl.settings import setting
 from fastrl.trl.preference_config import PreferenceConfig
-
-LOSSES = ("kto", "apo_zero_unpaired")
 
 
 @dataclass
@@ -32,14 +31,15 @@ class KTOConfig(PreferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss_type == "kto" and self.train_sampling_strategy != "sequential":
+        has_kl = LOSSES[self.loss_type].has_kl
+        if has_kl and self.train_sampling_strategy != "sequential":
             raise ValueError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r} would take completions "
                 "away from the batch whose KL they estimate: leave it at 'sequential', or choose "
                 "loss_type='apo_zero_unpaired', which estimates none"
             )
-        if self.loss_type == "kto" and self.micro_batch_tokens is not None:
+        if has_kl and self.micro_batch_tokens is not None:
             raise ValueError(
-                "micro_batch_tokens splits batches, and the KL of kto is one of the whole batch: "
-                "leave it out, and lower per_device_train_batch_size"
+                f"micro_batch_tokens splits batches, and the KL of {self.loss_type} is one of the "
+                "whole batch: leave it out, and lower per_device_train_batch_size"
             )

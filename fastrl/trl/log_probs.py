@@ -15,14 +15,12 @@ from fastrl.data.token_batch import ModelPass, Padded, Padding, TokenBatch
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.old_logprobs import LOW_PRECISION, TOLERANCES, audited
 from fastrl.learn.samples import SampledResponses
-from fastrl.learn.scorer import in_passes, scoring_request
+from fastrl.learn.scorer import Score, in_passes, scoring_request
 from fastrl.models.scorer import ScoredPass, TokenScorer
-from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
+from fastrl.models.scoring import PassLimit, ScoringRequest
 from fastrl.models.utils import evaluating
 from fastrl.ref_model import RefModel
 from fastrl.run.processes import Processes
-
-Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
 
 
 class ResponseScorer:

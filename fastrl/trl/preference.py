@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastrl.data.choose_padding import logprobs_of_labels
-from fastrl.data.preferences import PairCollator
+from fastrl.data.preferences import PairCollator, completions_of
 from fastrl.data.tables import is_stream
+from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.scorer import response_scores, scored_by
 from fastrl.models import CausalLMPolicy
-from fastrl.models.scorer import TokenScorer
-from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.scorer import ScoredPass, TokenScorer
+from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating, without_dropout
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import RefModel
 from fastrl.settings import check_refused
+from fastrl.trainers.passes import fill
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path, length_limit
-from fastrl.trl.completions import Completions
 from fastrl.trl.metric_means import MetricMeans
 from fastrl.trl.planning import plan_preference
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
@@ -35,29 +37,9 @@ from fastrl.trl.reference import (
     model_of,
     reference_of,
 )
-from fastrl_kernels.types import Extras
 
 EXTRAS = ("mean_logit", "is_top1")
 MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
-
-
-class CompletionScores(NamedTuple):
-    """What a model says of a batch's completions.
-
-    Attributes:
-        logprobs: [B, T-1] fp32, 0 outside of the completions.
-        scores: of the tokens [N].
-        output: of the model's forward.
-    """
-
-    logprobs: Tensor
-    scores: TokenScores
-    output: Any
-
-    @property
-    def extras(self) -> Extras:
-        assert self.scores.extras is not None
-        return self.scores.extras
 
 
 class PreferenceTrainer(SupervisedTrainer):
@@ -72,6 +54,7 @@ class PreferenceTrainer(SupervisedTrainer):
     config_class: ClassVar[type[PreferenceConfig]]
     collator_class: ClassVar[type[PairCollator]]
     short_name: ClassVar[str]  # of the method
+    id_columns: ClassVar[tuple[str, ...]]  # of prompts, and of each of an example's completions
     ref_columns: tuple[str, ...]  # of precomputed log-probs, one for each [B]
 
     def __init__(
@@ -216,6 +199,28 @@ class PreferenceTrainer(SupervisedTrainer):
             rows = self._with_ref_logprobs(rows, training)
         return rows
 
+    def sizes(self, dataset: Any) -> Iterable[int]:
+        if is_stream(dataset):
+            return ()
+        most = self._max_length or 10**9
+        rows = zip(*(dataset[name] for name in self.id_columns), strict=True)
+        lengths = ([min(len(p) + len(c), most) for c in sides] for p, *sides in rows)
+        if self._settings.padding_free:
+            return map(sum, lengths)
+        return (len(sides) * max(sides) for sides in lengths)
+
+    def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
+        mask, sides = inputs["attention_mask"], len(self.id_columns) - 1
+        count, width = len(mask) // sides, mask.shape[1]
+        lengths = mask.sum(-1).view(sides, count).sum(0).tolist()
+        sizes = lengths if self._is_padding_free() else [sides * width] * count
+        parts = []
+        for chosen in fill(sizes, most, self.example):
+            every = [i + k * count for k in range(sides) for i in chosen]
+            part = {name: x[chosen if len(x) == count else every] for name, x in inputs.items()}
+            parts.append((part, len(chosen) / count))
+        return parts
+
     @property
     def computed_columns(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.ref_columns
@@ -285,36 +290,28 @@ class PreferenceTrainer(SupervisedTrainer):
 
     # Log-probs.
 
-    def completions(self, batch: Mapping[str, Any], prefix: str = "") -> Completions:
-        return Completions.of(batch, self._is_padding_free(), prefix)
+    def completions(self, batch: Mapping[str, Any], prefix: str = "") -> TokenBatch:
+        return completions_of(batch, self._is_padding_free(), prefix)
 
     def score(
-        self, model: nn.Module, completions: Completions, extras: tuple[str, ...] = ()
-    ) -> CompletionScores:
-        """The policy's log-probs; with ``extras`` also entropies and those statistics."""
-        given = dict(completions.inputs)
-        if self.aux_loss_enabled and extras:
-            given["output_router_logits"] = True
-        request = completions.request(entropy=bool(extras), extras=extras)
-        scores, _, output = self.scorer(self._plain(model), given, request, model)
-        return CompletionScores(completions.spread(scores.logprobs), scores, output)
+        self, model: nn.Module, completions: TokenBatch, extras: tuple[str, ...] = ()
+    ) -> tuple[Tensor, ScoredPass]:
+        """The policy's log-probs [B, T-1], 0 outside of the completions; with ``extras`` also
+        entropies and those statistics."""
+        router = {"output_router_logits": True} if self.aux_loss_enabled and extras else {}
+        plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+        def forward(inputs: dict[str, Any], request: ScoringRequest) -> ScoredPass:
+            return self.scorer(plain, {**inputs, **router}, request, model)
+
+        return response_scores(forward, completions, entropy=bool(extras), extras=extras)
 
     @torch.no_grad()
-    def ref_score(self, completions: Completions) -> Tensor:
-        """The reference's log-probs [B, T-1]."""
-        request = completions.request()
-        if self._reference is not None:
-            scores = self._reference.score(dict(completions.inputs), request)
-        else:  # before training the policy is its own reference
-            scores = self._of_policy(completions, request)
-        return completions.spread(scores.logprobs)
-
-    def _of_policy(self, completions: Completions, request: ScoringRequest) -> TokenScores:
-        with evaluating(self._policy):
-            return self._policy(**completions.inputs, scoring=request)
-
-    def _plain(self, model: nn.Module) -> Any:
-        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
+    def ref_score(self, completions: TokenBatch) -> Tensor:
+        """The reference's log-probs [B, T-1]; before training the policy is its own reference."""
+        reference = self._reference
+        score = scored_by(self._policy) if reference is None else reference.score
+        return response_scores(score, completions)[0]
 
     def _is_padding_free(self) -> bool:
         """Whether the model runs batches without padding; found at the first use, when it is on its
@@ -341,12 +338,12 @@ class PreferenceTrainer(SupervisedTrainer):
         """The mean loss of a batch; with ``return_outputs`` also the model's output, with the
         logits of all tokens."""
         loss, _ = self._loss(model, inputs)
-        if not return_outputs:
-            return loss
+        return (loss, self._outputs(model, inputs)) if return_outputs else loss
+
+    @torch.no_grad()
+    def _outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         names = ("input_ids", "attention_mask")
-        with torch.no_grad():
-            outputs = model(**{name: inputs[name] for name in names}, use_cache=False)
-        return loss, outputs
+        return model(**{name: inputs[name] for name in names}, use_cache=False)
 
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The mean, with what experts add, and the loss of each example [B]."""
@@ -376,9 +373,7 @@ class PreferenceTrainer(SupervisedTrainer):
             self.held_out(losses, torch.ones_like(losses))
             if prediction_loss_only:
                 return loss.detach(), None, None
-            names = ("input_ids", "attention_mask")
-            logits = model(**{name: inputs[name] for name in names}, use_cache=False).logits
-        return loss.detach(), logits, inputs["input_ids"]
+            return loss.detach(), self._outputs(model, inputs).logits, inputs["input_ids"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the metrics' means since the last log."""
@@ -428,19 +423,25 @@ class PreferenceTrainer(SupervisedTrainer):
 
 
 def token_parts(
-    scored: CompletionScores, completions: Completions, sides: Mapping[str, Tensor]
+    found: ScoredPass, completions: TokenBatch, sides: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Sums and counts of entropies and mean logits over tokens.
 
     Args:
         sides: by name, [B] bool, which completions are of it.
     """
-    assert scored.scores.entropies is not None
-    mean_logits: Any = scored.extras.mean_logit
-    count = torch.tensor(float(len(completions.rows)), device=mean_logits.device)
-    parts = {"entropy": (scored.scores.entropies.detach().sum(), count)}
-    sample = completions.places // completions.mask.shape[1]
+    entropies, extras = found.scores.entropies, found.scores.extras
+    assert entropies is not None
+    assert extras is not None
+    mean_logits: Any = extras.mean_logit
+    count = torch.tensor(float(len(mean_logits)), device=mean_logits.device)
+    parts = {"entropy": (entropies.detach().sum(), count)}
     for name, which in sides.items():
-        of_side = which[sample]
+        of_side = at_tokens(which, completions)
         parts[f"logits/{name}"] = ((mean_logits * of_side).sum(), of_side.sum())
     return parts
+
+
+def at_tokens(of_completions: Tensor, completions: TokenBatch) -> Tensor:
+    """[B] at each completion's tokens, [N]."""
+    return of_completions[completions.rows() // completions.input_ids.shape[1]]

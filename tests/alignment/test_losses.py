@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -21,35 +20,13 @@ from fastrl.data.batch import make_batches
 from fastrl.models import CausalLMPolicy
 from fastrl.ref_model.copy import CopyRefModel
 from fastrl.trainers.passes import DeferredGradients
+from fastrl_kernels import reference as formulas
 from tests import tiny_models
-from tests.alignment.conftest import (
-    GRADIENT_STEP,
-    Make,
-    make_factory,
-    model_of,
-)
+from tests.alignment.conftest import GRADIENT_STEP, Make, make_factory, model_of
 from tests.golden import tiny
 from tests.trainers.conftest import weights
 
 BETA, EPSILON = 0.3, 0.1
-
-
-def pair(of_pair: Callable[[dict[str, Tensor]], Tensor]) -> Callable[..., Tensor]:
-    """The loss of one pair from the figures of its two sides."""
-
-    def loss(model: Any, reference: Any, sample: Example) -> Tensor:
-        figures = {}
-        for side, name in zip(sample.responses, ("w", "l"), strict=True):
-            logprobs = token_logprobs(model, sample.prompt_ids, side.ids)
-            of_reference = token_logprobs(reference or model, sample.prompt_ids, side.ids).detach()
-            figures |= {f"p_{name}": logprobs.sum(), f"mean_{name}": logprobs.mean()}
-            figures |= {
-                f"r_{name}": (logprobs - of_reference).sum(),
-                f"mean_r_{name}": (logprobs - of_reference).mean(),
-            }
-        return of_pair(figures)
-
-    return loss
 
 
 def token_logprobs(model: Any, prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
@@ -59,12 +36,32 @@ def token_logprobs(model: Any, prompt: tuple[int, ...], response: tuple[int, ...
     return logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
 
 
-def log_odds(mean: Tensor) -> Tensor:
-    return mean - torch.log1p(-mean.exp())
+def pairs(loss: Callable[[dict[str, Tensor]], Tensor]) -> Callable[..., Tensor]:
+    """The mean of a loss of pairs from log π and r of both sides, and their means over tokens."""
+
+    def mean(samples: list[Example], model: Any, reference: Any) -> Tensor:
+        x = {}
+        for k, side in enumerate("wl"):
+            given = [(sample.prompt_ids, sample.responses[k].ids) for sample in samples]
+            own = [token_logprobs(model, *ids) for ids in given]
+            refs = [token_logprobs(reference or model, *ids).detach() for ids in given]
+            for name, of in (("", Tensor.sum), ("mean ", Tensor.mean)):
+                x[f"{name}p_{side}"] = torch.stack(list(map(of, own)))
+                ratios = zip(own, refs, strict=True)
+                x[f"{name}r_{side}"] = torch.stack([of(p - ref) for p, ref in ratios])
+        return loss(x).mean()
+
+    return mean
 
 
-def dpo(sign: float = 1.0) -> Callable[[dict[str, Tensor]], Tensor]:
-    return lambda x: -F.logsigmoid(sign * BETA * (x["r_w"] - x["r_l"]))
+def by_op(
+    kind: str, divergence: str = "reverse_kl", r: str = "r", **options: float
+) -> Callable[..., Tensor]:
+    def loss(x: dict[str, Tensor]) -> Tensor:
+        of = [formulas.f_divergence_scores(x[f"{r}_{k}"], divergence=divergence) for k in "wl"]
+        return formulas.pair_loss(*of, *map(torch.zeros_like, of), kind=kind, beta=BETA, **options)
+
+    return pairs(loss)
 
 
 def per_token_mean(samples: list[Example], model: Any) -> Tensor:
@@ -72,91 +69,64 @@ def per_token_mean(samples: list[Example], model: Any) -> Tensor:
     return -torch.cat(parts).mean()
 
 
-def kto(samples: list[Example], model: Any, reference: Any) -> Tensor:
-    def ratio(prompt: Example, answer: Example) -> Tensor:
-        ids = prompt.prompt_ids, answer.responses[0].ids
-        return token_logprobs(model, *ids).sum() - token_logprobs(reference, *ids).sum().detach()
+def kto(samples: list[Example], model: Any, reference: Any, has_kl: bool = True) -> Tensor:
+    def ratios(by: int) -> Tensor:
+        answers = (each.responses[0].ids for each in [*samples[by:], *samples[:by]])
+        given = [(x.prompt_ids, ids) for x, ids in zip(samples, answers, strict=True)]
+        of = [torch.stack([token_logprobs(m, *x).sum() for x in given]) for m in (model, reference)]
+        return of[0] - of[1].detach()
 
-    following = [*samples[1:], samples[0]]
-    kl = torch.stack([ratio(*both) for both in zip(samples, following, strict=True)]).mean()
-    kl = kl.detach().clamp(min=0)
-    losses = []
-    for sample in samples:
-        sign = 1.0 if sample.desired else -1.0
-        weight = 0.7 if sample.desired else 1.3
-        gain = BETA * sign * (ratio(sample, sample) - kl)
-        losses.append(weight * (1 - torch.sigmoid(gain)))
-    return torch.stack(losses).mean()
+    kl = ratios(1).mean() if has_kl else 0.0
+    desired = torch.tensor([sample.desired for sample in samples])
+    r = ratios(0)
+    return formulas.kto_loss(r, torch.zeros_like(r), desired, kl, **WEIGHTS).mean()
 
 
 def bradley_terry(samples: list[Example], model: Any) -> Tensor:
-    def reward(sample: Example, side: int) -> Tensor:
-        ids = [*sample.prompt_ids, *sample.responses[side].ids]
-        return model(input_ids=torch.tensor([ids])).logits.squeeze()
+    def rewards(k: int) -> Tensor:
+        ids = ([[*sample.prompt_ids, *sample.responses[k].ids]] for sample in samples)
+        return torch.cat([model(input_ids=torch.tensor(x)).logits[0] for x in ids])
 
-    losses = [
-        -F.logsigmoid(reward(s, 0) - reward(s, 1)) + 0.2 * (reward(s, 0) + reward(s, 1)) ** 2
-        for s in samples
-    ]
-    return torch.stack(losses).mean()
+    return formulas.reward_loss(rewards(0), rewards(1), center_coef=0.2).mean()
 
 
-PAIRS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
-    "dpo": ({"beta": BETA}, pair(dpo())),
-    "cdpo": (
-        {"beta": BETA, "label_smoothing": EPSILON},
-        pair(lambda x: (1 - EPSILON) * dpo()(x) + EPSILON * dpo(-1.0)(x)),
-    ),
-    "robust": (
-        {"beta": BETA, "label_smoothing": EPSILON},
-        pair(lambda x: ((1 - EPSILON) * dpo()(x) - EPSILON * dpo(-1.0)(x)) / (1 - 2 * EPSILON)),
-    ),
-    "hinge": ({"beta": BETA}, pair(lambda x: torch.relu(1 - BETA * (x["r_w"] - x["r_l"])))),
-    "ipo": ({"beta": BETA}, pair(lambda x: (x["r_w"] - x["r_l"] - 1 / (2 * BETA)) ** 2)),
-    "ipo of means": (
-        {"beta": BETA, "length_means": True},
-        pair(lambda x: (x["mean_r_w"] - x["mean_r_l"] - 1 / (2 * BETA)) ** 2),
-    ),
+SMOOTHED = {"label_smoothing": EPSILON}
+WEIGHTS = {"beta": BETA, "desirable_weight": 0.7, "undesirable_weight": 1.3}
+BY_OP = ("hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
+CASES: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
+    **{kind: ({"beta": BETA}, by_op(kind)) for kind in BY_OP},
+    **{
+        f"dpo under {kind}": ({"beta": BETA, "divergence": kind}, by_op("sigmoid", kind))
+        for kind in ("forward_kl", "js_divergence", "alpha_divergence")
+    },
+    "dpo": ({"beta": BETA}, by_op("sigmoid")),
+    "cdpo": ({"beta": BETA, **SMOOTHED}, by_op("sigmoid", **SMOOTHED)),
+    "robust": ({"beta": BETA, **SMOOTHED}, by_op("robust", **SMOOTHED)),
+    "exo_pair": ({"beta": BETA, **SMOOTHED}, by_op("exo_pair", **SMOOTHED)),
+    "discopop": ({"beta": BETA, "tau": 0.5}, by_op("discopop", tau=0.5)),
+    "ipo of means": ({"beta": BETA, "length_means": True}, by_op("ipo", r="mean r")),
+    "sigmoid_norm": ({"beta": BETA}, by_op("sigmoid", r="mean r")),
     "simpo": (
         {"beta": 2.0, "gamma": 0.5},
-        pair(lambda x: -F.logsigmoid(2.0 * (x["mean_w"] - x["mean_l"] - 0.5 / 2.0))),
+        pairs(lambda x: formulas.simpo_loss(x["mean p_w"], x["mean p_l"], beta=2.0, gamma=0.5)),
     ),
     "orpo": (
         {"beta": BETA},
-        pair(
-            lambda x: (
-                -x["mean_w"] - BETA * F.logsigmoid(log_odds(x["mean_w"]) - log_odds(x["mean_l"]))
-            )
+        pairs(
+            lambda x: formulas.orpo_loss(x["mean p_w"], x["mean p_l"], beta=BETA) - x["mean p_w"]
         ),
     ),
     "slic": (
         {"beta": 1.5, "lam": 0.2},
-        pair(lambda x: torch.relu(1.5 - x["p_w"] + x["p_l"]) - 0.2 * x["p_w"]),
+        pairs(lambda x: torch.relu(1.5 - x["p_w"] + x["p_l"]) - 0.2 * x["p_w"]),
     ),
-}
-OTHERS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
     "sft": ({}, lambda samples, model, _: per_token_mean(samples, model)),
-    "kto": (
-        {"beta": BETA, "desirable_weight": 0.7, "undesirable_weight": 1.3},
-        kto,
-    ),
-    "bradley-terry": (
-        {"center_coef": 0.2},
-        lambda samples, model, _: bradley_terry(samples, model),
-    ),
+    "kto": (WEIGHTS, kto),
+    "apo_zero_unpaired": (WEIGHTS, lambda *given: kto(*given, has_kl=False)),
+    "bradley-terry": ({"center_coef": 0.2}, lambda x, model, _: bradley_terry(x, model)),
 }
-CASES = {
-    **{
-        name: (
-            coefficients,
-            lambda samples, model, reference, one=one: torch.stack(
-                [one(model, reference, sample) for sample in samples]
-            ).mean(),
-        )
-        for name, (coefficients, one) in PAIRS.items()
-    },
-    **OTHERS,
-}
+# All rows of pairs go one way.
+WEIGHED = ("dpo", "orpo", "sft", "kto", "apo_zero_unpaired", "bradley-terry")
 
 
 def samples_of(task: Any) -> list[Example]:
@@ -238,7 +208,7 @@ def rows_of(name: str, count: int = 2) -> list[Any]:
     return samples_of(loss.tasks[0])[:count]
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "kto"])
+@pytest.mark.parametrize("name", [n for n in WEIGHED if n != "kto"])
 def test_weights_of_2_and_0_duplicate_and_drop(make_trainer: Make, name: str) -> None:
     """But for KTO, whose KL is of the batch's other pairs: see below."""
     one, other = rows_of(name)
@@ -251,7 +221,7 @@ def test_weights_of_2_and_0_duplicate_and_drop(make_trainer: Make, name: str) ->
         assert max((weighed[n] - apart[n]).abs().max() for n in apart) > 1e-3
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WEIGHED)
 def test_a_weight_of_0_takes_a_samples_gradient_away_exactly(make_trainer: Make, name: str) -> None:
     loss = LOSSES[name.split(" ")[0]]
     model = model_of(loss)
@@ -273,7 +243,7 @@ def test_ktos_weights_multiply_its_samples_losses(make_trainer: Make) -> None:
         torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", ["dpo", "ipo", "slic"])
 def test_a_tie_is_half_of_each_order(name: str) -> None:
     """And a reward of 0 for the first is the second's preference."""
     coefficients, _ = CASES[name]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fastrl.alignment import BatchFactory, make_loss
+from fastrl.alignment import BatchFactory, loss_of_pairs, make_loss
 from fastrl.data.columns import PAIRS
 from fastrl.data.datas_loader import DatasLoader
 from fastrl.rollout import SamplingParams
@@ -38,6 +38,7 @@ from tests.golden import tiny
         ("dpo", {"reference": "whatever"}, "unknown reference 'whatever'"),
         ("dpo", {"rollout_slots": 0}, "rollout_slots must be at least 1"),
         ("dqo", {}, "unknown loss 'dqo': choose one of dpo"),
+        ("aot", {}, r"aot compares .* have weights here: use fastrl.DPOConfig\(loss_type='aot'\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -50,6 +51,15 @@ def test_what_does_not_fit_is_refused(
 def test_coefficients_that_a_loss_does_not_have_are_named() -> None:
     with pytest.raises(ValueError, match="simpo has no coefficient 'betta'"):
         make_loss("simpo", betta=1)
+
+
+def test_what_is_no_loss_of_pairs_is_refused() -> None:
+    with pytest.raises(TypeError, match="give beta a default"):
+        loss_of_pairs()(lambda chosen, rejected, beta: chosen.sums)
+    with pytest.raises(ValueError, match="a loss ipo already: give yours another name"):
+        loss_of_pairs(name="ipo")(lambda chosen, rejected: chosen.sums)
+    with pytest.raises(TypeError, match=r"write @loss_of_pairs\(\)"):
+        loss_of_pairs(lambda chosen, rejected: chosen.sums)
 
 
 def test_an_evaluation_of_another_task_is_refused(make_trainer: Make) -> None:

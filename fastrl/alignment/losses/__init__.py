@@ -1,13 +1,7 @@
 """The losses: a class each, in a file per kind of batch."""
 
-from fastrl.alignment.losses.base import (
-    LOSSES,
-    Loss,
-    LossOutput,
-    make_loss,
-    register,
-    weighted_mean,
-)
+from fastrl.alignment.losses.base import LOSSES, Loss, LossOutput, register, weighted_mean
+from fastrl.alignment.losses.make import make_loss
 from fastrl.alignment.losses.pairwise import (
     DPO,
     IPO,
@@ -22,6 +16,7 @@ from fastrl.alignment.losses.pairwise import (
 from fastrl.alignment.losses.pointwise import KTO, SFT
 from fastrl.alignment.losses.ppo import PPO
 from fastrl.alignment.losses.reward import BradleyTerry
+from fastrl.learn.preferences import loss_of_pairs
 
 __all__ = [
     "DPO",
@@ -40,6 +35,7 @@ __all__ = [
     "RobustDPO",
     "SLiC",
     "SimPO",
+    "loss_of_pairs",
     "make_loss",
     "register",
     "weighted_mean",

@@ -144,37 +144,6 @@ def register(loss: SomeLoss) -> SomeLoss:
     return loss
 
 
-def make_loss(kind: str | type[Loss], **coefficients: Any) -> Loss:
-    """Makes a loss from its name, or from its class.
-
-    Raises:
-        ValueError: an unknown loss or coefficient, or a coefficient out of range.
-        TypeError: a class that is no loss.
-    """
-    if isinstance(kind, str):
-        if kind not in LOSSES:
-            raise ValueError(f"unknown loss {kind!r}: choose one of {', '.join(LOSSES)}")
-        kind = LOSSES[kind]
-    if not (isinstance(kind, type) and issubclass(kind, Loss)):
-        raise TypeError(f"{kind!r} is no loss: derive a dataclass from PairwiseLoss or Loss")
-    name = kind.name
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
-    for given in coefficients:
-        if given not in known:
-            raise ValueError(
-                f"the loss {name} has no coefficient {given!r}: it has {', '.join(known) or 'none'}"
-            )
-    return kind(**coefficients)
-
-
-def describe_losses() -> str:
-    """All losses with their coefficients, for ``--help``."""
-    return "; ".join(
-        f"{name} ({', '.join(f'{f.name}={f.default}' for f in dataclasses.fields(loss))})"
-        for name, loss in LOSSES.items()
-    ).replace(" ()", "")
-
-
 def weighted_mean(losses: Tensor, batch: Batch) -> Tensor:
     """Σ w·ℓ / B; a sample of weight 0 has no gradient, even where its loss is not finite."""
     weights = batch.weights().to(losses.device)

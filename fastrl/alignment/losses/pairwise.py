@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,15 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-import fastrl_kernels
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.logprobs import ResponseLogprobs
-from fastrl.alignment.losses.base import (
-    Loss,
-    LossOutput,
-    register,
-    share_ahead,
-    weighted_mean,
+from fastrl.alignment.losses.base import Loss, LossOutput, register, share_ahead, weighted_mean
+from fastrl.learn.preferences import (
+    PAIR_LOSSES,
+    PairObjective,
+    Side,
+    losses_by_preference,
+    try_on_a_pair,
 )
 
 
@@ -38,16 +38,14 @@ class PairwiseLoss(Loss):
             ValueError: a coefficient out of range.
         """
         super().__post_init__()
-        one = torch.ones(1)
-        side = ResponseLogprobs(-one, one.long(), -one)
-        self.losses(side, side)
+        try_on_a_pair(self.losses)
 
     @abstractmethod
-    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
         """ℓ of each pair, [B]."""
 
     @abstractmethod
-    def implicit_reward(self, side: ResponseLogprobs) -> Tensor:
+    def implicit_reward(self, side: Side) -> Tensor:
         """The reward that the policy's log-probs imply, [B]; for metrics."""
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
@@ -57,20 +55,11 @@ class PairwiseLoss(Loss):
             side._replace(ref_sums=ref)
             for side, ref in zip(policy.logprobs(batch), refs, strict=True)
         )
-        preferred = batch.rewards(1)  # on the host, where reading it does not wait for the device
-        undecided = bool(((preferred > 0) & (preferred < 1)).any())
-        preferred = preferred.to(first.sums.device)
-        ahead = preferred >= 0.5
-        chosen, rejected = first.where(ahead, second), second.where(ahead, first)
-        losses = self.losses(chosen, rejected)
-        if undecided:
-            share = torch.where(ahead, preferred, 1.0 - preferred)
-            both = share * losses + (1.0 - share) * self.losses(rejected, chosen)
-            losses = torch.where(share < 1, both, losses)
-        return LossOutput(weighted_mean(losses, batch), self._metrics(chosen, rejected))
+        losses, *sides = losses_by_preference(self.losses, first, second, batch.rewards(1))
+        return LossOutput(weighted_mean(losses, batch), self._metrics(*sides))
 
     @torch.no_grad()
-    def _metrics(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> dict[str, Tensor]:
+    def _metrics(self, chosen: Side, rejected: Side) -> dict[str, Tensor]:
         good, bad = self.implicit_reward(chosen), self.implicit_reward(rejected)
         return {
             "rewards/chosen": good,
@@ -83,161 +72,45 @@ class PairwiseLoss(Loss):
 
 
 @dataclass(frozen=True)
-class ReferenceLoss(PairwiseLoss):
-    """A loss that is a function of r = log π - log ref of both responses."""
+class RowLoss(PairwiseLoss):
+    """A row of :data:`fastrl.learn.preferences.PAIR_LOSSES`, whose options are its coefficients."""
 
-    compares: ClassVar[bool] = True
-    beta: float = 0.1
+    row: ClassVar[PairObjective]
 
-    def implicit_reward(self, side: ResponseLogprobs) -> Tensor:
-        return self.beta * side.ratio
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+        return self.row(chosen, rejected, **self._options)
+
+    def implicit_reward(self, side: Side) -> Tensor:
+        return self.row.reward(side, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.row.options}
 
 
-@dataclass(frozen=True)
-class MarginLoss(ReferenceLoss):
-    """A loss that is a function of the margin h = β(r_w - r_l).
+def loss_of_row(row: PairObjective, class_name: str | None = None) -> Any:
+    """A class of losses, a dataclass as :class:`RowLoss`, of a row.
 
-    See :func:`fastrl_kernels.dpo_loss`.
-
-    Args:
-        label_smoothing: ε, the share of swapped labels.
+    Raises:
+        ValueError: the row gives no pair a loss of its own, which a sample's weight would multiply.
     """
-
-    kind: ClassVar[str] = "sigmoid"
-    label_smoothing: float = 0.0
-
-    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
-        return fastrl_kernels.dpo_loss(
-            chosen.sums,
-            rejected.sums,
-            chosen.ref_sums,
-            rejected.ref_sums,
-            beta=self.beta,
-            label_smoothing=self.label_smoothing,
-            kind=self.kind,
+    if row.reads == "batch":
+        raise ValueError(
+            f"the loss {row.name} compares the pairs of a batch with each other, and samples have "
+            f"weights here: use fastrl.DPOConfig(loss_type={row.name!r})"
         )
+    fields = [(name, type(default), default) for name, default in row.options.items()]
+    own = {"row": row, "name": row.name, "compares": row.reads != "p", "__module__": __name__}
+    own["__doc__"] = f"{row.formula}: {row.source}."
+    made = class_name or row.name
+    return dataclasses.make_dataclass(made, fields, bases=(RowLoss,), namespace=own, frozen=True)
 
 
-@register
-@dataclass(frozen=True)
-class DPO(MarginLoss):
-    """-log σ(β(r_w - r_l)): direct preference optimisation (Rafailov et al., 2023)."""
-
-    name: ClassVar[str] = "dpo"
-
-
-@register
-@dataclass(frozen=True)
-class ConservativeDPO(MarginLoss):
-    """DPO where a share ε of the labels is swapped: (1-ε)·ℓ(h) + ε·ℓ(-h)."""
-
-    name: ClassVar[str] = "cdpo"
-    label_smoothing: float = 0.1
-
-
-@register
-@dataclass(frozen=True)
-class RobustDPO(MarginLoss):
-    """DPO without the bias of swapped labels: [(1-ε)·ℓ(h) - ε·ℓ(-h)]/(1-2ε)."""
-
-    name: ClassVar[str] = "robust"
-    kind: ClassVar[str] = "robust"
-    label_smoothing: float = 0.1
-
-
-@register
-@dataclass(frozen=True)
-class Hinge(ReferenceLoss):
-    """max(0, 1 - β(r_w - r_l)). See :func:`fastrl_kernels.dpo_loss`."""
-
-    name: ClassVar[str] = "hinge"
-
-    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
-        sums = (chosen.sums, rejected.sums, chosen.ref_sums, rejected.ref_sums)
-        return fastrl_kernels.dpo_loss(*sums, beta=self.beta, kind="hinge")
-
-
-@register
-@dataclass(frozen=True)
-class IPO(ReferenceLoss):
-    """(h - 1/(2β))², h = r_w - r_l: identity preference optimisation.
-
-    See :func:`fastrl_kernels.ipo_loss`.
-
-    Args:
-        beta: β.
-        length_means: r are means over a response's tokens, in place of sums as in the paper.
-    """
-
-    name: ClassVar[str] = "ipo"
-    length_means: bool = False
-
-    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
-        logprobs = (chosen.sums, rejected.sums, chosen.ref_sums, rejected.ref_sums)
-        if self.length_means:
-            logprobs = (chosen.means, rejected.means, chosen.ref_means, rejected.ref_means)
-        return fastrl_kernels.ipo_loss(*logprobs, beta=self.beta)
-
-
-@dataclass(frozen=True)
-class LengthNormalizedLoss(PairwiseLoss):
-    """A loss that is a function of p̄, the mean log-prob of a response's tokens, without a
-    reference."""
-
-    beta: float = 1.0
-
-    def implicit_reward(self, side: ResponseLogprobs) -> Tensor:
-        return self.beta * side.means
-
-
-@register
-@dataclass(frozen=True)
-class SimPO(LengthNormalizedLoss):
-    """-log σ(β·(p̄_w - p̄_l) - γ): simple preference optimisation.
-
-    See :func:`fastrl_kernels.simpo_loss`.
-    """
-
-    name: ClassVar[str] = "simpo"
-    beta: float = 2.0
-    gamma: float = 1.0
-
-    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
-        means = chosen.means, rejected.means
-        return fastrl_kernels.simpo_loss(*means, beta=self.beta, gamma=self.gamma)
-
-
-@register
-@dataclass(frozen=True)
-class ORPO(LengthNormalizedLoss):
-    """-p̄_w - β·log σ(log-odds of p̄_w less those of p̄_l): odds-ratio preference optimisation.
-
-    See :func:`fastrl_kernels.orpo_loss`.
-    """
-
-    name: ClassVar[str] = "orpo"
-    beta: float = 0.1
-
-    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
-        means = chosen.means, rejected.means
-        return fastrl_kernels.orpo_loss(*means, beta=self.beta) - chosen.means
-
-
-@register
-@dataclass(frozen=True)
-class SLiC(PairwiseLoss):
-    """max(0, β - log p_w + log p_l) - λ·log p_w: sequence likelihood calibration.
-
-    See :func:`fastrl_kernels.slic_loss`.
-    """
-
-    name: ClassVar[str] = "slic"
-    beta: float = 1.0
-    lam: float = 0.1
-
-    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
-        sums = chosen.sums, rejected.sums
-        return fastrl_kernels.slic_loss(*sums, beta=self.beta, lam=self.lam)
-
-    def implicit_reward(self, side: ResponseLogprobs) -> Tensor:
-        return side.sums
+DPO = register(loss_of_row(PAIR_LOSSES["dpo"], "DPO"))
+ConservativeDPO = register(loss_of_row(PAIR_LOSSES["cdpo"], "ConservativeDPO"))
+RobustDPO = register(loss_of_row(PAIR_LOSSES["robust"], "RobustDPO"))
+Hinge = register(loss_of_row(PAIR_LOSSES["hinge"], "Hinge"))
+IPO = register(loss_of_row(PAIR_LOSSES["ipo"], "IPO"))
+SimPO = register(loss_of_row(PAIR_LOSSES["simpo"], "SimPO"))
+ORPO = register(loss_of_row(PAIR_LOSSES["orpo"], "ORPO"))
+SLiC = register(loss_of_row(PAIR_LOSSES["slic"], "SLiC"))

@@ -9,16 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-import fastrl_kernels
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import (
-    Loss,
-    LossOutput,
-    register,
-    share_ahead,
-    weighted_mean,
-)
+from fastrl.alignment.losses.base import Loss, LossOutput, register, share_ahead, weighted_mean
 from fastrl.alignment.tasks import Task
+from fastrl.learn.preferences import UNPAIRED_LOSSES, Side, UnpairedObjective, mismatched_kl
 from fastrl.settings import is_number
 
 
@@ -63,6 +57,7 @@ class KTO(Loss):
     tasks: ClassVar[tuple[str, ...]] = ("offline-pointwise", "online-pointwise")
     compares: ClassVar[bool] = True
     reads_all: ClassVar[bool] = True
+    row: ClassVar[UnpairedObjective] = UNPAIRED_LOSSES["kto"]
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -79,28 +74,34 @@ class KTO(Loss):
         if threshold is not None and not (is_number(threshold) and math.isfinite(threshold)):
             raise ValueError(f"threshold must be a number or None, got {self.threshold!r}")
         zero = torch.zeros(1)
-        self._losses(zero, zero, zero == 0, zero[0])
+        self.row(Side(zero, zero, zero), zero == 0, zero[0], **self._options)
+
+    @property
+    def _options(self) -> dict[str, float]:
+        names = ("beta", "desirable_weight", "undesirable_weight")
+        return {name: getattr(self, name) for name in names}
 
     def check(self, task: Task, batch_size: int) -> None:
         super().check(task, batch_size)
-        if batch_size < 2:
+        if self.row.has_kl and batch_size < 2:
             raise ValueError(
-                "the loss kto pairs every prompt with the response to another one: batch_size must "
-                f"be at least 2, got {batch_size}"
+                f"the loss {self.name} pairs every prompt with the response to another one: "
+                f"batch_size must be at least 2, got {batch_size}"
             )
 
     def reference_batches(self, batch: Batch) -> tuple[Batch, ...]:
-        return batch, batch.mismatched()
+        return (batch, batch.mismatched()) if self.row.has_kl else (batch,)
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         rewards = batch.rewards(1)
         # First what has no gradient, while no activations of the policy take memory.
         kl = self._kl(batch, policy, reference)
         (ref,), (scores,) = reference.logprobs(batch), policy.logprobs(batch)
-        desirable = (rewards > self._threshold(batch.whole.rewards(1))).to(scores.sums.device)
-        losses = self._losses(scores.sums, ref.sums, desirable, kl)
+        side = scores._replace(ref_sums=ref.sums)
+        desirable = (rewards > self._threshold(batch.whole.rewards(1))).to(side.sums.device)
+        losses = self.row(side, desirable, kl, **self._options)
         with torch.no_grad():
-            implied = self.beta * (scores.sums - ref.sums)
+            implied = self.beta * side.ratio
             ahead = share_ahead(implied, self.beta * kl.clamp(min=0.0))
             metrics = {
                 "kl": kl.clamp(min=0.0),
@@ -108,20 +109,9 @@ class KTO(Loss):
                 "rewards/rejected": implied[~desirable],
                 # Desired responses should have more than the KL, the others less.
                 "rewards/accuracies": torch.where(desirable, ahead, 1.0 - ahead),
-                "logps/response": scores.sums.detach(),
+                "logps/response": side.sums.detach(),
             }
         return LossOutput(weighted_mean(losses, batch), metrics)
-
-    def _losses(self, logprobs: Tensor, ref: Tensor, desirable: Tensor, kl: Tensor) -> Tensor:
-        return fastrl_kernels.kto_loss(
-            logprobs,
-            ref,
-            desirable,
-            kl,
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
 
     def _threshold(self, rewards: Tensor) -> float:
         """The reward, on the host, above which a response is desired."""
@@ -132,8 +122,20 @@ class KTO(Loss):
 
     @torch.no_grad()
     def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
-        if batch.total == 1:  # the rest of an epoch: there is no other prompt
+        if (
+            not self.row.has_kl or batch.total == 1
+        ):  # the rest of an epoch: there is no other prompt
             return torch.zeros((), device=policy.tokens.device)
         other = batch.mismatched()
         (scores,), (ref,) = policy.logprobs(other), reference.logprobs(other)
-        return policy.processes.sums((scores.sums - ref.sums).mean() * batch.fraction)
+        side = scores._replace(ref_sums=ref.sums)
+        return mismatched_kl(side, policy.processes, batch.fraction)
+
+
+@register
+@dataclass(frozen=True)
+class APOZeroUnpaired(KTO):
+    """λ·(1 - σ(±βr)): anchored preference optimisation, :class:`KTO` without a KL."""
+
+    name: ClassVar[str] = "apo_zero_unpaired"
+    row: ClassVar[UnpairedObjective] = UNPAIRED_LOSSES["apo_zero_unpaired"]

@@ -76,19 +76,6 @@ def _check_label_smoothing(label_smoothing: float, kind: str) -> None:
         )
 
 
-def _margins(
-    policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
-) -> Tensor:
-    """h = r_w - r_l. r first: a policy is close to its reference, so that no digits are lost."""
-    policy_w, policy_l, ref_w, ref_l = _checked(
-        policy_chosen=policy_chosen,
-        policy_rejected=policy_rejected,
-        ref_chosen=ref_chosen,
-        ref_rejected=ref_rejected,
-    )
-    return (policy_w - ref_w) - (policy_l - ref_l)
-
-
 def _log_odds(logprobs: Tensor) -> Tensor:
     """log p - log(1 - p), with p held at ``CERTAIN`` in the value; the gradient is that there."""
     held = CERTAIN + (logprobs - logprobs.detach())
@@ -143,19 +130,8 @@ def dpo_loss(
     is that of Liu et al., "Statistical rejection sampling improves preference optimization", 2023.
     """
     check_choice("kind", kind, DPO_KINDS)
-    check_positive("beta", beta)
-    _check_label_smoothing(label_smoothing, kind)
-    logits = beta * _margins(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
-    if kind == "hinge":
-        return torch.relu(1.0 - logits)
-    loss = -F.logsigmoid(logits)
-    if label_smoothing == 0:
-        return loss
-    flipped = -F.logsigmoid(-logits)
-    if kind == "robust":
-        scale = 1.0 / (1.0 - 2.0 * label_smoothing)
-        return scale * ((1.0 - label_smoothing) * loss - label_smoothing * flipped)
-    return (1.0 - label_smoothing) * loss + label_smoothing * flipped
+    sides = policy_chosen, policy_rejected, ref_chosen, ref_rejected
+    return pair_loss(*sides, kind=kind, beta=beta, label_smoothing=label_smoothing)
 
 
 @explains_types
@@ -176,9 +152,8 @@ def ipo_loss(
     Source: Azar et al., "A general theoretical paradigm to understand learning from human
     preferences", 2023, equation 17.
     """
-    check_positive("beta", beta)
-    margins = _margins(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
-    return (margins - 1.0 / (2.0 * beta)).square()
+    sides = policy_chosen, policy_rejected, ref_chosen, ref_rejected
+    return pair_loss(*sides, kind="ipo", beta=beta)
 
 
 class _Ratios(NamedTuple):
@@ -191,7 +166,7 @@ class _Ratios(NamedTuple):
 
     @property
     def margin(self) -> Tensor:
-        """h = r_w - r_l."""
+        """h = r_w - r_l; r first, as a policy is close to its reference: no digits are lost."""
         return self.chosen - self.rejected
 
 
@@ -211,7 +186,8 @@ def _smoothed(x: Tensor, label_smoothing: float) -> Tensor:
 
 def _robust(r: _Ratios, s: _Settings) -> Tensor:
     x, eps = s.beta * r.margin, s.label_smoothing
-    return ((1.0 - eps) * -F.logsigmoid(x) + eps * F.logsigmoid(-x)) / (1.0 - 2.0 * eps)
+    right, swapped = -F.logsigmoid(x), -F.logsigmoid(-x)
+    return 1.0 / (1.0 - 2.0 * eps) * ((1.0 - eps) * right - eps * swapped)
 
 
 def _exo_pair(r: _Ratios, s: _Settings) -> Tensor:
@@ -347,7 +323,8 @@ def _check_share(label_smoothing: float, kind: str) -> None:
     elif kind == "exo_pair":
         if not 0 < label_smoothing < 1:
             raise ValueError(
-                f"label_smoothing must be in (0, 1) for exo_pair, got {label_smoothing}"
+                f"label_smoothing must be in (0, 1) for exo_pair, got {label_smoothing}: 1e-3 is "
+                "usual"
             )
     elif label_smoothing != 0:
         raise ValueError(f"label_smoothing must be 0 for {kind}, got {label_smoothing}")
