@@ -95,7 +95,7 @@ def test_a_change_is_told(field: str, value: str, said: str) -> None:
 
 
 def test_there_are_no_more_of_them() -> None:
-    assert len(overridden()) <= 15, overridden()
+    assert len(overridden()) <= 8, overridden()
 
 
 if __name__ == "__main__":
