@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.trainer import SCALER_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 
 
@@ -103,8 +105,10 @@ class OpenTrainer(transformers.Trainer):
         state up to date that is to be written there."""
         self.store_flos()
         self.write_learned(folder)
+        scaler = self.accelerator.scaler
         if not self.args.save_only_model:
-            self._save_scaler(str(folder))
+            if scaler is not None and self.args.should_save:
+                torch.save(scaler.state_dict(), folder / SCALER_NAME)
             self._save_rng_state(str(folder))
         kept = [*self.callback_handler.callbacks, self.control]
         exported: Any = [x for x in kept if isinstance(x, ExportableState)]

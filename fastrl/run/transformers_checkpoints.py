@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import warnings
@@ -22,7 +21,6 @@ from fastrl.run.checkpoints import (
     OF_TRANSFORMERS,
     BadCheckpoint,
     Checkpoints,
-    changed_settings,
     check_identity,
     check_weights,
     read_manifest,
@@ -51,27 +49,15 @@ from fastrl.run.transformers_files import (
     save_state,
     shapes_of,
 )
+from fastrl.run.transformers_settings import (
+    SIZES,
+    settings_of_results,
+    settings_of_steps,
+    warn_of_changes,
+)
 from fastrl.user_code import exits_are_errors
 
 KEPT_LOGS = 10_000  # in memory, and in each checkpoint
-# Settings that do not change what is computed, by their beginnings.
-_FREE = (
-    "output_dir", "run_name", "resume_from", "disable_tqdm", "report_to", "project", "trackio",
-    "logging_", "log_", "eval_", "save_", "hub_", "push_to_hub", "do_", "dataloader_", "local_rank",
-    "ddp_", "num_print_samples", "dataset_num_proc", "per_device_eval", "load_best", "prediction_",
-    "restore_callback", "metric_for_best", "greater_is_better", "offload_optimizer",
-    "activation_offloading",
-)  # fmt: skip
-# Settings of when something is done that all processes do together, or say, by their beginnings.
-_STEPS = (
-    "logging_st", "logging_first", "eval_", "save_", "per_device_eval", "load_best",
-    "metric_for_best", "greater_is_better", "prediction_", "dataloader_drop", "push_to_hub",
-    "torch_empty_cache",
-)  # fmt: skip
-# Settings of one process, whose product with the number of processes is compared.
-_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# Settings that an optimizer keeps, and that its saved state brings back.
-_OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 @dataclass
@@ -83,7 +69,6 @@ class _Run:
     identity: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     begun: float = 0.0  # time.time(), less what earlier processes of the run took
-    first_epoch: int = 0  # in which it goes on
     epoch: int = 0
     minibatch: int = 0  # of the epoch, the next one to be fetched
     done: int = 0  # mini-batches of the epoch that are learned
@@ -226,10 +211,10 @@ class ResumableTrainer(OpenTrainer):
             KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved; the
                 second is also a SystemExit, with status 143.
         """
+        self._run = run = _Run()
         if trial is not None:  # a search of hyperparameters
             resume: Any = resume_from_checkpoint
             return super().train(resume, trial, ignore_keys_for_eval)
-        self._run = run = _Run()
         run.checkpoint = self._find(self.processes.from_main(resume_from_checkpoint))
         if run.checkpoint or self.saves_when_it_fails or self.processes.count > 1:
             run.identity, run.settings = self.identity(), self._all_settings()
@@ -291,7 +276,7 @@ class ResumableTrainer(OpenTrainer):
             check_weights(first["identity"]["weights"], self._run.identity["weights"])
             self._check_processes(first)
             others = _processes_of(first) != self.processes.count
-            self._warn_of_settings(first["settings"], but=_SIZES if others else ())
+            warn_of_changes(first["settings"], self._run.settings, but=SIZES if others else ())
             same = there == self.processes.count == _processes_of(first)
             state = states[self.processes.index] if same else self._of_others(states)
         if is_foreign(checkpoint):
@@ -347,8 +332,10 @@ class ResumableTrainer(OpenTrainer):
 
     def _new_draws(self, first: Mapping[str, Any]) -> dict[str, Any]:
         """Generators of a process that the run did not have."""
+        assert self._run.checkpoint is not None
+        own = (self.processes.index << 32) + step_of(self._run.checkpoint)
         with random_state_kept():
-            torch.manual_seed(first["seed"] + (self.processes.index << 32))
+            torch.manual_seed(first["seed"] + own)
             return random_state()
 
     def check_foreign(self, checkpoint: Path) -> None:
@@ -368,33 +355,13 @@ class ResumableTrainer(OpenTrainer):
                         f"{own[name]}: resume with the model that the run began with"
                     )
 
-    def _warn_of_settings(self, before: Mapping[str, Any], but: Sequence[str]) -> None:
-        now = self._run.settings
-        changed = [k for k in changed_settings(before, now) if k not in but]
-        if not changed:
-            return
-        said = "resume: settings differ from the checkpoint's."
-        used = [k for k in changed if k not in _OF_THE_OPTIMIZER]
-        if used:
-            shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in used)
-            said += (
-                f" The new ones are used from here on ({shown}), so that results are not those of "
-                "an uninterrupted run."
-            )
-        kept = [k for k in changed if k in _OF_THE_OPTIMIZER]
-        if kept:
-            shown = ", ".join(f"{k}: {before.get(k)}, not {now.get(k)}" for k in kept)
-            said += f" The optimizer keeps the checkpoint's ({shown})."
-        warnings.warn(said, stacklevel=4)
-
     def _shared_settings(self) -> dict[str, Any]:
         """What must be the same in all processes."""
-        run, own = self._run, self.args.to_dict()
-        steps = {k: v for k, v in own.items() if k.startswith(_STEPS)}
+        run = self._run
         held_out = self.eval_dataset
         held_out = held_out if isinstance(held_out, dict) else {"": held_out}
         return {
-            **json.loads(json.dumps(steps, default=str)),
+            **settings_of_steps(self.args),
             **run.settings,
             **{f"{name} of the run": value for name, value in run.identity.items()},
             "seed of torch": torch.initial_seed(),
@@ -406,8 +373,7 @@ class ResumableTrainer(OpenTrainer):
         }
 
     def _all_settings(self) -> dict[str, Any]:
-        given = {k: v for k, v in self.args.to_dict().items() if not k.startswith(_FREE)}
-        return json.loads(json.dumps({**given, **self.own_settings()}, default=str))
+        return settings_of_results(self.args, self.own_settings())
 
     def begin_at(self, epoch: int, minibatches: int, epochs: int) -> tuple[int, int]:
         run = self._run
@@ -419,14 +385,14 @@ class ResumableTrainer(OpenTrainer):
                 epoch, minibatches = place["epoch"], place["minibatches"]
         if self.state.global_step >= self.state.max_steps:  # transformers would do one step more
             epoch = epochs
-        run.first_epoch, run.epoch = epoch, epoch - 1
+        run.epoch, run.epoch_is_over = epoch, False
         run.minibatch = run.done = minibatches
         return epoch, minibatches
 
     def _epoch_begins(self, loader: Any) -> None:
         run = self._run
-        run.epoch += 1
-        if run.epoch > run.first_epoch:
+        if run.epoch_is_over:  # else it is the first, or that in which the run goes on
+            run.epoch, run.epoch_is_over = run.epoch + 1, False
             run.minibatch = run.done = 0
         if run.random is not None and run.minibatch:
             assert run.resumed is not None
@@ -434,7 +400,6 @@ class ResumableTrainer(OpenTrainer):
         else:
             self._restore_draws()
         run.random_at_epoch = random_state()
-        run.epoch_is_over = False
         _set_epoch(loader, run.epoch)
 
     def _restore_draws(self) -> None:
@@ -649,7 +614,7 @@ class ResumableTrainer(OpenTrainer):
         if not self.saves_when_it_fails:
             return
         run.last_step = {
-            "random": random_state(),
+            "random": run.random or random_state(),
             "loss": run.loss,
             "flos": self.current_flos,
             "tokens": self.state.num_input_tokens_seen,

@@ -110,7 +110,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         name = type(self).__name__
         self.rollout_func = rollout_func
         if args is None:
-            path = model if isinstance(model, str) else model.config._name_or_path
+            path = model if isinstance(model, str) else model.config.name_or_path
             args = self.config(output_dir=f"{Path(path).name}-{name.removesuffix('Trainer')}")
         if not isinstance(args, self.config):
             raise TypeError(f"args must be a {self.config.__name__}, got {type(args).__name__}")

@@ -243,6 +243,22 @@ def test_a_run_that_had_ended_takes_no_further_step(whole: SFTTrainer, tmp_path:
     assert_same_run(resumed(make, tmp_path / "run", whole.checkpoints.path(5)), whole)
 
 
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_run_that_went_on_at_an_epochs_end_goes_on_again_within_the_next_one(
+    step: int, tmp_path: Path
+) -> None:
+    """The order of its data is drawn as the epoch begins."""
+
+    def grouped(folder: Path) -> SFTTrainer:
+        order = {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 2}
+        return make(folder, data=texts(7), max_steps=8, **order)
+
+    whole = straight(grouped, tmp_path / "whole")
+    once = resumed(grouped, tmp_path / "once", whole.checkpoints.path(4))
+    assert_same_run(once, whole)
+    assert_same_run(resumed(grouped, tmp_path / "again", once.checkpoints.path(step)), whole)
+
+
 # Code in a checkpoint.
 
 
