@@ -3,8 +3,8 @@ all of it is in this file.
 
 A private method is overridden where transformers' loop does something that no public method and no
 callback reaches. It hands on to a method with a name of our own, which the trainers override.
-``tests/trainers/test_transformers_private.py`` counts and records the methods and attributes, and
-says what has changed in another version of transformers.
+``tests/test_private_parts.py`` counts these methods and attributes, and says what has changed of
+them in another version of transformers.
 """
 
 from __future__ import annotations
