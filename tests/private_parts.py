@@ -102,6 +102,14 @@ def given_names(trees: Iterable[ast.AST]) -> set[str]:
     return found
 
 
+def members(owner: str) -> set[str]:
+    """Methods of a class of another package, as ``file:Class``, and attributes that it sets."""
+    file, _, name = owner.partition(":")
+    body = definition(text_of(file), name)
+    inside = given_names([body]) - {x.id for x in ast.walk(body) if isinstance(x, ast.Name)}
+    return {x for x in inside if not x.startswith("_")} - {name}
+
+
 @cache
 def private_names(owner: str) -> frozenset[str]:
     """Those of a class of another package, as ``file:Class``."""

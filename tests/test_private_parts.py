@@ -25,6 +25,7 @@ from tests.private_parts import (
     definition,
     describe,
     described,
+    members,
     replacements,
     sources,
     text_of,
@@ -156,6 +157,13 @@ ALLOWED = {
     for file in reason.files.split()
     for name in reason.names.split()
 }
+# Public methods of transformers' Trainer that ours override.
+PUBLIC = {
+    "call_model_init", "compute_loss", "create_model_card", "create_optimizer", "evaluate",
+    "evaluation_loop", "get_batch_samples", "get_eval_dataloader", "get_optimizer_cls_and_kwargs",
+    "get_test_dataloader", "get_train_dataloader", "log", "prediction_step", "save_model",
+    "store_flos", "train", "training_step",
+}  # fmt: skip
 BEHIND_TRAINERS = ("transformers/", "accelerate/", "peft/", "datasets/")
 # Attributes of others that are replaced for a while, and put back.
 REPLACED = {
@@ -215,6 +223,15 @@ def test_private_methods_are_overridden_in_one_class_and_are_few() -> None:
 @cache
 def found() -> list[Use]:
     return list(uses(sources(), files_of_trainers()))
+
+
+def test_public_ones_are_overridden_on_purpose() -> None:
+    """A method or attribute that transformers adds may have a name that ours have already."""
+    theirs, found = members(TRAINER), set[str]()
+    for trainer in TRAINERS:
+        for kind in trainer.__mro__[: trainer.__mro__.index(transformers.Trainer)]:
+            found |= theirs & set(vars(kind))
+    assert found == PUBLIC, f"transformers' Trainer has {sorted(found - PUBLIC)}, too: rename ours"
 
 
 @as_recorded

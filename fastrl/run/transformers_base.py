@@ -30,13 +30,13 @@ class OpenTrainer(transformers.Trainer):
     and :meth:`load_optimizer` are for subclasses to override.
     """
 
-    # The loop. These four have no event, and read or set what is a local variable of it.
+    # The loop. Of these no callback is told.
 
     def _init_training_state(
         self, max_steps: Any, num_update_steps_per_epoch: Any, num_train_epochs: Any, *rest: Any
     ) -> tuple[int, int]:
-        # The place at which a run goes on: it is computed from the number of steps, which is wrong
-        # where a stream has ended, or other processes make other batches.
+        # The place at which a run goes on, a local variable, is computed from the number of steps:
+        # wrongly where a stream has ended, or other processes make other batches.
         given = max_steps, num_update_steps_per_epoch, num_train_epochs
         return self.begin_at(*super()._init_training_state(*given, *rest), num_train_epochs)
 
@@ -50,7 +50,7 @@ class OpenTrainer(transformers.Trainer):
         return epoch, minibatches
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        # A batch of ours may be a mapping of other things than tensors, which would be taken apart.
+        # A batch may be a mapping of other things than tensors, which would be taken apart.
         return self.ready_batch(inputs)
 
     def ready_batch(self, batch: Any) -> Any:
@@ -63,13 +63,11 @@ class OpenTrainer(transformers.Trainer):
         Args:
             sampler: with the data, its order; not for streams.
         """
-        description = "Training" if training else "Evaluation"
-        return self._get_dataloader(
-            data, description, size, sampler_fn=sampler, is_training=training
-        )
+        what = "Training" if training else "Evaluation"
+        return self._get_dataloader(data, what, size, sampler_fn=sampler, is_training=training)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        # The norm is logged, and shown to no callback; of an infinite one clipping leaves zeros.
+        # The norm is a local variable, and where it was infinite clipping has left zeros.
         norm = super()._get_grad_norm(model, grad_norm)
         self.before_update(model, norm)
         return norm
@@ -78,7 +76,7 @@ class OpenTrainer(transformers.Trainer):
         """Called before each optimizer step, with the gradient's norm before it was clipped."""
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # Callbacks are told before something is logged, evaluated and saved, and not behind it all.
+        # Callbacks are told before all of it is done, and behind its parts.
         with self.concluding():
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -87,10 +85,11 @@ class OpenTrainer(transformers.Trainer):
         saved."""
         return contextlib.nullcontext()
 
-    # Checkpoints. Transformers writes into the folder itself, and knows weights of its own kinds.
+    # Checkpoints.
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # It would be seen half written, and half of it after a kill.
+        # transformers writes into the folder itself: others see it half written, and after a kill
+        # it stays so.
         if trial is None:
             self.save_checkpoint()
         else:  # of a search of hyperparameters
@@ -110,12 +109,10 @@ class OpenTrainer(transformers.Trainer):
             if scaler is not None and self.args.should_save:
                 torch.save(scaler.state_dict(), folder / SCALER_NAME)
             self._save_rng_state(str(folder))
-        kept = [*self.callback_handler.callbacks, self.control]
-        exported: Any = [x for x in kept if isinstance(x, ExportableState)]
-        self.state.stateful_callbacks = {  # type: ignore[assignment]
-            **(self.state.stateful_callbacks or {}),  # type: ignore[dict-item]
-            **(TrainerState(stateful_callbacks=exported).stateful_callbacks or {}),  # type: ignore[dict-item]
-        }
+        having_state = (*self.callback_handler.callbacks, self.control)
+        exported: Any = [x for x in having_state if isinstance(x, ExportableState)]
+        known: Any = self.state.stateful_callbacks
+        known |= TrainerState(stateful_callbacks=exported).stateful_callbacks
 
     def write_learned(self, folder: Path) -> None:
         """Writes weights, and the state of optimizer and schedule."""
@@ -128,7 +125,7 @@ class OpenTrainer(transformers.Trainer):
         self._push_from_checkpoint(str(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # Weights that are spread over processes, or belong to a wrapper.
+        # transformers loads no shares of weights, and no value heads.
         self.load_weights(Path(resume_from_checkpoint))
 
     def load_weights(self, checkpoint: Path) -> None:
@@ -137,7 +134,7 @@ class OpenTrainer(transformers.Trainer):
             super()._load_from_checkpoint(str(checkpoint))
 
     def _load_best_model(self) -> None:
-        # The same at the end of training, but by another path, and before on_train_end.
+        # Nor here, which is another path, and lies before on_train_end.
         self.load_best_weights(Path(str(self.state.best_model_checkpoint)))
 
     def load_best_weights(self, checkpoint: Path) -> None:
@@ -146,7 +143,7 @@ class OpenTrainer(transformers.Trainer):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # State that is spread over processes, or was written by another kind of optimizer.
+        # Nor shares of moments, nor those that another kind of optimizer has left.
         if checkpoint is not None:
             self.load_optimizer(Path(checkpoint))
 

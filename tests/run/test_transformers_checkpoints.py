@@ -19,7 +19,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 
 from fastrl import SFTConfig, SFTTrainer
 from fastrl.run import checkpoints, transformers_checkpoints
@@ -490,6 +495,18 @@ def test_a_state_is_written_once_with_its_logs(
     trainer.train()
     assert found[0] == found[1]
     assert [log["step"] for log in found[0]["log_history"]] == [1, 2, 2]
+
+
+def test_states_of_callbacks_are_saved_each_once(tmp_path: Path) -> None:
+    both = [EarlyStoppingCallback(9), EarlyStoppingCallback(8)]
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+    trainer = make(tmp_path, callbacks=both, load_best_model_at_end=True, **evaluating)
+    both[1].early_stopping_patience_counter = 3
+    trainer.train()
+    text = (tmp_path / "checkpoint-5" / "trainer_state.json").read_text()
+    saved = json.loads(text)["stateful_callbacks"]
+    assert saved["EarlyStoppingCallback"] == [x.state() for x in both]
+    assert saved["TrainerControl"]["args"]["should_save"]
 
 
 def test_what_is_kept_is_there_again(tmp_path: Path) -> None:
