@@ -41,7 +41,7 @@ from fastrl.run.callbacks import Samples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
 from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method, OwnModelCard
-from fastrl.run.random_state import seed_at
+from fastrl.run.random_state import random_state, restore_random_state, seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.low_memory import LowMemoryTrainer
@@ -342,17 +342,19 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             place.behind = 0  # where all of that epoch was behind, nothing was asked of it
         if place.behind:
             yield from itertools.repeat(None, place.behind)
-            self._load_rng_state(str(self._run.checkpoint))
-            place.behind, place.draws = 0, True
+            assert self._run.resumed is not None
+            restore_random_state(self._run.resumed["random"])
+            place.behind = 0
         else:
             place.epoch_began_at = self.factory.taken
         count = self._epoch_length() // self.loss.minibatches_per_batch
         yield from self.batches(count - (self.factory.taken - place.epoch_began_at))
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Before the first batch is drawn; transformers would load it again behind that."""
-        if not self._place.draws:
-            super()._load_rng_state(checkpoint)
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._run.random is not None:  # it is restored behind the first batch, which draws here
+            self._run.random = random_state()
+        return batches, items
 
     @property
     def _epochs(self) -> int:
@@ -486,23 +488,26 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         found |= {name: torch.tensor(float(value)) for name, value in statistics.items()}
         return {name: x.to(self.accelerator.device) for name, x in found.items()}
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # batches stay on the host; the loss moves what a model reads
+    def ready_batch(self, batch: Any) -> Any:
+        return batch  # batches stay on the host; the loss moves what a model reads
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = output_dir or str(self.args.output_dir)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.learner.save(self.accelerator.unwrap_model(self.model), folder, state_dict)
-        self.processing_class.save_pretrained(folder)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder = Path(output_dir or str(self.args.output_dir))
+        # DeepSpeed gathers weights from all processes.
+        engine: Any = self.deepspeed
+        weights = None if engine is None else self.accelerator.get_state_dict(engine)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.learner.save(self.accelerator.unwrap_model(self.model), str(folder), weights)
+            self.processing_class.save_pretrained(str(folder))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            self.learner.load(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)
+    def load_weights(self, checkpoint: Path) -> None:
+        self.learner.load(self.accelerator.unwrap_model(self.model), str(checkpoint))
 
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+    def load_best_weights(self, checkpoint: Path) -> None:
+        self.load_weights(checkpoint)
 
 
 @dataclass
@@ -513,7 +518,6 @@ class _Place:
     left: int = 0  # mini-batches of the current batch
     behind: int = 0  # mini-batches of the epoch in which a run is resumed,
     resumed_in: int = 0  # and that epoch
-    draws: bool = False  # a resumed run has its random state, and has drawn from it
 
 
 class _Epoch(IterableDataset):

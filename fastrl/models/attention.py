@@ -78,7 +78,7 @@ AttentionInterface.register(NAME, _attend)
 @contextlib.contextmanager
 def attached(model: nn.Module) -> Iterator[None]:
     """Context in which the model calls the attention of this module."""
-    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
+    before = implementations(model)
     try:
         for config, _ in before:
             config._attn_implementation_internal = NAME
@@ -174,13 +174,13 @@ def hidden_window(model: Any, windows: Iterable[int | None]) -> str | None:
     return f"it applies its window of {window} tokens by a mask alone"
 
 
-def configs_of(model: nn.Module) -> list[Any]:
-    """The configurations of a model and its parts, each once."""
-    found: dict[int, Any] = {}
+def implementations(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """The configurations of a model and its parts, each once, and the attention that it names."""
+    found: dict[int, tuple[Any, str | None]] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
+            found[id(config)] = config, config._attn_implementation_internal
     return list(found.values())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers.utils import import_utils
 
-from fastrl.models.attention import configs_of
+from fastrl.models.attention import implementations
 
 PACKAGE = "flash_attention_2"  # transformers' name of it
 HUB = "kernels-community/flash-attn2"
@@ -38,7 +38,7 @@ def need_flash_attention(asked: str | Mapping[str, Any] | None) -> None:
 
 def asks_for_flash_attention(model: nn.Module) -> bool:
     """Whether a model, or a part of it, was loaded to attend by flash-attn, wherever it is from."""
-    names = (config._attn_implementation_internal or "" for config in configs_of(model))
+    names = [name or "" for _, name in implementations(model)]
     return any(name == PACKAGE or name.startswith(HUB) for name in names)
 
 

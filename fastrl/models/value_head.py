@@ -284,6 +284,12 @@ class PreTrainedModelWrapper(nn.Module):
         return self.reward(self.pretrained_model, inputs)
 
     @property
+    def saved_adapters(self) -> list[str]:
+        """Names of the adapters that are saved: not those of a reference model and of a reward."""
+        held = getattr(self.pretrained_model, "peft_config", {})
+        return [name for name in held if name not in NOT_TRAINED]
+
+    @property
     def _no_split_modules(self) -> Any:
         """Classes of the language model's layers, by which accelerate finds them for FSDP."""
         return getattr(self.pretrained_model, "_no_split_modules", None)
@@ -324,10 +330,8 @@ class PreTrainedModelWrapper(nn.Module):
         base, own = _split_state(state, (HEAD_PREFIX, REWARD_PREFIX))
         head = {k: v.contiguous() for k, v in own.items() if k.startswith(HEAD_PREFIX)}
         if self.is_peft_model:
-            # PEFT picks its own entries out of a whole state dict. Not saved: the adapters of a
-            # reference model and of a reward.
-            own_adapters = [n for n in self.pretrained_model.peft_config if n not in NOT_TRAINED]
-            kwargs.setdefault("selected_adapters", own_adapters)
+            # PEFT picks its own entries out of a whole state dict.
+            kwargs.setdefault("selected_adapters", self.saved_adapters)
             self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
             quantised.save_beside_adapter(self.pretrained_model, save_directory)
             if head:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastrl.run.files import free_name, new_folder, remove_folder, write_file
+from fastrl.run.files import free_name, new_folder, part_of, remove_folder, write_file
 from fastrl.run.machine import differences, machine, other_draws, remedies, versions
 from fastrl.run.processes import OneProcess, Processes
 
@@ -98,13 +98,19 @@ class Checkpoints:
 
     @contextmanager
     def new(
-        self, step: int, best: int | None = None, processes: Processes | None = None
+        self,
+        step: int,
+        best: int | None = None,
+        processes: Processes | None = None,
+        *,
+        on_each_node: bool = False,
     ) -> Iterator[Path]:
         """A folder to write a checkpoint to, which is there under its name after the block.
 
         Args:
             best: the step of the one that stays, however old it is.
             processes: all of which write to the folder; it gets its name when the last of them has.
+            on_each_node: each machine has a folder of its own, with what its processes write.
 
         Raises:
             OSError: it cannot be written, because the disk is full, say; those before stay.
@@ -112,12 +118,14 @@ class Checkpoints:
         """
         processes = processes or OneProcess()
         with ExitStack() as stack:
+            makes = processes.of_machine[0] == 0 if on_each_node else processes.is_main
             with processes.together():
-                own = stack.enter_context(self._new(step, best)) if processes.is_main else Path()
-            part = processes.from_main(own)
+                own = stack.enter_context(self._new(step, best)) if makes else Path()
+            part = part_of(self.path(step)) if on_each_node else processes.from_main(own)
             with processes.together():
                 yield part
-            self.share_checksums(part, processes)
+            if not on_each_node:
+                self.share_checksums(part, processes)
             with processes.together():
                 stack.close()
 

@@ -173,8 +173,7 @@ def _kind(inner: Any) -> str:
 def _adapters(model: Any, inner: Any) -> dict[str, Any]:
     """The adapters that are saved, without those of a reference or a reward model."""
     held = getattr(inner, "peft_config", {})
-    saved = model._own_adapters() if held and hasattr(model, "_own_adapters") else held
-    return {name: held[name] for name in saved}
+    return {name: held[name] for name in getattr(model, "saved_adapters", held)}
 
 
 def _base_of(inner: Any, adapters: dict[str, Any]) -> str | None:
@@ -182,7 +181,7 @@ def _base_of(inner: Any, adapters: dict[str, Any]) -> str | None:
     for config in adapters.values():
         if config.base_model_name_or_path:
             return os.fspath(config.base_model_name_or_path)
-    return getattr(inner.config, "_name_or_path", None) or None
+    return getattr(inner.config, "name_or_path", None) or None
 
 
 def _is_hub_id(base: str | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import warnings
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
@@ -23,56 +21,43 @@ from fastrl.run.checkpoints import (
     OF_TRANSFORMERS,
     BadCheckpoint,
     Checkpoints,
-    changed_settings,
     check_identity,
     check_weights,
     read_manifest,
     step_of,
     warn_of_another_machine,
 )
-from fastrl.run.files import part_of
 from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import check_found, wait_at_most
-from fastrl.run.processes import processes_of
+from fastrl.run.processes import OneProcess, processes_of
 from fastrl.run.random_state import (
     drawing_from,
     random_state,
+    random_state_kept,
     restore_random_state,
     seed_at,
 )
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked, stop_at_a_steps_end
+from fastrl.run.transformers_base import OpenTrainer
 from fastrl.run.transformers_files import (
     check_torch_files,
     find_trainer_checkpoint,
     is_foreign,
-    not_saved,
     save_state,
     shapes_of,
+)
+from fastrl.run.transformers_settings import (
+    SIZES,
+    settings_of_results,
+    settings_of_steps,
+    warn_of_changes,
 )
 from fastrl.user_code import exits_are_errors
 
 KEPT_LOGS = 10_000  # in memory, and in each checkpoint
-# Settings that do not change what is computed, by their beginnings.
-_FREE = (
-    "output_dir", "run_name", "resume_from", "disable_tqdm", "report_to", "project", "trackio",
-    "logging_", "log_", "eval_", "save_", "hub_", "push_to_hub", "do_", "dataloader_", "local_rank",
-    "ddp_", "num_print_samples", "dataset_num_proc", "per_device_eval", "load_best", "prediction_",
-    "restore_callback", "metric_for_best", "greater_is_better", "offload_optimizer",
-    "activation_offloading",
-)  # fmt: skip
-# Settings of when something is done that all processes do together, or say, by their beginnings.
-_STEPS = (
-    "logging_st", "logging_first", "eval_", "save_", "per_device_eval", "load_best",
-    "metric_for_best", "greater_is_better", "prediction_", "dataloader_drop", "push_to_hub",
-    "torch_empty_cache",
-)  # fmt: skip
-# Settings of one process, whose product with the number of processes is compared.
-_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# Settings that an optimizer keeps, and that its saved state brings back.
-_OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 @dataclass
@@ -86,21 +71,23 @@ class _Run:
     begun: float = 0.0  # time.time(), less what earlier processes of the run took
     epoch: int = 0
     minibatch: int = 0  # of the epoch, the next one to be fetched
-    minibatches_per_epoch: int = 1
+    done: int = 0  # mini-batches of the epoch that are learned
     passes: int = 0  # of the step that is under way
     epoch_is_over: bool = False
     seed: int = 0  # torch's, from which the order of the data follows
+    random: Mapping[str, Any] | None = None  # of the checkpoint, until its next batch is drawn
     random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # as the epoch began
     save_is_due: bool = False  # but waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     behind_step: bool = False  # where a step is logged, evaluated and saved
+    loss: torch.Tensor | None = None  # the sum since the last log, as the next step begins
     last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
-    part: Path | None = None  # of a checkpoint that is being written, or could not be
+    saving: bool = False  # a checkpoint is being written, or could not be
     alone: bool = False  # the main process saves by itself: the others may have ended
     forgets: bool = False  # logs, of which there are too many
 
 
-class ResumableTrainer(transformers.Trainer):
+class ResumableTrainer(OpenTrainer):
     """transformers' Trainer whose run goes on from a checkpoint as if it had not been interrupted.
 
     A checkpoint has what transformers saves and, in a folder ``process-N`` for each process, what
@@ -137,8 +124,8 @@ class ResumableTrainer(transformers.Trainer):
         check_found(self.accelerator)
         self.processes = processes_of(self.accelerator)
         self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO
-        self.add_callback(_Events(self))
-        self.callback_handler.callbacks.insert(0, _StepEnds(self))
+        self.callback_handler.callbacks.insert(0, _First(self))
+        self.add_callback(_Last(self))
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -224,10 +211,10 @@ class ResumableTrainer(transformers.Trainer):
             KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved; the
                 second is also a SystemExit, with status 143.
         """
+        self._run = run = _Run()
         if trial is not None:  # a search of hyperparameters
             resume: Any = resume_from_checkpoint
             return super().train(resume, trial, ignore_keys_for_eval)
-        self._run = run = _Run()
         run.checkpoint = self._find(self.processes.from_main(resume_from_checkpoint))
         if run.checkpoint or self.saves_when_it_fails or self.processes.count > 1:
             run.identity, run.settings = self.identity(), self._all_settings()
@@ -240,10 +227,7 @@ class ResumableTrainer(transformers.Trainer):
             torch.manual_seed(run.resumed["seed"])
         run.seed = torch.initial_seed()
         self.begin_training(run.resumed)
-        if self.model_wrapped is self.model:
-            # An evaluation before training leaves this mark, with which accelerate would not wrap
-            # the model for several processes, and each of them would train its own.
-            vars(self.model).pop("_is_accelerate_prepared", None)
+        self.forget_evaluation()
         path = None if run.checkpoint is None else str(run.checkpoint)
         evaluates_first = self.args.eval_on_start
         self.args.eval_on_start = evaluates_first and path is None
@@ -292,7 +276,7 @@ class ResumableTrainer(transformers.Trainer):
             check_weights(first["identity"]["weights"], self._run.identity["weights"])
             self._check_processes(first)
             others = _processes_of(first) != self.processes.count
-            self._warn_of_settings(first["settings"], but=_SIZES if others else ())
+            warn_of_changes(first["settings"], self._run.settings, but=SIZES if others else ())
             same = there == self.processes.count == _processes_of(first)
             state = states[self.processes.index] if same else self._of_others(states)
         if is_foreign(checkpoint):
@@ -343,8 +327,16 @@ class ResumableTrainer(transformers.Trainer):
             "place": {**done, "minibatches": -(-done["minibatches"] * size // now)},
             "losses": {**first["losses"], "since_the_log": since},
             "own": self.joined_state([state["own"] for state in states]),
-            "random_here": states[index]["random"] if index < len(states) else None,
+            "random": states[index]["random"] if index < len(states) else self._new_draws(first),
         }
+
+    def _new_draws(self, first: Mapping[str, Any]) -> dict[str, Any]:
+        """Generators of a process that the run did not have."""
+        assert self._run.checkpoint is not None
+        own = (self.processes.index << 32) + step_of(self._run.checkpoint)
+        with random_state_kept():
+            torch.manual_seed(first["seed"] + own)
+            return random_state()
 
     def check_foreign(self, checkpoint: Path) -> None:
         """Checks a checkpoint that transformers alone has written.
@@ -363,33 +355,13 @@ class ResumableTrainer(transformers.Trainer):
                         f"{own[name]}: resume with the model that the run began with"
                     )
 
-    def _warn_of_settings(self, before: Mapping[str, Any], but: Sequence[str]) -> None:
-        now = self._run.settings
-        changed = [k for k in changed_settings(before, now) if k not in but]
-        if not changed:
-            return
-        said = "resume: settings differ from the checkpoint's."
-        used = [k for k in changed if k not in _OF_THE_OPTIMIZER]
-        if used:
-            shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in used)
-            said += (
-                f" The new ones are used from here on ({shown}), so that results are not those of "
-                "an uninterrupted run."
-            )
-        kept = [k for k in changed if k in _OF_THE_OPTIMIZER]
-        if kept:
-            shown = ", ".join(f"{k}: {before.get(k)}, not {now.get(k)}" for k in kept)
-            said += f" The optimizer keeps the checkpoint's ({shown})."
-        warnings.warn(said, stacklevel=4)
-
     def _shared_settings(self) -> dict[str, Any]:
         """What must be the same in all processes."""
-        run, own = self._run, self.args.to_dict()
-        steps = {k: v for k, v in own.items() if k.startswith(_STEPS)}
+        run = self._run
         held_out = self.eval_dataset
         held_out = held_out if isinstance(held_out, dict) else {"": held_out}
         return {
-            **json.loads(json.dumps(steps, default=str)),
+            **settings_of_steps(self.args),
             **run.settings,
             **{f"{name} of the run": value for name, value in run.identity.items()},
             "seed of torch": torch.initial_seed(),
@@ -401,40 +373,41 @@ class ResumableTrainer(transformers.Trainer):
         }
 
     def _all_settings(self) -> dict[str, Any]:
-        given = {k: v for k, v in self.args.to_dict().items() if not k.startswith(_FREE)}
-        return json.loads(json.dumps({**given, **self.own_settings()}, default=str))
+        return settings_of_results(self.args, self.own_settings())
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """The epoch, and how many mini-batches of it are behind the run."""
-        found = super()._init_training_state(*args, **kwargs)
-        if self._run.resumed is None or self.args.ignore_data_skip:
-            return found
-        place = self._run.resumed["place"]
-        return place["epoch"], place["minibatches"]
+    def begin_at(self, epoch: int, minibatches: int, epochs: int) -> tuple[int, int]:
+        run = self._run
+        run.random = None
+        if run.resumed is not None:
+            run.random = run.resumed["random"]
+            if not self.args.ignore_data_skip:
+                place = run.resumed["place"]
+                epoch, minibatches = place["epoch"], place["minibatches"]
+        if self.state.global_step >= self.state.max_steps:  # transformers would do one step more
+            epoch = epochs
+        run.epoch, run.epoch_is_over = epoch, False
+        run.minibatch = run.done = minibatches
+        return epoch, minibatches
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        state = self._run.resumed
-        if state is None or "random_here" not in state:
-            super()._load_rng_state(checkpoint)
-        elif state["random_here"] is not None:
-            restore_random_state(state["random_here"])
+    def _epoch_begins(self, loader: Any) -> None:
+        run = self._run
+        if run.epoch_is_over:  # else it is the first, or that in which the run goes on
+            run.epoch, run.epoch_is_over = run.epoch + 1, False
+            run.minibatch = run.done = 0
+        if run.random is not None and run.minibatch:
+            assert run.resumed is not None
+            restore_random_state(run.resumed["random_at_epoch"])  # samplers may draw from it
         else:
-            own = (self.processes.index << 32) + self.state.global_step
-            torch.manual_seed(self._run.seed + own)
+            self._restore_draws()
+        run.random_at_epoch = random_state()
+        _set_epoch(loader, run.epoch)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Without the weights that are tied to one that the checkpoint has, as it saves such only
-        once."""
-        model: Any = self.model
-        weights = model.state_dict()
-        missing = set(load_result.missing_keys)
-        there = {x.data_ptr() for name, x in weights.items() if name not in missing} - {0}
-        untied = [
-            name
-            for name in load_result.missing_keys
-            if name not in weights or weights[name].data_ptr() not in there
-        ]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=untied))
+    def _restore_draws(self) -> None:
+        """Restores the generators of the checkpoint, once: before its next batch is drawn at an
+        epoch's beginning, and behind that within an epoch, as its own was drawn before."""
+        if self._run.random is not None:
+            restore_random_state(self._run.random)
+        self._run.random = None
 
     def _training_begins(self) -> None:
         """Called when all of a checkpoint is loaded, before the first step."""
@@ -442,15 +415,11 @@ class ResumableTrainer(transformers.Trainer):
         run = self._run
         run.begun, state = time.time(), run.resumed
         if state is not None:
-            losses = state["losses"]
-            self._tr_loss = losses["since_the_log"].clone().to(self.args.device)
-            self._total_loss_scalar = losses["before"]
-            self._globalstep_last_logged = losses["logged_at"]
-            self._initial_global_step = losses["begun_at"]
+            self.load_losses(**state["losses"])
             self.kept = dict(state["kept"])
             run.begun -= state["seconds"]
         if self.state.global_step >= self.state.max_steps:  # the whole run is behind
-            self._load_rng_state(None if run.checkpoint is None else str(run.checkpoint))
+            self._restore_draws()
         self._clear_the_way()
         self._mark()
 
@@ -535,26 +504,17 @@ class ResumableTrainer(transformers.Trainer):
                 if error is not None:
                     raise error
 
-    def _run_epoch(self, *, epoch: int, train_dataloader: Any, **rest: Any) -> None:  # type: ignore[override]
-        if self.state.global_step >= self.state.max_steps:  # transformers would do one step more
-            self.control.should_training_stop = True
-            return
-        run = self._run
-        behind = run.resumed["place"] if run.resumed is not None else {"minibatches": 0}
-        run.minibatch = 0
-        if behind["minibatches"] and epoch == behind["epoch"]:
-            assert run.resumed is not None
-            restore_random_state(run.resumed["random_at_epoch"])  # samplers may draw from it
-            run.minibatch = 0 if self.args.ignore_data_skip else behind["minibatches"]
-        run.random_at_epoch = random_state()
-        run.epoch, run.minibatches_per_epoch = epoch, rest["steps_in_epoch"]
-        run.epoch_is_over = False
-        _set_epoch(train_dataloader, epoch)
-        super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **rest)
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._run.minibatch += len(batches)
+        return batches, items
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Called at the end of each step and of each epoch."""
+    @contextlib.contextmanager
+    def concluding(self) -> Iterator[None]:
         run, control = self._run, self.control
+        if not run.behind_step:  # no step has ended, but an epoch
+            run.epoch_is_over = run.behind_step = True
+            run.between_steps = False
         stops = self.processes.any(asked())
         saves = control.should_save or run.save_is_due or (stops and self.saves_when_it_fails)
         if saves:
@@ -565,7 +525,7 @@ class ResumableTrainer(transformers.Trainer):
         stops, saving = stops and (control.should_save or not saves), control.should_save
         if self.args.logging_strategy == "no":
             self.drop_metrics()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        yield
         run.behind_step = False
         self._mark()
         stops = stops or (saving and self.processes.any(asked()))  # a save may take long
@@ -573,7 +533,7 @@ class ResumableTrainer(transformers.Trainer):
             # save_strategy="best" has the last word on its evaluations
             there = self.processes.from_main(self._is_there(self.state.global_step))
             if self.saves_when_it_fails and not there:
-                self._save_checkpoint(self.model, None)
+                self.save_checkpoint()
             raise self._stopped()
 
     def _stopped(self) -> Stopped:
@@ -585,48 +545,25 @@ class ResumableTrainer(transformers.Trainer):
             "(resume_from_checkpoint=True) continues"
         )
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if trial is not None:
-            super()._save_checkpoint(model, trial)
-            return
-        path = self.checkpoints.path(self.state.global_step)
+    def save_checkpoint(self) -> None:
+        run, state, step = self._run, self.state, self.state.global_step
         if self.run_folder is not None:
             self.run_folder.sync()
-        with self._new_checkpoint() as part:
-            with not_saved(self.state):
-                super()._save_checkpoint(model, trial)
-            (part / self._state_folder).mkdir(parents=True, exist_ok=True)
-            save_tree(self._state(), part / self._state_folder)
-            best = self.state.best_global_step
-            if best is not None and (best == self.state.global_step or self._is_there(best)):
-                self.state.best_model_checkpoint = str(self.checkpoints.path(best))
+        best, run.saving = state.best_global_step, True
+        together = OneProcess() if run.alone else self.processes
+        nodes = self.args.save_on_each_node
+        with self.checkpoints.new(step, best, together, on_each_node=nodes) as part:
+            self.write_checkpoint(part)
+            own = part / _folder_of(self.args.process_index)
+            own.mkdir(parents=True, exist_ok=True)
+            save_tree(self._state(), own)
+            if best is not None and (best == step or self._is_there(best)):
+                state.best_model_checkpoint = str(self.checkpoints.path(best))
             if self.args.should_save:
-                save_state(self.state, part / OF_TRANSFORMERS.file)
+                save_state(state, part / OF_TRANSFORMERS.file)
+        run.saving = False
         if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(path))
-
-    @contextlib.contextmanager
-    def _new_checkpoint(self) -> Iterator[Path]:
-        """The folder to which all processes write a checkpoint."""
-        step, run = self.state.global_step, self._run
-        with contextlib.ExitStack() as stack:
-            checkpoints = self.checkpoints
-            if self.args.should_save:
-                new = checkpoints.new(step, self.state.best_global_step)
-                run.part = stack.enter_context(new)
-            else:
-                run.part = part_of(checkpoints.path(step))
-            self._wait()
-            yield run.part
-            self._wait()
-            if not (run.alone or self.args.save_on_each_node):
-                checkpoints.share_checksums(run.part, self.processes)
-        self._wait()
-        run.part = None
-
-    def _wait(self) -> None:
-        if not self._run.alone:
-            self.accelerator.wait_for_everyone()
+            self.push_checkpoint(self.checkpoints.path(step))
 
     def store_flos(self) -> None:
         """Adds what was computed since the last call, by all processes; alone, it is as much in
@@ -640,18 +577,6 @@ class ResumableTrainer(transformers.Trainer):
     def _is_there(self, step: int) -> bool:
         return self.checkpoints.path(step).is_dir()
 
-    def _get_output_dir(self, trial: Any) -> str:
-        part = self._run.part
-        return super()._get_output_dir(trial) if part is None else str(part.parent)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._run.part is None:  # else the checkpoint has no name yet
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    @property
-    def _state_folder(self) -> str:
-        return _folder_of(self.args.process_index)
-
     def _state(self) -> dict[str, Any]:
         run = self._run
         folder = self.run_folder
@@ -664,12 +589,7 @@ class ResumableTrainer(transformers.Trainer):
             "place": self._place_in_data(),
             "seed": run.seed,
             "random_at_epoch": run.random_at_epoch,
-            "losses": {
-                "since_the_log": self._tr_loss,
-                "before": self._total_loss_scalar,
-                "logged_at": self._globalstep_last_logged,
-                "begun_at": getattr(self, "_initial_global_step", 0),
-            },
+            "losses": self.loss_state(),
             "seconds": time.time() - run.begun,
             "rows": None if folder is None else folder.count_rows(),
             "kept": self.kept,
@@ -683,20 +603,19 @@ class ResumableTrainer(transformers.Trainer):
         cut = self.control.should_training_stop and self.state.epoch % 1 != 0
         if run.epoch_is_over and not cut:
             return {"epoch": run.epoch + 1, "minibatches": 0}
-        done = round((self.state.epoch - run.epoch) * run.minibatches_per_epoch)
-        return {"epoch": run.epoch, "minibatches": max(done, 0)}
+        return {"epoch": run.epoch, "minibatches": run.done}
 
     # After an exception.
 
     def _mark(self) -> None:
         """Keeps what the next step changes before it updates the weights."""
         run = self._run
-        run.between_steps = True
+        run.between_steps, run.loss = True, self.loss_since_log.clone()
         if not self.saves_when_it_fails:
             return
         run.last_step = {
-            "random": random_state(),
-            "loss": self._tr_loss.clone(),
+            "random": run.random or random_state(),
+            "loss": run.loss,
             "flos": self.current_flos,
             "tokens": self.state.num_input_tokens_seen,
             "at_rest": self.at_rest(),
@@ -706,7 +625,7 @@ class ResumableTrainer(transformers.Trainer):
     def _save_after(self, error: BaseException) -> None:
         """Saves the state of the last complete step, where it is still there."""
         run, step, mark = self._run, self.state.global_step, self._run.last_step
-        if mark is None or run.part is not None:
+        if mark is None or run.saving:
             return  # no step was begun; or saving was what failed, and the error says what is left
         run.alone = not self.processes.all_know(error)
         if run.alone and not self.args.should_save:
@@ -714,19 +633,18 @@ class ResumableTrainer(transformers.Trainer):
         kind, newest = type(error).__name__, next(reversed(self.checkpoints.paths()), None)
         last = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
         # What transformers saves of these it asks the other processes for.
-        needs_others = (
-            self.is_fsdp_enabled or self.is_deepspeed_enabled or self.state.best_global_step
-        )
+        needs_others = self.is_fsdp_enabled or self.is_deepspeed_enabled
         needs_others = needs_others or run.behind_step  # their losses of that step
         if not (run.between_steps and mark["at_rest"]) or (run.alone and needs_others):
             warnings.warn(f"after {kind} the state is not saved: {last}", stacklevel=3)
         elif step and newest != self.checkpoints.path(step):
             restore_random_state(mark["random"])
-            self._tr_loss, self.current_flos = mark["loss"], mark["flos"]
+            self.load_losses(mark["loss"])
+            self.current_flos = mark["flos"]
             self.state.num_input_tokens_seen = mark["tokens"]
             self.own_rewind(mark["own"])
             try:
-                self._save_checkpoint(self.model, None)
+                self.save_checkpoint()
             except Exception as second:
                 warnings.warn(f"after {kind} the state could not be saved: {second}", stacklevel=3)
                 return
@@ -738,34 +656,39 @@ class ResumableTrainer(transformers.Trainer):
                 )
 
 
-class _StepEnds(TrainerCallback):
-    """Comes before all other callbacks, which may fail: the step is whole."""
+class _First(TrainerCallback):
+    """Tells a trainer what transformers' loop does, before other callbacks, which may draw random
+    numbers, and fail."""
 
     def __init__(self, trainer: ResumableTrainer):
         self.trainer = trainer
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer._run.behind_step = True
+    def on_epoch_begin(self, *_: Any, **told: Any) -> None:
+        self.trainer._epoch_begins(told["train_dataloader"])
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.trainer._run.passes = 0
+        self.trainer._restore_draws()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        run = self.trainer._run
+        run.done, run.behind_step = run.minibatch, True
         self.trainer._mark()
 
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        self.trainer._restore_draws()  # all of the epoch was behind
 
-class _Events(TrainerCallback):
-    """Tells a trainer what transformers' loop does."""
+
+class _Last(TrainerCallback):
+    """The same behind other callbacks: if they fail, nothing has changed."""
 
     def __init__(self, trainer: ResumableTrainer):
         self.trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.trainer._training_begins()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer._run.passes = 0
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer._run.between_steps = False
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer._run.epoch_is_over = self.trainer._run.behind_step = True
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.trainer._run.between_steps = False
 
 

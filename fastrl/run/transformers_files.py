@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +77,6 @@ def shapes_of(path: Path) -> dict[str, list[int]]:
             return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise BadCheckpoint(f"resume: {path} is damaged: {error}") from error
-
-
-@contextlib.contextmanager
-def not_saved(state: TrainerState) -> Iterator[None]:
-    """Context in which transformers does not write its state: it is written once, behind it, when
-    the checkpoint's path is known that is to stay."""
-    vars(state)["save_to_json"] = lambda path: None
-    try:
-        yield
-    finally:
-        del vars(state)["save_to_json"]
 
 
 def save_state(state: TrainerState, path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from fastrl.run.transformers_checkpoints import ResumableTrainer
 
@@ -42,11 +41,9 @@ class FiniteStepsTrainer(ResumableTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         self.warns_of_steps = True
         self._steps = _Steps()
-        self._loss_before: Tensor  # sum since the last log, as the step began
         super().__init__(*args, **kwargs)
         # Of the loss: it waits for the device in each pass, and hides what is counted here.
         self.args.logging_nan_inf_filter = False
-        self.add_callback(_StepBegins(self))
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
@@ -55,14 +52,13 @@ class FiniteStepsTrainer(ResumableTrainer):
     def own_state(self) -> dict[str, Any]:
         return {**super().own_state(), "steps": dataclasses.asdict(self._steps)}
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient's norm; called before each optimizer step."""
-        norm = super()._get_grad_norm(model, grad_norm)
+    def before_update(self, model: nn.Module, norm: Any) -> None:
+        super().before_update(model, norm)
         scaled, steps = self.accelerator.scaler is not None, self._steps
-        if self._is_finite(self._tr_loss, None if scaled else norm):
+        if self._is_finite(self.loss_since_log, None if scaled else norm):
             steps.taken += 1
             steps.in_a_row = 0
-            return norm
+            return
         number = self.state.global_step + 1
         what = f"step {number}: the loss or gradient is not finite (gradient norm {float(norm):g})"
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -83,11 +79,11 @@ class FiniteStepsTrainer(ResumableTrainer):
                 stacklevel=2,
             )
         steps.left_out += 1
-        self._tr_loss.copy_(self._loss_before)
+        assert self._run.loss is not None
+        self.loss_since_log.copy_(self._run.loss)
         if not scaled:  # a scaler needs gradients, and leaves the step out itself
             for parameter in model.parameters():
                 parameter.grad = None  # the optimizer passes over such weights
-        return norm
 
     def _is_finite(self, loss: Tensor, norm: Any) -> bool:
         """Whether both are so, on all processes."""
@@ -109,7 +105,7 @@ class FiniteStepsTrainer(ResumableTrainer):
             steps.left_out_before += steps.left_out
             steps.taken = steps.left_out = 0
         if "train_loss" in logs:
-            done = self.state.global_step - getattr(self, "_initial_global_step", 0)
+            done = self.state.global_step - self.begun_at_step
             taken = done - steps.left_out - steps.left_out_before
             if done and done != taken:
                 logs["train_loss"] *= done / taken if taken else math.nan
@@ -129,13 +125,3 @@ class _Steps:
     left_out: int = 0
     left_out_before: int = 0  # up to the last log
     in_a_row: int = 0  # left out one after the other
-
-
-class _StepBegins(TrainerCallback):
-    """Keeps the sum of losses before each step."""
-
-    def __init__(self, trainer: FiniteStepsTrainer):
-        self.trainer = trainer
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer._loss_before = self.trainer._tr_loss.clone()

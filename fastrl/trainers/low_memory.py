@@ -3,9 +3,9 @@ optimizer state in host memory."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -17,13 +17,15 @@ from fastrl.models.optimizers import (
     optimizer_name,
     steps_in_backward,
 )
+from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.utils import warn_of_fp16, warn_of_lost_updates
 from fastrl.run.precision import precision_for, refuse_fp16_twice, shared_precision
+from fastrl.run.transformers_base import OpenTrainer
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
 
-class LowMemoryTrainer(transformers.Trainer):
+class LowMemoryTrainer(OpenTrainer):
     """transformers' Trainer whose optimizer is as ``args.master_weights`` and
     ``args.offload_optimizer`` say, see :mod:`fastrl.models.master_weights`; with ``optim`` or an
     optimizer that it is given. ``args.activation_offloading``: see
@@ -78,8 +80,14 @@ class LowMemoryTrainer(transformers.Trainer):
                 self.optimizer = kept
         return self.optimizer
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            folder = output_dir or str(self.args.output_dir)
+            save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
+
+    def load_optimizer(self, checkpoint: Path) -> None:
+        super().load_optimizer(checkpoint)
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(optimizer, MasterWeights):
             for kept in optimizer.state.values():  # of a run that had masters

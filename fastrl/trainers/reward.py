@@ -321,10 +321,11 @@ class RewardTrainer(SupervisedTrainer):
                 )
         return pairs
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        folder = output_dir or str(self.args.output_dir)
-        reads_eos.save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            folder = output_dir or str(self.args.output_dir)
+            reads_eos.save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
     def sizes(self, dataset: Any) -> Iterable[int]:
         if self._own_collator or is_stream(dataset):
@@ -456,7 +457,7 @@ class RewardTrainer(SupervisedTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Loss, P(chosen) and P(rejected) [B, 2] by a softmax over the two rewards (means over the
         model's labels), and which side is preferred: 0, the chosen."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = self.ready_batch(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
             chosen, rejected = rewards.values()

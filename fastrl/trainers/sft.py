@@ -289,9 +289,7 @@ class SFTTrainer(SupervisedTrainer):
             for each in said:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             self.data_collator = JoinedCollator(rows) if joins else rows
-        # transformers then passes the number of tokens to learn in a whole step, first tokens not
-        # counted, and the loss is divided by it.
-        self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
+        self.count_learned_tokens()  # by which the loss is divided
         self.scorer = TokenScorer()
 
     def plan(self, tokens: int) -> Plan:
@@ -438,7 +436,7 @@ class SFTTrainer(SupervisedTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """As in ``Trainer``, but without logits if only the loss is needed."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = self.ready_batch(inputs)
         if "labels" not in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if "rows" not in inputs:  # from a collator of the user

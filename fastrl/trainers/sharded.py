@@ -4,13 +4,12 @@ saved models."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from fastrl.models.optimizer_state import (
     copy_weights,
@@ -22,12 +21,13 @@ from fastrl.models.quantised import WITHOUT_FSDP, refuse_quantised
 from fastrl.models.sharding import gathered_state_dict, is_spread, spread
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.state import load_tree, save_tree
+from fastrl.run.transformers_base import OpenTrainer
 
 SHARES = "shares"  # folder of a checkpoint
 _OF_TORCH = ("pytorch_model_fsdp_0", "optimizer_0")  # folders that torch's own checkpoints have
 
 
-class ShardedTrainer(transformers.Trainer):
+class ShardedTrainer(OpenTrainer):
     """transformers' Trainer that can evaluate before it trains where weights are spread, and whose
     checkpoints then have a folder ``shares``: each process writes its part of weights and moments,
     as safetensors. With them any number of processes goes on, and one that spreads nothing. Models
@@ -70,22 +70,27 @@ class ShardedTrainer(transformers.Trainer):
         if self.is_fsdp_enabled and not is_spread(self._plain_model):
             from accelerate.utils import fsdp2_prepare_model
 
-            self.accelerator._models.append(fsdp2_prepare_model(self.accelerator, self.model))
+            self.note_prepared(fsdp2_prepare_model(self.accelerator, self.model))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not is_spread(self._plain_model):
-            super().save_model(output_dir, _internal_call)
-        elif not _internal_call:  # else a checkpoint's, which has shares
-            state = gathered_state_dict(self._plain_model, keep=self.args.should_save)
-            if self.args.should_save:
-                self._save(output_dir, state_dict=state)
-            if self.args.push_to_hub:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         model = self._plain_model
         if not is_spread(model):
-            super()._save_optimizer_and_scheduler(output_dir)
+            super().save_model(output_dir, _internal_call)
+            return
+        state = gathered_state_dict(model, keep=self.args.should_save)
+        if self.args.should_save:
+            folder = output_dir or str(self.args.output_dir)
+            model.save_pretrained(folder, state_dict=state)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def write_learned(self, folder: Path) -> None:
+        model = self._plain_model
+        if not is_spread(model):
+            super().write_learned(folder)
             return
         spread(model)
         scheduler: Any = self.lr_scheduler
@@ -94,10 +99,9 @@ class ShardedTrainer(transformers.Trainer):
             "optimizer": optimizer_state(self.optimizer, model),
             "scheduler": scheduler.state_dict(),
         }
-        save_tree(tree, Path(output_dir) / SHARES, self.processes)
+        save_tree(tree, folder / SHARES, self.processes)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        checkpoint = Path(resume_from_checkpoint)
+    def load_weights(self, checkpoint: Path) -> None:
         for name in _OF_TORCH:
             if (checkpoint / name).is_dir():
                 raise BadCheckpoint(
@@ -112,30 +116,27 @@ class ShardedTrainer(transformers.Trainer):
             self._spread()
             copy_weights(self._weights(), self._whole_weights(checkpoint))
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super().load_weights(checkpoint)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        folder, model = Path(checkpoint), self._plain_model
-        scheduler: Any = self.lr_scheduler
-        if (folder / SHARES).is_dir():
+    def load_best_weights(self, checkpoint: Path) -> None:
+        if is_spread(self._plain_model):
+            self.load_weights(checkpoint)
+        else:
+            super().load_best_weights(checkpoint)
+
+    def load_optimizer(self, checkpoint: Path) -> None:
+        model, scheduler = self._plain_model, cast(Any, self.lr_scheduler)
+        if (checkpoint / SHARES).is_dir():
             self._spread()
-            state = load_tree(folder / SHARES)
+            state = load_tree(checkpoint / SHARES)
             load_optimizer_state(self.optimizer, model, state["optimizer"])
             scheduler.load_state_dict(state["scheduler"])
         elif is_spread(model):
             self._spread()
-            load_optimizer_state(self.optimizer, model, self._by_names(folder / OPTIMIZER_NAME))
-            scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            load_optimizer_state(self.optimizer, model, self._by_names(checkpoint / OPTIMIZER_NAME))
+            scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
         else:
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_best_model(self) -> None:
-        if is_spread(self._plain_model):
-            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
-        else:
-            super()._load_best_model()
+            super().load_optimizer(checkpoint)
 
     @property
     def _plain_model(self) -> Any:

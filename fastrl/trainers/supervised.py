@@ -29,7 +29,6 @@ from fastrl.data.vocabulary import check_table
 from fastrl.models.load import load_tokenizer
 from fastrl.models.optimizers import check_optimizer, optimizer_name
 from fastrl.models.products import Products
-from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import spread
 from fastrl.models.utils import NO_LIMIT, check_trainable, context_length, model_identity
 from fastrl.run.checkpoints import describe_weights
@@ -263,7 +262,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         loader = super().get_train_dataloader()
         data: Any = self.train_dataset
         if not is_stream(data) and not len(loader):
-            count, size = len(data), self._train_batch_size * self.processes.count
+            count, size = len(data), self.args.train_batch_size * self.processes.count
             raise ValueError(
                 f"{count} examples make no batch of {size}, and dataloader_drop_last leaves out "
                 "what makes none: turn it off, lower per_device_train_batch_size, or bring more"
@@ -281,9 +280,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         with self.agreed():
             batches = list(itertools.islice(epoch_iterator, num_batches))
-        begin, run = self._run.minibatch, self._run
-        run.minibatch += len(batches)
-        shared, numbers = self._shared, range(begin, run.minibatch)
+        begin, shared = self._run.minibatch, self._shared
+        numbers = range(begin, begin + len(batches))
         self._parts = [
             1 / self.processes.count if shared is None else shared.part(i) for i in numbers
         ]
@@ -295,11 +293,6 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
             ]
         _, items = super().get_batch_samples(iter(counting), num_batches, device)
         return batches, items
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        folder = output_dir or str(self.args.output_dir)
-        save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)

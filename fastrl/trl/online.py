@@ -35,7 +35,6 @@ from fastrl.learn.samples import SampledResponses
 from fastrl.learn.scorer import check_tokens, scoring_request
 from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
-from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
@@ -138,7 +137,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if interaction:
             check_chats(train_dataset)
         if args is None:
-            path = model if isinstance(model, str) else model.config._name_or_path
+            path = model if isinstance(model, str) else model.config.name_or_path
             args = self.config(output_dir=f"{Path(path).name}-{name.removesuffix('Trainer')}")
         if not isinstance(args, self.config):
             raise TypeError(f"args must be a {self.config.__name__}, got {type(args).__name__}")
@@ -470,8 +469,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             shuffles = bool(args.shuffle_dataset)
             return GroupSampler(rows, self.num_generations, prompts, uses, shuffles, args.seed)
 
-        size = self._train_batch_size * args.steps_per_generation
-        return self._get_dataloader(data, "Training", size, sampler_fn=sampler, is_training=True)
+        size = args.train_batch_size * args.steps_per_generation
+        return self.loader(data, size, sampler, training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         held_out: Any = self.eval_dataset
@@ -492,12 +491,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 self.accelerator.dataloader_config.dispatch_batches = False
                 data = in_groups(data.shuffle(seed=args.seed), group)
                 args.dataloader_num_workers = 0
-            return self._get_dataloader(
-                data,
-                "Evaluation",
-                args.eval_batch_size,
-                sampler_fn=in_order,
-            )
+            return self.loader(data, args.eval_batch_size, in_order)
         finally:
             args.dataloader_num_workers = workers
 
@@ -519,7 +513,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         with self.products.on(model, self.ref_model):
             model.train()
             # By rewards that may draw: before the passes do.
-            samples = self._prepare_inputs(inputs)
+            samples = self.ready_batch(inputs)
             passes, losses = self._passes(model, samples, "train"), []
             contexts = with_synchronised_last(len(passes), model, self.accelerator)
             for each, context in zip(passes, contexts, strict=True):
@@ -546,7 +540,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        samples = self._prepare_inputs(inputs)
+        samples = self.ready_batch(inputs)
         with torch.no_grad(), self._autocast():
             passes = self._passes(model, samples, "eval")
             loss = torch.stack([self.compute_loss(model, each).detach() for each in passes]).sum()
@@ -556,15 +550,15 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             loss = self.accelerator.reduce(loss, reduction="mean")
         return loss, None, None
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def ready_batch(self, batch: Any) -> Any:
         """Responses to a batch of rows, in training those of this step's turn."""
-        if not isinstance(inputs, list):
-            return super()._prepare_inputs(inputs)
+        if not isinstance(batch, list):
+            return super().ready_batch(batch)
         if not self.model.training:
-            return self._learnable(inputs, "eval")
+            return self._learnable(batch, "eval")
         steps = self.args.steps_per_generation
         if self._buffer is None or self._step % (steps * self.num_iterations) == 0:
-            whole = self._learnable(inputs, "train")
+            whole = self._learnable(batch, "train")
             generator = torch.Generator().manual_seed(self._seed_of("order"))
             order = torch.randperm(len(whole), generator=generator).tolist()
             size = len(whole) // steps
@@ -971,11 +965,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._generations["train"] = made
         self._metrics["train"].shorten(metrics)
         self._sampler.reserve(rooms)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        folder = output_dir or str(self.args.output_dir)
-        save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
 
 def asked_of(rows: Sequence[Mapping[str, Any]]) -> Prompts:

@@ -279,7 +279,7 @@ class PreferenceTrainer(SupervisedTrainer):
         ):
             for chosen in own:
                 batch = self.data_collator([dataset[i] for i in chosen])
-                columns = self.ref_logprobs(self._prepare_inputs(batch))
+                columns = self.ref_logprobs(self.ready_batch(batch))
                 rows = torch.stack([x.float() for x in columns], dim=1).tolist()
                 found |= dict(zip(chosen, rows, strict=True))
         known = {i: row for part in self.processes.objects(found) for i, row in part.items()}
@@ -367,7 +367,7 @@ class PreferenceTrainer(SupervisedTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Any, Any]:
         """The loss; unless it alone is asked for, the logits of all tokens, and the tokens."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = self.ready_batch(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, losses = self._loss(model, inputs)
             self.held_out(losses, torch.ones_like(losses))

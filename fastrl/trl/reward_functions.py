@@ -165,7 +165,7 @@ def _loaded(name: str, options: dict[str, Any]) -> Any:
 
 
 def _reader_of(model: Any, given: Any) -> Any:
-    found = load_tokenizer(model.config._name_or_path) if given is None else given
+    found = load_tokenizer(model.config.name_or_path) if given is None else given
     if found.pad_token_id is None:
         found.pad_token = found.eos_token
     # Classifiers find the last token by the padding behind it.
@@ -176,7 +176,7 @@ def _reader_of(model: Any, given: Any) -> Any:
 def _name(function: Any, asked: Any) -> str:
     if isinstance(function, nn.Module):
         config: Any = function.config
-        path = asked if isinstance(asked, str) else str(config._name_or_path)
+        path = asked if isinstance(asked, str) else str(config.name_or_path)
         return PurePath(path).name or type(function).__name__
     unwrapped: Callable[..., Any] = function
     while isinstance(unwrapped, functools.partial):

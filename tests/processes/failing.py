@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from fastrl import (
 from fastrl.alignment import AlignmentConfig, Trainer
 from fastrl.data import columns
 from fastrl.rollout import SamplingParams
-from fastrl.run import checkpoints
+from fastrl.run import checkpoints, transformers_checkpoints
 from fastrl.run.callbacks import TrainCallback
 from fastrl.run.checkpoints import Checkpoints, find_checkpoint
 from fastrl.run.launcher import launched_accelerator
@@ -203,6 +204,28 @@ def begins_anew(folder: Path) -> None:
     train(folder, _slow, steps=1)
 
 
+def cannot_write(folder: Path) -> None:
+    """Supervised training, in which the disk of process 1 is full at its third checkpoint."""
+    trainer = SFTTrainer(
+        tiny_models.language_model(),
+        SFTConfig(
+            str(folder), use_cpu=True, report_to="none", max_steps=4, save_strategy="steps",
+            save_steps=1, per_device_train_batch_size=2,
+        ),
+        train_dataset=texts(8),
+        processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+    save = transformers_checkpoints.save_tree
+
+    def full(*given: Any) -> None:
+        if trainer.state.global_step == 3 and trainer.processes.index == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(*given)
+
+    transformers_checkpoints.save_tree = full
+    trainer.train()
+
+
 JOBS: dict[str, Callable[[Path], object]] = {
     # The others are waiting for something that takes long.
     "raises": lambda folder: train(folder, InTheThirdCall(_wait, _raise)),
@@ -212,6 +235,7 @@ JOBS: dict[str, Callable[[Path], object]] = {
     "is stopped": lambda folder: train(folder, InTheThirdCall(_wait, _terminate)),
     "hangs": hangs,
     "raises in a callback": lambda folder: train(folder, callbacks=[_FailsInMain()]),
+    "cannot write": cannot_write,
     "begins anew": begins_anew,
     "goes on": lambda folder: train(folder, resume=True),
     "differs": differs,

@@ -57,6 +57,18 @@ def test_one_process_ends_all_soon_with_the_state_saved(straight, tmp_path, coun
     assert_resumed_by_one_process_like(straight, folder)
 
 
+def test_where_one_process_cannot_write_none_waits_and_no_half_checkpoint_is_left(tmp_path, count):
+    ended = fork(fail, "cannot write", tmp_path / "run", processes=count)
+    assert ended.returncode != 0
+    said = "checkpoint-3 could not be saved (process 1 of {} failed: OSError: [Errno 28] No space"
+    assert said.format(count) in ended.stderr
+    assert "the last good checkpoint is checkpoint-2" in ended.stderr
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+
+
 def test_processes_share_the_search_for_a_checkpoint_that_is_whole(tmp_path, count):
     """A damaged file, which one of them finds, sends all to the checkpoint before it; none reads a
     file that another has read, and none twice."""

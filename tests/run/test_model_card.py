@@ -25,6 +25,7 @@ from fastrl import (
 )
 from fastrl.alignment import AlignmentConfig, BatchFactory, DatasLoader, Trainer
 from fastrl.config import METHODS
+from fastrl.models.adapters import REFERENCE_ADAPTER, add_adapter
 from fastrl.run.model_card import SFT, policy_gradient, write_model_card
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
@@ -133,6 +134,13 @@ def test_a_model_that_names_no_base_has_that_of_the_configuration(tmp_path, name
     assert f"- **Base model:** {shown}" in card
     assert ("base_model: org/base" in card) is bool(name)
     assert "# org/tuned" in card
+
+
+def test_an_adapter_that_is_not_saved_is_not_named(base, tmp_path):
+    model = CausalLMPolicy.from_pretrained(base, peft_config=lora())
+    add_adapter(model.pretrained_model, REFERENCE_ADAPTER, tiny_models.lora(r=3))
+    write_model_card(tmp_path / "tuned", "tuned", model)
+    assert "of rank 2;" in card_of(tmp_path / "tuned")
 
 
 def test_an_adapter_on_a_nameless_base_says_that_it_needs_it(tmp_path):

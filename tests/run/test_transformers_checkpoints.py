@@ -18,8 +18,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from torch.nn.modules.module import _IncompatibleKeys
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from safetensors.torch import load_file, save_file
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 
 from fastrl import SFTConfig, SFTTrainer
 from fastrl.run import checkpoints, transformers_checkpoints
@@ -214,21 +219,49 @@ def test_other_settings_are_told_of(whole: SFTTrainer, tmp_path: Path) -> None:
 def test_weights_that_are_tied_are_not_missed(
     whole: SFTTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A checkpoint has them once; others that it lacks are named."""
+    """A checkpoint has them once."""
     trainer = make(tmp_path / "run")
     assert trainer.model.lm_head.weight is trainer.model.transformer.wte.weight
     trainer.train(resume_from_checkpoint=whole.checkpoints.path(5))
     assert "missing keys" not in caplog.text
-    names = ["lm_head.weight", "transformer.wpe.weight", "other"]
-    trainer._issue_warnings_after_load(_IncompatibleKeys(names, []))
-    assert "missing keys in the checkpoint model loaded: ['transformer.wpe.weight', 'other']" in (
-        caplog.text
-    )
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* has no manifest.json")
+@pytest.mark.parametrize("lacks", ["transformer.wpe.weight", "transformer.wte.weight"])
+def test_weights_that_a_checkpoint_of_transformers_lacks_are_named(
+    lacks: str, copied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But for those that are tied to one that it has."""
+    path = copied / "checkpoint-4"
+    (path / "manifest.json").unlink()
+    shutil.rmtree(path / "process-0")
+    kept = load_file(path / "model.safetensors")
+    del kept[lacks]
+    save_file(kept, path / "model.safetensors")
+    make(tmp_path / "run").train(resume_from_checkpoint=path)
+    missed = [lacks] if "wpe" in lacks else [lacks, "lm_head.weight"]
+    assert f"missing keys in the checkpoint model loaded: {missed}" in caplog.text
 
 
 def test_a_run_that_had_ended_takes_no_further_step(whole: SFTTrainer, tmp_path: Path) -> None:
     """Its last step is not the last of an epoch: transformers alone would take one more."""
     assert_same_run(resumed(make, tmp_path / "run", whole.checkpoints.path(5)), whole)
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_run_that_went_on_at_an_epochs_end_goes_on_again_within_the_next_one(
+    step: int, tmp_path: Path
+) -> None:
+    """The order of its data is drawn as the epoch begins."""
+
+    def grouped(folder: Path) -> SFTTrainer:
+        order = {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 2}
+        return make(folder, data=texts(7), max_steps=8, **order)
+
+    whole = straight(grouped, tmp_path / "whole")
+    once = resumed(grouped, tmp_path / "once", whole.checkpoints.path(4))
+    assert_same_run(once, whole)
+    assert_same_run(resumed(grouped, tmp_path / "again", once.checkpoints.path(step)), whole)
 
 
 # Code in a checkpoint.
@@ -462,6 +495,18 @@ def test_a_state_is_written_once_with_its_logs(
     trainer.train()
     assert found[0] == found[1]
     assert [log["step"] for log in found[0]["log_history"]] == [1, 2, 2]
+
+
+def test_states_of_callbacks_are_saved_each_once(tmp_path: Path) -> None:
+    both = [EarlyStoppingCallback(9), EarlyStoppingCallback(8)]
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+    trainer = make(tmp_path, callbacks=both, load_best_model_at_end=True, **evaluating)
+    both[1].early_stopping_patience_counter = 3
+    trainer.train()
+    text = (tmp_path / "checkpoint-5" / "trainer_state.json").read_text()
+    saved = json.loads(text)["stateful_callbacks"]
+    assert saved["EarlyStoppingCallback"] == [x.state() for x in both]
+    assert saved["TrainerControl"]["args"]["should_save"]
 
 
 def test_what_is_kept_is_there_again(tmp_path: Path) -> None:

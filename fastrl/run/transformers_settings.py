@@ -1,0 +1,70 @@
+"""Settings of transformers' Trainer that are compared: with those of a checkpoint, and of a run's
+processes with each other."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import TrainingArguments
+
+from fastrl.run.checkpoints import changed_settings
+
+# Settings that do not change what is computed, by their beginnings.
+_FREE = (
+    "output_dir", "run_name", "resume_from", "disable_tqdm", "report_to", "project", "trackio",
+    "logging_", "log_", "eval_", "save_", "hub_", "push_to_hub", "do_", "dataloader_", "local_rank",
+    "ddp_", "num_print_samples", "dataset_num_proc", "per_device_eval", "load_best", "prediction_",
+    "restore_callback", "metric_for_best", "greater_is_better", "offload_optimizer",
+    "activation_offloading",
+)  # fmt: skip
+# Settings of when something is done that all processes do together, or say, by their beginnings.
+_STEPS = (
+    "logging_st", "logging_first", "eval_", "save_", "per_device_eval", "load_best",
+    "metric_for_best", "greater_is_better", "prediction_", "dataloader_drop", "push_to_hub",
+    "torch_empty_cache",
+)  # fmt: skip
+# Settings of one process, whose product with the number of processes is compared.
+SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# Settings that an optimizer keeps, and that its saved state brings back.
+_OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def settings_of_results(args: TrainingArguments, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that change what is computed.
+
+    Args:
+        own: of the trainer, which ``args`` have not.
+    """
+    given = {k: v for k, v in args.to_dict().items() if not k.startswith(_FREE)}
+    return json.loads(json.dumps({**given, **own}, default=str))
+
+
+def settings_of_steps(args: TrainingArguments) -> dict[str, Any]:
+    """Those of what all processes do at the same steps."""
+    steps = {k: v for k, v in args.to_dict().items() if k.startswith(_STEPS)}
+    return json.loads(json.dumps(steps, default=str))
+
+
+def warn_of_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str] = ()
+) -> None:
+    """Warns of settings that are not those of the checkpoint which a run goes on from."""
+    changed = [k for k in changed_settings(before, now) if k not in but]
+    if not changed:
+        return
+    said = "resume: settings differ from the checkpoint's."
+    used = [k for k in changed if k not in _OF_THE_OPTIMIZER]
+    if used:
+        shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in used)
+        said += (
+            f" The new ones are used from here on ({shown}), so that results are not those of an "
+            "uninterrupted run."
+        )
+    kept = [k for k in changed if k in _OF_THE_OPTIMIZER]
+    if kept:
+        shown = ", ".join(f"{k}: {before.get(k)}, not {now.get(k)}" for k in kept)
+        said += f" The optimizer keeps the checkpoint's ({shown})."
+    warnings.warn(said, stacklevel=4)
