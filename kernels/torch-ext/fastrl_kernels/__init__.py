@@ -12,7 +12,7 @@ from .linear_ppo_loss import linear_ppo_loss
 from .linear_sample import linear_sample, linear_sample_pays
 from .logprob import token_logprobs
 from .moments import masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
-from .policy_losses import PolicyLoss, register_policy_loss
+from .policy_losses import PolicyLoss
 from .ppo_loss import ppo_loss
 from .preference import *  # noqa: F403
 from .rms_norm import rms_norm
@@ -64,7 +64,6 @@ __all__ = [
     "masked_whiten",
     "merge_moments",
     "ppo_loss",
-    "register_policy_loss",
     "rms_norm",
     "rotate_and_store",
     "sample_keys",
