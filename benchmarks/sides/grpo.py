@@ -171,14 +171,19 @@ class GRPOScriptSide(GRPOSide):
         self.generating = 0.0  # seconds so far
 
     def make_ours(self, library: Any) -> Any:
-        return self._timed(super().make_trls(library), "_respond")
+        trainer = super().make_trls(library)
+        make = trainer._respond_by
+        trainer._respond_by = lambda: self._timed(trainer, make())
+        trainer.rollout_func = None  # makes it anew
+        return trainer
 
     def make_trls(self, library: Any) -> Any:
-        return self._timed(super().make_trls(library), "_generate")
+        trainer = super().make_trls(library)
+        trainer._generate = self._timed(trainer, trainer._generate)
+        return trainer
 
-    def _timed(self, trainer: Any, method: str) -> Any:
-        """The trainer, its way from prompts to texts timed."""
-        generate = getattr(trainer, method)
+    def _timed(self, trainer: Any, generate: Any) -> Any:
+        """The same, with the time from prompts to texts noted."""
 
         def timed(*args: Any) -> Any:
             started = now(trainer.args.device)
@@ -186,8 +191,7 @@ class GRPOScriptSide(GRPOSide):
             self.generating += now(trainer.args.device) - started
             return found
 
-        setattr(trainer, method, timed)
-        return trainer
+        return timed
 
     def check(self) -> dict[str, Any]:
         """As of a :class:`GRPOSide`; every trainer is given the completions by its

@@ -28,6 +28,8 @@ _NO_RUN = "*keeps no run*"
 _NO_SAMPLES = "*nothing is sampled*"
 _NO_BASELINE = "*a group is its own baseline*"
 _NO_ADVANTAGES = "*has no advantages*"
+_ANNOTATORS = "*the judgement is an annotator's*"
+_NO_RATIO = "*preferences have no ratio to a sampler, and PPO's is of tokens*"
 _ONLY_TRAIN = "In train(): "  # how help of settings begins that step() does not read
 
 
@@ -88,7 +90,7 @@ SURFACES = {
     "align": Surface(
         "`alignment.Trainer`, `fastrl align`",
         {alignment.AlignmentConfig: alignment.Trainer},
-        _made_and_trained,
+        lambda trainer: [*_made_and_trained(trainer), alignment.BatchFactory.__init__],
     ),
     "texts": Surface(
         "`SFTTrainer`, `RewardTrainer`",
@@ -168,32 +170,32 @@ CAPABILITIES = (
     Capability(
         "penalties for how responses end",
         ("missing_eos_penalty", "overlong_buffer"),
-        {"step": "*the rewards are yours*", "align": NOT_YET, **_SAMPLED_BY_NONE},
+        {"step": "*the rewards are yours*", "align": _ANNOTATORS, **_SAMPLED_BY_NONE},
     ),
     Capability(
         "groups without spread are drawn anew",
         ("dynamic_sampling_rounds",),
-        {"step": _YOURS, "align": NOT_YET, **_SAMPLED_BY_NONE},
+        {"step": _YOURS, "align": "*a tie is learned as one*", **_SAMPLED_BY_NONE},
     ),
     Capability(
         "tools and environments",
         ("tools", "environment_factory", "response_masks"),
-        {"align": NOT_YET, **_SAMPLED_BY_NONE},
+        {"align": "*judges whole texts*", **_SAMPLED_BY_NONE},
     ),
     Capability(
         "responses of another sampler",
-        ("rollout_func", "rollout"),
-        {"align": NOT_YET, **_SAMPLED_BY_NONE},
+        ("rollout_func", "rollout", "engine"),
+        _SAMPLED_BY_NONE,
     ),
     Capability(
         "its correction",
         ("sampler_correction", "vllm_importance_sampling_correction"),
-        {"align": NOT_YET, **_SAMPLED_BY_NONE},
+        {"align": _NO_RATIO, **_SAMPLED_BY_NONE},
     ),
     Capability(
         "masks of responses that are off-policy",
         ("off_policy_mask_threshold",),
-        {"align": NOT_YET, **_SAMPLED_BY_NONE},
+        {"align": _NO_RATIO, **_SAMPLED_BY_NONE},
     ),
     Capability(
         "a critic of its own",
@@ -201,7 +203,7 @@ CAPABILITIES = (
         {
             "grpo": _NO_BASELINE,
             "rloo": _NO_BASELINE,
-            "align": NOT_YET,
+            "align": "*the loss `ppo` trains a value head*",
             "pairs": _NO_ADVANTAGES,
             "texts": _NO_ADVANTAGES,
         },

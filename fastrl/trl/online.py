@@ -118,7 +118,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         environment_factory: Any = None,
     ):
         name = type(self).__name__
-        self.rollout_func = rollout_func
+        self._rollout_func = rollout_func
         if rollout_func is not None and (tools or environment_factory):
             raise ValueError(
                 "rollout_func takes the place of sampling, and tools and environment_factory are "
@@ -248,12 +248,12 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             self.num_generations, args.dynamic_sampling_rounds, self.processes
         )
         ends = end_tokens(self.accelerator.unwrap_model(self.model), self._tokenizer).tolist()
-        self._ends = {*ends, self._tokenizer.pad_token_id}
+        self._end_ids, self._ends = ends, {*ends, self._tokenizer.pad_token_id}
         self._sampler = make_backend(
             self.args, self._tokenizer, self._autocast, self.processes_index
         )
         self._collect = Collector(
-            self._respond_by(ends),
+            self._respond_by(),
             rewards,
             penalties,
             self.processes,
@@ -364,15 +364,21 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             self.temperature,
         )
 
-    def _respond_by(self, ends: list[int]) -> Respond:
-        """What answers prompts.
+    @property
+    def rollout_func(self) -> Any:
+        """What answers prompts in the place of sampling; None: nothing does. It may be set."""
+        return self._rollout_func
 
-        Args:
-            ends: ids of the tokens that end a response.
-        """
+    @rollout_func.setter
+    def rollout_func(self, function: Any) -> None:
+        self._rollout_func = function
+        self._collect.respond = self._respond_by()
+
+    def _respond_by(self) -> Respond:
+        """What answers prompts."""
         if self.rollout_func is not None:
             return self.responding_by(self.rollout_func)
-        args, tokenizer = self.args, self._tokenizer
+        args, tokenizer, ends = self.args, self._tokenizer, self._end_ids
         arguments = {**args.generation_arguments, "pad_token_id": tokenizer.pad_token_id}
         arguments.setdefault("eos_token_id", ends)
         policy = self.accelerator.unwrap_model(self.model)

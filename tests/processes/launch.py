@@ -74,10 +74,14 @@ def launch(*program, starter=(), **variables):
     return SimpleNamespace(returncode=launcher.returncode, stdout=out, stderr=err)
 
 
+_TO_SPEAK = 2  # seconds
+
+
 def fork(target, *arguments, processes=2, grace=PATIENCE):
     """Calls a function in several processes, as torchrun does, but without the seconds that its
     imports take: they are forks of a server, which has imported all. Where one fails, the others
-    get SIGTERM; those that do not end are killed.
+    get SIGTERM, once they have had the time to say what they know of it; those that do not end are
+    killed.
 
     Args:
         target: of a module under tests/processes.
@@ -105,11 +109,13 @@ def fork(target, *arguments, processes=2, grace=PATIENCE):
         for rank in ranks:
             rank.start()
         try:
-            end, status = time.monotonic() + PATIENCE, 0
+            end, status, told = time.monotonic() + PATIENCE, 0, False
             while any(rank.is_alive() for rank in ranks):
                 failed = [rank.exitcode for rank in ranks if rank.exitcode]
                 if failed and not status:
-                    status, end = failed[0], time.monotonic() + grace
+                    status, end = failed[0], time.monotonic() + _TO_SPEAK + grace
+                if status and not told and time.monotonic() > end - grace:
+                    told = True
                     for rank in ranks:
                         rank.terminate()
                 if time.monotonic() > end:
