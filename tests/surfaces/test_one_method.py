@@ -124,13 +124,13 @@ def assert_one(found: dict[str, Weights], start: Weights, without: dict[str, Wei
         assert apart > 1e-5, f"{what} does not act"
 
 
-def by_step(model: Any, steps: int = 1, **settings: Any) -> Weights:
+def by_step(model: Any, steps: int = 1, ref_model: Any = None, **settings: Any) -> Weights:
     """Of PPOTrainer.step."""
     config = fastrl.PPOConfig(
         batch_size=8, mini_batch_size=8, ppo_epochs=EPOCHS, optim="sgd", learning_rate=RATE,
         adap_kl_ctrl=False, **{"cliprange": CLIP, "init_kl_coef": BETA, **settings},
     )  # fmt: skip
-    trainer = fastrl.PPOTrainer(config, model, None, tiny.tokenizer())
+    trainer = fastrl.PPOTrainer(config, model, ref_model, tiny.tokenizer())
     given = [list(map(torch.tensor, x)) for x in (QUERIES, FLAT)]
     for _ in range(steps):
         trainer.step(*given, [torch.tensor(x) for x in SCORES])
@@ -180,6 +180,50 @@ def test_grpo(plays: None, tmp_path: Path) -> None:
 
     without = {"the clip": step(cliprange=10.0), "the KL": step(init_kl_coef=0.0)}
     found = {"step()": step(), "GRPOTrainer": trainer(), "fastrl grpo": command()}
+    assert_one(found, weights(start), without)
+
+
+def test_rloo(plays: None, tmp_path: Path) -> None:
+    """With a KL in the rewards, which is nothing in the loss, and a second use of the responses."""
+    start = tiny_models.language_model()
+    rloo = {
+        "advantage": "rloo", "group_size": 4, "kl_in": "reward", "ratio_level": "product",
+        "loss_aggregate": "seq-mean-token-mean", "init_kl_coef": 0.0, "ratio_threshold": 1e9,
+    }  # fmt: skip
+
+    def step(**settings: Any) -> Weights:
+        policy = CausalLMPolicy(tiny_models.language_model(perturbation=0.2))
+        reference = CausalLMPolicy(tiny_models.language_model())
+        return by_step(policy, ref_model=reference, **{**rloo, **settings})
+
+    def trainer() -> Weights:
+        def respond(prompts: list[str], trainer: Any) -> dict[str, Any]:
+            known = {text: iter(RESPONSES[i]) for i, text in enumerate(PROMPTS)}
+            return {
+                "prompt_ids": [PROMPT_IDS[PROMPTS.index(text)] for text in prompts],
+                "completion_ids": [next(known[text]) for text in prompts],
+                "logprobs": None,
+            }
+
+        args = fastrl.RLOOConfig(
+            str(tmp_path / "trainer"), num_generations=4, num_iterations=EPOCHS, epsilon=CLIP,
+            steps_per_generation=1, beta=BETA, max_completion_length=6, **FITTED,
+        )  # fmt: skip
+        made = fastrl.RLOOTrainer(
+            tiny_models.language_model(perturbation=0.2), scored, args,
+            Dataset.from_list([{"prompt": text} for text in PROMPTS]),
+            processing_class=tiny.tokenizer(), rollout_func=respond,
+        )  # fmt: skip
+        # Another reference than the policy as training begins, so that the KL is not 0.
+        for p, x in zip(made.ref_model.parameters(), start.parameters(), strict=True):
+            p.data.copy_(x)
+        made.train()
+        return weights(made.model)
+
+    without = {
+        "the clip": step(cliprange=10.0, init_kl_coef=BETA), "the KL": step(),
+    }  # fmt: skip
+    found = {"step()": step(init_kl_coef=BETA), "RLOOTrainer": trainer()}
     assert_one(found, weights(start), without)
 
 
