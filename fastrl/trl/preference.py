@@ -19,15 +19,13 @@ from fastrl.models import CausalLMPolicy
 from fastrl.models.scorer import ScoredPass, TokenScorer
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating, without_dropout
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import RefModel
 from fastrl.settings import check_refused
 from fastrl.trainers.passes import fill
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path, length_limit
 from fastrl.trl.metric_means import MetricMeans
-from fastrl.trl.planning import plan_preference
+from fastrl.trl.planning import PlansMemory, plan_preference
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.preference_config import PreferenceConfig
 from fastrl.trl.reference import (
@@ -42,7 +40,7 @@ EXTRAS = ("mean_logit", "is_top1")
 MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
 
-class PreferenceTrainer(SupervisedTrainer):
+class PreferenceTrainer(PlansMemory, SupervisedTrainer):
     """A trainer that compares a policy's log-probs of completions with a reference's.
 
     The reference is ``ref_model``, or the policy as training begins: a frozen copy of it, or, of a
@@ -55,6 +53,7 @@ class PreferenceTrainer(SupervisedTrainer):
     collator_class: ClassVar[type[PairCollator]]
     short_name: ClassVar[str]  # of the method
     id_columns: ClassVar[tuple[str, ...]]  # of prompts, and of each of an example's completions
+    memory_plan = staticmethod(plan_preference)
     ref_columns: tuple[str, ...]  # of precomputed log-probs, one for each [B]
 
     def __init__(
@@ -121,19 +120,6 @@ class PreferenceTrainer(SupervisedTrainer):
         if self.args.sync_ref_model:
             self.add_callback(Follow(self._reference, self.args))
         self.model.add_model_tags(self._tag_names)
-
-    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
-        """What training on such prompts and responses needs of memory, phase by phase: from a
-        rehearsal without memory, in which nothing of this trainer is run or changed.
-
-        Args:
-            prompt_tokens, response_tokens: of the longest, at least 2.
-
-        Returns:
-            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
-        """
-        skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
-        return plan_preference(type(self), skeleton, self.args, *lengths, self.args.device.type)
 
     # What subclasses add.
 
