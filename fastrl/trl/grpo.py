@@ -21,10 +21,10 @@ from fastrl.learn.baselines import (
 )
 from fastrl.learn.experience import Minibatch
 from fastrl.registry import GROUP_ADVANTAGES
+from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo_config import GRPOConfig
 from fastrl.trl.judged import Judged, nanstd
-from fastrl.trl.metric_means import mean_of
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.policy_loss import GroupLoss, high_of, note_clips, ratios_of

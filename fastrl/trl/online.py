@@ -41,6 +41,7 @@ from fastrl.rollout import RolloutOutput
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.random_state import seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
@@ -53,7 +54,6 @@ from fastrl.trainers.supervised import check_one_gpu, settings_of, trained_ident
 from fastrl.trl.group_loaders import GroupLoaders
 from fastrl.trl.judged import Judged
 from fastrl.trl.log_probs import ResponseScorer
-from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
 from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.planning import PlansMemory, plan_online
 from fastrl.trl.policy import (
@@ -201,8 +201,6 @@ class OnlineTrainer(
         self.log_completions = args.log_completions
         router = router_loss(model, args.router_aux_loss_coef)
         self.aux_loss_enabled, self.router_aux_loss_coef = router
-        self._noted = ResponseLog(args, rewards.names)
-        self._metrics, self._logs = self._noted.metrics, self._noted.table  # TRL's names
         self._step = 0  # forward and backward passes
         self._generations = {"train": 0, "eval": 0}  # batches of responses so far
         self._seconds = 0.0  # of this optimizer step's
@@ -220,6 +218,8 @@ class OnlineTrainer(
             optimizers=optimizers,
         )
         check_one_gpu(self.args)
+        self._noted = ResponseLog(self.args, rewards.names, self._metrics)
+        self._logs = self._noted.table  # TRL's name
         # Losses are means over a batch: transformers divides them by the batches of a step.
         self.model_accepts_loss_kwargs = False
         self.loss_is_scaled_for_ga = None
@@ -692,7 +692,6 @@ class OnlineTrainer(
                 "generations": self._generations["train"],
                 "uses": self.uses,
                 "buffer": None if self._buffer is None else [x.state() for x in self._buffer],
-                "metrics": self._metrics["train"].state(),
                 "table": self._logs.state() if self.log_completions else None,
                 "further": None if self._further is None else self._further.state_dict(),
                 "responder": {"rooms": self._sampler.rooms()},
@@ -713,7 +712,6 @@ class OnlineTrainer(
         self._generations["train"] = own["generations"]
         if own["buffer"] is not None:
             self._buffer = [SampledResponses.of_state(x) for x in own["buffer"]]
-        self._metrics["train"].load(own["metrics"], self.args.device)
         if own.get("table"):
             self._logs.load(own["table"])
         self._sampler.reserve(own["responder"]["rooms"])
@@ -736,25 +734,21 @@ class OnlineTrainer(
                 f"generations (save_steps × {args.gradient_accumulation_steps} a multiple of "
                 f"{uses})"
             )
-        online = {**own, "step": 0, "buffer": None, "metrics": MetricMeans().state()}
+        online = {**own, "step": 0, "buffer": None}
         return {**super().joined_state(states), "online": online}
 
-    def drop_metrics(self) -> None:
-        self._metrics["train"].shorten(0)
-
     def own_mark(self) -> dict[str, Any]:
-        made, metrics = self._generations["train"], len(self._metrics["train"])
+        made = self._generations["train"]
         further = None if self._further is None else self._further.state_dict()
-        kept = self._step, made, self._buffer, metrics, self._sampler.rooms(), further
+        kept = self._step, made, self._buffer, self._sampler.rooms(), further
         return {**super().own_mark(), "online": kept}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         super().own_rewind(mark)
-        self._step, made, self._buffer, metrics, rooms, further = mark["online"]
+        self._step, made, self._buffer, rooms, further = mark["online"]
         if self._further is not None:
             self._further.load_state_dict(further)
         self._generations["train"] = made
-        self._metrics["train"].shorten(metrics)
         self._sampler.reserve(rooms)
 
 

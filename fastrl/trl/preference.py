@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,6 @@ from fastrl.settings import check_refused
 from fastrl.trainers.passes import fill
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path, length_limit
-from fastrl.trl.metric_means import MetricMeans
 from fastrl.trl.planning import PlansMemory, plan_preference
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.preference_config import PreferenceConfig
@@ -37,7 +36,6 @@ from fastrl.trl.reference import (
 )
 
 EXTRAS = ("mean_logit", "is_top1")
-MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
 
 class PreferenceTrainer(PlansMemory, SupervisedTrainer):
@@ -54,6 +52,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
     short_name: ClassVar[str]  # of the method
     id_columns: ClassVar[tuple[str, ...]]  # of prompts, and of each of an example's completions
     memory_plan = staticmethod(plan_preference)
+    metric_differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}  # noqa: RUF012
     ref_columns: tuple[str, ...]  # of precomputed log-probs, one for each [B]
 
     def __init__(
@@ -98,8 +97,6 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
         self._max_length = length_limit(args, model, tokenizer)
         self.scorer = TokenScorer()
         self._packs: bool | None = None
-        # Of batches, as TRL's; the base's ``metrics`` count the tokens of the run.
-        self._metrics = {name: MetricMeans(MARGINS) for name in ("train", "eval")}
         super().__init__(
             model=model,
             args=args,
@@ -342,7 +339,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
             parts = {**parts, "aux_loss": (output.aux_loss, one)}
         self._metrics["train" if training else "eval"].add(parts)
         if training:
-            self.metrics.add_tokens(inputs["attention_mask"].sum())
+            self._metrics["train"].count("num_tokens", inputs["attention_mask"].sum())
         return (loss if self.share == 1 else loss * self.share), losses
 
     def prediction_step(
@@ -376,36 +373,13 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
     # Checkpoints.
 
     def own_state(self) -> dict[str, Any]:
-        found = {
-            "metrics": self._metrics["train"].state(),
-            "reference": following_weights(self._reference, self.args),
-        }
-        return {**super().own_state(), "preferences": found}
+        reference = following_weights(self._reference, self.args)
+        return {**super().own_state(), "preferences": {"reference": reference}}
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
-        if resumed is None:
-            return
-        own = resumed["own"]["preferences"]
-        self._metrics["train"].load(own["metrics"], self.args.device)
-        load_following_weights(self._reference, own["reference"])
-
-    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Without the metrics since the last log."""
-        joined = super().joined_state(states)
-        empty = MetricMeans(MARGINS).state()
-        joined["preferences"] = {**states[0]["preferences"], "metrics": empty}
-        return joined
-
-    def drop_metrics(self) -> None:
-        self._metrics["train"].shorten(0)
-
-    def own_mark(self) -> dict[str, Any]:
-        return {**super().own_mark(), "preferences": len(self._metrics["train"])}
-
-    def own_rewind(self, mark: Mapping[str, Any]) -> None:
-        super().own_rewind(mark)
-        self._metrics["train"].shorten(mark["preferences"])
+        if resumed is not None:
+            load_following_weights(self._reference, resumed["own"]["preferences"]["reference"])
 
 
 def token_parts(

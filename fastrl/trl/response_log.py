@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fastrl.collect.responses import Collected, Responses
+from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.run.processes import Processes
 from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.judged import Judged, nanstd
-from fastrl.trl.metric_means import MetricMeans, mean_of
 
 
 class ResponseLog:
@@ -23,15 +23,15 @@ class ResponseLog:
     Args:
         args: an :class:`fastrl.trl.online_config.OnlineConfig`.
         names: of the reward functions.
+        metrics: by mode, "train" and "eval".
 
     Attributes:
-        metrics: by mode, "train" and "eval".
         table: is filled in the main process.
     """
 
-    def __init__(self, args: Any, names: Sequence[str]):
+    def __init__(self, args: Any, names: Sequence[str], metrics: dict[str, MetricMeans]):
         self.args, self.names = args, list(names)
-        self.metrics = {mode: MetricMeans() for mode in ("train", "eval")}
+        self.metrics = metrics
         self.table = CompletionsTable(args.generation_batch_size)
         self._columns: defaultdict[str, list] = defaultdict(list)
         self._numbers: defaultdict[str, list[float]] = defaultdict(list)
