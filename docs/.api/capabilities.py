@@ -138,7 +138,7 @@ CAPABILITIES = (
     Capability(
         "a reference that follows",
         ("sync_ref_every", "sync_ref_model"),
-        {"align": NOT_YET, "texts": "*has none*"},
+        {"texts": "*has none*"},
     ),
     Capability(
         "held-out data",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastrl.config import PPOConfig
+from fastrl.ref_model import ReferenceArguments
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 
@@ -18,7 +19,7 @@ _EVALUATION = "evaluations keep sums of metrics alone"
 
 
 @dataclass
-class AlignmentConfig(SupervisedArguments):
+class AlignmentConfig(ReferenceArguments, SupervisedArguments):
     """Settings of :class:`fastrl.alignment.Trainer`, beside those of
     ``transformers.TrainingArguments``. The :class:`BatchFactory` has the batch size and the number
     of samples.
@@ -41,8 +42,6 @@ class AlignmentConfig(SupervisedArguments):
         "auto",
         choices=REFERENCES,
     )
-    num_shared_layers: int | None = setting_like(PPOConfig, "num_shared_layers")
-    reference_dtype: str = setting_like(PPOConfig, "reference_dtype")
     reference_adapter: str = setting_like(PPOConfig, "reference_adapter")
     disable_dropout: bool = setting("Train without dropout.", True)
     rollout_slots: int = setting_like(PPOConfig, "rollout_slots")

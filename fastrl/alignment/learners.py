@@ -45,7 +45,7 @@ from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.reward_head import score_head
 from fastrl.models.utils import check_trainable, checksum, without_dropout
 from fastrl.ppo.setup import precision_of, share_new_weights
-from fastrl.ref_model import ReferenceSettings, RefModel, choose_ref_model
+from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.run.processes import processes_of
 from fastrl.trainers.passes import DeferredGradients
 from fastrl.trainers.supervised import load_if_path
@@ -57,6 +57,10 @@ class Learner(Protocol):
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
         """The model to train, from a model or its path, as the reference model may be, too; called
         before there is an optimizer."""
+
+    @property
+    def reference(self) -> RefModel | None:
+        """None where the loss has none."""
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
         """Called once the model is on its device."""
@@ -92,8 +96,10 @@ class RewardLearner:
 
     def __init__(self, args: AlignmentConfig, loss: Loss, tokenizer: Any):
         self.args, self.loss, self.tokenizer = args, loss, tokenizer
+        self.reference: RefModel | None = None
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
+        self.args.refuse_reference(f"the loss {self.loss.name}")
         if ref_model is not None:
             raise ValueError(f"the loss {self.loss.name} has no reference: leave out ref_model")
         model = load_if_path(model, load_reward_model, self.args)
@@ -197,11 +203,9 @@ class PolicyLearner:
                     "choose reference='copy' or 'offload'"
                 )
             mode = "adapter" if model.is_peft_model else "none"
-        settings = ReferenceSettings(
+        settings = self.args.reference_settings(
             reference=mode,
-            num_shared_layers=self.args.num_shared_layers,
             reference_adapter=self.args.reference_adapter,
-            reference_dtype=self.args.reference_dtype,
             init_kl_coef=0.0 if mode == "none" else 1.0,
             micro_batch_tokens=self.args.micro_batch_tokens,
         )
@@ -232,11 +236,9 @@ class PolicyLearner:
     def _mode(self, model: PreTrainedModelWrapper, ref_model: Any) -> str:
         mode, compares = self.args.reference, self.loss.compares
         if not compares:
-            if ref_model is not None or mode != "auto":
-                raise ValueError(
-                    f"the loss {self.loss.name} has no reference: leave out ref_model, and "
-                    "reference at 'auto'"
-                )
+            self.args.refuse_reference(f"the loss {self.loss.name}")
+            if ref_model is not None:
+                raise ValueError(f"the loss {self.loss.name} has no reference: leave out ref_model")
             return "none"
         if mode == "cached" and self.task.online:
             raise ValueError(
@@ -248,7 +250,13 @@ class PolicyLearner:
                 "reference='cached' uses the model as training begins as its reference: leave "
                 "out ref_model, or choose reference='copy'"
             )
+        if mode == "cached" and self.args.sync_ref_model:
+            raise ValueError(
+                "reference='cached' keeps log-probs of a reference that sync_ref_model changes: "
+                "choose reference='copy', or leave sync_ref_model out"
+            )
         chosen_for = self.args.num_shared_layers is not None or ref_model is not None
+        chosen_for = chosen_for or self.args.sync_ref_model
         if mode != "auto" or model.is_peft_model or chosen_for or self.task.online:
             return mode
         return "cached"

@@ -35,6 +35,7 @@ from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
+from fastrl.ref_model import Follow
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout import choose_engine
 from fastrl.run.callbacks import Samples
@@ -143,6 +144,8 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
         self.warns_of_steps = self.loss.backward is None
         self.learner.place(self.model, self.accelerator)
+        self._follow = Follow(self.learner.reference, self.args)
+        self.add_first(self._follow)
         for each in self._factories:
             each.share(self.processes.index, self.processes.count)
         self.evaluation: OfflineEvaluation | OnlineEvaluation | None = None
@@ -394,6 +397,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         judged = getattr(self.evaluation, "judged", ())
         return {
             **super().own_state(),
+            "reference": self._follow.state(),
             "batches": {
                 "taken": self.factory.taken,
                 "epoch_began_at": self._place.epoch_began_at,
@@ -414,6 +418,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         batches, first = own["batches"], own["first_evaluation"]
         self.factory.skip(batches["taken"])
         self._place.epoch_began_at = batches["epoch_began_at"]
+        self._follow.load(own.get("reference", {}))
         if isinstance(self.evaluation, OnlineEvaluation):
             self.evaluation.judged[:] = [] if first is None else [Samples(**first)]
         assert self._run.checkpoint is not None

@@ -365,7 +365,11 @@ class PlannedRun:
     @property
     def _follows_slowly(self) -> bool:
         """Whether the reference moves by steps that bf16 would lose."""
-        return bool(getattr(self.flags, "sync_ref_every", None)) and self.flags.ref_ema < 1
+        names = ("sync_ref_every", "ref_ema"), ("sync_ref_model", "ref_model_mixup_alpha")
+        return any(
+            bool(getattr(self.flags, follows, False)) and getattr(self.flags, weight) < 1
+            for follows, weight in names
+        )
 
     def _in_eight_bits(self) -> PlannedRun | None:
         if optimizer_name(self.flags) not in _ADAMS:

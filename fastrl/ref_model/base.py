@@ -66,9 +66,16 @@ class RefModel(ABC):
         """
 
 
-def cannot_follow(mode: str) -> str:
-    """The message for a mode without weights that could follow the policy."""
+def cannot_follow(mode: str, asked: str = "sync_ref_every") -> str:
+    """The message for a mode without weights that could follow the policy.
+
+    Args:
+        asked: the setting that has it follow.
+    """
+    remedy = {"adapter": "reference_adapter='start'"}.get(
+        mode, "reference='copy', 'trunk' or 'offload'"
+    )
     return (
-        f"sync_ref_every: reference={mode!r} has no weights of its own to move towards the policy: "
-        "choose reference='copy', 'trunk' or 'offload', or leave sync_ref_every at 0"
+        f"{asked}: reference={mode!r} has no weights of its own to move towards the policy: choose "
+        f"{remedy}, or leave {asked} out"
     )

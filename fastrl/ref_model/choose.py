@@ -21,6 +21,8 @@ from fastrl.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, spli
 from fastrl.ref_model.trunk_cache import Budget
 
 _IN_PARTS = "the scales of such weights stay behind where they are shared or moved"
+# Of settings that are not PPOConfig's, as trainers by TRL's names have them.
+_TRLS = {"sync_ref_every": "sync_ref_model", "ref_ema": "ref_model_mixup_alpha"}
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 
 
@@ -218,7 +220,9 @@ def _check(
         )
     if settings.sync_ref_every and ref_model is not None:
         refuse_quantised(
-            ref_model, "sync_ref_every: a reference that follows the policy", "load it whole"
+            ref_model,
+            f"{_name(settings, 'sync_ref_every')}: a reference that follows the policy",
+            "load it whole",
         )
     if mode == "adapter" and not policy.is_peft_model:
         raise ValueError(f"{asked} needs a PEFT model: choose 'copy', or pass peft_config")
@@ -242,7 +246,7 @@ def _check(
         )
     follows = mode not in ("adapter", "none") or settings.reference_adapter != "off"
     if settings.sync_ref_every and (mode == "none" or not follows):
-        raise ValueError(cannot_follow(mode))
+        raise ValueError(cannot_follow(mode, _name(settings, "sync_ref_every")))
     _check_dtype(mode, settings, policy, ref_model)
     if ref_model is not None:
         _check_vocabulary(policy, ref_model)
@@ -296,11 +300,17 @@ def _check_small_steps(
         remedy = "reference_dtype='float32'"
         if mode == "trunk":
             remedy = f"reference='copy' with {remedy}"
+        ema = _name(settings, "ref_ema")
         raise ValueError(
-            f"ref_ema={settings.ref_ema:g} with a reference in {low[0]}: changes below half the "
-            f"spacing of {low[0]} would be lost, and the reference hardly move: set ref_ema=1, or "
+            f"{ema}={settings.ref_ema:g} with a reference in {low[0]}: changes below half the "
+            f"spacing of {low[0]} would be lost, and the reference hardly move: set {ema}=1, or "
             f"choose {remedy}"
         )
+
+
+def _name(settings: ReferenceSettings | PPOConfig, name: str) -> str:
+    """Of a setting, for messages."""
+    return name if isinstance(settings, PPOConfig) else _TRLS[name]
 
 
 def _check_vocabulary(policy: PreTrainedModelWrapper, ref_model: PreTrainedModelWrapper) -> None:

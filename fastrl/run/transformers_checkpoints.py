@@ -131,6 +131,11 @@ class ResumableTrainer(OpenTrainer):
         self.callback_handler.callbacks.insert(0, _First(self))
         self.add_callback(_Last(self))
 
+    def add_first(self, callback: TrainerCallback) -> None:
+        """Adds a callback before the user's: what it does belongs to a step whose state is saved
+        where one of theirs fails."""
+        self.callback_handler.callbacks.insert(1, callback)  # behind _First
+
     @property
     def checkpoints(self) -> Checkpoints:
         """Those of ``output_dir``."""

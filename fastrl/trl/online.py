@@ -35,7 +35,7 @@ from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import context_length, modes_kept
-from fastrl.ref_model import RefModel
+from fastrl.ref_model import Follow, RefModel
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.backends import Request, make_backend
@@ -65,13 +65,7 @@ from fastrl.trl.policy import (
 )
 from fastrl.trl.policy_loss import GroupLoss
 from fastrl.trl.prompt_data import PromptRoom, check_data, check_resampling, reserved_of
-from fastrl.trl.reference import (
-    Follow,
-    following_weights,
-    load_following_weights,
-    model_of,
-    reference_of,
-)
+from fastrl.trl.reference import model_of, reference_of
 from fastrl.trl.response_log import ResponseLog
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.rollout_correction import RolloutCorrection
@@ -225,8 +219,8 @@ class OnlineTrainer(
         self.loss_is_scaled_for_ga = None
         if self._reference is not None:
             self._reference.place(self._policy, self.accelerator)
-        if args.sync_ref_model:
-            self.add_callback(Follow(self._reference, args))
+        self._follow = Follow(self._reference, args)
+        self.add_first(self._follow)
         self._scorer = ResponseScorer(
             self.args,
             self._tokenizer.pad_token_id,
@@ -696,7 +690,7 @@ class OnlineTrainer(
                 "further": None if self._further is None else self._further.state_dict(),
                 "responder": {"rooms": self._sampler.rooms()},
                 "reuses": self._scorer.reuses,
-                "reference": following_weights(self._reference, self.args),
+                "reference": self._follow.state(),
             },
         }
 
@@ -717,7 +711,7 @@ class OnlineTrainer(
         self._sampler.reserve(own["responder"]["rooms"])
         if self._further is not None and own.get("further"):
             self._further.load_state_dict(own["further"])
-        load_following_weights(self._reference, own["reference"])
+        self._follow.load(own["reference"])
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Where responses are sampled next, without the metrics since the last log.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastrl.config import PPOConfig, parse_json
+from fastrl.ref_model import ReferenceArguments
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
-from fastrl.trl.reference import ReferenceArguments
 from fastrl.trl.rollout_correction import MODES
 
 _ENGINE = "fastrl's rollout engine generates in this process"
@@ -94,11 +94,6 @@ class OnlineConfig(ReferenceArguments, SupervisedArguments):
         "Of each reward function; None: 1.", None, within="(-inf, inf)"
     )
     mask_truncated_completions: bool = setting("Learn nothing from responses that are cut.", False)
-    sync_ref_model: bool = setting("Move the reference model towards the policy.", False)
-    ref_model_mixup_alpha: float = setting(
-        "Its way towards the policy, each time.", 0.6, within="(0, 1]"
-    )
-    ref_model_sync_steps: int = setting("Steps from one time to the next.", 512, within="[1, inf)")
     log_completions: bool = setting("Print and save prompts with their responses.", False)
     num_completions_to_print: int | None = setting(
         "How many are printed; None: all.", None, within="[0, inf)"
@@ -201,11 +196,6 @@ class OnlineConfig(ReferenceArguments, SupervisedArguments):
             )
         if self.beta == 0:
             self.refuse_reference("beta=0.0")
-        if self.sync_ref_model and self.beta == 0:
-            raise ValueError(
-                "sync_ref_model moves a reference model, and there is none with beta=0.0: leave "
-                "sync_ref_model out"
-            )
         if self.num_generations < 2:
             raise ValueError(
                 "num_generations must be at least 2, as advantages compare the responses to a "

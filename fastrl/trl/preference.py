@@ -19,7 +19,7 @@ from fastrl.models import CausalLMPolicy
 from fastrl.models.scorer import ScoredPass, TokenScorer
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating, without_dropout
-from fastrl.ref_model import RefModel
+from fastrl.ref_model import Follow, RefModel
 from fastrl.settings import check_refused
 from fastrl.trainers.passes import fill
 from fastrl.trainers.router_loss import router_loss
@@ -27,13 +27,7 @@ from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path
 from fastrl.trl.planning import PlansMemory, plan_preference
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.preference_config import PreferenceConfig
-from fastrl.trl.reference import (
-    Follow,
-    following_weights,
-    load_following_weights,
-    model_of,
-    reference_of,
-)
+from fastrl.trl.reference import model_of, reference_of
 
 EXTRAS = ("mean_logit", "is_top1")
 
@@ -114,8 +108,8 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
             self._reference.place(self._policy, self.accelerator)
         if self.args.precompute_ref_log_probs:
             self._precompute_all()
-        if self.args.sync_ref_model:
-            self.add_callback(Follow(self._reference, self.args))
+        self._follow = Follow(self._reference, self.args)
+        self.add_first(self._follow)
         self.model.add_model_tags(self._tag_names)
 
     # What subclasses add.
@@ -373,13 +367,12 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
     # Checkpoints.
 
     def own_state(self) -> dict[str, Any]:
-        reference = following_weights(self._reference, self.args)
-        return {**super().own_state(), "preferences": {"reference": reference}}
+        return {**super().own_state(), "preferences": {"reference": self._follow.state()}}
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
         if resumed is not None:
-            load_following_weights(self._reference, resumed["own"]["preferences"]["reference"])
+            self._follow.load(resumed["own"]["preferences"]["reference"])
 
 
 def token_parts(

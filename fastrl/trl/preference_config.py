@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from fastrl.ref_model import ReferenceArguments
 from fastrl.settings import check_refused, refused, setting
 from fastrl.trainers.supervised import SupervisedArguments
-from fastrl.trl.reference import ReferenceArguments
 
 
 @dataclass
@@ -47,11 +47,6 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
         within="[1, inf)",
     )
     beta: float = setting("Strength of the bond to the reference.", 0.1, within="(0, inf)")
-    sync_ref_model: bool = setting("Move the reference model towards the policy.", False)
-    ref_model_mixup_alpha: float = setting(
-        "Its way towards the policy, each time.", 0.6, within="(0, 1]"
-    )
-    ref_model_sync_steps: int = setting("Steps from one time to the next.", 512, within="[1, inf)")
 
     use_liger_kernel: bool = refused(
         False, "log-probs are computed in chunks without it: leave it out"
@@ -62,11 +57,6 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
         check_refused(self)
         if self.precompute_ref_log_probs:
             self.refuse_reference("precompute_ref_log_probs")
-        if self.sync_ref_model and self.precompute_ref_log_probs:
-            raise ValueError(
-                "precompute_ref_log_probs keeps log-probs of a reference that sync_ref_model "
-                "changes: choose one of them"
-            )
         if self.precompute_ref_batch_size is not None and not self.precompute_ref_log_probs:
             warnings.warn(
                 "precompute_ref_batch_size is ignored: precompute_ref_log_probs is off",

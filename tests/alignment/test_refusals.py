@@ -27,7 +27,24 @@ from tests.golden import tiny
         ("sft", {"task": "offline-pairwise"}, "sft does not fit the task offline-pairwise"),
         ("dpo", {"task": "sft"}, "it is for offline-pairwise, online-pairwise; for sft choose sft"),
         ("kto", {"batch_size": 1}, "batch_size must be at least 2, got 1"),
-        ("simpo", {"reference": "copy"}, "the loss simpo has no reference"),
+        ("simpo", {"reference": "copy"}, "with the loss simpo there is none: leave reference out"),
+        ("sft", {"sync_ref_model": True}, "with the loss sft there is none: leave sync_ref_model"),
+        ("bradley-terry", {"sync_ref_model": True}, "with the loss bradley-terry there is none"),
+        (
+            "dpo",
+            {"sync_ref_model": True, "reference": "cached"},
+            "that sync_ref_model changes: choose reference='copy'",
+        ),
+        (
+            "dpo",
+            {"sync_ref_model": True, "peft_config": tiny_models.lora()},
+            "sync_ref_model: reference='adapter' .* choose reference_adapter='start'",
+        ),
+        (
+            "dpo",
+            {"sync_ref_model": True, "reference_dtype": "bfloat16"},
+            "ref_model_mixup_alpha=0.6 with a reference in bfloat16",
+        ),
         (
             "dpo",
             {"task": "online-pairwise", "reference": "cached"},

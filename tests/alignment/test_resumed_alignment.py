@@ -20,6 +20,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*code or weights of the annotator"),  # that fails once
 ]
 ROWS = 10
+FOLLOWS: dict[str, Any] = {
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 2,
+    "ref_model_mixup_alpha": 0.5,
+}
 # By case: task, loss with its coefficients, settings, and the numbers of checkpoints, from 0. An
 # epoch of ten examples has five batches of two.
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
@@ -31,6 +36,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...]
         "dpo",
         {},
         {"reference": "copy", "disable_dropout": False},
+        (2,),
+    ),
+    "a reference that follows": ("offline-pairwise", "dpo", {}, FOLLOWS, (2, 4)),
+    "a reference adapter that follows": (
+        "online-pairwise",
+        "dpo",
+        {},
+        {
+            **FOLLOWS,
+            "reference_adapter": "start",
+            "peft_config": tiny_models.lora(),
+            "max_steps": 6,
+        },
         (2,),
     ),
     "kto": ("offline-pointwise", "kto", {}, {}, (2,)),
@@ -133,13 +151,13 @@ def test_a_step_that_fails_leaves_the_state_before_it(call: int, tmp_path: Path)
 def test_what_fails_behind_an_epochs_last_step_leaves_the_next_epoch(
     event: str, tmp_path: Path
 ) -> None:
-    """Also in a callback, which transformers calls before it takes the epoch for done."""
+    """Also in a callback, which transformers calls before it takes the epoch for done; a reference
+    that follows has moved then."""
 
     def make(folder: Path, **given: Any) -> Trainer:
         rows, loss = examples(PAIRS, 4), make_loss("dpo")
-        args = AlignmentConfig(
-            str(folder), logging_steps=4, **{**SETTINGS, "save_strategy": "steps"}
-        )
+        settings = {**SETTINGS, **FOLLOWS, "save_strategy": "steps"}
+        args = AlignmentConfig(str(folder), logging_steps=4, **settings)
         factory = make_factory("offline-pairwise", rows, batch_size=2, epochs=2, shuffle=True)
         return Trainer(with_dropout(tiny_models.language_model()), args, factory, loss, **given)
 

@@ -7,7 +7,7 @@ formula of the KL, aggregate and bounds set alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,10 @@ ROWS = [
      "rejected": f"w{60 - i} w{50 + i}"}
     for i in range(8)
 ]  # fmt: skip
+LABELLED = [
+    {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 4 != 3}
+    for i, row in enumerate(ROWS)
+]
 OWN = """
 from fastrl.alignment import loss_of_pairs
 
@@ -324,12 +328,18 @@ def by_trainer(folder: Path, method: str, rows: Any, **settings: Any) -> Weights
 
 
 def by_framework(
-    folder: Path, task: str, rows: Any, loss: str, options: Any, rate: float = RATE, **sizes: int
+    folder: Path,
+    task: str,
+    rows: Any,
+    loss: str,
+    options: Any,
+    settings: dict[str, Any] | None = None,
+    **sizes: int,
 ) -> Weights:
     loader = alignment.DatasLoader(Dataset.from_list(rows), tiny.tokenizer())
     factory = alignment.BatchFactory(task, loader, **{"batch_size": 8, "epochs": EPOCHS, **sizes})
     args = {k: v for k, v in FITTED.items() if not k.startswith(("per_device", "max_steps"))}
-    config = alignment.AlignmentConfig(str(folder / "f"), **args | {"learning_rate": rate})
+    config = alignment.AlignmentConfig(str(folder / "f"), **args | (settings or {}))
     model, objective = tiny_models.language_model(), alignment.make_loss(loss, **options)
     made = alignment.Trainer(model, config, factory, objective)
     made.train()
@@ -342,12 +352,12 @@ def test_losses_of_pairs(name: str, own_loss: str, tmp_path: Path) -> None:
     settings, loss, options = PAIRS[name]
     rate = 0.03 if name in ("ipo", "sppo_hard") else RATE  # squares are steep
     settings = {"loss_type": name, "learning_rate": rate, **settings}
-    options = {"beta": BETA, **options}
+    options, own = {"beta": BETA, **options}, {"learning_rate": rate}
     if loss != "dpo" and "label_smoothing" in PAIR_LOSSES[loss].options:
         settings, options = ({**x, "label_smoothing": 0.2} for x in (settings, options))
     found = {
         "DPOTrainer": by_trainer(tmp_path, "DPO", ROWS, **settings),
-        "the framework": by_framework(tmp_path, "offline-pairwise", ROWS, loss, options, rate),
+        "the framework": by_framework(tmp_path, "offline-pairwise", ROWS, loss, options, own),
     }
     if name in ("sigmoid", "squared"):
         flags = {k.replace("_", "-"): v for k, v in FITTED.items() if k not in ("disable_tqdm",)}
@@ -360,13 +370,61 @@ def test_losses_of_pairs(name: str, own_loss: str, tmp_path: Path) -> None:
     assert_one(found, weights(tiny_models.language_model()), {"β": other})
 
 
+FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+
+
+def assert_follows(found: dict[str, Weights], by_trainer: Callable[..., Weights]) -> None:
+    """All have followed by half of the way behind every other of four steps."""
+    without = {
+        "following": by_trainer(),
+        "its steps": by_trainer(**FOLLOWS | {"ref_model_sync_steps": 1}),
+        "its way": by_trainer(**FOLLOWS | {"ref_model_mixup_alpha": 1.0}),
+    }
+    assert_one(found, weights(tiny_models.language_model()), without)
+
+
+def test_a_reference_of_pairs_that_follows(tmp_path: Path) -> None:
+    def trainer(**settings: Any) -> Weights:
+        return by_trainer(tmp_path, "DPO", ROWS, **{"max_steps": 4, **settings})
+
+    flags = {k.replace("_", "-"): v for k, v in (FITTED | FOLLOWS | {"max_steps": 4}).items()}
+    flags |= {"loss-args": json.dumps({"beta": BETA}), "eval-examples": 0, "disable-tqdm": None}
+    start = saved(tiny_models.language_model(), tmp_path)
+    options = {"beta": BETA}, FOLLOWS
+    found = {
+        "DPOTrainer": trainer(**FOLLOWS),
+        "the framework": by_framework(
+            tmp_path, "offline-pairwise", ROWS, "dpo", *options, epochs=4
+        ),
+        "fastrl align": weights(
+            AutoModelForCausalLM.from_pretrained(
+                run("align", tmp_path, ROWS, model=start, loss="dpo", **flags)
+            )
+        ),
+    }
+    assert_follows(found, trainer)
+
+
+def test_a_reference_of_single_responses_that_follows(tmp_path: Path) -> None:
+    def trainer(**settings: Any) -> Weights:
+        sizes = {"per_device_train_batch_size": 2, "max_steps": 4}
+        return by_trainer(tmp_path, "KTO", LABELLED, **sizes, **settings)
+
+    sizes = {"batch_size": 2, "epochs": 1, "shuffle": False}
+    options = {"beta": BETA}, FOLLOWS
+    found = {
+        "KTOTrainer": trainer(**FOLLOWS),
+        "the framework": by_framework(
+            tmp_path, "offline-pointwise", LABELLED, "kto", *options, **sizes
+        ),
+    }
+    assert_follows(found, trainer)
+
+
 @pytest.mark.parametrize("name", UNPAIRED_LOSSES)
 def test_losses_of_single_responses(name: str, tmp_path: Path) -> None:
     """In batches of two, in which the row before is the row behind."""
-    rows = [
-        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 4 != 3}
-        for i, row in enumerate(ROWS)
-    ]
+    rows = LABELLED
     sizes = {"batch_size": 2, "epochs": 1, "shuffle": False}
     options = {"beta": BETA}
 

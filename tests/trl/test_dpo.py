@@ -311,7 +311,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "beta": ({"beta": 0.0}, "beta must be positive"),
     "a moving reference": (
         {"sync_ref_model": True, "precompute_ref_log_probs": True},
-        "choose one of them",
+        "sync_ref_model=True is of a reference model, and with precompute_ref_log_probs",
     ),
 }
 

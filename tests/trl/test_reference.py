@@ -4,7 +4,6 @@ follow."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,18 +12,12 @@ from torch import Tensor
 
 from fastrl.models import CausalLMPolicy
 from fastrl.models.load import with_adapter
+from fastrl.ref_model import ReferenceArguments
 from fastrl.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel
 from fastrl.ref_model.copy import CopyRefModel
 from fastrl.trl.reference import reference_of
 from tests import tiny_models
 from tests.trl import test_dpo, test_kto, test_online
-
-
-def settings(sync: bool = False) -> Any:
-    return SimpleNamespace(
-        sync_ref_model=sync, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5,
-        reference="auto", num_shared_layers=None, reference_dtype="auto",
-    )  # fmt: skip
 
 
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
@@ -41,13 +34,13 @@ def settings(sync: bool = False) -> Any:
 def test_references_of_adapters(begins_at_zero: bool, fresh: bool, sync: bool, kind: type) -> None:
     lora = tiny_models.lora(init_lora_weights=begins_at_zero)
     policy = CausalLMPolicy(with_adapter(tiny_models.language_model(), lora))
-    assert type(reference_of(settings(sync), policy, fresh=fresh)) is kind
+    assert type(reference_of(ReferenceArguments(sync_ref_model=sync), policy, fresh=fresh)) is kind
 
 
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_whole_model_has_a_copy(sync: bool) -> None:
     policy = CausalLMPolicy(tiny_models.language_model())
-    assert type(reference_of(settings(sync), policy)) is CopyRefModel
+    assert type(reference_of(ReferenceArguments(sync_ref_model=sync), policy)) is CopyRefModel
 
 
 KINDS = ("dpo", "kto", "grpo", "rloo")
