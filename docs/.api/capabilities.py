@@ -22,7 +22,6 @@ PAGE = Path(__file__).parents[1] / "capabilities.md"
 _BLOCK = re.compile(
     r"^(<!-- capabilities -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)", re.MULTILINE
 )
-NOT_YET = "not yet"
 _YOURS = "*the samples are yours*"
 _NO_RUN = "*keeps no run*"
 _NO_SAMPLES = "*nothing is sampled*"
@@ -150,14 +149,13 @@ CAPABILITIES = (
         ("ledger",),
         {
             "step": _NO_RUN,
-            "align": NOT_YET,
             **_SAMPLED_BY_NONE,
         },
     ),
     Capability(
         "samples in trackers or a table",
         ("log_with", "log_completions"),
-        {"align": NOT_YET, **_SAMPLED_BY_NONE},
+        _SAMPLED_BY_NONE,
     ),
     Capability(
         "limits and retries of rewards",

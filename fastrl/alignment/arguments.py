@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastrl.collect.arguments import RecordArguments
 from fastrl.config import PPOConfig
 from fastrl.ref_model import ReferenceArguments
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
@@ -19,7 +20,7 @@ _EVALUATION = "evaluations keep sums of metrics alone"
 
 
 @dataclass
-class AlignmentConfig(ReferenceArguments, SupervisedArguments):
+class AlignmentConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     """Settings of :class:`fastrl.alignment.Trainer`, beside those of
     ``transformers.TrainingArguments``. The :class:`BatchFactory` has the batch size and the number
     of samples.

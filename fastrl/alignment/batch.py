@@ -13,6 +13,7 @@ from fastrl.data.batch import check_weights, pad
 from fastrl.data.examples import Example
 from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.experience import Experience
+from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import Processes
 
 
@@ -31,6 +32,8 @@ class Batch(dict[str, Any]):
     Attributes:
         rollout_logprobs: of the responses' tokens when they were sampled, a list of B tensors per
             generation; None for responses from the data.
+        rollout: what the engine returned, the responses to a prompt one after the other; None for
+            responses from the data.
         scores: the annotator's scores of the responses, B numbers per generation; None where it
             only compares them.
         tokens: the padded model inputs, once they have been made.
@@ -46,6 +49,7 @@ class Batch(dict[str, Any]):
         super().__init__()
         self.examples, self.pad_token_id = list(examples), pad_token_id
         self.rollout_logprobs: list[list[Tensor]] | None = None
+        self.rollout: RolloutOutput | None = None
         self.scores: list[list[float]] | None = None
         self.tokens: TokenBatch | None = None
         self.experience: Experience | None = None

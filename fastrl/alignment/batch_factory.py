@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from fastrl.alignment.annotator import RESERVED
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.responses import ResponseSampler, compare_responses, score_responses
+from fastrl.alignment.responses import (
+    Answered,
+    ResponseSampler,
+    compare_responses,
+    score_responses,
+)
 from fastrl.alignment.tasks import Task, find_task
 from fastrl.data.columns import FEEDBACK, PAIRS, check_reserved
 from fastrl.data.examples import Example
@@ -98,6 +104,9 @@ class BatchFactory:
         self.draws: int | None = None  # seed of the next responses; None leaves it to the engine
         self.taken = 0  # batches made so far
         self.sampler: ResponseSampler | None = None
+        # Online, what answers prompts and judges the responses; a replay puts itself there.
+        self.answer: Callable[[Sequence[Example], Sequence[int] | None], Answered]
+        self.answer = self._sampled_and_judged
         if engine is not None and self.task.online:
             self.sample_with(engine)
 
@@ -214,6 +223,18 @@ class BatchFactory:
         pad = self.tokenizer.pad_token_id
         if not self.task.online:
             return Batch([replace(e, rewards=self._rewards_in_data(e)) for e in examples], pad)
+        found = self.answer(examples, ids)
+        batch, n = Batch(found.examples, pad), self.task.generations
+        batch.rollout = found.rollout
+        if found.scores is not None:  # as precise as rewards are, and as a ledger has them
+            batch.scores = [torch.tensor(side).float().tolist() for side in found.scores]
+        if found.rollout.logprobs_t1 is not None:
+            batch.rollout_logprobs = [found.rollout.logprobs_t1[i::n] for i in range(n)]
+        return batch
+
+    def _sampled_and_judged(
+        self, examples: Sequence[Example], ids: Sequence[int] | None
+    ) -> Answered:
         if self.sampler is None:
             raise ValueError(
                 f"no engine generates the responses of {self.task.name}: pass "
@@ -223,12 +244,7 @@ class BatchFactory:
         seed = self.draws if self.params.seed is None else None
         sampled, output = self.sampler(examples, n, seed, ids)
         judge = score_responses if n == 1 else compare_responses
-        judged, scores = judge(self.annotator, sampled)
-        batch = Batch(judged, pad)
-        batch.scores = scores
-        if output.logprobs_t1 is not None:
-            batch.rollout_logprobs = [output.logprobs_t1[i::n] for i in range(n)]
-        return batch
+        return Answered(*judge(self.annotator, sampled), output)
 
     def _rewards_in_data(self, example: Example) -> tuple[float, ...] | None:
         if not self.task.rewards:

@@ -30,6 +30,9 @@ from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
 from fastrl.alignment.losses.base import output_of
 from fastrl.alignment.planning import plan_alignment
+from fastrl.alignment.records import collected_of, deciding, joined_at_main, sampling_of
+from fastrl.collect.completions_table import CompletionsTable
+from fastrl.collect.ledger import GenerationLedger
 from fastrl.data.vocabulary import check_examples
 from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
@@ -37,9 +40,10 @@ from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import Follow
 from fastrl.rewards.identity import identities_of
-from fastrl.rollout import choose_engine
+from fastrl.rollout import RolloutEngine, choose_engine
 from fastrl.run.callbacks import Samples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
+from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method, OwnModelCard
 from fastrl.run.random_state import random_state, restore_random_state, seed_at
@@ -109,6 +113,8 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             self.loss.check_sampling(factory.params)
         _check(factory, eval_factory)
         _refuse_sizes(args, factory, eval_factory)
+        if not factory.task.online:
+            args.refuse_records(f"the task {factory.task.name} takes its responses from the data")
         self._factories = [f for f in (factory, eval_factory) if f is not None]
         self._limit(args, model)
         if args.micro_batch_tokens is not None:
@@ -160,6 +166,9 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self._accumulated: list[Batch] = []  # of the optimizer step that is not complete yet
         self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
         self._engine: Any = None
+        sampled = factory.batch_size * self.processes.count * factory.task.generations
+        self._table = CompletionsTable(sampled)
+        self._ledger: GenerationLedger | None = None  # of the main process
         self._deferred: DeferredGradients
 
     def _limit(self, args: AlignmentConfig, model: Any) -> None:
@@ -214,7 +223,25 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
                 batch = next(batches, None)
             if batch is None:
                 return
+            if self.args.ledger or self.args.log_completions:
+                self._record(batch)
             yield batch
+
+    def _record(self, batch: Batch) -> None:
+        """Enters the responses of all processes into the ledger and the table of the latest."""
+        own = collected_of(batch, self.factory.annotator) if batch.places else None
+        every = joined_at_main(own, self.processes)
+        if every is None:
+            return
+        if self._ledger is not None:
+            self._ledger.add(self.factory.taken, every, self.state.global_step)
+        responses, rewards = every.responses, every.rewards
+        columns = {name: x.tolist() for name, x in rewards.by_function.items()}
+        self._table.add(
+            responses.prompts.said,
+            responses.completions,
+            {**columns, "reward": rewards.total.tolist()},
+        )
 
     def compute_loss(
         self,
@@ -256,8 +283,12 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         return loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self.products.on(*self.learner.modules()):
-            return super().train(*args, **kwargs)
+        try:
+            with self.products.on(*self.learner.modules()):
+                return super().train(*args, **kwargs)
+        finally:
+            if self._ledger is not None:
+                self._ledger.flush()
 
     def adopt(self, machine: Mapping[str, Any]) -> None:
         self.products.adopt(machine)
@@ -274,6 +305,18 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             self._place.behind, self._place.resumed_in = place["minibatches"], place["epoch"]
         elif not self.factory.task.online:  # online, prompts continue where the last run ended
             self.factory.skip(0)
+        if self.args.ledger and self.processes.is_main:
+            self._ledger = GenerationLedger(
+                self._own_folder,
+                1.0,  # at which responses are scored, see Batch.rollout_logprobs
+                {
+                    **self.args.to_dict(),
+                    **deciding(self.factory, self.loss),
+                    "processes": self.processes.count,
+                },
+                sampling_of(self.factory),
+            )
+            self._ledger.begin(self.factory.taken)
         self._show_batches()
 
     def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
@@ -325,6 +368,8 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         if "loss" in logs:
             logs |= taken(self._metrics["train"], self.processes)
         super().log(logs, start_time)
+        if self.args.log_completions and self.processes.is_main and self._table["prompt"]:
+            self._table.log(self.args, self._own_folder.path, self.state.global_step)
 
     def get_train_dataloader(self) -> DataLoader:
         """The mini-batches of one epoch, made when they are asked for."""
@@ -395,9 +440,13 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
 
     def own_state(self) -> dict[str, Any]:
         judged = getattr(self.evaluation, "judged", ())
+        if self._ledger is not None:  # what it holds is not drawn again
+            self._ledger.flush()
         return {
             **super().own_state(),
             "reference": self._follow.state(),
+            "table": self._table.state() if self.args.log_completions else None,
+            "room": self._room(),
             "batches": {
                 "taken": self.factory.taken,
                 "epoch_began_at": self._place.epoch_began_at,
@@ -419,6 +468,13 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self.factory.skip(batches["taken"])
         self._place.epoch_began_at = batches["epoch_began_at"]
         self._follow.load(own.get("reference", {}))
+        if own.get("table"):
+            self._table.load(own["table"])
+        if own.get("room"):
+            self._ensure_sampler()
+            sampler = self.factory.sampler
+            assert sampler is not None
+            sampler.engine.reserve(**own["room"])
         if isinstance(self.evaluation, OnlineEvaluation):
             self.evaluation.judged[:] = [] if first is None else [Samples(**first)]
         assert self._run.checkpoint is not None
@@ -464,6 +520,16 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
                         max_slots=self.args.rollout_slots,
                     )
                 factory.sample_with(self._engine)
+
+    @property
+    def _own_folder(self) -> RunFolder:
+        """Where ledger and tables lie: a command's, or ``output_dir``."""
+        return self.run_folder or RunFolder(str(self.args.output_dir))
+
+    def _room(self) -> dict[str, int] | None:
+        """That of the engine, whose shapes decide the last bits of what it computes."""
+        engine = getattr(self.factory.sampler, "engine", None)
+        return engine.room()._asdict() if isinstance(engine, RolloutEngine) else None
 
     def _batch_metrics(self, batch: Batch) -> dict[str, Tensor]:
         """The metrics of a batch that do not depend on the loss."""

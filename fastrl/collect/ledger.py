@@ -11,9 +11,56 @@ import torch
 from torch import Tensor
 
 from fastrl.collect.responses import Collected
+from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 
 NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
+
+
+class GenerationLedger:
+    """Rows in the folder ``ledger`` of a run, a step for each generation, kept by its main process.
+
+    Args:
+        folder: of the run.
+        temperature: of the policy.
+        settings, generation_kwargs: on which the responses depend.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        temperature: float,
+        settings: Mapping[str, Any],
+        generation_kwargs: Mapping[str, Any],
+    ):
+        self.ledger, self.temperature = Ledger(folder.ledger), temperature
+        note_settings(self.ledger, settings, generation_kwargs)
+
+    def begin(self, generations: int) -> None:
+        """Goes on behind so many generations; what lies behind them is put aside."""
+        self.ledger.supersede(generations)
+
+    def add(
+        self,
+        generation: int,
+        collected: Collected,
+        weights_version: int,
+        advantages: Lists | None = None,
+    ) -> None:
+        """Adds the responses of a generation, from 1.
+
+        Args:
+            collected: of all processes.
+            weights_version: steps of the optimizer before they were drawn.
+            advantages: of the tokens that are learned.
+        """
+        columns = ledger_columns(collected, weights_version, advantages, self.temperature)
+        del columns["prompt_row"]  # rows come from a loader, without their number
+        self.ledger.add(generation, columns)
+
+    def flush(self) -> None:
+        """Has the disk hold all rows."""
+        self.ledger.flush(sync=True)
 
 
 def note_settings(
@@ -31,7 +78,7 @@ def note_settings(
 def ledger_columns(
     samples: Collected,
     weights_version: int,
-    advantages: Lists,
+    advantages: Lists | None,
     temperature: float,
     token_scores: Sequence[Tensor] | None = None,
 ) -> dict[str, Any]:
@@ -40,7 +87,7 @@ def ledger_columns(
     Args:
         samples: of all processes.
         weights_version: steps of the optimizer before they were drawn.
-        advantages: of the tokens that are learned.
+        advantages: of the tokens that are learned; None: there are none.
         temperature: of the policy.
         token_scores: of the responses' tokens, where they were given.
     """

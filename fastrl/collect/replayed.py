@@ -76,10 +76,37 @@ class Replayed:
     samples: list[ReplayedSample]
     strayed: str | None
     tolerance: float = 0.0
+    walked: int = 0  # steps of the ledger that were learned from again
 
     @property
     def identical(self) -> bool:
         return all(sample.identical for sample in self.samples)
+
+
+def compared(
+    rows: list[dict[str, Any]], drawn: RolloutOutput, temperature: float, tolerance: float
+) -> list[ReplayedSample]:
+    """Samples that were drawn again, beside the ledger's rows of them.
+
+    Args:
+        temperature: of the rows' log-probs.
+    """
+
+    def of(column: list[torch.Tensor] | None, i: int) -> np.ndarray | None:
+        return None if column is None else column[i].float().cpu().numpy()
+
+    logprobs = drawn.logprobs_at(temperature)
+    return [
+        ReplayedSample(
+            row,
+            drawn.sequences[i].tolist(),
+            drawn.finish_reasons[i],
+            of(logprobs, i),
+            of(drawn.values, i),
+            tolerance,
+        )
+        for i, row in enumerate(rows)
+    ]
 
 
 def recorded_rollout(rows: list[dict[str, Any]], temperature: float) -> RolloutOutput:

@@ -17,7 +17,7 @@ from fastrl.settings import setting, setting_like
 from fastrl.trainers.supervised import length_limit
 
 if TYPE_CHECKING:
-    from fastrl.alignment import Annotator, BatchFactory
+    from fastrl.alignment import Annotator, BatchFactory, Trainer
 
 _COEFFICIENTS = "; ".join(
     f"{name} ({', '.join(f'{f.name}={f.default}' for f in dataclasses.fields(loss))})"
@@ -210,6 +210,30 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
 
 
 def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any]:
+    trainer = make_trainer(job, flags)
+    loss = trainer.loss.name
+    title = f"{job.model}: {job.learning_task.name} by {loss} on {job.dataset}"
+    return fit(
+        trainer,
+        folder,
+        job,
+        flags,
+        description=loss,
+        title=title,
+        results=_results,
+        evaluations=getattr(trainer.evaluation, "judged", ()),
+        show=job.samples,
+        make_plan=lambda: trainer.plan(*_longest(job, flags)),
+    )
+
+
+def make_trainer(job: AlignJob, flags: AlignFlags, annotator: Annotator | None = None) -> Trainer:
+    """The trainer of a job.
+
+    Args:
+        flags: get what follows from the job.
+        annotator: in place of the job's.
+    """
     from fastrl.alignment import Trainer, make_reweighter
     from fastrl.models.load import load_language_model, load_reward_model
 
@@ -223,8 +247,9 @@ def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any
         else load_language_model(job.model, **job.loading(flags), trainable=True)
     )
     flags.max_length = length_limit(flags, model, tokenizer)
-    factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
-    trainer = Trainer(
+    annotator = annotator or job.make_annotator(tokenizer, flags.device)
+    factory, eval_factory = _factories(job, flags, train, held_out, tokenizer, annotator)
+    return Trainer(
         model,
         flags,
         factory,
@@ -234,19 +259,6 @@ def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any
         if job.reweighter is None
         else make_reweighter(job.reweighter, **parse_json("reweighter_args", job.reweighter_args)),
         peft_config=peft_config,
-    )
-    title = f"{job.model}: {job.learning_task.name} by {loss.name} on {job.dataset}"
-    return fit(
-        trainer,
-        folder,
-        job,
-        flags,
-        description=loss.name,
-        title=title,
-        results=_results,
-        evaluations=getattr(trainer.evaluation, "judged", ()),
-        show=job.samples,
-        make_plan=lambda: trainer.plan(*_longest(job, flags)),
     )
 
 
@@ -282,12 +294,15 @@ def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:
 
 
 def _factories(
-    job: AlignJob, flags: AlignFlags, train: Any, held_out: Any, tokenizer: Any
+    job: AlignJob,
+    flags: AlignFlags,
+    train: Any,
+    held_out: Any,
+    tokenizer: Any,
+    annotator: Annotator | None,
 ) -> tuple[BatchFactory, BatchFactory | None]:
     """The factories of training and of evaluation, with one annotator."""
     from fastrl.alignment import BatchFactory, DatasLoader
-
-    annotator = job.make_annotator(tokenizer, flags.device)
 
     def of(rows: Any, batch_size: int) -> BatchFactory:
         loader = DatasLoader(

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastrl.commands.align import AlignFlags, AlignJob
+from fastrl.commands.align import make_trainer as make_aligned
 from fastrl.commands.flags import own_parser
 from fastrl.commands.ppo import GRPOJob, PPOJob, make_trainer
 from fastrl.commands.samples import choose, ledger_of, record_table
@@ -23,7 +25,7 @@ from fastrl.run.report import run_console
 if TYPE_CHECKING:
     from fastrl.ppo.replay import Replayed, ReplayedSample
 
-_JOBS = {"ppo": PPOJob, "grpo": GRPOJob}
+_JOBS = {"ppo": PPOJob, "grpo": GRPOJob, "align": AlignJob}
 
 
 def run_replay(arguments: Sequence[str]) -> int:
@@ -44,19 +46,11 @@ def run_replay(arguments: Sequence[str]) -> int:
     ledger = ledger_of(flags.run)
     row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # is there
     folder = RunFolder.open(flags.run)
-    job = read_job(folder)
-
-    from fastrl.ppo.replay import replay
-
-    config = read_settings(folder, flags.step)
-    with working_directory(folder, job.model):
-        trainer = make_trainer(job, config, load_tokenizer(job.check_model()))
-    found = replay(trainer, folder, flags.step, progress=True)
+    found = _replayed(read_job(folder), folder, flags.step)
     console = run_console()
     source = f"checkpoint-{found.begun_at}" if found.begun_at else "the run's beginning"
-    updates = found.step - 1 - found.begun_at
-    plural = "" if updates == 1 else "s"
-    console.print(f"step {found.step}, from {source}: {updates} update{plural}")
+    plural = "" if found.walked == 1 else "s"
+    console.print(f"step {found.step}, from {source}: {found.walked} update{plural}")
     if found.strayed is not None:
         console.print(f"the run did another update in {found.strayed}")
     if found.tolerance:
@@ -82,7 +76,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     """
 
     parser = own_parser("replay", __doc__)
-    parser.add_argument("run", metavar="RUN", help="The --output of fastrl ppo or grpo.")
+    parser.add_argument("run", metavar="RUN", help="The --output of fastrl ppo, grpo or align.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="From 1.")
     parser.add_argument(
         "--sample", type=int, metavar="I", help="Of the step, from 0; all of them without it."
@@ -90,7 +84,31 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(arguments))
 
 
-def read_job(folder: RunFolder) -> PPOJob:
+def _replayed(job: PPOJob | AlignJob, folder: RunFolder, step: int) -> Replayed:
+    if isinstance(job, AlignJob):
+        from fastrl.alignment.replay import replay as replay_batch
+
+        unasked: Any = _Unasked()
+        with working_directory(folder, job.model):
+            aligned = make_aligned(job, read_flags(folder, step), unasked)
+        return replay_batch(aligned, folder.path, step)
+
+    from fastrl.ppo.replay import replay
+
+    config = read_settings(folder, step)
+    with working_directory(folder, job.model):
+        trainer = make_trainer(job, config, load_tokenizer(job.check_model()))
+    return replay(trainer, folder, step, progress=True)
+
+
+class _Unasked:
+    """In the place of an annotator, whose judgement the ledger has."""
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+
+def read_job(folder: RunFolder) -> PPOJob | AlignJob:
     """The job of a run, as its ``run.json`` has it.
 
     Raises:
@@ -100,8 +118,9 @@ def read_job(folder: RunFolder) -> PPOJob:
     command = recorded.get("command")
     if command not in _JOBS:
         raise ValueError(
-            f"{folder.name} is not a run of fastrl ppo or grpo, which alone can be made again from "
-            "run.json: in Python, fastrl.ppo.replay.replay takes a trainer made as for the run"
+            f"{folder.name} is not a run of fastrl {', '.join(_JOBS)}, which alone can be made "
+            "again from run.json: in Python, replay of fastrl.ppo.replay, fastrl.trl.replay or "
+            "fastrl.alignment.replay takes a trainer made as for the run"
         )
     return _made(_JOBS[command], recorded["job"], folder)
 
@@ -122,6 +141,18 @@ def read_settings(folder: RunFolder, step: int) -> PPOConfig:
     config = _made(PPOConfig, settings, folder)
     config.log_with = None
     return config
+
+
+def read_flags(folder: RunFolder, step: int) -> AlignFlags:
+    """As :func:`read_settings`, of ``fastrl align``."""
+    facts = read_facts(folder.ledger, step, step)[-1]["settings"]
+    known = {field.name for field in dataclasses.fields(AlignFlags) if field.init}
+    known = {name for name in known if not name.endswith("_token")}  # transformers hides these
+    given = {name: value for name, value in facts.items() if name in known}
+    given["per_device_train_batch_size"] *= facts["processes"]
+    changed: dict[str, Any] = {"report_to": "none", "push_to_hub": False}
+    changed |= {"resume_from_checkpoint": None, "logging_strategy": "no", "disable_tqdm": True}
+    return AlignFlags(**{**given, **changed})
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def ledger_of(run: str) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{run} has no ledger: there is no folder {folder}; name the --output of fastrl ppo or "
-            "grpo, which keep one unless --no-ledger is given"
+            "grpo, which keep one unless --no-ledger is given, or of fastrl align --ledger"
         )
     return folder
 

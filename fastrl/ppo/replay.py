@@ -15,6 +15,7 @@ from fastrl.collect.ledger import NOT_JSON
 from fastrl.collect.replayed import (
     Replayed,
     ReplayedSample,
+    compared,
     difference,
     recorded_rollout,
     warn_of_another_machine,
@@ -100,7 +101,7 @@ def replay(
             strayed = strayed or found
         count = process_count_of(recorded[-1])
         samples = _draw(trainer, ledger, step, kwargs, count, tolerance)
-    return Replayed(step, begun_at, samples, strayed, samples[0].tolerance)
+    return Replayed(step, begun_at, samples, strayed, samples[0].tolerance, step - 1 - begun_at)
 
 
 def _rounding(trainer: PPOTrainer) -> float:
@@ -193,19 +194,7 @@ def _draw(
         # As GenerateBackend has it, which does not key the draws by the sample.
         seed = own[0]["seed"] if room["slots"] else own[0]["seed"] ^ process
         outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))
-    out = RolloutOutput.joined(outputs)
-    logprobs = out.logprobs_at(trainer.config.temperature)
-    return [
-        ReplayedSample(
-            row,
-            out.sequences[i].tolist(),
-            out.finish_reasons[i],
-            None if logprobs is None else logprobs[i].numpy(),
-            None if out.values is None else out.values[i].numpy(),
-            tolerance,
-        )
-        for i, row in enumerate(rows)
-    ]
+    return compared(rows, RolloutOutput.joined(outputs), trainer.config.temperature, tolerance)
 
 
 def _check_settings(trainer: PPOTrainer, facts: Mapping[str, Any], ledger: Path) -> None:

@@ -203,7 +203,8 @@ class RunFolder:
             path.unlink()
         for name in _LOCAL:
             (self.path / name).unlink(missing_ok=True)
-        for path in (self.ledger, self.checkpoints, *self.path.glob("checkpoints.superseded-*")):
+        removed = (self.ledger, self.checkpoints, self.path / "completions")
+        for path in (*removed, *self.path.glob("checkpoints.superseded-*")):
             shutil.rmtree(path, ignore_errors=True)
         self.write("run.json", self.config)
         self.metrics.write_text("")

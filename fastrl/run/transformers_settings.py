@@ -18,7 +18,7 @@ _FREE = (
     "logging_", "log_", "eval_", "save_", "hub_", "push_to_hub", "do_", "dataloader_", "local_rank",
     "ddp_", "num_print_samples", "dataset_num_proc", "per_device_eval", "load_best", "prediction_",
     "restore_callback", "metric_for_best", "greater_is_better", "offload_optimizer",
-    "activation_offloading",
+    "activation_offloading", "ledger",
 )  # fmt: skip
 # Settings of when something is done that all processes do together, or say, by their beginnings.
 _STEPS = (

@@ -9,11 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastrl.collect.collector import Collector
 from fastrl.collect.interaction import Interaction
+from fastrl.collect.ledger import GenerationLedger
 from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
 from fastrl.collect.responses import Collected
 from fastrl.collect.tools import check_chats
@@ -41,6 +43,8 @@ from fastrl.rollout import RolloutOutput
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import Lists
 from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.random_state import seed_at
@@ -69,7 +73,6 @@ from fastrl.trl.reference import model_of, reference_of
 from fastrl.trl.response_log import ResponseLog
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.rollout_correction import RolloutCorrection
-from fastrl.trl.sample_ledger import GenerationLedger
 
 
 class OnlineTrainer(
@@ -254,7 +257,12 @@ class OnlineTrainer(
         )
         self._ledger: GenerationLedger | None = None
         if self.args.ledger and self.processes.is_main:
-            self._ledger = GenerationLedger(Path(str(self.args.output_dir)), self.args)
+            self._ledger = GenerationLedger(
+                RunFolder(str(self.args.output_dir)),
+                self.temperature,
+                self.args.to_dict(),
+                self.args.generation_arguments,
+            )
         self._loss = self._make_loss()
         self.model.add_model_tags([*self._tag_names, "fastrl"])
         self.warn_of_lost_updates(self.model, stacklevel=3)
@@ -607,8 +615,9 @@ class OnlineTrainer(
         )
         if self._ledger is not None:
             generation = self._generations["train"] + 1
-            joined = [mask for part in masks_of_all for mask in part]
-            self._ledger.add(generation, every, self.state.global_step, joined, advantages)
+            counts = [int(mask.sum()) for part in masks_of_all for mask in part]
+            of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
+            self._ledger.add(generation, every, self.state.global_step, of_tokens)
 
     def _seed_of(self, what: str) -> int:
         """Of the next batch of responses, the same in all processes, however many there are."""

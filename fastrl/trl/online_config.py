@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fastrl.collect.arguments import RecordArguments
 from fastrl.config import PPOConfig, parse_json
 from fastrl.ref_model import ReferenceArguments
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
@@ -18,7 +19,7 @@ _LENGTH = "set max_completion_length, and cut prompts in the data set"
 
 
 @dataclass
-class OnlineConfig(ReferenceArguments, SupervisedArguments):
+class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     """Settings of trainers that learn from responses which they sample themselves, beside those of
     ``transformers.TrainingArguments``; names, meanings and defaults are TRL 1.x's."""
 
@@ -94,10 +95,6 @@ class OnlineConfig(ReferenceArguments, SupervisedArguments):
         "Of each reward function; None: 1.", None, within="(-inf, inf)"
     )
     mask_truncated_completions: bool = setting("Learn nothing from responses that are cut.", False)
-    log_completions: bool = setting("Print and save prompts with their responses.", False)
-    num_completions_to_print: int | None = setting(
-        "How many are printed; None: all.", None, within="[0, inf)"
-    )
     off_policy_mask_threshold: float | None = setting(
         "Leave out responses of negative advantage whose mean KL to the policy that sampled them "
         "exceeds this, in nats.",
@@ -137,12 +134,6 @@ class OnlineConfig(ReferenceArguments, SupervisedArguments):
     reward_batch_size: int | None = setting(
         "Completions per call of a reward; None: all of a generation.", None, within="[1, inf)"
     )
-    ledger: bool = setting(
-        "Keep a row for each response in the folder ledger of output_dir, for fastrl samples: with "
-        "tokens, log-probs, rewards, advantages and the key of its draws.",
-        False,
-    )
-    log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
 
     max_length: int | None = refused(None, _LENGTH)
     chat_template_path: str | None = refused(None, f"set chat_template of {_TOKENIZER}")

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.collect.completions_table import CompletionsTable
 from fastrl.collect.responses import Collected, Responses
 from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.run.processes import Processes
-from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.judged import Judged, nanstd
 
 
@@ -113,13 +113,11 @@ class ResponseLog:
         parts = processes.objects_at_main((found.prompts.said, found.completions, own.extra))
         names = sorted({name for _, _, extra in parts for name in extra})
         for asked, said, extra in parts:
-            table["prompt"].extend(asked)
-            table["completion"].extend(said)
+            table.add(asked, said, {})
             for name in names:
                 table["extra"][name].extend(extra.get(name, [None] * len(asked)))
-        for name, column in zip(self.names, judged.by_function.t(), strict=True):
-            table["rewards"][name].extend(column.tolist())
-        table["advantages"].extend(advantages.tolist())
+        columns = zip(self.names, judged.by_function.t().tolist(), strict=True)
+        table.add((), (), dict(columns), advantages.tolist())
 
     # What is logged.
 
@@ -134,6 +132,4 @@ class ResponseLog:
     def show(self, step: int) -> None:
         """Prints the table, saves it and sends it to trackers, where ``log_completions``."""
         if self.args.log_completions and self.table["prompt"]:
-            self.table.show(step, self.args.num_completions_to_print)
-            self.table.save(Path(str(self.args.output_dir)), step)
-            self.table.report(self.args.report_to, step, self.args.log_unique_prompts)
+            self.table.log(self.args, Path(str(self.args.output_dir)), step)

@@ -28,6 +28,12 @@ from tests.golden import tiny
         ("dpo", {"task": "sft"}, "it is for offline-pairwise, online-pairwise; for sft choose sft"),
         ("kto", {"batch_size": 1}, "batch_size must be at least 2, got 1"),
         ("simpo", {"reference": "copy"}, "with the loss simpo there is none: leave reference out"),
+        (
+            "dpo",
+            {"ledger": True},
+            "ledger=True is of responses that the policy samples",
+        ),
+        ("dpo", {"log_completions": True}, "from the data: leave log_completions out"),
         ("sft", {"sync_ref_model": True}, "with the loss sft there is none: leave sync_ref_model"),
         ("bradley-terry", {"sync_ref_model": True}, "with the loss bradley-terry there is none"),
         (

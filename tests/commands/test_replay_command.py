@@ -110,6 +110,38 @@ def test_all_samples_of_a_step_of_grpo_are_compared(capsys, world, tmp_path):
     assert (status, out.splitlines()[-1]) == (0, "8 of 8 samples are identical")
 
 
+@pytest.mark.parametrize("loss", ["dpo", "ppo"])
+def test_samples_of_align_are_drawn_again_without_its_annotator(capsys, world, tmp_path, loss):
+    rewards = world / f"of_{loss}.py"
+    shutil.copy(world / "rewards.py", rewards)
+    lines = (world / "reviews.jsonl").read_text().splitlines()
+    texts = (json.loads(line)["text"].split() for line in lines)
+    prompts = [json.dumps({"prompt": " ".join(words[:4])}) for words in texts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
+    settings = {
+        "model": world / "lm", "dataset": tmp_path / "prompts.jsonl", "output": tmp_path / "run",
+        "annotator": f"{rewards}:remainder", "task": {"dpo": "online-pairwise"}.get(loss),
+        "loss": loss, "ledger": "true", "log-completions": "true", "max-steps": 6, "save-steps": 4,
+        "logging-steps": 3, "per-device-train-batch-size": 4, "eval-examples": 4,
+        "max-new-tokens": 6, "learning-rate": "1e-2", "use-cpu": "true",
+    }  # fmt: skip
+    if loss == "ppo":
+        settings["loss-args"] = json.dumps({"epochs": 2})
+    given = ((k, str(v)) for k, v in settings.items() if v is not None)
+    assert cli.main(["align", *(word for k, v in given for word in (f"--{k}", v))]) == 0
+    rewards.unlink()
+    assert sorted(path.name for path in (tmp_path / "run" / "completions").iterdir())
+    step, count = {"dpo": (6, 8), "ppo": (3, 4)}[loss]
+    capsys.readouterr()
+    status, out, _ = replay(capsys, tmp_path / "run", "--step", step)
+    walked = {"dpo": "1 update", "ppo": "0 updates"}[loss]
+    assert f"step {step}, from checkpoint-4: {walked}" in out
+    assert (status, out.splitlines()[-1]) == (0, f"{count} of {count} samples are identical")
+    status, out, _ = replay(capsys, tmp_path / "run", "--step", 1, "--sample", 1)
+    assert status == 0
+    assert "sample 1: identical" in out
+
+
 def test_a_sample_that_differs_is_an_exit_status_of_one(capsys, run, tmp_path):
     other = tmp_path / "run"
     shutil.copytree(run, other)
@@ -170,7 +202,7 @@ def test_a_run_resumed_with_other_settings_is_replayed_with_those_of_each_step(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"command": "train"}, "is not a run of fastrl ppo or grpo"),
+        ({"command": "train"}, "is not a run of fastrl ppo, grpo, align"),
         ({"job": {"later": 1}}, "that this version of fastrl does not know (later)"),
         ({"job": None}, "(None)"),
     ],

@@ -41,9 +41,13 @@ COMMANDS = {
     "sft": {"model": "lm", "dataset": "reviews.jsonl", **FITTED},
     "reward": {"model": "clf1", "dataset": "pairs.jsonl", **FITTED},
     "align": {"model": "lm", "dataset": "prompted.jsonl", "loss": "dpo", **FITTED},
+    "align online": {
+        "model": "lm", "dataset": "prompted.jsonl", "loss": "dpo", "task": "online-pairwise",
+        "annotator": "rewards.py:remainder", "max-new-tokens": 9, "ledger": "true", **FITTED,
+    },
     "grpo": {"model": "lm", "reward": "rewards.py:by_label", "group-size": 4, **FROM_REWARDS},
     "ppo": {"model": "lm", "reward": "clf", **FROM_REWARDS},
-}
+}  # fmt: skip
 
 
 def rows(path):
@@ -53,14 +57,14 @@ def rows(path):
 def words(command, world, output, processes):
     """A command's words, the same for all processes together."""
     settings = {**COMMANDS[command], "output": output}
-    for name in ("model", "dataset", "reward"):
+    for name in ("model", "dataset", "reward", "annotator"):
         if name in settings:
             settings[name] = world / settings[name]
     sizes = {"per-device-train-batch-size": 8, "per-device-eval-batch-size": 8}
     if "reward" in settings:
         sizes = {"batch-size": 16, "mini-batch-size": 16}
     settings |= {name: size // processes for name, size in sizes.items()}
-    return [command, *(str(word) for k, v in settings.items() for word in (f"--{k}", v))]
+    return [command.split()[0], *(str(word) for k, v in settings.items() for word in (f"--{k}", v))]
 
 
 def list_commands(names, world, folder, processes):
@@ -144,18 +148,21 @@ def test_a_command_does_on_several_processes_what_it_does_on_one(alone, together
 
 
 @pytest.mark.parametrize(
-    ("step", "source", "same"),
+    ("command", "step", "source", "same"),
     [
-        (3, "checkpoint-2: 0 updates", "16 of 16 samples are identical"),
-        (2, "the run's beginning: 1 update", "16 of 16 samples are identical but for rounding"),
+        ("grpo", 3, "checkpoint-2: 0 updates", "identical"),
+        ("grpo", 2, "the run's beginning: 1 update", "identical but for rounding"),
+        ("align online", 3, "the run's beginning: 2 updates", "identical but for rounding"),
     ],
 )
-def test_a_run_of_several_processes_is_replayed_by_one(together, capsys, step, source, same):
+def test_a_run_of_several_processes_is_replayed_by_one(
+    together, capsys, command, step, source, same
+):
     """From its checkpoint to the bit."""
-    assert cli.main(["replay", str(together / "grpo"), "--step", str(step)]) == 0
+    assert cli.main(["replay", str(together / command), "--step", str(step)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"step {step}, from {source}"
-    assert shown[-1] == same
+    assert shown[-1] == f"16 of 16 samples are {same}"
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS if ALL else ["torchrun"])

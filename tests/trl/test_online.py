@@ -18,10 +18,10 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from fastrl.collect.completions_table import CompletionsTable
 from fastrl.learn.samples import SampledResponses
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.metric_means import MetricMeans
-from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.user_code import ExitCalled
 from tests import tiny_models

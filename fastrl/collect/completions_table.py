@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import json
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,35 @@ class CompletionsTable(dict):
             "completion": _as_column(self["completion"]),
             **{name: list(values) for name, values in self["rewards"].items()},
             **{name: list(x) for name, x in self["extra"].items() if len(x) == count},
-            "advantage": list(self["advantages"]),
+            **({"advantage": list(self["advantages"])} if self["advantages"] else {}),
         }
+
+    def add(
+        self,
+        prompts: Iterable[Any],
+        completions: Iterable[Any],
+        rewards: Mapping[str, Iterable[float]],
+        advantages: Iterable[float] = (),
+    ) -> None:
+        """Adds responses.
+
+        Args:
+            rewards: of each function.
+            advantages: where there are any.
+        """
+        self["prompt"].extend(prompts)
+        self["completion"].extend(completions)
+        for name, column in rewards.items():
+            self["rewards"][name].extend(column)
+        self["advantages"].extend(advantages)
+
+    def log(self, args: Any, folder: Path, step: int) -> None:
+        """Shows, saves and reports it, by a trainer's settings."""
+        self.show(step, args.num_completions_to_print)
+        self.save(folder, step)
+        # Commands open some trackers themselves.
+        trackers = [*args.report_to, *getattr(args, "trackers", ())]
+        self.report(trackers, step, args.log_unique_prompts)
 
     def state(self) -> str:
         """As JSON; what functions noted beside numbers and texts becomes text."""

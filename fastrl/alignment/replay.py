@@ -1,0 +1,125 @@
+"""Responses of an alignment trainer's past, drawn again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastrl.alignment.records import deciding, sampling_of
+from fastrl.alignment.responses import Answered
+from fastrl.alignment.trainer import Trainer
+from fastrl.collect.replayed import Replayed, ReplayedSample, compared, recorded_rollout
+from fastrl.data.examples import Example, Response
+from fastrl.run.ledger import PER_FUNCTION
+from fastrl.trainers.replaying import Drawn, Player
+
+
+def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
+    """Draws the responses of a batch of an online run again, see
+    :meth:`fastrl.trainers.replaying.Player.replay`; the annotator is not asked. On the machine,
+    threads and versions of the run they are the recorded ones bit for bit; a warning says what
+    differs. Of a run of several processes one process does the updates of all, but for the rounding
+    of sums: log-probs and values are the recorded ones within √ε of their dtype.
+
+    Args:
+        trainer: made as for the run, from the same model and data, in one process; the
+            ``batch_size`` is that of all processes of the run together.
+        output: the run's ``output_dir``, or a command's --output, with its ledger.
+        batch: from 1.
+
+    Raises:
+        ValueError: a batch that the ledger does not have, or one between it and the checkpoint;
+            responses that others than the policy wrote; a trainer of other settings or data, or of
+            several processes.
+        BadCheckpoint: a ValueError: a checkpoint of another model.
+    """
+    player = _BatchPlayer(trainer, output, batch)
+    return player.replay(player.tolerance)
+
+
+class _BatchPlayer(Player):
+    """In the place of a factory's sampler and annotator."""
+
+    def __init__(self, trainer: Trainer, output: str | Path, last: int):
+        super().__init__(trainer, output, last)
+        factory, recorded = trainer.factory, self.facts["settings"]
+        own = {**deciding(factory, trainer.loss), **sampling_of(factory)}
+        for name in ("seed", "gradient_accumulation_steps"):
+            own[name] = getattr(trainer.args, name)
+        recorded = {**self.facts["generation_kwargs"], **recorded}
+        for name, value in own.items():
+            if value != recorded[name]:
+                raise ValueError(
+                    f"the trainer has {name}={value}, the run {recorded[name]}: make it as for the "
+                    "run"
+                )
+        several = recorded["processes"] > 1
+        dtype = next(trainer.model.parameters()).dtype
+        self.tolerance = math.sqrt(torch.finfo(dtype).eps) if several else 0.0
+
+    def made(self, own: Mapping[str, Any]) -> int:
+        return own["batches"]["taken"]
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        factory, args = self.trainer.factory, self.trainer.args
+        own = factory.answer, args.ledger, args.log_completions
+        factory.answer, args.ledger, args.log_completions = self, False, False
+        try:
+            yield
+        finally:
+            factory.answer, args.ledger, args.log_completions = own
+
+    def __call__(self, examples: Sequence[Example], ids: Sequence[int] | None) -> Answered:
+        number, size = self.trainer.factory.taken + 1, self.trainer.factory.task.generations
+        rows = self.rows(number)
+        if [list(e.prompt_ids) for e in examples] != [row["prompt_ids"] for row in rows[::size]]:
+            raise ValueError(
+                f"the prompts of batch {number} are not those of the run: bring its data, in their "
+                "order"
+            )
+        if number == self.last:
+            self.samples = self._drawn(examples, ids, rows)
+            raise Drawn
+        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
+        judged = [_judged(e, group) for e, group in zip(examples, groups, strict=True)]
+        names = [x for x in rows[0] if x.startswith(PER_FUNCTION) and rows[0][x] is not None]
+        scores = None
+        if names and not all(math.isnan(row[names[0]]) for row in rows):
+            known = [0.0 if math.isnan(row[names[0]]) else row[names[0]] for row in rows]
+            scores = [known[side::size] for side in range(size)]
+        return Answered(judged, scores, recorded_rollout(rows, 1.0))
+
+    def _drawn(
+        self, examples: Sequence[Example], ids: Sequence[int] | None, rows: list[dict[str, Any]]
+    ) -> list[ReplayedSample]:
+        factory, first = self.trainer.factory, rows[0]
+        if first["slots"]:
+            factory.sampler.engine.reserve(first["slots"], first["slot_length"])
+        elif self.tolerance:
+            raise ValueError(
+                f"batch {self.last} was drawn by model.generate in several processes, each with "
+                "draws of its own: it cannot be drawn again in one"
+            )
+        _, drawn = factory.sampler(examples, factory.task.generations, first["seed"], ids)
+        return compared(rows, drawn, 1.0, self.tolerance)
+
+
+def _judged(example: Example, rows: Sequence[dict[str, Any]]) -> Example:
+    """An example with the responses that the ledger has, and what the annotator said of them."""
+    responses = tuple(
+        Response(row["completion"], tuple(row["completion_ids"]), row["finish_reason"] != "length")
+        for row in rows
+    )
+    rewards = tuple(row["reward"] for row in rows)
+    if any(map(math.isnan, rewards)):  # no opinion
+        half = (0.5,) * len(rows)
+        return replace(example, responses=responses, rewards=half, weights=(0.0,) * len(rows))
+    weights = (1.0,) * len(rows) if len(rows) > 1 else ()
+    return replace(example, responses=responses, rewards=rewards, weights=weights)

@@ -1,0 +1,36 @@
+"""Settings of what a trainer keeps and shows of the responses that it samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from fastrl.settings import setting
+
+
+@dataclass
+class RecordArguments:
+    """A ledger of the responses, and a table of the latest."""
+
+    log_completions: bool = setting("Print and save prompts with their responses.", False)
+    num_completions_to_print: int | None = setting(
+        "How many are printed; None: all.", None, within="[0, inf)"
+    )
+    ledger: bool = setting(
+        "Keep a row for each response in the folder ledger of output_dir, for fastrl samples: with "
+        "tokens, log-probs, rewards, advantages and the key of its draws.",
+        False,
+    )
+    log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
+
+    def refuse_records(self, cause: str) -> None:
+        """
+        Raises:
+            ValueError: a setting of responses that are not sampled, because of ``cause``.
+        """
+        for field in fields(RecordArguments):
+            value = getattr(self, field.name)
+            if value != field.default:
+                raise ValueError(
+                    f"{field.name}={value!r} is of responses that the policy samples, and {cause}: "
+                    f"leave {field.name} out"
+                )
