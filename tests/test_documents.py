@@ -48,7 +48,6 @@ import fastrl
 import fastrl_kernels
 from fastrl import PPOConfig, PPOTrainer, SamplingParams, TrainCallback, cli
 from fastrl.alignment import (
-    LOSSES,
     AlignmentConfig,
     BatchFactory,
     ByLength,
@@ -57,7 +56,7 @@ from fastrl.alignment import (
     Trainer,
 )
 from fastrl.learn.preferences import PAIR_LOSSES
-from tests import tiny_models
+from tests import tables, tiny_models
 from tests.golden import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -181,7 +180,6 @@ def _many(rows: list[dict[str, Any]]) -> Iterator[str]:
 @pytest.fixture
 def reader(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a reader stands: a folder with stand-ins, in which runs take two steps."""
-    tables = [(table, dict(table)) for table in (LOSSES, PAIR_LOSSES)]
     for path in sorted(stand_ins.iterdir()):
         if path.name != "runs":
             (tmp_path / path.name).symlink_to(path)
@@ -205,11 +203,9 @@ def reader(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         prepare(self)
 
     monkeypatch.setattr(TrainingArguments, "__post_init__", quiet)
-    yield tmp_path
+    with tables.kept():
+        yield tmp_path
     fastrl.unpatch_trl()
-    for table, before in tables:
-        table.clear()
-        table.update(before)
     sys.modules.pop("rewards", None)
 
 

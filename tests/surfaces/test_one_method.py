@@ -26,7 +26,7 @@ from fastrl.rollout import RolloutOutput, SamplingParams
 from fastrl.rollout.backends import EngineBackend
 from fastrl.run import report
 from fastrl.trl.dpo_config import loss_types
-from tests import tiny_models
+from tests import tables, tiny_models
 from tests.golden import tiny
 
 PROMPTS = ["w3 w4 w5", "w10 w11"]
@@ -312,10 +312,9 @@ PAIRS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 def own_loss(tmp_path: Path) -> Iterator[str]:
     """As a command names it."""
     (tmp_path / "mine.py").write_text(OWN)
-    load_function(f"{tmp_path / 'mine.py'}:squared")
-    yield f"{tmp_path / 'mine.py'}:squared"
-    for table in (PAIR_LOSSES, alignment.LOSSES):
-        table.pop("squared", None)
+    with tables.kept():
+        load_function(f"{tmp_path / 'mine.py'}:squared")
+        yield f"{tmp_path / 'mine.py'}:squared"
 
 
 def by_trainer(folder: Path, method: str, rows: Any, **settings: Any) -> Weights:

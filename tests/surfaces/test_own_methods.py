@@ -13,11 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import fastrl
-from fastrl import registry
 from fastrl.models import CausalLMPolicy
 from fastrl_kernels import PolicyLoss, linear_ppo_loss, ppo_loss
-from fastrl_kernels.policy_losses import POLICY_LOSSES
-from tests import tiny_models
+from tests import tables, tiny_models
 from tests.golden import tiny
 from tests.kernels.test_ppo_loss import batch
 from tests.surfaces import test_one_method as one
@@ -39,11 +37,8 @@ Weights = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def _tables() -> Iterator[None]:
-    losses, groups = dict(POLICY_LOSSES), dict(registry._GROUPS)
-    yield
-    for table, before in ((POLICY_LOSSES, losses), (registry._GROUPS, groups)):
-        table.clear()
-        table.update(before)
+    with tables.kept():
+        yield
 
 
 def leaky(log_ratio: Tensor, advantages: Tensor, cliprange: tuple[float, float]) -> Tensor:

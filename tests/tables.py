@@ -1,0 +1,25 @@
+"""The tables to which users add rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastrl import registry
+from fastrl.alignment.losses import LOSSES
+from fastrl.learn.preferences import PAIR_LOSSES
+from fastrl_kernels.policy_losses import POLICY_LOSSES
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Context behind which they have the rows that they had before."""
+    tables: list[dict[str, Any]] = [LOSSES, PAIR_LOSSES, POLICY_LOSSES, registry._GROUPS]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, rows in zip(tables, before, strict=True):
+            table.clear()
+            table.update(rows)
