@@ -23,6 +23,7 @@ from fastrl.rewards.weighted import Rewards
 from fastrl.user_code import fault_of
 from tests.golden import tiny
 from tests.patience import LONG, PATIENCE
+from tests.together import together
 from tests.trainers.conftest import reward_model
 
 PROMPTS = ["w3", "w4", "w5", "w6", "w7"]
@@ -463,7 +464,7 @@ def test_messages_ids_and_columns_are_a_functions_own_at_each_call(retries: int)
     assert (prompts, ids, columns["answer"]) == given
 
 
-@pytest.mark.parametrize(
+@together(
     ("settings", "error", "message"),
     [
         ({"reward_fn": []}, ValueError, "reward_fn is empty"),
