@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,11 @@ def test_none_leaves_a_function_out_of_a_samples_sum() -> None:
     assert found.by_function["odd"].isnan().tolist() == [True, False, True, False, True]
     with pytest.raises(ValueError, match=r"completion 0 \(prompt 'w3'\): odd returned None"):
         ask(Rewards(odd))
+
+
+def test_samples_that_no_function_judged_are_known_in_another_order() -> None:
+    found = replace(ask(Rewards(length)), unjudged=[1, 3])
+    assert found.select([3, 0, 1]).unjudged == [2, 0]
 
 
 def test_samples_that_are_left_out_are_not_asked_about() -> None:
