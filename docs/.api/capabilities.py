@@ -30,6 +30,8 @@ _NO_BASELINE = "*a group is its own baseline*"
 _NO_ADVANTAGES = "*has no advantages*"
 _ANNOTATORS = "*the judgement is an annotator's*"
 _NO_RATIO = "*preferences have no ratio to a sampler, and PPO's is of tokens*"
+_SCORES = "*scores are of whole responses*"
+_NO_DROPOUT = "*always off: it would be a ratio to the policy that sampled*"
 _ONLY_TRAIN = "In train(): "  # how help of settings begins that step() does not read
 
 
@@ -168,6 +170,18 @@ CAPABILITIES = (
         },
     ),
     Capability(
+        "rewards of tokens",
+        (),
+        {
+            "step": "a tensor for each response",
+            "train": "a list for each response",
+            "grpo": "*added up: a group compares responses*",
+            "rloo": "*added up: a group compares responses*",
+            "align": _SCORES,
+            **_SAMPLED_BY_NONE,
+        },
+    ),
+    Capability(
         "penalties for how responses end",
         ("missing_eos_penalty", "overlong_buffer"),
         {"step": "*the rewards are yours*", "align": _ANNOTATORS, **_SAMPLED_BY_NONE},
@@ -196,6 +210,11 @@ CAPABILITIES = (
         "masks of responses that are off-policy",
         ("off_policy_mask_threshold",),
         {"align": _NO_RATIO, **_SAMPLED_BY_NONE},
+    ),
+    Capability(
+        "dropout",
+        ("disable_dropout",),
+        {"step": _NO_DROPOUT, "train": _NO_DROPOUT, "texts": "as the model is configured"},
     ),
     Capability(
         "a critic of its own",

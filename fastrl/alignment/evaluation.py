@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,64 +18,10 @@ from fastrl.alignment.responses import answers_of, finished_of, prompts_of
 from fastrl.data.chat import as_answer
 from fastrl.rollout.sampling_params import joined_statistic
 from fastrl.run.callbacks import Samples
+from fastrl.run.metric_means import MetricMeans, standard_error
 from fastrl.run.processes import Processes
 
 ACCURACY = "rewards/accuracies"
-
-
-class Means:
-    """Means of metrics over all elements that were added, kept on the device until asked for."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, list[Tensor]] = {}
-
-    def add(self, metrics: dict[str, Tensor]) -> None:
-        for name, values in metrics.items():
-            self._seen.setdefault(name, []).append(values.detach().float().flatten())
-
-    def lengths(self) -> dict[str, int]:
-        """How often each metric was added, for :meth:`cut`."""
-        return {name: len(values) for name, values in self._seen.items()}
-
-    def cut(self, lengths: dict[str, int]) -> None:
-        """Forgets what was added since the lengths were these."""
-        self._seen = {name: self._seen[name][:count] for name, count in lengths.items()}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.cat(values) for name, values in self._seen.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor], device: Any) -> None:
-        self._seen = {name: [values.to(device)] for name, values in state.items()}
-
-    def take(self, accelerator: Any, sem_of: Sequence[str] = ()) -> dict[str, float]:
-        """The means over all processes, which must have added the same metrics; starts anew.
-
-        Args:
-            sem_of: metrics whose standard error is given too, as NAME_sem.
-        """
-        names = sorted(self._seen)
-        if not names:
-            return {}
-        joined = [torch.cat(self._seen[name]) for name in names]
-        self._seen = {}
-        sums = torch.stack(
-            [torch.stack([x.new_tensor(len(x)), x.sum(), x.square().sum()]) for x in joined]
-        )
-        totals = accelerator.reduce(sums, reduction="sum").tolist()
-        found = {}
-        for name, (count, total, squares) in zip(names, totals, strict=True):
-            if count:
-                found[name] = total / count
-                if name in sem_of:
-                    found[f"{name}_sem"] = standard_error(count, total, squares)
-        return found
-
-
-def standard_error(count: float, total: float, squares: float) -> float:
-    """Of a mean, s/√n with s² = Σ(x - x̄)²/(n - 1), from n, Σx and Σx²; 0 for one element."""
-    if count < 2:
-        return 0.0
-    return math.sqrt(max(squares - total**2 / count, 0.0) / (count - 1) / count)
 
 
 class OfflineEvaluation:
@@ -87,11 +32,11 @@ class OfflineEvaluation:
 
     @torch.no_grad()
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
-        means = Means()
+        means = MetricMeans()
         for batch in self.batches():
             loss, metrics = output_of(self.loss, batch, policy, reference)
-            means.add(that_count({"loss": loss.expand(batch.size), **metrics}, batch))
-        return means.take(accelerator, sem_of=[ACCURACY])
+            means.pool_values(that_count({"loss": loss.expand(batch.size), **metrics}, batch))
+        return taken(means, self.processes, [ACCURACY])
 
     def batches(self) -> Iterator[Batch]:
         """Yields this process's batches."""
@@ -100,6 +45,12 @@ class OfflineEvaluation:
             if self.loss.reads_all:
                 batch.gather(self.processes)
             yield batch
+
+
+def taken(means: MetricMeans, processes: Processes, sem_of: Sequence[str] = ()) -> dict[str, float]:
+    """The means that are known, by name."""
+    found = means.take(processes, sem_of)
+    return {name: value for name, value in sorted(found.items()) if value is not None}
 
 
 def that_count(metrics: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,10 +19,10 @@ from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.evaluation import (
-    Means,
     OfflineEvaluation,
     OnlineEvaluation,
     joined_statistics,
+    taken,
     that_count,
 )
 from fastrl.alignment.learners import make_learner
@@ -154,7 +154,6 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             )
         self.products = Products(self.processes)
         self._place = _Place()
-        self._means = Means()
         self._accumulated: list[Batch] = []  # of the optimizer step that is not complete yet
         self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
         self._engine: Any = None
@@ -194,7 +193,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
                 with torch.no_grad(), evaluating(self.model):
                     self.reweighter(batch.whole, SharedPolicy(policy) if shares else policy)
                 batch.take_weights()
-            self._means.add(self._batch_metrics(batch))
+            self._metrics["train"].pool_values(self._batch_metrics(batch))
             self._stop_batch, self._place.left = False, self.loss.minibatches_per_batch
             for minibatch in self.loss.minibatches(batch, policy, reference):
                 self._place.left -= 1
@@ -227,7 +226,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self._deferred = policy.passes
         # Gradients are averaged over the processes, whose parts of the last batch may differ.
         loss = loss * (self.processes.count * inputs.fraction)
-        self._means.add(that_count(metrics, inputs))
+        self._metrics["train"].pool_values(that_count(metrics, inputs))
         return (loss, metrics) if return_outputs else loss
 
     def training_step(
@@ -250,7 +249,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             (loss, metrics), self._stop_batch = self.loss.backward(
                 minibatches, model, self.accelerator, self.optimizer
             )
-        self._means.add(metrics)
+        self._metrics["train"].pool_values(metrics)
         return loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +261,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
-        self._place, self._accumulated, self._means = _Place(), [], Means()
+        self._place, self._accumulated = _Place(), []
         if self.args.max_steps <= 0:
             updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
             self.args.max_steps = updates * self._epochs
@@ -321,7 +320,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the means of the metrics since the last log."""
         if "loss" in logs:
-            logs |= self._means.take(self.accelerator)
+            logs |= taken(self._metrics["train"], self.processes)
         super().log(logs, start_time)
 
     def get_train_dataloader(self) -> DataLoader:
@@ -381,13 +380,6 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         # KTO, PPO and reweighters look at a batch as a whole, however many there are in a step.
         return self.factory.batch_size * self.factory.world, "batch_size × processes"
 
-    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        parts = [state["means"] for state in states]
-        means = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        if not self.processes.is_main:
-            means = {name: values[:0] for name, values in means.items()}
-        return {**super().joined_state(states), "means": means}
-
     def own_settings(self) -> dict[str, Any]:
         factory = self.factory
         return {
@@ -402,7 +394,6 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         judged = getattr(self.evaluation, "judged", ())
         return {
             **super().own_state(),
-            "means": self._means.state_dict(),
             "batches": {
                 "taken": self.factory.taken,
                 "epoch_began_at": self._place.epoch_began_at,
@@ -411,22 +402,18 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             "first_evaluation": dataclasses.asdict(judged[0]) if judged else None,
         }
 
-    def drop_metrics(self) -> None:
-        self._means = Means()
-
     def own_mark(self) -> dict[str, Any]:
-        return {"taken": self.factory.taken, "means": self._means.lengths()}
+        return {**super().own_mark(), "taken": self.factory.taken}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
+        super().own_rewind(mark)
         self.factory.skip(mark["taken"])
-        self._means.cut(mark["means"])
         self._place.left = 0
 
     def _load_own(self, own: Mapping[str, Any]) -> None:
         batches, first = own["batches"], own["first_evaluation"]
         self.factory.skip(batches["taken"])
         self._place.epoch_began_at = batches["epoch_began_at"]
-        self._means.load_state_dict(own["means"], self.args.device)
         if isinstance(self.evaluation, OnlineEvaluation):
             self.evaluation.judged[:] = [] if first is None else [Samples(**first)]
         assert self._run.checkpoint is not None

@@ -227,8 +227,9 @@ class TokenBatch:
 
     def rows_of(self, samples: Iterable[int]) -> Tensor:
         """Those of ``rows()`` that predict tokens of these samples, one after the other."""
-        of_each = self.rows().split(self.response_mask.sum(-1).tolist())
-        return torch.cat([of_each[i] for i in samples])
+        rows = self.rows()
+        of_each = rows.split(self.response_mask.sum(-1).tolist())
+        return torch.cat([rows[:0], *(of_each[i] for i in samples)])
 
     def mask_of_responses(self) -> Tensor:
         """Which tokens of the concatenated responses count, on the CPU."""

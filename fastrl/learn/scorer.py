@@ -81,16 +81,8 @@ class Scorer:
             limit = self.limit._replace(samples=size)
             passes = [batch.parts(share, limit) for share in shares]
             order = [[i for part in parts for i in part] for parts in passes]
-            own = passes[self.processes.index]
-            columns: dict[str, list[Tensor]] = {}
-            for k in range(max(map(len, passes))):
-                chosen = own[k] if k < len(own) else []
-                # A process without a sample left takes part: weights may be gathered for a pass.
-                part = batch.select(chosen or samples[:1])
-                self.positions.add(part)
-                for name, per_row in score(part).items():
-                    columns.setdefault(name, []).append(per_row if chosen else per_row[:0])
-            return {name: torch.cat(parts) for name, parts in columns.items()}
+            own, number = passes[self.processes.index], max(map(len, passes))
+            return _in_turn(batch, own, number, samples[0], score, self.positions)
 
         most = max(map(len, shares))
         found = self.slices(in_parts, min(self.limit.samples, most))
@@ -157,21 +149,34 @@ def in_passes(
     passes = batch.parts(counting, limit)
     if not counting:
         batch = replace(batch, padding=Padded())
+    number, spare = max(1, *processes.objects(len(passes))), (counting or [0])[0]
+    found = _in_turn(batch, passes, number, spare, score, PositionCount())
+    order = batch.rows_of(i for part in passes for i in part).argsort()
+    return {name: x[order] for name, x in found.items()}
+
+
+def _in_turn(
+    batch: TokenBatch,
+    passes: Sequence[Sequence[int]],
+    number: int,
+    spare: int,
+    score: Callable[[TokenBatch], dict[str, Tensor]],
+    positions: PositionCount,
+) -> dict[str, Tensor]:
+    """What ``score`` says of the samples of some passes, in that order, [N] each.
+
+    Args:
+        number: of passes, of all processes: one that has fewer takes part with the sample
+            ``spare``, for nothing.
+    """
     columns: dict[str, list[Tensor]] = {}
-    for k in range(max(1, *processes.objects(len(passes)))):
+    for k in range(number):
         counts = k < len(passes)
-        part = batch.select(passes[k] if counts else counting[:1] or [0])
+        part = batch.select(passes[k] if counts else [spare])
+        positions.add(part)
         for name, per_row in score(part).items():
             columns.setdefault(name, []).append(per_row if counts else per_row[:0])
-    order = [i for part in passes for i in part]
-    tokens = batch.response_mask.sum(-1).tolist()
-    places = sorted(range(len(order)), key=order.__getitem__)
-
-    def in_order(found: list[Tensor]) -> Tensor:
-        of_each = torch.cat(found).split([tokens[i] for i in order])
-        return torch.cat([found[0][:0], *(of_each[k] for k in places)])
-
-    return {name: in_order(found) for name, found in columns.items()}
+    return {name: torch.cat(parts) for name, parts in columns.items()}
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import Sampler
@@ -31,6 +31,7 @@ from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import check_found, wait_at_most
+from fastrl.run.metric_means import MetricMeans
 from fastrl.run.processes import OneProcess, processes_of
 from fastrl.run.random_state import (
     drawing_from,
@@ -112,8 +113,11 @@ class ResumableTrainer(OpenTrainer):
     """
 
     computed_columns: tuple[str, ...] = ()
+    metric_differences: ClassVar[Mapping[str, tuple[str, str]]] = {}  # see MetricMeans
 
     def __init__(self, *args: Any, **kwargs: Any):
+        # By TRL's name; those of training are kept by checkpoints.
+        self._metrics = {x: MetricMeans(self.metric_differences) for x in ("train", "eval")}
         self.kept: dict[str, Any] = {}
         self.run_folder: RunFolder | None = None
         self._run = _Run()
@@ -150,7 +154,7 @@ class ResumableTrainer(OpenTrainer):
 
     def own_state(self) -> dict[str, Any]:
         """A tree of tensors and plain values for a checkpoint."""
-        return {}
+        return {"metrics": self._metrics["train"].state()}
 
     def samples_of_all(self) -> tuple[int, str]:
         """How many samples of all processes must remain as many where their number changes, and the
@@ -164,7 +168,9 @@ class ResumableTrainer(OpenTrainer):
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """This process's :meth:`own_state` from those of other processes, of another number."""
-        return dict(states[0])
+        metrics = [state["metrics"] for state in states if "metrics" in state]
+        joined = MetricMeans.of_others(metrics, self.processes.count)
+        return {**states[0], "metrics": joined}
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         """Called before transformers' loop; the model still has the weights that it was given.
@@ -173,17 +179,18 @@ class ResumableTrainer(OpenTrainer):
             resumed: of the checkpoint: "own", the :meth:`own_state`, and "place", how many
                 "minibatches" of the "epoch" are behind. None: the run begins.
         """
+        metrics = self._metrics["train"] = MetricMeans(self.metric_differences)
+        found = None if resumed is None else resumed["own"].get("metrics")
+        if found is not None and "rows" in found:  # else of an earlier version
+            metrics.load(found, self.args.device)
 
     def own_mark(self) -> dict[str, Any]:
         """What a step changes of the own state before it updates the weights."""
-        return {}
+        return {"metrics": self._metrics["train"].mark()}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         """Makes the own state that of a mark."""
-
-    def drop_metrics(self) -> None:
-        """Forgets the metrics of the steps since the last log; called where there is no logging,
-        and they would only pile up."""
+        self._metrics["train"].rewind(mark["metrics"])
 
     def at_rest(self) -> bool:
         """Whether a run can be resumed from here, between two steps."""
@@ -524,7 +531,7 @@ class ResumableTrainer(OpenTrainer):
             control.should_save = not run.save_is_due
         stops, saving = stops and (control.should_save or not saves), control.should_save
         if self.args.logging_strategy == "no":
-            self.drop_metrics()
+            self._metrics["train"].drop()
         yield
         run.behind_step = False
         self._mark()

@@ -31,6 +31,7 @@ from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded,
 from fastrl.models.utils import evaluating, need_peft, without_dropout
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
+from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import REWARD
 from fastrl.trainers.passes import fill
 from fastrl.trainers.planning import plan_reward
@@ -385,16 +386,16 @@ class RewardTrainer(SupervisedTrainer):
         """Adds a batch to the metrics of training."""
         if not self.share:  # the batch does not count
             return
+        metrics = self._metrics["train"]
         for side in SIDES:
             mask = inputs.get(f"attention_mask_{side}")
             if isinstance(mask, Tensor):
-                self.metrics.add_tokens(mask.sum())
+                metrics.count("num_tokens", mask.sum())
         sides = torch.stack([chosen.float().mean(-1), rejected.float().mean(-1)])  # [2, B]
-        pairs, lead = float(len(chosen)), sides[0] - sides[1]
-        self.metrics.add("accuracy", (lead > 0).sum(), pairs)
-        self.metrics.add("margin", lead.sum(), pairs)
-        self.metrics.add("mean_reward", sides.sum(), 2 * pairs)
-        self.metrics.add_extremes("min_reward", "max_reward", sides)
+        lead = sides[0] - sides[1]
+        found = {"accuracy": lead > 0, "margin": lead, "mean_reward": sides}
+        metrics.pool({name: mean_of(x.flatten()) for name, x in found.items()}, of_none=0.0)
+        metrics.pool_extremes("min_reward", "max_reward", sides)
 
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
         chosen, rejected = columns.T

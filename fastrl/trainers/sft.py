@@ -34,6 +34,7 @@ from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
+from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import SFT
 from fastrl.trainers.passes import fill
 from fastrl.trainers.planning import plan_sft
@@ -412,7 +413,8 @@ class SFTTrainer(SupervisedTrainer):
             aux = outputs["aux_loss"]
             steps = self.current_gradient_accumulation_steps if whole_step else 1
             if training:
-                self.metrics.add("aux_loss", aux.detach() * self._of_batch, self._of_batch)
+                part = torch.full_like(aux, self._of_batch)
+                self._metrics["train"].pool({"aux_loss": (aux * part, part)}, of_none=0.0)
             own = self.router_aux_loss_coef * aux * self._of_batch / steps
             # What follows multiplies the loss by the number of processes, or by the batch's share.
             if whole_step and self.args.average_tokens_across_devices:
@@ -473,17 +475,17 @@ class SFTTrainer(SupervisedTrainer):
     def _note(self, inputs: dict[str, Any], scores: TokenScores) -> None:
         """Adds a batch to the metrics of training."""
         mask, lengths = inputs.get("attention_mask"), inputs.get("lengths")
+        metrics = self._metrics["train"]
         if isinstance(lengths, Tensor):
-            self.metrics.add_tokens(lengths.sum())
+            metrics.count("num_tokens", lengths.sum())
         elif isinstance(mask, Tensor) and mask.dim() == 2:
-            self.metrics.add_tokens(mask.sum())
+            metrics.count("num_tokens", mask.sum())
         else:
-            self.metrics.add_tokens(inputs["labels"].numel())
+            metrics.count("num_tokens", inputs["labels"].numel())
         if scores.extras is not None:
             entropies, correct = _predictions(scores)
-            count = torch.as_tensor(float(len(correct)), device=correct.device)
-            self.metrics.add("entropy", entropies.sum(), count)
-            self.metrics.add("mean_token_accuracy", correct.sum(), count)
+            found = {"entropy": mean_of(entropies), "mean_token_accuracy": mean_of(correct)}
+            metrics.pool(found, of_none=0.0)
 
     def _scores(
         self, model: nn.Module, inputs: dict[str, Any], request: ScoringRequest

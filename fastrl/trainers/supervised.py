@@ -10,7 +10,7 @@ import typing
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -43,8 +43,6 @@ from fastrl.settings import (
     setting,
     setting_like,
 )
-from fastrl.trainers.logged import LoggedMetrics
-from fastrl.trainers.logged import joined as joined_metrics
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import check_sizes, on_all_processes, with_synchronised_last
 from fastrl.trainers.sharded import ShardedTrainer
@@ -208,7 +206,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         self._parts: list[float] = []  # of the batches that were fetched, this process's parts
         self._part: float | None = None  # of the batch that is learned from
         self._of_batch = 1.0  # the share of the pass that is computed
-        self.metrics = LoggedMetrics()
+        self._last: dict[str, float] = {}  # metrics of the last log
         if is_stream(train_dataset) and args.max_steps <= 0:
             raise ValueError("train_dataset is a stream, which has no length: set max_steps")
         _keep_batches_whole(args)
@@ -296,31 +294,17 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
-        self.metrics = LoggedMetrics()
-        if resumed is not None and "metrics" in resumed["own"]:
-            self.metrics.load(resumed["own"]["metrics"], self.args.device)
+        self._last = {} if resumed is None else dict(resumed["own"].get("last", {}))
 
     def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "metrics": self.metrics.state()}
-
-    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        joined = super().joined_state(states)
-        if "metrics" in joined:
-            states = [state["metrics"] for state in states]
-            joined["metrics"] = joined_metrics(states, self.processes.count)
-        return joined
-
-    def own_mark(self) -> dict[str, Any]:
-        return {**super().own_mark(), "metrics": self.metrics.mark()}
-
-    def own_rewind(self, mark: Mapping[str, Any]) -> None:
-        super().own_rewind(mark)
-        self.metrics.rewind(mark["metrics"])
+        return {**super().own_state(), "last": self._last}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With :attr:`metrics` of training."""
+        """With the metrics of training since the last log, or else those of that log."""
         if "loss" in logs or "train_loss" in logs:
-            logs.update(self.metrics.logged(self.processes))
+            metrics: Any = self._metrics["train"]
+            self._last |= metrics.take(self.processes)
+            logs.update(self._last, **metrics.totals(self.processes))
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

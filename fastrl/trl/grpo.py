@@ -21,13 +21,13 @@ from fastrl.learn.baselines import (
 )
 from fastrl.learn.experience import Minibatch
 from fastrl.registry import GROUP_ADVANTAGES
+from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo_config import GRPOConfig
-from fastrl.trl.metric_means import mean_of
+from fastrl.trl.judged import Judged, nanstd
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.policy_loss import GroupLoss, high_of, note_clips, ratios_of
-from fastrl.trl.responses import Judged, nanstd
 
 _LOGGER = logging.getLogger(__name__)
 _SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
@@ -230,7 +230,7 @@ class GRPOTrainer(OnlineTrainer):
             own, before = torch.stack([total, count]), self._entropy_of_step
             self._entropy_of_step = own if before is None else before + own
             if ends_step:
-                every = self._sum_of_all(self._entropy_of_step)
+                every = self.processes.sums(self._entropy_of_step).cpu()
                 self._last_entropy = float(every[0] / every[1].clamp(min=1))
                 self._entropy_of_step = None
                 below = self._last_entropy <= args.entropy_target

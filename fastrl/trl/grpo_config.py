@@ -42,7 +42,7 @@ class GRPOConfig(OnlineConfig):
         choices=AGGREGATIONS,
     )
     loss_type: str = setting(
-        "The loss, see the table in docs/grpo.md.", "dapo", choices=ALL_LOSS_TYPES
+        "The loss, see the table in docs/grpo_trainer.md.", "dapo", choices=ALL_LOSS_TYPES
     )
     use_bias_correction_kl: bool = setting("Multiply the KL by the ratio.", True)
     top_entropy_quantile: float = setting(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import time
-import warnings
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,7 +15,7 @@ from torch import Tensor, nn
 from fastrl.collect.collector import Collector
 from fastrl.collect.interaction import Interaction
 from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
-from fastrl.collect.responses import Collected, Responses
+from fastrl.collect.responses import Collected
 from fastrl.collect.tools import check_chats
 from fastrl.core import set_seed
 from fastrl.data.chat_prompts import encode_prompts
@@ -38,15 +34,14 @@ from fastrl.models.products import Products
 from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
-from fastrl.models.utils import check_trainable, context_length, modes_kept, without_dropout
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
+from fastrl.models.utils import context_length, modes_kept
 from fastrl.ref_model import RefModel
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.random_state import seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
@@ -55,16 +50,21 @@ from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.sharded import ShardedTrainer
-from fastrl.trainers.supervised import check_one_gpu, is_path, settings_of, trained_identity
-from fastrl.trl.completions_table import CompletionsTable
-from fastrl.trl.group_sampler import GroupSampler, in_groups
+from fastrl.trainers.supervised import check_one_gpu, settings_of, trained_identity
+from fastrl.trl.group_loaders import GroupLoaders
+from fastrl.trl.judged import Judged
 from fastrl.trl.log_probs import ResponseScorer
-from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
 from fastrl.trl.passes import BatchScores, Pass
-from fastrl.trl.planning import plan_online
-from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
+from fastrl.trl.planning import PlansMemory, plan_online
+from fastrl.trl.policy import (
+    adapted_policy,
+    check_adapter,
+    loaded_causal,
+    padding_tokenizer,
+    refuse_liger,
+)
 from fastrl.trl.policy_loss import GroupLoss
-from fastrl.trl.prompt_data import PromptRoom, check_data, refuse_dispatch, reserved_of
+from fastrl.trl.prompt_data import PromptRoom, check_data, check_resampling, reserved_of
 from fastrl.trl.reference import (
     Follow,
     following_weights,
@@ -72,16 +72,21 @@ from fastrl.trl.reference import (
     model_of,
     reference_of,
 )
-from fastrl.trl.responses import Judged, note_lengths, note_rewards
+from fastrl.trl.response_log import ResponseLog
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.rollout_correction import RolloutCorrection
 from fastrl.trl.sample_ledger import GenerationLedger
 
-_LOGGER = logging.getLogger(__name__)
-_ON_HEAD = "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
 
-
-class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsTrainer, ABC):
+class OnlineTrainer(
+    GroupLoaders,
+    PlansMemory,
+    OwnModelCard,
+    LowMemoryTrainer,
+    ShardedTrainer,
+    FiniteStepsTrainer,
+    ABC,
+):
     """transformers' Trainer that samples responses to prompts, has them judged, and learns from
     them.
 
@@ -97,6 +102,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     processing_class: Any
     config: ClassVar[type]
     _tag_names: ClassVar[list[str]]
+    memory_plan = staticmethod(plan_online)
     needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
     learns_kl: ClassVar[bool] = False  # whether rewards have the KL of old log-probs
 
@@ -118,13 +124,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         environment_factory: Any = None,
     ):
         name = type(self).__name__
-        self._rollout_func = rollout_func
-        if rollout_func is not None and (tools or environment_factory):
-            raise ValueError(
-                "rollout_func takes the place of sampling, and tools and environment_factory are "
-                "part of it: leave them out, and mark the policy's tokens by an env_mask"
-            )
         interaction = Interaction(tools, environment_factory)
+        _check_one(rollout_func, interaction)
+        self._rollout_func = rollout_func
         self.tools, self._interaction = interaction.tools, interaction
         environments = interaction.environments
         if environments is not None:
@@ -147,11 +149,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         warn_of_idle(args, stacklevel=3)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: a data set with a column prompt")
-        if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
-            raise ValueError(
-                "prompt-learning adapters shift the positions of tokens and are not supported: use "
-                "LoRA"
-            )
+        check_adapter(peft_config)
         check_data(train_dataset, eval_dataset, args, asked=environments is None)
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
@@ -159,23 +157,19 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         own = interaction.rewards
         rewards = RewardFunctions(reward_funcs, reward_processing_classes, dict(load), own, args)
         self._tokenizer = padding_tokenizer(processing_class, model, args)
-        self._check_resampling(args, train_dataset)
+        check_resampling(args, train_dataset, rollout_func)
         interaction.read_by(self._tokenizer, args.chat_template_kwargs or {})
-        self._correction: RolloutCorrection | None = None
-        if self.rollout_func is not None and args.vllm_importance_sampling_correction:
-            self._correction = RolloutCorrection(args)
-        if "lm_head" in (getattr(peft_config, "target_modules", None) or ()):
-            raise ValueError(_ON_HEAD)
-        if args.use_liger_kernel:
-            _refuse_liger(name)
-        model = self._loaded(model, args, quantization_config)
+        corrects = args.vllm_importance_sampling_correction
+        self._correction = RolloutCorrection(args) if corrects else None
+        refuse_liger(args, name)
+        model = loaded_causal(model, args, quantization_config)
         most = args.generation_arguments.get("max_new_tokens")
         self._room = PromptRoom(
             model, most, self._tokenizer, args.chat_template_kwargs or {}, args.micro_batch_tokens
         )
-        if self.rollout_func is None and environments is None:
+        if rollout_func is None and environments is None:
             self._room.check_data(train_dataset, eval_dataset)
-        model = self._adapted(model, args, peft_config)
+        model = adapted_policy(model, self._tokenizer, peft_config, args)
         self._policy = CausalLMPolicy(model)
         self._reference: RefModel | None = None
         if args.beta:
@@ -207,10 +201,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self.log_completions = args.log_completions
         router = router_loss(model, args.router_aux_loss_coef)
         self.aux_loss_enabled, self.router_aux_loss_coef = router
-        self._metrics = {name: MetricMeans() for name in ("train", "eval")}
-        self._logs = CompletionsTable(args.generation_batch_size)
-        self._extra_columns: defaultdict[str, list] = defaultdict(list)
-        self._extra_metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._step = 0  # forward and backward passes
         self._generations = {"train": 0, "eval": 0}  # batches of responses so far
         self._seconds = 0.0  # of this optimizer step's
@@ -228,6 +218,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             optimizers=optimizers,
         )
         check_one_gpu(self.args)
+        self._noted = ResponseLog(self.args, rewards.names, self._metrics)
+        self._logs = self._noted.table  # TRL's name
         # Losses are means over a batch: transformers divides them by the batches of a step.
         self.model_accepts_loss_kwargs = False
         self.loss_is_scaled_for_ga = None
@@ -250,7 +242,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         ends = end_tokens(self.accelerator.unwrap_model(self.model), self._tokenizer).tolist()
         self._end_ids, self._ends = ends, {*ends, self._tokenizer.pad_token_id}
         self._sampler = make_backend(
-            self.args, self._tokenizer, self._autocast, self.processes_index
+            self.args, self._tokenizer, self._autocast, self.processes.index
         )
         self._collect = Collector(
             self._respond_by(),
@@ -261,10 +253,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             NonFiniteNumbers(self.args.on_nonfinite, counts=False),
             lambda: {
                 "trainer_state": self.state,
-                "log_extra": self._log_completion_extra,
-                "log_metric": self._log_metric,
+                "log_extra": self._noted.note_column,
+                "log_metric": self._noted.note_number,
             },
-            self._noted_columns,
+            self._noted.take_columns,
         )
         self._ledger: GenerationLedger | None = None
         if self.args.ledger and self.processes.is_main:
@@ -272,10 +264,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._loss = self._make_loss()
         self.model.add_model_tags([*self._tag_names, "fastrl"])
         self.warn_of_lost_updates(self.model, stacklevel=3)
-
-    @property
-    def processes_index(self) -> int:
-        return self.accelerator.process_index
 
     def _autocast(self) -> Any:
         return self.compute_loss_context_manager()
@@ -285,65 +273,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         """The reference as a model of its own; None where there is no KL, or the policy's base is
         it."""
         return model_of(self._reference, self.accelerator)
-
-    def _loaded(self, model: Any, args: Any, quantization: Any) -> Any:
-        """The model, checked."""
-        if args.model_init_kwargs and not is_path(model):
-            warnings.warn(
-                "the model is loaded already: model_init_kwargs change nothing", stacklevel=4
-            )
-        model = loaded(model, args, quantization)
-        config = getattr(model, "config", None)
-        if getattr(config, "is_encoder_decoder", False) or not model.get_output_embeddings():
-            raise ValueError(
-                f"{type(model).__name__} is no causal language model: load it with "
-                "AutoModelForCausalLM"
-            )
-        return model
-
-    def _adapted(self, model: Any, args: Any, peft_config: Any) -> Any:
-        """The model as it is trained, with an adapter if there is a ``peft_config``."""
-        adapts = peft_config is not None or hasattr(model, "peft_config")
-        settle_tokens(model, self._tokenizer, args, adapts)
-        model = adapted(model, peft_config, args)
-        head = model.get_output_embeddings()
-        if type(head) is not nn.Linear and any("lora_" in x for x, _ in head.named_parameters()):
-            raise ValueError(_ON_HEAD)
-        if args.disable_dropout:
-            without_dropout(model)
-        check_trainable(model)
-        return model
-
-    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
-        """What training on such prompts and responses needs of memory, phase by phase: from a
-        rehearsal without memory, in which nothing of this trainer is run or changed.
-
-        Args:
-            prompt_tokens, response_tokens: of the longest, at least 2.
-
-        Returns:
-            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
-        """
-        skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
-        return plan_online(type(self), skeleton, self.args, *lengths, self.args.device.type)
-
-    def _check_resampling(self, args: Any, data: Any) -> None:
-        """
-        Raises:
-            ValueError: dynamic sampling of prompts that cannot be drawn one by one.
-        """
-        if not args.dynamic_sampling_rounds:
-            return
-        where = {
-            "a stream of prompts": not hasattr(data, "__len__"),
-            "a rollout_func in several processes": self.rollout_func is not None
-            and args.world_size > 1,
-        }
-        for what in (what for what, there in where.items() if there):
-            raise ValueError(
-                f"dynamic_sampling_rounds draws single prompts anew, which goes not with {what}: "
-                "leave dynamic_sampling_rounds at 0"
-            )
 
     def _decode(self, prompt: Tensor, response: Tensor) -> str:
         return self._tokenizer.decode(response, skip_special_tokens=True)
@@ -371,6 +300,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     @rollout_func.setter
     def rollout_func(self, function: Any) -> None:
+        _check_one(function, self._interaction)
+        check_resampling(self.args, self.train_dataset, function)
         self._rollout_func = function
         self._collect.respond = self._respond_by()
 
@@ -458,49 +389,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         """A batch that knows which of its tokens are learned, where that hangs on all of them."""
         return whole
 
-    # Data.
-
-    def get_train_dataloader(self) -> Any:
-        args = self.args
-        data: Any = self.train_dataset
-        prompts = args.generation_batch_size // self.num_generations
-        uses = args.steps_per_generation * self.num_iterations
-        if not hasattr(data, "__len__"):
-            if args.shuffle_dataset:
-                data = data.shuffle(seed=args.seed)
-            data = in_groups(data, self.num_generations, prompts, uses)
-
-        def sampler(rows: Any = None) -> GroupSampler:
-            rows = data if rows is None else rows
-            shuffles = bool(args.shuffle_dataset)
-            return GroupSampler(rows, self.num_generations, prompts, uses, shuffles, args.seed)
-
-        size = args.train_batch_size * args.steps_per_generation
-        return self.loader(data, size, sampler, training=True)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        held_out: Any = self.eval_dataset
-        data: Any = held_out if eval_dataset is None else eval_dataset
-        if isinstance(data, str):
-            data = held_out[data]
-        if data is None:
-            raise ValueError("evaluation needs an eval_dataset")
-        args, group = self.args, self.num_generations_eval
-        workers = args.dataloader_num_workers
-
-        def in_order(rows: Any) -> GroupSampler:
-            return GroupSampler(rows, group, seed=args.seed)
-
-        try:
-            if not hasattr(data, "__len__"):
-                refuse_dispatch(args)
-                self.accelerator.dataloader_config.dispatch_batches = False
-                data = in_groups(data.shuffle(seed=args.seed), group)
-                args.dataloader_num_workers = 0
-            return self.loader(data, args.eval_batch_size, in_order)
-        finally:
-            args.dataloader_num_workers = workers
-
     # Steps.
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -563,7 +451,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if not self.model.training:
             return self._learnable(batch, "eval")
         steps = self.args.steps_per_generation
-        if self._buffer is None or self._step % (steps * self.num_iterations) == 0:
+        if self._buffer is None or self._step % self.uses == 0:
             whole = self._learnable(batch, "train")
             generator = torch.Generator().manual_seed(self._seed_of("order"))
             order = torch.randperm(len(whole), generator=generator).tolist()
@@ -575,8 +463,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def _passes(self, model: nn.Module, samples: SampledResponses, mode: str) -> list[Pass]:
         """A batch, in passes of at most ``micro_batch_tokens``."""
         most = self.args.micro_batch_tokens
-        uses = self.args.steps_per_generation if mode == "train" else 1
-        generated = max(samples.generated, 1.0) / self.accelerator.num_processes / uses
+        parts = self.args.steps_per_generation if mode == "train" else 1
+        generated = max(samples.generated, 1.0) / self.processes.count / parts
         padding = Padded() if self.aux_loss_enabled else self._scorer.padding(model)
         device, pad_token = self.args.device, self._tokenizer.pad_token_id
         kl_coef = 0.0 if self.learns_kl else self.beta
@@ -611,8 +499,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if return_outputs:
             raise ValueError(f"{type(self).__name__} returns no outputs beside the loss")
         part, aux = inputs.part, self.aux_loss_enabled
-        processes = self.accelerator.num_processes
-        objective = self._loss.in_one_pass(inputs, self._coefficient(), processes)
+        objective = self._loss.in_one_pass(inputs, self._coefficient(), self.processes.count)
         scored = self._scored(model, part, objective, aux)
         inputs.scores = scored.scores
         loss = self.policy_loss(inputs)
@@ -663,27 +550,27 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             collected = self._collected(rows, group)
             if mode == "train" and self._further is not None:
                 collected = self._resampled(collected, self._further)
-        self._warn_of_unjudged(collected)
+        judged = Judged.of(collected, self.reward_func_names, self.reward_weights, self.processes)
         found = collected.responses
         masks = list(found.written)
         if self.args.mask_truncated_completions:
             masks = [mask & ended for mask, ended in zip(masks, found.ended, strict=True)]
         for i in collected.left_out:
             masks[i] = torch.zeros_like(masks[i])
+        tokens, learned = self._noted.lengths(found, masks, mode, self.processes)
         learnable = SampledResponses(
             list(found.prompts.ids),
             found.rollout.sequences,
             masks,
             torch.zeros(len(rows)),
-            self._note_lengths(found, masks, mode),
+            learned,
         )
         args = self.args
-        behind = args.gradient_accumulation_steps % (
-            args.steps_per_generation * self.num_iterations
-        )
+        behind = args.gradient_accumulation_steps % self.uses
         model, size = self.model, args.eval_batch_size
         if mode == "train":
             model, size = self.model_wrapped, args.per_device_train_batch_size
+            self.state.num_input_tokens_seen += tokens
         # Those of a rollout_func may be another policy's.
         own, others = found.rollout.logprobs_at(self.temperature), None
         if self.rollout_func is not None:
@@ -705,16 +592,15 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             if learnable.old is not None:
                 triples = zip(learnable.old, learnable.ref, masks, strict=True)
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
-        judged = self._judged(collected)
         if kl is not None:
             self._metrics[mode].add(self._kl_metric(learnable))
-            kl = self._gathered(kl)
+            kl = self.processes.joined(kl, [len(kl)] * self.processes.count).cpu()
         advantages, spreadless = self.advantages_of(judged, kl, group, mode)
-        self._note_rewards(judged, spreadless, mode)
-        self._note_responses(collected, judged, advantages)
+        self._noted.rewards(judged, spreadless, mode, self.processes)
+        self._noted.responses(collected, judged, advantages, self.processes)
         if mode == "train" and self.args.ledger:
             self._enter(collected, masks, advantages)
-        first = self.processes_index * len(rows)
+        first = self.processes.index * len(rows)
         learnable.advantages = advantages[first : first + len(rows)].clone()
         self._generations[mode] += 1
         return learnable
@@ -754,7 +640,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def _collected(self, rows: list[dict[str, Any]], group: int) -> Collected:
         """Responses to the prompts of this process's rows, with their rewards."""
-        first = self.processes_index * len(rows)
+        first = self.processes.index * len(rows)
         size = 1 if len(rows) % group else group  # a group may be of several processes
         keys = range(first // size, (first + len(rows)) // size)
         found = self._collect(Asked(asked_of(rows), size, keys, self._seed_of("responses")))
@@ -779,114 +665,13 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             self._metrics["train"].add_number(name, value)
         return collected
 
-    def _warn_of_unjudged(self, collected: Collected) -> None:
-        for i in collected.rewards.unjudged[:1]:
-            prompts = collected.responses.prompts
-            row = {name: values[i] for name, values in prompts.columns.items()}
-            row |= {"prompt": prompts.said[i], "completion": collected.responses.completions[i]}
-            _LOGGER.warning(
-                "All reward functions returned None for the following kwargs:\n%s\nNothing is "
-                "learned from such responses: let one function return a number",
-                row,
-            )
-
-    def _noted_columns(self) -> dict[str, list[Any]]:
-        """What reward functions noted by ``log_extra`` since the last call."""
-        noted = dict(self._extra_columns)
-        self._extra_columns.clear()
-        return noted
-
-    def _judged(self, collected: Collected) -> Judged:
-        own = collected.rewards
-        table = torch.stack([*own.by_function.values(), own.total, collected.penalties], 1).float()
-        *columns_of_all, total, off = self._gathered(table).unbind(1)
-        by_function = torch.stack(columns_of_all, 1)
-        if by_function.isnan().all():
-            _LOGGER.warning(
-                "Nothing is learned from this generation: no reward function returned a number for "
-                "any of its %d responses (%s)",
-                len(by_function),
-                ", ".join(self.reward_func_names),
-            )
-        rewards = (by_function * self.reward_weights).nansum(1) - off
-        rewards[total.isnan()] = torch.nan
-        return Judged(by_function, rewards)
-
-    def _log_completion_extra(self, column: str, values: list) -> None:
-        self._extra_columns[column].extend(values)
-
-    def _log_metric(self, name: str, value: float) -> None:
-        self._extra_metrics[name].append(value)
-
-    # Logs.
-
-    def _note_lengths(self, found: Responses, masks: list[Tensor], mode: str) -> float:
-        """Logs the lengths; returns the learned tokens of all processes' responses."""
-        own = [
-            [len(prompt), int(written.sum()), not ended, int(mask.sum())]
-            for prompt, written, ended, mask in zip(
-                found.prompts.ids, found.written, found.ended, masks, strict=True
-            )
-        ]
-        prompts, lengths, cut, learned = self._gathered(torch.tensor(own)).t()
-        if mode == "train":
-            self.state.num_input_tokens_seen += int(prompts.sum() + lengths.sum())
-        note_lengths(self._metrics[mode], lengths, cut.bool())
-        if found.tool_calls is not None:
-            calls, failures = map(torch.tensor, map(float, found.tool_calls))
-            count = torch.tensor(float(len(found)))
-            self._metrics[mode].add({"tools/call_frequency": (calls, count)})
-            self._metrics[mode].add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)
-        return float(learned.sum())
-
-    def _note_rewards(self, judged: Judged, spreadless: Tensor, mode: str) -> None:
-        metrics = self._metrics[mode]
-        note_rewards(metrics, self.reward_func_names, judged, spreadless)
-        values = self._extra_metrics
-        for name in sorted({name for names in self.processes.objects([*values]) for name in names}):
-            metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
-        values.clear()
-
-    def _note_responses(self, collected: Collected, judged: Judged, advantages: Tensor) -> None:
-        """Keeps them for the table of the latest responses, which the main process has."""
-        logs, found = self._logs, collected.responses
-        own = found.prompts.said, found.completions, collected.extra
-        parts = self.processes.objects_at_main(own)
-        names = sorted({name for _, _, extra in parts for name in extra})
-        for asked, said, extra in parts:
-            logs["prompt"].extend(asked)
-            logs["completion"].extend(said)
-            for name in names:
-                logs["extra"][name].extend(extra.get(name, [None] * len(asked)))
-        for name, column in zip(self.reward_func_names, judged.by_function.t(), strict=True):
-            logs["rewards"][name].extend(column.tolist())
-        logs["advantages"].extend(advantages.tolist())
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the means of what was noted since the last log, by TRL's names."""
         mode = "train" if self.model.training else "eval"
-        prefix = "eval_" if mode == "eval" else ""
-        noted: Any = self._metrics[mode].take(self.processes)
-        if noted:
-            noted = {"num_tokens": float(self.state.num_input_tokens_seen), **noted}
-        logs.update({f"{prefix}{name}": value for name, value in noted.items()})
+        logs.update(self._noted.take(mode, self.state.num_input_tokens_seen, self.processes))
         super().log(logs, start_time)
-        if self.log_completions and self.accelerator.is_main_process and self._logs["prompt"]:
-            step = self.state.global_step
-            self._logs.show(step, self.args.num_completions_to_print)
-            self._logs.save(Path(str(self.args.output_dir)), step)
-            self._logs.report(self.args.report_to, step, self.args.log_unique_prompts)
-
-    def _gathered(self, own: Tensor) -> Tensor:
-        """Of all processes, one after the other, on the host."""
-        if self.accelerator.num_processes == 1:
-            return own.cpu()
-        return self.accelerator.gather(own.to(self.args.device)).cpu()
-
-    def _sum_of_all(self, own: Tensor) -> Tensor:
-        if self.accelerator.num_processes == 1:
-            return own.detach().cpu()
-        return self.accelerator.reduce(own.detach().to(self.args.device), reduction="sum").cpu()
+        if self.processes.is_main:
+            self._noted.show(self.state.global_step)
 
     # Checkpoints.
 
@@ -905,9 +690,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             "online": {
                 "step": self._step,
                 "generations": self._generations["train"],
-                "uses": self.args.steps_per_generation * self.num_iterations,
+                "uses": self.uses,
                 "buffer": None if self._buffer is None else [x.state() for x in self._buffer],
-                "metrics": self._metrics["train"].state(),
                 "table": self._logs.state() if self.log_completions else None,
                 "further": None if self._further is None else self._further.state_dict(),
                 "responder": {"rooms": self._sampler.rooms()},
@@ -928,7 +712,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._generations["train"] = own["generations"]
         if own["buffer"] is not None:
             self._buffer = [SampledResponses.of_state(x) for x in own["buffer"]]
-        self._metrics["train"].load(own["metrics"], self.args.device)
         if own.get("table"):
             self._logs.load(own["table"])
         self._sampler.reserve(own["responder"]["rooms"])
@@ -951,25 +734,21 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 f"generations (save_steps × {args.gradient_accumulation_steps} a multiple of "
                 f"{uses})"
             )
-        online = {**own, "step": 0, "buffer": None, "metrics": MetricMeans().state()}
+        online = {**own, "step": 0, "buffer": None}
         return {**super().joined_state(states), "online": online}
 
-    def drop_metrics(self) -> None:
-        self._metrics["train"].shorten(0)
-
     def own_mark(self) -> dict[str, Any]:
-        made, metrics = self._generations["train"], len(self._metrics["train"])
+        made = self._generations["train"]
         further = None if self._further is None else self._further.state_dict()
-        kept = self._step, made, self._buffer, metrics, self._sampler.rooms(), further
+        kept = self._step, made, self._buffer, self._sampler.rooms(), further
         return {**super().own_mark(), "online": kept}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         super().own_rewind(mark)
-        self._step, made, self._buffer, metrics, rooms, further = mark["online"]
+        self._step, made, self._buffer, rooms, further = mark["online"]
         if self._further is not None:
             self._further.load_state_dict(further)
         self._generations["train"] = made
-        self._metrics["train"].shorten(metrics)
         self._sampler.reserve(rooms)
 
 
@@ -982,12 +761,13 @@ def _as_it_is(rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _refuse_liger(name: str) -> None:
+def _check_one(rollout_func: Any, interaction: Interaction) -> None:
     """
     Raises:
-        ImportError, ValueError: always; Liger's kernels are not there, or not for this trainer.
+        ValueError: a ``rollout_func`` beside tools or environments.
     """
-    remedy = f"leave use_liger_kernel out, as {name} computes losses by kernels of its own"
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise ImportError(f"use_liger_kernel=True needs the package liger-kernel: {remedy}")
-    raise ValueError(f"use_liger_kernel=True replaces the model's layers: {remedy}")
+    if rollout_func is not None and interaction:
+        raise ValueError(
+            "rollout_func takes the place of sampling, and tools and environment_factory are part "
+            "of it: leave them out, and mark the policy's tokens by an env_mask"
+        )

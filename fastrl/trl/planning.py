@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 from fastrl.plan.rehearsal import OPTIMIZER_STEPS, rehearsal
 from fastrl.plan.report import Plan
@@ -12,6 +12,27 @@ from fastrl.rollout import SamplingParams
 from fastrl.rollout.rehearsed_engine import RehearsedEngine
 from fastrl.rollout.self_check import UnsupportedModel
 from fastrl.trainers.planning import rehearse_training, rehearsed, shortened_steps
+
+
+class PlansMemory:
+    """A trainer that can say what it will need of memory."""
+
+    model: Any
+    args: Any
+    memory_plan: ClassVar[Callable[..., Plan]]  # such as plan_online
+
+    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
+        """What training on such prompts and responses needs of memory, phase by phase: from a
+        rehearsal without memory, in which nothing of this trainer is run or changed.
+
+        Args:
+            prompt_tokens, response_tokens: of the longest, at least 2.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
+        return self.memory_plan(type(self), skeleton, self.args, *lengths, self.args.device.type)
 
 
 def plan_preference(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from typing import Any
 
+from torch import nn
+
 from fastrl.models.load import load_language_model, with_adapter
+from fastrl.models.utils import check_trainable, without_dropout
 from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import is_path, load_if_path, tokenizer_of
+
+_ON_HEAD = "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
 
 
 def loaded(model: Any, args: Any, quantization_config: Any = None) -> Any:
@@ -67,3 +74,69 @@ def adapted(model: Any, peft_config: Any, args: Any) -> Any:
     if hasattr(model, "peft_config") and args.gradient_checkpointing:
         model.enable_input_require_grads()
     return model
+
+
+def loaded_causal(model: Any, args: Any, quantization_config: Any) -> Any:
+    """As :func:`loaded`, of a causal language model.
+
+    Raises:
+        ValueError: another kind of model, too.
+    """
+    if args.model_init_kwargs and not is_path(model):
+        warnings.warn("the model is loaded already: model_init_kwargs change nothing", stacklevel=4)
+    model = loaded(model, args, quantization_config)
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or not model.get_output_embeddings():
+        raise ValueError(
+            f"{type(model).__name__} is no causal language model: load it with AutoModelForCausalLM"
+        )
+    return model
+
+
+def adapted_policy(model: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:
+    """A model as it is trained on its own responses: with an adapter if there is a ``peft_config``,
+    and without dropout if that is disabled.
+
+    Raises:
+        ValueError: an adapter on the head; nothing that is trained.
+    """
+    adapts = peft_config is not None or hasattr(model, "peft_config")
+    settle_tokens(model, tokenizer, args, adapts)
+    model = adapted(model, peft_config, args)
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear and any("lora_" in x for x, _ in head.named_parameters()):
+        raise ValueError(_ON_HEAD)
+    if args.disable_dropout:
+        without_dropout(model)
+    check_trainable(model)
+    return model
+
+
+def check_adapter(peft_config: Any) -> None:
+    """
+    Raises:
+        ValueError: a kind of adapter that cannot be trained on responses.
+    """
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise ValueError(
+            "prompt-learning adapters shift the positions of tokens and are not supported: use LoRA"
+        )
+    if "lm_head" in (getattr(peft_config, "target_modules", None) or ()):
+        raise ValueError(_ON_HEAD)
+
+
+def refuse_liger(args: Any, name: str) -> None:
+    """
+    Args:
+        name: of the trainer.
+
+    Raises:
+        ImportError, ValueError: ``use_liger_kernel``; Liger's kernels are not there, or not for
+            this trainer.
+    """
+    if not args.use_liger_kernel:
+        return
+    remedy = f"leave use_liger_kernel out, as {name} computes losses by kernels of its own"
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ImportError(f"use_liger_kernel=True needs the package liger-kernel: {remedy}")
+    raise ValueError(f"use_liger_kernel=True replaces the model's layers: {remedy}")

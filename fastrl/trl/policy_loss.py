@@ -17,7 +17,7 @@ from fastrl.learn.loss import TokenLoss
 from fastrl.learn.objective import TokenObjective, loss_of_logprobs
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.registry import POLICY_LOSS_NAMES
-from fastrl.trl.metric_means import MetricMeans, mean_of
+from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.trl.passes import Pass
 from fastrl_kernels.policy_losses import POLICY_LOSSES, PolicyLoss
 from fastrl_kernels.sequence_ratios import log_gamma_weights

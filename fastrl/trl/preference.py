@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -19,15 +19,12 @@ from fastrl.models import CausalLMPolicy
 from fastrl.models.scorer import ScoredPass, TokenScorer
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating, without_dropout
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import RefModel
 from fastrl.settings import check_refused
 from fastrl.trainers.passes import fill
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path, length_limit
-from fastrl.trl.metric_means import MetricMeans
-from fastrl.trl.planning import plan_preference
+from fastrl.trl.planning import PlansMemory, plan_preference
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.preference_config import PreferenceConfig
 from fastrl.trl.reference import (
@@ -39,10 +36,9 @@ from fastrl.trl.reference import (
 )
 
 EXTRAS = ("mean_logit", "is_top1")
-MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
 
-class PreferenceTrainer(SupervisedTrainer):
+class PreferenceTrainer(PlansMemory, SupervisedTrainer):
     """A trainer that compares a policy's log-probs of completions with a reference's.
 
     The reference is ``ref_model``, or the policy as training begins: a frozen copy of it, or, of a
@@ -55,6 +51,8 @@ class PreferenceTrainer(SupervisedTrainer):
     collator_class: ClassVar[type[PairCollator]]
     short_name: ClassVar[str]  # of the method
     id_columns: ClassVar[tuple[str, ...]]  # of prompts, and of each of an example's completions
+    memory_plan = staticmethod(plan_preference)
+    metric_differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}  # noqa: RUF012
     ref_columns: tuple[str, ...]  # of precomputed log-probs, one for each [B]
 
     def __init__(
@@ -99,8 +97,6 @@ class PreferenceTrainer(SupervisedTrainer):
         self._max_length = length_limit(args, model, tokenizer)
         self.scorer = TokenScorer()
         self._packs: bool | None = None
-        # Of batches, as TRL's; the base's ``metrics`` count the tokens of the run.
-        self._metrics = {name: MetricMeans(MARGINS) for name in ("train", "eval")}
         super().__init__(
             model=model,
             args=args,
@@ -121,19 +117,6 @@ class PreferenceTrainer(SupervisedTrainer):
         if self.args.sync_ref_model:
             self.add_callback(Follow(self._reference, self.args))
         self.model.add_model_tags(self._tag_names)
-
-    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
-        """What training on such prompts and responses needs of memory, phase by phase: from a
-        rehearsal without memory, in which nothing of this trainer is run or changed.
-
-        Args:
-            prompt_tokens, response_tokens: of the longest, at least 2.
-
-        Returns:
-            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
-        """
-        skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
-        return plan_preference(type(self), skeleton, self.args, *lengths, self.args.device.type)
 
     # What subclasses add.
 
@@ -356,7 +339,7 @@ class PreferenceTrainer(SupervisedTrainer):
             parts = {**parts, "aux_loss": (output.aux_loss, one)}
         self._metrics["train" if training else "eval"].add(parts)
         if training:
-            self.metrics.add_tokens(inputs["attention_mask"].sum())
+            self._metrics["train"].count("num_tokens", inputs["attention_mask"].sum())
         return (loss if self.share == 1 else loss * self.share), losses
 
     def prediction_step(
@@ -390,36 +373,13 @@ class PreferenceTrainer(SupervisedTrainer):
     # Checkpoints.
 
     def own_state(self) -> dict[str, Any]:
-        found = {
-            "metrics": self._metrics["train"].state(),
-            "reference": following_weights(self._reference, self.args),
-        }
-        return {**super().own_state(), "preferences": found}
+        reference = following_weights(self._reference, self.args)
+        return {**super().own_state(), "preferences": {"reference": reference}}
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
-        if resumed is None:
-            return
-        own = resumed["own"]["preferences"]
-        self._metrics["train"].load(own["metrics"], self.args.device)
-        load_following_weights(self._reference, own["reference"])
-
-    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Without the metrics since the last log."""
-        joined = super().joined_state(states)
-        empty = MetricMeans(MARGINS).state()
-        joined["preferences"] = {**states[0]["preferences"], "metrics": empty}
-        return joined
-
-    def drop_metrics(self) -> None:
-        self._metrics["train"].shorten(0)
-
-    def own_mark(self) -> dict[str, Any]:
-        return {**super().own_mark(), "preferences": len(self._metrics["train"])}
-
-    def own_rewind(self, mark: Mapping[str, Any]) -> None:
-        super().own_rewind(mark)
-        self._metrics["train"].shorten(mark["preferences"])
+        if resumed is not None:
+            load_following_weights(self._reference, resumed["own"]["preferences"]["reference"])
 
 
 def token_parts(

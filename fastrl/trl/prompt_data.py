@@ -86,6 +86,24 @@ def check_enough(count: int, args: Any) -> None:
         )
 
 
+def check_resampling(args: Any, data: Any, rollout_func: Any) -> None:
+    """
+    Raises:
+        ValueError: dynamic sampling of prompts that cannot be drawn one by one.
+    """
+    if not args.dynamic_sampling_rounds:
+        return
+    where = {
+        "a stream of prompts": not hasattr(data, "__len__"),
+        "a rollout_func in several processes": rollout_func is not None and args.world_size > 1,
+    }
+    for what in (what for what, there in where.items() if there):
+        raise ValueError(
+            f"dynamic_sampling_rounds draws single prompts anew, which goes not with {what}: leave "
+            "dynamic_sampling_rounds at 0"
+        )
+
+
 class PromptRoom:
     """The room that a model's context leaves for prompts, beside responses of full length.
 

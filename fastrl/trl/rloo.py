@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fastrl.learn.baselines import EPS, all_equal, deviation, grouped, leave_one_out
 from fastrl.learn.samples import SampledResponses
+from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.model_card import policy_gradient
-from fastrl.trl.metric_means import Parts, mean_of
+from fastrl.trl.judged import Judged, nanstd
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.passes import BatchScores
 from fastrl.trl.policy_loss import GroupLoss, note_clips, ratios_of
-from fastrl.trl.responses import Judged, nanstd
 from fastrl.trl.rloo_config import RLOOConfig
 
 

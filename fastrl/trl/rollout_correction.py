@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl.config import SAMPLER_CORRECTIONS
 from fastrl.learn.correction import SamplerStats, sampler_weights
 from fastrl.learn.samples import SampledResponses
-from fastrl.trl.metric_means import MetricMeans
+from fastrl.run.metric_means import MetricMeans
 
 # TRL's names.
 MODES = tuple(kind.replace("-", "_") for kind in SAMPLER_CORRECTIONS if kind != "off")

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from fastrl.alignment import LOSSES, PairwiseLoss, make_loss
-from fastrl.alignment.evaluation import Means
 from fastrl.data.columns import FEEDBACK, PAIRS, PROMPTS
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
 from tests import tiny_models
@@ -109,12 +107,6 @@ def test_a_second_run_goes_on_through_the_prompts(make_trainer: Make) -> None:
             assert sorted(first + second) == list(range(8))
         else:
             assert first == second
-
-
-def test_metrics_that_nobody_logs_do_not_pile_up(make_trainer: Make) -> None:
-    trainer = make_trainer("dpo", max_steps=2, logging_strategy="no")
-    trainer.train()
-    assert trainer.own_state()["means"] == {}
 
 
 def test_an_evaluation_writes_the_same_while_nothing_is_learned(make_trainer: Make) -> None:
@@ -353,16 +345,6 @@ def test_a_tie_counts_half_and_has_no_spread(make_trainer: Make, name: str) -> N
     found = make_trainer(loss, model, rows, eval_factory=factory).evaluate()
     assert found["eval_rewards/accuracies"] == 0.5
     assert found["eval_rewards/accuracies_sem"] == 0.0
-
-
-def test_the_standard_error_of_an_accuracy_knows_its_ties() -> None:
-    means, values = Means(), torch.tensor([0.5, 0.5, 1.0, 0.0, 1.0])
-    for part in (values[:2], values[2:]):
-        means.add({"accuracy": part, "other": part})
-    found = means.take(Accelerator(), sem_of=["accuracy"])
-    assert found == pytest.approx(
-        {"accuracy": 0.6, "accuracy_sem": float(values.std()) / 5**0.5, "other": 0.6}
-    )
 
 
 def test_the_scores_of_training_are_in_the_unit_of_the_evaluations(make_trainer: Make) -> None:

@@ -146,7 +146,7 @@ class OtherEngine:
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         model = trainer.accelerator.unwrap_model(trainer.model)
-        group, first = trainer.num_generations, trainer.processes_index * len(prompts)
+        group, first = trainer.num_generations, trainer.processes.index * len(prompts)
         found: dict[str, list] = {
             name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")
         }

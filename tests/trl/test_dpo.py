@@ -268,7 +268,7 @@ def test_metrics_that_nobody_logs_do_not_pile_up(tmp_path):
     made = trainer(tmp_path, max_steps=2, logging_strategy="no")
     states = OwnStates(made)
     made.train()
-    assert [x["preferences"]["metrics"] for x in states.seen] == [{"rows": []}] * 2
+    assert [x["metrics"]["rows"] for x in states.seen] == [[]] * 2
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastrl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer
 from fastrl.ppo.method import advantages_of
-from fastrl.trl.responses import Judged
+from fastrl.trl.judged import Judged
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trl.test_online import make

@@ -20,9 +20,9 @@ from torch import Tensor
 from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from fastrl.learn.samples import SampledResponses
 from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.metric_means import MetricMeans
 from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.group_sampler import GroupSampler, in_groups
-from fastrl.trl.metric_means import MetricMeans
 from fastrl.user_code import ExitCalled
 from tests import tiny_models
 from tests.golden import tiny
@@ -221,7 +221,7 @@ def test_metrics_that_nobody_logs_do_not_pile_up(tmp_path: Path) -> None:
     trainer = make(tmp_path, max_steps=2, logging_strategy="no")
     states = OwnStates(trainer)
     trainer.train()
-    assert [x["online"]["metrics"] for x in states.seen] == [MetricMeans().state()] * 2
+    assert [x["metrics"] for x in states.seen] == [MetricMeans().state()] * 2
 
 
 def test_what_no_function_judges_is_not_learned(tmp_path: Path, caplog: Any) -> None:
@@ -561,7 +561,7 @@ def test_another_number_of_processes_begins_with_new_responses(tmp_path: Path) -
     trainer._step = 4
     joined = trainer.joined_state([trainer.own_state()] * 2)
     assert joined["online"]["buffer"] is None
-    assert joined["online"]["metrics"] == MetricMeans().state()
+    assert joined["metrics"] == MetricMeans().state()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,244 @@
+"""Metrics of a trainer's batches, averaged over processes and between logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.run.processes import Processes
+
+Parts = Mapping[str, tuple[Tensor, Tensor]]  # by name: a sum, and of how many numbers it is
+_MEAN, _LEAST, _MOST = "mean", "least", "most"
+_SIGNS = {_LEAST: -1.0, _MOST: 1.0}
+
+
+class _Head(NamedTuple):
+    names: tuple[str, ...]
+    kind: str
+    pooled: bool
+    of_none: float | None
+
+
+class _Rows(NamedTuple):
+    head: _Head
+    # [K, 2 or 3]: sums, counts and sums of squares; or [1, 2]: the greatest number, and 1 where
+    # there is any. The least is the negative of the greatest negative.
+    table: Tensor
+
+
+class MetricMeans:
+    """Means and extremes since the last log. Until they are asked for they stay on the device, and
+    the processes do not wait for each other.
+
+    What is added by :meth:`add` and its kin is a mean over batches of each batch's mean over all
+    processes, as TRL logs it: each batch weighs the same, and all processes add the same names in
+    the same order. What is pooled is a mean over all numbers: each of these weighs the same, and a
+    process may have metrics that others lack.
+
+    Args:
+        differences: by name the two metrics of whose means in each batch it is the difference.
+    """
+
+    def __init__(self, differences: Mapping[str, tuple[str, str]] | None = None):
+        self.differences = dict(differences or {})
+        self._rows: list[_Rows] = []
+        self._pooled: dict[_Head, Tensor] = {}
+        self._totals: dict[str, Tensor | float] = {}
+
+    def add(self, parts: Parts, of_none: float | None = None) -> None:
+        """Adds a batch's sums with their counts; a count of 0 where the batch has none.
+
+        Args:
+            of_none: the mean where no process has any; with None the batch is left out.
+        """
+        if parts:
+            head = _Head(tuple(parts), _MEAN, False, of_none)
+            self._rows.append(_Rows(head, _table(*zip(*parts.values(), strict=True))))
+
+    def add_number(self, name: str, value: float) -> None:
+        """Adds a batch's mean that every process knows; NaN where there is none."""
+        known = value == value
+        row = torch.tensor([[value if known else 0.0, float(known)]])
+        self._rows.append(_Rows(_Head((name,), _MEAN, False, None), row))
+
+    def add_extreme(self, name: str, values: Tensor, most: bool) -> None:
+        """Adds the greatest or least of all processes' values [B] that are not NaN."""
+        head = _Head((name,), _MOST if most else _LEAST, False, None)
+        self._rows.append(_Rows(head, _greatest(values if most else -values)))
+
+    def pool(
+        self, parts: Parts, squares: Sequence[Tensor] = (), of_none: float | None = None
+    ) -> None:
+        """Adds sums of numbers with their counts.
+
+        Args:
+            squares: sums of the squares, for standard errors.
+            of_none: as in :meth:`add`.
+        """
+        if not parts:
+            return
+        table = _table(*zip(*parts.values(), strict=True), *([squares] if squares else []))
+        for name, row in zip(parts, table, strict=True):
+            self._pool(_Head((name,), _MEAN, True, of_none), row[None])
+
+    def pool_values(self, values: Mapping[str, Tensor]) -> None:
+        """Adds all numbers of some tensors, for means and standard errors."""
+        flat = {name: x.detach().float().flatten() for name, x in values.items()}
+        squares = [x.square().sum() for x in flat.values()]
+        self.pool({name: mean_of(x) for name, x in flat.items()}, squares)
+
+    def pool_extremes(self, least: str, most: str, values: Tensor) -> None:
+        """Adds numbers, of which the least and the greatest are logged by these names."""
+        values = values.flatten()
+        self._pool(_Head((least,), _LEAST, True, None), _greatest(-values))
+        self._pool(_Head((most,), _MOST, True, None), _greatest(values))
+
+    def _pool(self, head: _Head, table: Tensor) -> None:
+        before = self._pooled.get(head)
+        self._pooled[head] = table if before is None else _join(head.kind, before, table)
+
+    def count(self, name: str, number: Tensor | float) -> None:
+        """Adds to a number of the whole run, such as its tokens."""
+        self._totals[name] = self._totals.get(name, 0.0) + number
+
+    def totals(self, processes: Processes) -> dict[str, float]:
+        """What was counted, of all processes."""
+        found: dict[str, float] = {}
+        for own in processes.objects(self._counted()):
+            found |= {name: found.get(name, 0.0) + number for name, number in own.items()}
+        return found
+
+    def take(self, processes: Processes, sem_of: Sequence[str] = ()) -> dict[str, float | None]:
+        """The means since the last call; None of those that no batch has.
+
+        Args:
+            sem_of: of what is pooled by its values, those whose standard error is given too, as
+                NAME_sem.
+        """
+        values: dict[str, list[float]] = {}
+        errors: dict[str, float] = {}
+        for head, table in self._joined(processes):
+            for name, (total, n, *squares) in zip(head.names, table.tolist(), strict=True):
+                value = math.nan if head.of_none is None else head.of_none
+                if n:
+                    value = total / n if head.kind == _MEAN else total * _SIGNS[head.kind]
+                values.setdefault(name, []).append(value)
+                if name in sem_of and squares and n:
+                    errors[f"{name}_sem"] = standard_error(n, total, *squares)
+        self.drop()
+        self._pooled.clear()
+        for name, (first, second) in self.differences.items():
+            if values:
+                pairs = zip(values[first], values[second], strict=True)
+                values[name] = [one - other for one, other in pairs]
+        return {**{name: _mean(x) for name, x in values.items()}, **errors}
+
+    def drop(self) -> None:
+        """Forgets the batches' means, which would pile up where nobody takes them."""
+        self._rows.clear()
+
+    def mark(self) -> Any:
+        """What :meth:`rewind` goes back to, without waiting for the device."""
+        return len(self._rows), dict(self._pooled), dict(self._totals)
+
+    def rewind(self, mark: Any) -> None:
+        length, pooled, totals = mark
+        del self._rows[length:]
+        self._pooled, self._totals = dict(pooled), dict(totals)
+
+    def state(self) -> dict[str, Any]:
+        """A tree of tensors and plain values."""
+        rows = [[list(x.head.names), *x.head[1:], x.table.cpu()] for x in self._every()]
+        return {"rows": rows, "totals": self._counted()}
+
+    def load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self._rows, self._pooled = [], {}
+        for names, kind, pooled, of_none, table in state["rows"]:
+            head = _Head(tuple(names), kind, pooled, of_none)
+            if pooled:
+                self._pooled[head] = table.to(device)
+            else:
+                self._rows.append(_Rows(head, table.to(device)))
+        self._totals = dict(state["totals"])
+
+    @staticmethod
+    def of_others(states: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
+        """The state of each of ``count`` processes that go on with what others had: of the pooled
+        an equal share, and not the means of batches since the last log."""
+        found = MetricMeans()
+        for state in states:
+            own = MetricMeans()
+            own.load(state, torch.device("cpu"))
+            for head, table in own._pooled.items():
+                found._pool(head, table / count if head.kind == _MEAN else table)
+            for name, number in own._totals.items():
+                found.count(name, number / count)
+        return found.state()
+
+    def _every(self) -> list[_Rows]:
+        return [*self._rows, *(_Rows(*x) for x in self._pooled.items())]
+
+    def _counted(self) -> dict[str, float]:
+        return {name: float(x) for name, x in self._totals.items()}
+
+    def _joined(self, processes: Processes) -> list[_Rows]:
+        """Of all processes, in fp64, each of which reads its device once."""
+        rows = self._every()
+        if rows:
+            device = next((x.table.device for x in rows if x.table.device.type != "cpu"), None)
+            flat = torch.cat([x.table.flatten().to(device or "cpu") for x in rows]).double().cpu()
+            parts = flat.split([x.table.numel() for x in rows])
+            tables = [part.view_as(x.table) for part, x in zip(parts, rows, strict=True)]
+            rows = [x._replace(table=table) for x, table in zip(rows, tables, strict=True)]
+        found: dict[Any, _Rows] = {}
+        for own in processes.objects(rows):
+            for i, (head, table) in enumerate(own):
+                key = head if head.pooled else i
+                if key in found:
+                    table = _join(head.kind, found[key].table, table)
+                found[key] = _Rows(head, table)
+        return [*found.values()]
+
+
+def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """A part of numbers [n], for :meth:`MetricMeans.add`."""
+    values = values.detach().float()
+    return values.sum(), torch.full((), float(len(values)), device=values.device)
+
+
+def standard_error(count: float, total: float, squares: float) -> float:
+    """Of a mean, s/√n with s² = Σ(x - x̄)²/(n - 1), from n, Σx and Σx²; 0 for one element."""
+    if count < 2:
+        return 0.0
+    return math.sqrt(max(squares - total**2 / count, 0.0) / (count - 1) / count)
+
+
+def _table(*columns: Sequence[Tensor | float]) -> Tensor:
+    """[K, 2 or 3] fp32, on the device of the sums."""
+    device = columns[0][0].device  # type: ignore[union-attr]
+    of_each = [[torch.as_tensor(x, device=device).detach().float() for x in y] for y in columns]
+    return torch.stack([torch.stack(column) for column in of_each], dim=-1)
+
+
+def _greatest(values: Tensor) -> Tensor:
+    """[1, 2]: of those that are not NaN, and 1; -inf and 0 where there are none."""
+    values = values.detach().float()
+    known = ~values.isnan()
+    found = torch.where(known, values, -torch.inf)
+    # One more, so that there always is one.
+    best = torch.cat([found, found.new_full((1,), -torch.inf)]).max()
+    return torch.stack([best, known.any().float()])[None]
+
+
+def _join(kind: str, one: Tensor, other: Tensor) -> Tensor:
+    other = other.to(one.device)
+    return one + other if kind == _MEAN else torch.maximum(one, other)
+
+
+def _mean(values: list[float]) -> float | None:
+    known = [x for x in values if x == x]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,139 @@
+"""What GRPOTrainer and RLOOTrainer log of responses, by TRL's names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.collect.responses import Collected, Responses
+from fastrl.run.metric_means import MetricMeans, mean_of
+from fastrl.run.processes import Processes
+from fastrl.trl.completions_table import CompletionsTable
+from fastrl.trl.judged import Judged, nanstd
+
+
+class ResponseLog:
+    """Metrics of the responses since the last log, and the table of the latest ones.
+
+    Args:
+        args: an :class:`fastrl.trl.online_config.OnlineConfig`.
+        names: of the reward functions.
+        metrics: by mode, "train" and "eval".
+
+    Attributes:
+        table: is filled in the main process.
+    """
+
+    def __init__(self, args: Any, names: Sequence[str], metrics: dict[str, MetricMeans]):
+        self.args, self.names = args, list(names)
+        self.metrics = metrics
+        self.table = CompletionsTable(args.generation_batch_size)
+        self._columns: defaultdict[str, list] = defaultdict(list)
+        self._numbers: defaultdict[str, list[float]] = defaultdict(list)
+
+    # What reward functions get as log_extra and log_metric.
+
+    def note_column(self, column: str, values: list) -> None:
+        self._columns[column].extend(values)
+
+    def note_number(self, name: str, value: float) -> None:
+        self._numbers[name].append(value)
+
+    def take_columns(self) -> dict[str, list[Any]]:
+        """What was noted by :meth:`note_column` since the last call."""
+        noted = dict(self._columns)
+        self._columns.clear()
+        return noted
+
+    # What a trainer tells.
+
+    def lengths(
+        self, found: Responses, masks: Sequence[Tensor], mode: str, processes: Processes
+    ) -> tuple[int, float]:
+        """Notes the lengths of this process's responses and the others'.
+
+        Args:
+            masks: bool, the tokens that are learned.
+
+        Returns:
+            of all processes, the tokens of prompts and responses, and those that are learned.
+        """
+        own = [
+            [len(prompt), int(written.sum()), not ended, int(mask.sum())]
+            for prompt, written, ended, mask in zip(
+                found.prompts.ids, found.written, found.ended, masks, strict=True
+            )
+        ]
+        every = processes.joined(torch.tensor(own), [len(own)] * processes.count)
+        prompts, lengths, cut, learned = every.t()
+        metrics, cut = self.metrics[mode], cut.bool()
+        whole = lengths[~cut] if bool((~cut).any()) else torch.zeros(1)
+        for name, of in (("", lengths), ("terminated_", whole)):
+            metrics.add_number(f"completions/mean_{name}length", float(of.float().mean()))
+            metrics.add_number(f"completions/min_{name}length", float(of.min()))
+            metrics.add_number(f"completions/max_{name}length", float(of.max()))
+        metrics.add_number("completions/clipped_ratio", float(cut.float().mean()))
+        if found.tool_calls is not None:
+            calls, failures = map(torch.tensor, map(float, found.tool_calls))
+            count = torch.tensor(float(len(found)))
+            metrics.add({"tools/call_frequency": (calls, count)})
+            metrics.add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)
+        return int(prompts.sum() + lengths.sum()), float(learned.sum())
+
+    def rewards(self, judged: Judged, spreadless: Tensor, mode: str, processes: Processes) -> None:
+        """
+        Args:
+            spreadless: bool, groups whose rewards are all the same.
+        """
+        metrics, values = self.metrics[mode], self._numbers
+        for name, column in zip(self.names, judged.by_function.t(), strict=True):
+            metrics.add_number(f"rewards/{name}/mean", float(column.nanmean()))
+            metrics.add_number(f"rewards/{name}/std", nanstd(column))
+        metrics.add_number("reward", float(judged.rewards.nanmean()))
+        metrics.add_number("reward_std", nanstd(judged.rewards))
+        metrics.add_number("frac_reward_zero_std", float(spreadless.float().mean()))
+        for name in sorted({name for names in processes.objects([*values]) for name in names}):
+            metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
+        values.clear()
+
+    def responses(
+        self, own: Collected, judged: Judged, advantages: Tensor, processes: Processes
+    ) -> None:
+        """Puts them into the table.
+
+        Args:
+            own: of this process, what follows of all.
+        """
+        table, found = self.table, own.responses
+        parts = processes.objects_at_main((found.prompts.said, found.completions, own.extra))
+        names = sorted({name for _, _, extra in parts for name in extra})
+        for asked, said, extra in parts:
+            table["prompt"].extend(asked)
+            table["completion"].extend(said)
+            for name in names:
+                table["extra"][name].extend(extra.get(name, [None] * len(asked)))
+        for name, column in zip(self.names, judged.by_function.t(), strict=True):
+            table["rewards"][name].extend(column.tolist())
+        table["advantages"].extend(advantages.tolist())
+
+    # What is logged.
+
+    def take(self, mode: str, tokens: int, processes: Processes) -> dict[str, Any]:
+        """The means since the last call, and the run's ``tokens`` so far."""
+        noted: Any = self.metrics[mode].take(processes)
+        if noted:
+            noted = {"num_tokens": float(tokens), **noted}
+        prefix = "eval_" if mode == "eval" else ""
+        return {f"{prefix}{name}": value for name, value in noted.items()}
+
+    def show(self, step: int) -> None:
+        """Prints the table, saves it and sends it to trackers, where ``log_completions``."""
+        if self.args.log_completions and self.table["prompt"]:
+            self.table.show(step, self.args.num_completions_to_print)
+            self.table.save(Path(str(self.args.output_dir)), step)
+            self.table.report(self.args.report_to, step, self.args.log_unique_prompts)
