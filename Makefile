@@ -11,7 +11,7 @@ JOBS ?= 3
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
 	@echo "make test    run the tests and the ahead-of-time gate of the kernels"
-	@echo "make thorough  what make test leaves out of its slower tests, and all kernels' options"
+	@echo "make thorough  what make test leaves out, and all kernels' options (PART=WORD: a part of it)"
 	@echo "make headroom  that what is judged is as exact on other inputs and instruction sets"
 	@echo "make resolve  that what make installs resolves for every Python and processor, CUDA and CPU"
 	@echo "make faults  kill runs of every trainer at many instants, and resume them"
@@ -43,15 +43,19 @@ $(VENV)/.dev: $(VENV)/.runtime
 demo: $(VENV)/.runtime
 	$(BIN)/fastrl demo $(DEMO)
 
+# A process compiles anew what it imports where nothing may be written beside it.
+test thorough: export PYTHONDONTWRITEBYTECODE =
+
 # Where threads are asked for, those that wait leave the cores to the other workers. Each worker has
 # a half of the tests and then takes from the other's, so that most fixtures are set up once.
 test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
-	$(BIN)/python -m tests.aot --quick
+	$(BIN)/python -m tests.aot --quick --target sm_90 --target gfx942
 
-# What `make test` leaves out.
+# What `make test` leaves out. With PART=WORD, a part of each of its programs that the word draws.
 thorough: export THOROUGH = 1
+thorough: export PART ?=
 thorough: export OMP_WAIT_POLICY ?= passive
 thorough: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)

@@ -7,8 +7,8 @@ comparison may use more than 0.7 of what it is allowed.
 
 A pass is one seed in one setting. By default each of the 6 settings has 2 of 12 seeds and a third
 of the tests with each, so that a test meets 4 settings; with --full all tests meet all seeds in all
-settings, and --light is two passes with a third of the tests each. As a plugin of pytest this
-module records the shares.
+settings, --light is two passes with a third of the tests each, and PART=WORD draws one pass. As a
+plugin of pytest this module records the shares.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import pytest
 import torch
 
 from fastrl_kernels import gemm
+from tests.part import drawn
 
 MOST = 0.7
 ACCURATE = 0.35  # shares are no larger than they are told to be, and from here on exactly so
@@ -146,7 +147,7 @@ def main() -> int:
     options = parser.parse_args()
     largest: dict[str, tuple[float, str]] = {}
     total = failed = 0
-    for one in passes(options.choice):
+    for one in drawn(passes(options.choice), "headroom"):
         with tempfile.TemporaryDirectory() as folder:
             found, said = run(one, Path(folder), options.workers)
         print(f"{one}: {len(found)} comparisons, pytest:", "\n    ".join(said), flush=True)

@@ -4,7 +4,7 @@ Versions alone are resolved, from the packages' metadata: nothing is installed. 
 processor that `pyproject.toml` admits, as a stock machine does, with no settings of its own and the
 public index; with the wheel of torch for CUDA that is there, and with one for CPUs, which wants no
 triton; and once more without constraints, as ``pip install fastrl-lm`` does. Then for this machine,
-by its own pip with its own settings.
+by its own pip with its own settings. PART=WORD draws one Python.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.part import drawn
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -65,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wheel", action="append", choices=WHEELS, help="only this one of torch")
     parser.add_argument("--no-pip", action="store_true", help="leave this machine out")
     args = parser.parse_args(argv)
-    cases = [
-        Case(*case) for case in product(args.python or PYTHONS, PLATFORMS, args.wheel or WHEELS)
-    ]
+    pythons = args.python or drawn(PYTHONS, "python")
+    cases = [Case(*case) for case in product(pythons, PLATFORMS, args.wheel or WHEELS)]
     failed, count = 0, 0
     for found in _all(cases, args.constraints, here=not args.no_pip):
         versions = ", ".join(f"{name} {found.versions.get(name, '-')}" for name in _SHOWN)

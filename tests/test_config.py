@@ -9,6 +9,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from fastrl import PPOConfig
+from tests.together import together
 
 DEFAULTS = {
     "seed": 0,
@@ -109,7 +110,7 @@ def test_policy_gradients_are_classic_unless_chosen():
 GRPO = {"advantage": "grpo", "group_size": 4, "batch_size": 8}
 
 
-@pytest.mark.parametrize(
+@together(
     ("settings", "message"),
     [
         (
@@ -269,7 +270,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "value"), [(name, value) for name, values in MISTAKES.items() for value in values]
 )
 def test_a_value_out_of_range_is_refused_by_name(name, value):
@@ -277,7 +278,7 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
         PPOConfig(**{name: value})
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "value", "message"),
     [
         ("delta", "4", r"delta must be a number or None, got '4' \(str\)"),

@@ -21,6 +21,7 @@ from fastrl.alignment.losses import LOSSES, make_loss
 from fastrl.rollout import SamplingParams
 from fastrl.settings import idle_settings, refusals
 from fastrl.trainers.supervised import settings_of
+from tests.together import together
 
 SURFACES = ("PPO", "GRPO", "RLOO", "DPO", "KTO", "SFT", "Reward", "Alignment")
 # A negative number has a meaning for these; infinity leaves those without a bound.
@@ -122,7 +123,7 @@ def test_what_is_no_dict_is_refused_by_name(surface: str) -> None:
         assert getattr(kept, name) == {"use_reentrant": True}
 
 
-@pytest.mark.parametrize(
+@together(
     ("surface", "name", "value"),
     [
         ("GRPO", "rollout_backend", "hf"), ("RLOO", "rollout_backend", ""),

@@ -19,9 +19,10 @@ from tests.alignment.conftest import (
     make_factory,
 )
 from tests.golden import tiny
+from tests.together import together
 
 
-@pytest.mark.parametrize(
+@together(
     ("loss", "given", "says"),
     [
         ("sft", {"task": "offline-pairwise"}, "sft does not fit the task offline-pairwise"),

@@ -7,7 +7,8 @@ option at least once (`covering` in worker.py); with `--full`, everything, and w
 in `make test`, of each kernel and dtype what has the most options (`fullest`).
 
 The installed Triton compiles, or each `--triton VERSION`, downloaded at first; `--triton all` are
-those that kernels are held to (`versions.py`), for each compiles otherwise.
+those that kernels are held to (`versions.py`), for each compiles otherwise; one of them that
+PART=WORD draws.
 
 The gate fails on a spill into memory, on more shared memory than the target has, on a narrow load
 in a main loop or more instructions per byte than its bound (`bounds.py`), on a call that raises,
@@ -30,6 +31,7 @@ from pathlib import Path
 
 from tests.aot import versions
 from tests.aot.worker import TARGETS, CaseError, Report, Row
+from tests.part import drawn
 
 CALLS = "benchmarks.ops"
 COLUMNS = (
@@ -63,8 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     asked = args.triton or [versions.installed()]
+    if asked == ["all"]:
+        asked = drawn(versions.SUPPORTED, "triton")
     reports, passed = list[Report](), True
-    for version in dict.fromkeys(versions.SUPPORTED if asked == ["all"] else asked):
+    for version in dict.fromkeys(asked):
         try:
             folder = versions.folder_of(version)
         except versions.Unavailable as error:

@@ -148,6 +148,7 @@ def test_texts_with_nothing_to_learn_are_dropped_and_counted() -> None:
         prepared([{"text": "w5"}, {"text": ""}], append_eos=False)
     with pytest.raises(ValueError, match="the data set is empty"):
         prepared([])
+    assert Encoder(tiny.tokenizer()).alone("") == ([], []), "no EOS alone"
 
 
 def completions(*args: Any, **kwargs: Any) -> DataCollatorForCompletionOnlyLM:

@@ -17,6 +17,7 @@ from tests import tiny_models
 from tests.bits import bits, differing
 from tests.golden import tiny
 from tests.patience import LONG
+from tests.together import together
 
 NAN = math.nan
 PROMPTS = ["w3 w4", "w5 w6", "w7 w8", "w9"]
@@ -210,14 +211,14 @@ def content(folder):
     return {path: path.read_bytes() for path in files if path.parent.name != "__pycache__"}
 
 
-@pytest.mark.parametrize(("settings", "said"), CONFIGS)
+@together(("settings", "said"), CONFIGS)
 def test_a_configuration_is_refused(settings, said):
     with pytest.raises(ValueError, match=said) as error:
         PPOConfig(**settings)
     assert error.type is ValueError
 
 
-@pytest.mark.parametrize(("settings", "said"), SAMPLING)
+@together(("settings", "said"), SAMPLING)
 def test_sampling_parameters_are_refused(settings, said):
     with pytest.raises(ValueError, match=said) as error:
         SamplingParams(**settings)
@@ -259,7 +260,7 @@ def test_a_step_is_refused(arguments, said, trainer):
     assert differing(before, bits(trainer)) == []
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@together("name", OTHERS)
 def test_a_call_is_refused(name):
     call, kind, said = OTHERS[name]
     with pytest.raises(kind, match=said) as error:

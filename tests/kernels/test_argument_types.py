@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fastrl_kernels as ops
 from fastrl_kernels.argument_types import explains_types, misfit
+from tests.together import together
 
 X = torch.zeros(2, 3)
 MASK = torch.ones(2, 3, dtype=torch.bool)
@@ -21,7 +22,7 @@ OPS = [getattr(ops, name) for name in ops.__all__ if inspect.isfunction(getattr(
 ON_TENSORS = [op for op in OPS if Tensor in typing.get_type_hints(op).values()]
 
 
-@pytest.mark.parametrize("op", ON_TENSORS, ids=lambda op: op.__name__)
+@together("op", ON_TENSORS)
 def test_lists_in_place_of_tensors_are_named(op):
     needed = [p.name for p in inspect.signature(op).parameters.values() if p.default is p.empty]
     hints = typing.get_type_hints(op)

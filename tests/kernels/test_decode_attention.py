@@ -19,6 +19,7 @@ from fastrl_kernels.types import LOWEST
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import constants, floats_arrive_as_double, interpreted, watched
 from tests.kernels.roundings import Rounded
+from tests.together import together
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SPLIT = 256
@@ -461,7 +462,7 @@ def zeros(*shape, dtype=BF16, device="cpu"):
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
-@pytest.mark.parametrize(
+@together(
     ("change", "error", "message"),
     [
         ({"query": zeros(3, 4, 16, dtype=torch.int64)}, TypeError, "query must be float32"),

@@ -23,6 +23,7 @@ from tests.kernels.launches import (
 )
 from tests.kernels.roundings import Rounded
 from tests.kernels.test_linear_logprobs import LEAVES, assert_same_bits, batch, run, with_holes
+from tests.together import together
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXTRAS = Extras._fields
@@ -276,7 +277,7 @@ INTEGERS, FLOATS = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
 
 
 @OPS
-@pytest.mark.parametrize(
+@together(
     ("change", "error", "message"),
     [
         ({"hidden": torch.zeros(2, 3, 4, dtype=torch.int64)}, TypeError, "hidden must be float32"),
@@ -313,7 +314,7 @@ INTEGERS, FLOATS = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
         ({"backend": "cuda"}, ValueError, "unknown backend"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@together("autocast", [False, True])
 def test_what_is_refused_and_why(op, change, error, message, autocast):
     inputs = {"hidden": torch.zeros(2, 3, 4), "weight": torch.zeros(9, 4), "labels": INTEGERS}
     low = autocast and "weight" in change and change["weight"].dtype == BF16
@@ -330,7 +331,7 @@ def test_unknown_extras_are_refused(backend, device):
         linear_logprobs(**inputs, extras="is_top1", backend=backend)
 
 
-@pytest.mark.parametrize(
+@together(
     ("change", "error", "message"),
     [
         ({"old_logprobs": INTEGERS}, TypeError, "old_logprobs must be float32"),

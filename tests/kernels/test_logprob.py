@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastrl_kernels import dispatch, reference, rows, token_logprobs
 from tests.kernels.judge import DTYPES, judge, misaligned, names
+from tests.together import together
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PER_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
@@ -353,7 +354,7 @@ def test_only_shapes_are_compiled_in():
         assert compiled <= {"BLOCK", "VEC", "PART"}
 
 
-@pytest.mark.parametrize(
+@together(
     ("change", "error", "message"),
     [
         ({"logits": torch.zeros(3, 9, dtype=torch.int64)}, TypeError, "logits must be float32"),

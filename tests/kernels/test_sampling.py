@@ -33,6 +33,7 @@ from tests.kernels.launches import (
     watched,
 )
 from tests.kernels.roundings import Rounded
+from tests.together import together
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -428,7 +429,7 @@ def test_no_gradient_is_recorded(backend, device):
 INT, ONES = torch.int64, torch.ones(3)
 
 
-@pytest.mark.parametrize(
+@together(
     ("change", "error", "message"),
     [
         ({"logits": torch.zeros(3, 9, dtype=INT)}, TypeError, "logits must be float32"),

@@ -22,6 +22,7 @@ from tests.kernels import test_linear_ppo_loss
 from tests.kernels.judge import judge
 from tests.kernels.launches import allocations
 from tests.kernels.test_linear_logprobs import LEAVES, Inputs, assert_same_bits, batch, run
+from tests.together import together
 
 OPS = pytest.mark.parametrize("op", [linear_logprobs, linear_nll_loss, linear_ppo_loss])
 SHAPES = pytest.mark.parametrize("leading", [(6,), (2, 6), (2, 1, 6)], ids=str)
@@ -135,7 +136,7 @@ REFUSED = {
 
 
 @OPS
-@pytest.mark.parametrize("why", REFUSED)
+@together("why", REFUSED)
 def test_what_is_refused_and_why(backend, device, op, why):
     shift, error, message = REFUSED[why]
     inputs = batch(2, 6, 60, device=device)

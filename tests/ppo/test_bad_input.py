@@ -12,6 +12,7 @@ from fastrl import PPOConfig, PPOTrainer
 from fastrl.rollout import RolloutOutput
 from tests.golden import tiny
 from tests.ppo.conftest import make_batch, make_policy, make_trainer, perturbed
+from tests.together import together
 
 NAN, INF = math.nan, math.inf
 
@@ -99,7 +100,7 @@ def shared_trainer() -> PPOTrainer:
     return make_trainer(reference=reference, use_score_scaling=True, on_nonfinite="raise")
 
 
-@pytest.mark.parametrize("case", CASES)
+@together("case", CASES)
 def test_step_refuses(case: str, shared_trainer: PPOTrainer, unchanged: Any) -> None:
     batch, message = CASES[case]
     with unchanged(shared_trainer), pytest.raises(ValueError, match=message):

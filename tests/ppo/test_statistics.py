@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastrl.learn.kl import AdaptiveKLController
 from fastrl.rollout import RolloutOutput
 from tests.ppo.conftest import make_batch, make_policy, make_trainer, perturbed
 from tests.ppo.updates import watch_gradients
@@ -72,3 +73,10 @@ def test_a_step_that_is_not_taken_has_no_gradient_norm():
     with pytest.warns(UserWarning, match="ratio_threshold"):
         stats = trainer.step(**make_batch(BATCH))
     assert math.isnan(stats["ppo/grad_norm"])
+
+
+@pytest.mark.parametrize(("kl", "change"), [(6.6, 0.1), (60.0, 0.2), (0.0, -0.2), (math.nan, 0.0)])
+def test_the_coefficient_follows_the_kl_by_at_most_a_fifth_per_horizon(kl, change):
+    controller = AdaptiveKLController(init_kl_coef=0.3, target=6.0, horizon=1000.0)
+    controller.update(kl, n_steps=500)
+    assert controller.value == pytest.approx(0.3 * (1 + change / 2))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from fastrl.rewards.weighted import Rewards
 from fastrl.user_code import fault_of
 from tests.golden import tiny
 from tests.patience import LONG, PATIENCE
+from tests.together import together
 from tests.trainers.conftest import reward_model
 
 PROMPTS = ["w3", "w4", "w5", "w6", "w7"]
@@ -125,6 +127,11 @@ def test_none_leaves_a_function_out_of_a_samples_sum() -> None:
     assert found.by_function["odd"].isnan().tolist() == [True, False, True, False, True]
     with pytest.raises(ValueError, match=r"completion 0 \(prompt 'w3'\): odd returned None"):
         ask(Rewards(odd))
+
+
+def test_samples_that_no_function_judged_are_known_in_another_order() -> None:
+    found = replace(ask(Rewards(length)), unjudged=[1, 3])
+    assert found.select([3, 0, 1]).unjudged == [2, 0]
 
 
 def test_samples_that_are_left_out_are_not_asked_about() -> None:
@@ -463,7 +470,7 @@ def test_messages_ids_and_columns_are_a_functions_own_at_each_call(retries: int)
     assert (prompts, ids, columns["answer"]) == given
 
 
-@pytest.mark.parametrize(
+@together(
     ("settings", "error", "message"),
     [
         ({"reward_fn": []}, ValueError, "reward_fn is empty"),

@@ -44,7 +44,7 @@ def engine_of(model: Any, **settings: Any) -> RolloutEngine:
 
 
 def generated(engine: RolloutEngine, **settings: Any) -> Any:
-    return engine.generate(PROMPTS, SamplingParams(max_new_tokens=4, seed=1, **settings))
+    return engine.generate(PROMPTS, SamplingParams(max_new_tokens=3, seed=1, **settings))
 
 
 def test_rollouts_are_those_of_the_models_own_layers() -> None:

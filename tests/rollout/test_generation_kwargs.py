@@ -9,6 +9,7 @@ from fastrl.rollout import RolloutEngine, sampling_params
 from fastrl.rollout.generation_kwargs import check_names
 from tests import tiny_models
 from tests.golden import tiny
+from tests.together import together
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("kwargs", "name"), REFUSALS, ids=lambda x: str(x)[:60])
+@together(("kwargs", "name"), REFUSALS)
 def test_the_first_argument_without_an_equivalent_is_named(kwargs, name, model):
     assert translate(kwargs, model) == name
 

@@ -5,9 +5,10 @@ import pytest
 from fastrl import RolloutEngine, SamplingParams
 from tests import tiny_models
 from tests.golden import tiny
+from tests.together import together
 
 
-@pytest.mark.parametrize(
+@together(
     ("arguments", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),

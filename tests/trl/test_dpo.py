@@ -18,6 +18,7 @@ from fastrl_kernels import reference as formulas
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import OwnStates, assert_resumes
+from tests.together import together
 from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs, weights
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
@@ -316,7 +317,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@together("name", BAD)
 def test_settings_that_cannot_be_are_refused(tmp_path, name):
     settings, message = BAD[name]
     with pytest.raises(ValueError, match=message):

@@ -18,6 +18,7 @@ import fastrl
 from fastrl.settings import idle_settings, refusals
 from tests import tiny_models
 from tests.golden import tiny
+from tests.together import together
 from tests.trainers.conftest import pairs, texts
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -143,9 +144,7 @@ def another(default: Any) -> Any:
             return "another"
 
 
-@pytest.mark.parametrize(
-    ("method", "name", "default", "remedy"), REFUSED, ids=[f"{m}.{n}" for m, n, *_ in REFUSED]
-)
+@together(("method", "name", "default", "remedy"), REFUSED)
 def test_what_is_not_honoured_is_refused_with_a_remedy(
     method: str, name: str, default: Any, remedy: str
 ) -> None:
