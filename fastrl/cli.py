@@ -21,7 +21,7 @@ from fastrl.run.launcher import (
 from fastrl.run.progress import drop_bars, line_start
 from fastrl.run.stopping import Stopped, Terminated
 from fastrl.run.terminal import visible
-from fastrl.user_code import exits_are_errors, fault_of
+from fastrl.user_code import exits_are_errors, fault_of, forget_files
 
 USAGE = """\
 usage: fastrl COMMAND [CONFIG.yaml] [--flag value ...]
@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not is_main_process():
         _leave_messages_to_the_main_process()
+    forget_files()  # of a command before, in the same process
     with_place = warnings.formatwarning
     warnings.formatwarning = _warning_line
     try:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _MARK, _NAME = "_fastrl_user_code", "_fastrl_name"
+_files: dict[tuple[Path, int, int], Any] = {}  # modules by path, time of change and size
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
@@ -147,7 +148,8 @@ def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
 def load_function(name: str) -> Callable[..., Any]:
     """Loads the function of "module:function" or "path/to/file.py:function".
 
-    Errors of the function, and of its file as it is loaded, name it.
+    Errors of the function, and of its file as it is loaded, name it. A file is run once, however
+    many of its functions are named: what they share is the same for all.
 
     Raises:
         ValueError: not a function's name.
@@ -186,6 +188,10 @@ def _load_module(name: str) -> Any:
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
+    found = path.stat()
+    key = path.resolve(), found.st_mtime_ns, found.st_size
+    if key in _files:
+        return _files[key]
     name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -194,7 +200,13 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module
     with running(str(path)):
         spec.loader.exec_module(module)
+    _files[key] = module
     return module
+
+
+def forget_files() -> None:
+    """Has :func:`load_function` run files anew."""
+    _files.clear()
 
 
 def _module_name(path: Path) -> str:

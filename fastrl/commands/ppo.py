@@ -92,12 +92,14 @@ class PPOJob(TrainingJob):
         "Prompts: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
         ".json, .csv, .tsv, .parquet or .txt."
     )
-    reward: list[str] = setting(
+    reward: list[str] | None = setting(
         "Sequence classifier (a directory, a run's too, or a Hub id), a function "
         "(file.py:function), or math; or several. math is a ready one: is the answer that of the "
         "column solution? Functions are named as module:function or "
         "path/to/file.py:function, and called with (prompts, completions, completion_ids, "
-        "**columns). Of several the reward is the weighted sum."
+        "**columns). Of several the reward is the weighted sum. Only an environment that has a "
+        "get_reward() needs none.",
+        None,
     )
     output: str = setting_like(TrainingJob, "output", "runs/ppo")
 
@@ -202,8 +204,13 @@ class PPOJob(TrainingJob):
     def __post_init__(self) -> None:
         if isinstance(self.reward, str):
             self.reward = [self.reward]
+        if not self.reward and self.environment is None:
+            raise ValueError(
+                "reward says what is learned: name a function (file.py:function), a classifier or "
+                "math; or an environment that has a get_reward()"
+            )
         check_reward_settings(
-            len(self.reward),
+            len(self.reward or ()),
             self.reward_weights,
             self.reward_timeout,
             self.reward_retries,
@@ -225,7 +232,7 @@ class PPOJob(TrainingJob):
     @property
     def rewards(self) -> str:
         """The names of all rewards, for titles."""
-        return " + ".join(self.reward)
+        return " + ".join(self.reward or [str(self.environment)])
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
@@ -337,12 +344,18 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     set_seed(flags.seed)
     policy, _ = job.check_model(), job.lora_config("CAUSAL_LM")  # refused before data is read
     batch_size = {} if job.reward_batch_size is None else {"batch_size": job.reward_batch_size}
-    rewards = [load_reward(name, label=job.reward_label, **batch_size) for name in job.reward]
+    rewards = [load_reward(name, label=job.reward_label, **batch_size) for name in job.reward or ()]
     tokenizer = load_tokenizer(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
-    for name, reward in zip(job.reward, rewards, strict=True):
-        check_call(name, reward, ("prompts", "completions", "completion_ids"), columns)
+    given = (
+        "prompts",
+        "completions",
+        "completion_ids",
+        *(["environments"] if job.environment else ()),
+    )
+    for name, reward in zip(job.reward or (), rewards, strict=True):
+        check_call(name, reward, given, columns)
     tools = [load_function(name) for name in job.tools or ()]
     environment = None if job.environment is None else load_function(job.environment)
     rollout_func = None if job.rollout_func is None else load_function(job.rollout_func)
@@ -358,7 +371,7 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
         if isinstance(reward, ClassifierReward):
             reward.to(trainer.current_device)
     result = trainer.train(
-        rewards,
+        rewards or None,
         reward_weights=job.reward_weights,
         reward_timeout=job.reward_timeout,
         reward_retries=job.reward_retries,

@@ -8,13 +8,20 @@ from datasets import Dataset
 
 from fastrl import cli
 from fastrl.run.ledger import read_ledger
-from tests import chat_tokenizer
+from tests import chat_tokenizer, tables
 from tests.trl.test_tools import model
 
 CODE = '''
-import torch
+import fastrl
 
 calls = []
+
+@fastrl.register_policy_loss("plain")
+def plain(log_ratio, advantages, cliprange):
+    return -advantages * log_ratio.exp()
+
+def entered(completions, environments, **columns):
+    return [float(len(calls))] * len(environments)
 
 def reward(completions, completion_ids, **columns):
     assert "noted" not in columns or columns["noted"] == [7] * len(completions)
@@ -45,7 +52,7 @@ def respond(prompts, trainer):
 '''
 
 
-def run(folder: Path, *flags: str) -> Path:
+def run(folder: Path, *flags: str, reward: str | None = "reward") -> Path:
     start = folder / "start"
     model().save_pretrained(start)
     chat_tokenizer.tokenizer().save_pretrained(start)
@@ -55,7 +62,8 @@ def run(folder: Path, *flags: str) -> Path:
     (folder / "code.py").write_text(CODE)
     words = [
         *("grpo", "--model", start, "--dataset", folder / "rows.jsonl", "--steps", 2),
-        *("--reward", f"{folder / 'code.py'}:reward", "--output", folder / "run"),
+        *(("--reward", f"{folder / 'code.py'}:{reward}") if reward else ()),
+        *("--output", folder / "run"),
         *("--batch-size", 4, "--mini-batch-size", 4, "--group-size", 2, "--max-new-tokens", 8),
         *("--eval-prompts", 0, "--learning-rate", "1e-3", *flags),
     ]
@@ -92,3 +100,16 @@ def test_tools_and_environments(tmp_path: Path) -> None:
         assert all(row["written"])
     metrics = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert {"tools/call_frequency", "tools/failure_frequency"} <= set().union(*metrics)
+
+
+@pytest.mark.usefixtures("figures")
+@pytest.mark.parametrize("reward", ["entered", None])
+def test_a_file_is_one_module_whatever_flags_name_it(tmp_path: Path, reward: str | None) -> None:
+    code = tmp_path / "code.py"
+    flags = "--environment", f"{code}:Room", "--policy-loss", f"{code}:plain"
+    with tables.kept():
+        place = run(tmp_path, *flags, reward=reward)
+    rows = read_ledger(place / "ledger").to_pylist()
+    assert all(row["reward/Room"] == len(rows) * row["step"] / 2 % 3 for row in rows)
+    if reward is not None:
+        assert all(row["reward/entered"] == len(rows) * row["step"] / 2 for row in rows)
