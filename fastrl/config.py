@@ -327,7 +327,8 @@ class PPOConfig:
     advantage: str = setting(
         "How advantages are estimated: gae (by a value function), or from the other responses to "
         "the same prompt: grpo ((R - mean) / deviation), dr_grpo (R - mean), rloo (R - the others' "
-        "mean), or from all of the batch: reinforce++ (the rewards to come, whitened).",
+        "mean), or from all of the batch: reinforce++ (the rewards to come, whitened); or one of "
+        "your own, file.py:function.",
         "gae",
         choices=ADVANTAGES,
     )
@@ -404,7 +405,8 @@ class PPOConfig:
     policy_loss: str = setting(
         "The policy's objective: clip (PPO's), cispo (the ratio, at most 1 + cliprange_high, as a "
         "constant weight of log π; no lower bound), sapo (a sigmoid of the ratio in place of the "
-        "clip), vespo (a smooth weight of log π by the whole response's ratio).",
+        "clip), vespo (a smooth weight of log π by the whole response's ratio); or one of your "
+        "own, file.py:function.",
         "clip",
         choices=POLICY_LOSS_NAMES,
     )

@@ -49,7 +49,8 @@ class Registry(Mapping[str, Any]):
 
 
 # Of the responses to a prompt; the functions are fastrl.learn.baselines'.
-_GROUPS: dict[str, Callable[..., Any] | None] = {"grpo": None, "dr_grpo": None, "rloo": None}
+_OURS = ("grpo", "dr_grpo", "rloo")
+_GROUPS: dict[str, Callable[..., Any] | None] = dict.fromkeys(_OURS)
 
 
 def group_advantage(name: str) -> Callable[[F], F]:
@@ -67,7 +68,7 @@ def group_advantage(name: str) -> Callable[[F], F]:
     with fewer than two that do, are 0 in their place.
 
     Raises:
-        ValueError: the name of another one.
+        ValueError: the name of one of fastrl's. One's own is replaced.
     """
 
     def add(function: F) -> F:
@@ -78,7 +79,7 @@ def group_advantage(name: str) -> Callable[[F], F]:
 
 
 def _add_advantage(name: str, function: Callable[..., Any]) -> None:
-    if _GROUPS.get(name) is not None:
+    if name in _OURS and _GROUPS[name] is not None:
         raise ValueError(f"there is an advantage {name!r} already: choose another name")
     _GROUPS[name] = function
 

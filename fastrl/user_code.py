@@ -23,6 +23,7 @@ from typing import Any
 
 _MARK, _NAME = "_fastrl_user_code", "_fastrl_name"
 _files: dict[tuple[Path, int, int], Any] = {}  # modules by path, time of change and size
+_loaded: set[str] = set()  # names of modules that were loaded as files, once at least
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
@@ -193,6 +194,8 @@ def _load_file(path: Path) -> Any:
     if key in _files:
         return _files[key]
     name = _module_name(path)
+    if name in sys.modules and name not in _loaded:  # imported by the program itself
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be imported")
@@ -201,6 +204,7 @@ def _load_file(path: Path) -> Any:
     with running(str(path)):
         spec.loader.exec_module(module)
     _files[key] = module
+    _loaded.add(name)
     return module
 
 

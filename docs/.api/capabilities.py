@@ -31,6 +31,7 @@ _ANNOTATORS = "*the judgement is an annotator's*"
 _NO_RATIO = "*preferences have no ratio to a sampler, and PPO's is of tokens*"
 _SCORES = "*scores are of whole responses*"
 _NO_DROPOUT = "*always off: it would be a ratio to the policy that sampled*"
+_OWN = "`register_policy_loss`, `group_advantage`"
 _ONLY_TRAIN = "In train(): "  # how help of settings begins that step() does not read
 
 
@@ -213,6 +214,19 @@ CAPABILITIES = (
         "dropout",
         ("disable_dropout",),
         {"step": _NO_DROPOUT, "train": _NO_DROPOUT, "texts": "as the model is configured"},
+    ),
+    Capability(
+        "a loss or an advantage of your own",
+        (),
+        {
+            "step": _OWN,
+            "train": _OWN,
+            "grpo": _OWN,
+            "rloo": "*is one loss*",
+            "pairs": "`loss_of_pairs` (DPO)",
+            "align": "`loss_of_pairs`, a `Loss`",
+            "texts": "*a likelihood*",
+        },
     ),
     Capability(
         "a critic of its own",

@@ -46,13 +46,14 @@ def compared(
         groups, counts: what :func:`grouped` returns.
 
     Raises:
-        ValueError: the function returns another shape.
+        ValueError: the function returns no tensor, or one of another shape.
     """
     found = function(groups, counts)
-    if found.shape != groups.shape:
+    if not isinstance(found, Tensor) or found.shape != groups.shape:
+        shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
-            f"{getattr(function, '__name__', 'the advantage')} returned the shape "
-            f"{tuple(found.shape)} for rewards {tuple(groups.shape)}: return an advantage for each"
+            f"{getattr(function, '__name__', 'the advantage')} returned {shown} for rewards "
+            f"{tuple(groups.shape)}: return an advantage for each, as a tensor"
         )
     return torch.where(counts & (counts.sum(-1, keepdim=True) > 1), found, 0.0)
 

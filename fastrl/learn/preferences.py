@@ -36,7 +36,16 @@ class Side(NamedTuple):
 
     @property
     def ratio(self) -> Tensor:
-        """r, [B]."""
+        """r, [B].
+
+        Raises:
+            ValueError: there is no reference.
+        """
+        if self.ref_sums is None:
+            raise ValueError(
+                "a loss that is declared to read 'p' has no reference, and reads ratio: declare "
+                "that it reads 'r'"
+            )
         return self.sums - self.ref_sums
 
     def with_ratio(self, ratio: Tensor) -> Side:
@@ -88,7 +97,14 @@ class PairObjective:
         if kind != "reverse_kl":
             f = partial(fastrl_kernels.f_divergence_scores, divergence=kind, alpha=alpha)
             chosen, rejected = (x.with_ratio(f(x.ratio)) for x in (chosen, rejected))
-        return self.function(chosen, rejected, **{**self.defaults, **options})
+        found = self.function(chosen, rejected, **{**self.defaults, **options})
+        if not isinstance(found, Tensor) or found.shape != chosen.sums.shape:
+            shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(
+                f"the loss {self.name!r} returned {shown} for {len(chosen.sums)} pairs: return a "
+                "tensor with the loss of each"
+            )
+        return found
 
     def reward(self, side: Side, beta: float = 1.0, **_: Any) -> Tensor:
         """What the log-probs of a side imply, [B]."""

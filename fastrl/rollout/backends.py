@@ -182,6 +182,9 @@ class EngineBackend(RolloutBackend):
             )
 
 
+_GENERATE = GenerationMixin.generate  # as it is before a program replaces it
+
+
 def _own_generate(model: Any) -> bool:
     """Whether a language model's ``generate`` was replaced, on it or on its class."""
     model = getattr(model, "pretrained_model", model)
@@ -190,7 +193,7 @@ def _own_generate(model: Any) -> bool:
         found = vars(owner).get("generate")
         if found is not None and not wrapped_by_fsdp(found):
             return True
-    return getattr(type(inner), "generate", None) is not GenerationMixin.generate
+    return getattr(type(inner), "generate", None) is not _GENERATE
 
 
 def make_backend(

@@ -41,6 +41,7 @@ from fastrl.ref_model import Follow, RefModel
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.backends import Request, make_backend
+from fastrl.rollout.generation_kwargs import neutral_kwargs
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.folder import RunFolder
@@ -312,9 +313,11 @@ class OnlineTrainer(
         if self.rollout_func is not None:
             return self.responding_by(self.rollout_func)
         args, tokenizer, ends = self.args, self._tokenizer, self._end_ids
-        arguments = {**args.generation_arguments, "pad_token_id": tokenizer.pad_token_id}
-        arguments.setdefault("eos_token_id", ends)
         policy = self.accelerator.unwrap_model(self.model)
+        # The settings say how is sampled, not what a model was saved with.
+        arguments = {**neutral_kwargs(policy), **args.generation_arguments}
+        arguments["pad_token_id"] = tokenizer.pad_token_id
+        arguments.setdefault("eos_token_id", ends)
 
         def run(request: Request) -> RolloutOutput:
             return self._sampler(self.accelerator.unwrap_model(self.model), request)

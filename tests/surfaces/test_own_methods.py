@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import fastrl
+from fastrl.learn.baselines import compared
+from fastrl.learn.preferences import Side, loss_of_pairs
 from fastrl.models import CausalLMPolicy
 from fastrl_kernels import PolicyLoss, linear_ppo_loss, ppo_loss
 from tests import tables, tiny_models
@@ -76,6 +78,18 @@ def test_bad_losses_and_names() -> None:
         fastrl.register_policy_loss("clip")(leaky)
     with pytest.raises(ValueError, match="there is an advantage 'grpo' already"):
         fastrl.group_advantage("grpo")(lambda rewards, counts: rewards)
+    with pytest.raises(ValueError, match=r"returned list for rewards \(1, 2\): return"):
+        compared(lambda rewards, counts: [0.0], *torch.ones(2, 1, 2).bool().unbind())
+    side = Side(torch.zeros(3), torch.ones(3), torch.zeros(3))
+    for returned, shown in ((None, "NoneType"), (torch.zeros(()), r"\(\)")):
+        with tables.kept():
+            row = loss_of_pairs(name="none")(lambda chosen, rejected, found=returned: found)
+        with pytest.raises(ValueError, match=f"'none' returned {shown} for 3 pairs: return a"):
+            row(side, side)
+    fastrl.register_policy_loss("still")(lambda log_ratio, a, c: -a * log_ratio.detach())
+    with pytest.raises(ValueError, match="'still' does not depend on log_ratio, and nothing would"):
+        ppo_loss(*torch.zeros(3, 3).unbind(), torch.ones(3).bool(), objective=PolicyLoss("still"))
+    fastrl.register_policy_loss("mean")(leaky)  # a cell of a notebook may run again
     fastrl.register_policy_loss("mean")(lambda log_ratio, a, c: log_ratio.mean())
     hidden, weight = torch.randn(3, 4), torch.randn(7, 4, requires_grad=True)
     ones = torch.ones(3)

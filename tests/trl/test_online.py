@@ -16,6 +16,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
+from transformers import GenerationMixin
 
 from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from fastrl.collect.completions_table import CompletionsTable
@@ -688,3 +689,42 @@ def test_a_reward_that_leaves_the_working_directory_takes_no_checkpoint_along(
     assert not any((tmp_path / "elsewhere").iterdir())
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
     assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_only_the_settings_say_how_is_sampled(tmp_path: Path) -> None:
+    drawn: list[list[list[int]]] = []
+    saved = {
+        "min_p": 0.9,
+        "suppress_tokens": [*range(5, 60)],
+        "min_new_tokens": 3,
+        "do_sample": True,
+    }
+    for found in ({}, saved):
+        seen: list[list[int]] = []
+        model = tiny_models.language_model()
+        model.generation_config.update(**found)
+
+        def noted(completion_ids: Any, seen: Any = seen, **_: Any) -> list[float]:
+            seen.extend(completion_ids)
+            return small_tokens(completion_ids)
+
+        make(tmp_path, rewards=noted, model=model, max_steps=1).train()
+        drawn.append(seen)
+    assert drawn[0] == drawn[1]
+
+
+def test_a_generate_that_a_program_has_replaced_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+
+    def noted(completion_ids: Any, **_: Any) -> list[float]:
+        seen.extend(completion_ids)
+        return small_tokens(completion_ids)
+
+    def fives(self: Any, input_ids: Tensor, **_: Any) -> Tensor:
+        return torch.cat([input_ids, torch.full((len(input_ids), 2), 5)], 1)
+
+    monkeypatch.setattr(GenerationMixin, "generate", fives)
+    make(tmp_path, rewards=noted, max_steps=1).train()
+    assert {tuple(ids) for ids in seen} == {(5, 5)}

@@ -83,9 +83,9 @@ def register_policy_loss(
     it on every device.
 
     Raises:
-        ValueError: the name of another row.
+        ValueError: the name of a row of this package. One's own is replaced.
     """
-    if name in POLICY_LOSSES:
+    if name in POLICY_LOSSES and POLICY_LOSSES[name].function is None:
         raise ValueError(f"there is a policy loss {name!r} already: choose another name")
 
     def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

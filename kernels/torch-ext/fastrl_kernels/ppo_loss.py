@@ -166,7 +166,11 @@ def _registered(
         slope: Tensor | None = None
         if loss.requires_grad:
             (slope,) = torch.autograd.grad(loss.sum(), leaf, allow_unused=True)
-    slope = torch.zeros_like(leaf) if slope is None else slope
+        if slope is None:
+            raise ValueError(
+                f"the policy loss {kind!r} does not depend on log_ratio, and nothing would be "
+                "learned: compute it from log_ratio, and detach no more than a weight of it"
+            )
     return loss.detach(), slope, torch.zeros_like(leaf, dtype=torch.bool)
 
 
