@@ -86,7 +86,7 @@ def test_steps_count_ppo_steps_and_names_come_from_the_job():
     ("arguments", "message"),
     [
         (["pop"], "unknown command 'pop': did you mean 'ppo'?"),
-        (["ppo"], "the following arguments are required: --model, --dataset, --reward"),
+        (["ppo"], "the following arguments are required: --model, --dataset"),
         (["ppo", *REQUIRED, "--batch-sise", "8"], "did you mean '--batch-size'?"),
         (["ppo", *REQUIRED, "--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["ppo", *REQUIRED, "--top-p", "1.5"], "top_p must lie in (0, 1], got 1.5"),
