@@ -52,13 +52,7 @@ class _BatchPlayer(Player):
         own = {**deciding(factory, trainer.loss), **sampling_of(factory)}
         for name in ("seed", "gradient_accumulation_steps"):
             own[name] = getattr(trainer.args, name)
-        recorded = {**self.facts["generation_kwargs"], **recorded}
-        for name, value in own.items():
-            if value != recorded[name]:
-                raise ValueError(
-                    f"the trainer has {name}={value}, the run {recorded[name]}: make it as for the "
-                    "run"
-                )
+        self.check_same(own, {**self.facts["generation_kwargs"], **recorded})
         several = recorded["processes"] > 1
         dtype = next(trainer.model.parameters()).dtype
         self.tolerance = math.sqrt(torch.finfo(dtype).eps) if several else 0.0

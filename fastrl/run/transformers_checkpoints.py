@@ -173,9 +173,11 @@ class ResumableTrainer(OpenTrainer):
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """This process's :meth:`own_state` from those of other processes, of another number."""
-        metrics = [state["metrics"] for state in states if "metrics" in state]
-        joined = MetricMeans.of_others(metrics, self.processes.count)
-        return {**states[0], "metrics": joined}
+        metrics, count = [state.get("metrics", {}) for state in states], self.processes.count
+        if all("rows" in x for x in metrics):
+            return {**states[0], "metrics": MetricMeans.of_others(metrics, count)}
+        tokens = sum(x.get("tokens", 0.0) for x in metrics) / count
+        return {**states[0], "metrics": {"tokens": tokens}}
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         """Called before transformers' loop; the model still has the weights that it was given.
@@ -185,9 +187,19 @@ class ResumableTrainer(OpenTrainer):
                 "minibatches" of the "epoch" are behind. None: the run begins.
         """
         metrics = self._metrics["train"] = MetricMeans(self.metric_differences)
-        found = None if resumed is None else resumed["own"].get("metrics")
-        if found is not None and "rows" in found:  # else of an earlier version
+        if resumed is None:
+            return
+        found = resumed["own"].get("metrics", {})
+        if "rows" in found:
             metrics.load(found, self.args.device)
+            return
+        warnings.warn(
+            "resume: the checkpoint is of an earlier version: the next log is without the metrics "
+            "between the checkpoint's last log and the checkpoint",
+            stacklevel=3,
+        )
+        if "tokens" in found:
+            metrics.count("num_tokens", found["tokens"])
 
     def own_mark(self) -> dict[str, Any]:
         """What a step changes of the own state before it updates the weights."""

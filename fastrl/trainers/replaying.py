@@ -60,6 +60,20 @@ class Player(ABC):
                 "cannot be drawn again; what they were is in the ledger (fastrl samples)"
             )
 
+    def check_same(self, own: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+        """
+        Args:
+            own, then: settings by name, the trainer's and the run's.
+
+        Raises:
+            ValueError: one of the trainer's is another.
+        """
+        for name, value in own.items():
+            if value != then[name]:
+                raise ValueError(
+                    f"the trainer has {name}={value}, the run {then[name]}: make it as for the run"
+                )
+
     @abstractmethod
     def made(self, own: Mapping[str, Any]) -> int:
         """How many generations had been made where a trainer's own state was saved."""

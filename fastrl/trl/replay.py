@@ -51,12 +51,8 @@ class _GenerationPlayer(Player):
     def __init__(self, trainer: OnlineTrainer, output: str | Path, last: int):
         super().__init__(trainer, output, last)
         self.collector: Collector = trainer._collect
-        for name in _DECIDING:
-            own, then = getattr(trainer.args, name), self.facts["settings"][name]
-            if own != then:
-                raise ValueError(
-                    f"the trainer has {name}={own}, the run {then}: make it as for the run"
-                )
+        own = {name: getattr(trainer.args, name) for name in _DECIDING}
+        self.check_same(own, self.facts["settings"])
 
     def made(self, own: Mapping[str, Any]) -> int:
         return own["online"]["generations"]

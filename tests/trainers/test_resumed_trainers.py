@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from fastrl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from fastrl.run.metric_means import MetricMeans
+from fastrl.run.processes import OneProcess
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_resumes, with_dropout
-from tests.trainers.conftest import SETTINGS, pairs, reward_model, texts
+from tests.trainers.conftest import SETTINGS, Make, pairs, reward_model, texts
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 # Logs lie between the checkpoints, and every second of these between two logs.
@@ -80,3 +82,28 @@ def test_reward_modelling_goes_on_from_any_checkpoint(peft: bool, tmp_path: Path
         )
 
     assert_resumes(make, tmp_path, (2, 3))
+
+
+def test_a_checkpoint_of_an_earlier_version_keeps_the_tokens_of_its_run(
+    make_sft: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 2, "max_steps": 4}
+    with monkeypatch.context() as patched:
+        # As it was written then.
+        patched.setattr(
+            MetricMeans,
+            "state",
+            lambda self: {"sums": {}, "least": {}, "most": {}, "last": {}, "tokens": _tokens(self)},
+        )
+        whole = make_sft(**settings)
+        whole.train()
+    resumed = make_sft(output_dir=str(tmp_path / "resumed"), **settings)
+    with pytest.warns(UserWarning, match="is of an earlier version: the next log is without the"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.log_history[-1]["num_tokens"] == _tokens(whole._metrics["train"]) > 0
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def _tokens(metrics: MetricMeans) -> float:
+    return metrics.totals(OneProcess())["num_tokens"]
