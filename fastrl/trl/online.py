@@ -216,7 +216,7 @@ class OnlineTrainer(
             optimizers=optimizers,
         )
         check_one_gpu(self.args)
-        self._noted = ResponseLog(self.args, rewards.names, self._metrics)
+        self._noted = ResponseLog(self.args, rewards.names, self._metrics, self.processes)
         self._logs = self._noted.table  # TRL's name
         # Losses are means over a batch: transformers divides them by the batches of a step.
         self.model_accepts_loss_kwargs = False
@@ -562,7 +562,7 @@ class OnlineTrainer(
             masks = [mask & ended for mask, ended in zip(masks, found.ended, strict=True)]
         for i in collected.left_out:
             masks[i] = torch.zeros_like(masks[i])
-        tokens, learned = self._noted.lengths(found, masks, mode, self.processes)
+        tokens, learned = self._noted.lengths(found, masks, mode)
         learnable = SampledResponses(
             list(found.prompts.ids),
             found.rollout.sequences,
@@ -601,8 +601,8 @@ class OnlineTrainer(
             self._metrics[mode].add(self._kl_metric(learnable))
             kl = self.processes.joined(kl, [len(kl)] * self.processes.count).cpu()
         advantages, spreadless = self.advantages_of(judged, kl, group, mode)
-        self._noted.rewards(judged, spreadless, mode, self.processes)
-        self._noted.responses(collected, judged, advantages, self.processes)
+        self._noted.rewards(judged, spreadless, mode)
+        self._noted.responses(collected, judged, advantages)
         if mode == "train" and self.args.ledger:
             self._enter(collected, masks, advantages)
         first = self.processes.index * len(rows)
@@ -674,7 +674,7 @@ class OnlineTrainer(
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the means of what was noted since the last log, by TRL's names."""
         mode = "train" if self.model.training else "eval"
-        logs.update(self._noted.take(mode, self.state.num_input_tokens_seen, self.processes))
+        logs.update(self._noted.take(mode, self.state.num_input_tokens_seen))
         super().log(logs, start_time)
         if self.processes.is_main:
             self._noted.show(self.state.global_step)

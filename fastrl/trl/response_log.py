@@ -29,8 +29,14 @@ class ResponseLog:
         table: is filled in the main process.
     """
 
-    def __init__(self, args: Any, names: Sequence[str], metrics: dict[str, MetricMeans]):
-        self.args, self.names = args, list(names)
+    def __init__(
+        self,
+        args: Any,
+        names: Sequence[str],
+        metrics: dict[str, MetricMeans],
+        processes: Processes,
+    ):
+        self.args, self.names, self.processes = args, list(names), processes
         self.metrics = metrics
         self.table = CompletionsTable(args.generation_batch_size)
         self._columns: defaultdict[str, list] = defaultdict(list)
@@ -52,9 +58,7 @@ class ResponseLog:
 
     # What a trainer tells.
 
-    def lengths(
-        self, found: Responses, masks: Sequence[Tensor], mode: str, processes: Processes
-    ) -> tuple[int, float]:
+    def lengths(self, found: Responses, masks: Sequence[Tensor], mode: str) -> tuple[int, float]:
         """Notes the lengths of this process's responses and the others'.
 
         Args:
@@ -69,7 +73,7 @@ class ResponseLog:
                 found.prompts.ids, found.written, found.ended, masks, strict=True
             )
         ]
-        every = processes.joined(torch.tensor(own), [len(own)] * processes.count)
+        every = self.processes.joined(torch.tensor(own), [len(own)] * self.processes.count)
         prompts, lengths, cut, learned = every.t()
         metrics, cut = self.metrics[mode], cut.bool()
         whole = lengths[~cut] if bool((~cut).any()) else torch.zeros(1)
@@ -85,7 +89,7 @@ class ResponseLog:
             metrics.add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)
         return int(prompts.sum() + lengths.sum()), float(learned.sum())
 
-    def rewards(self, judged: Judged, spreadless: Tensor, mode: str, processes: Processes) -> None:
+    def rewards(self, judged: Judged, spreadless: Tensor, mode: str) -> None:
         """
         Args:
             spreadless: bool, groups whose rewards are all the same.
@@ -97,20 +101,18 @@ class ResponseLog:
         metrics.add_number("reward", float(judged.rewards.nanmean()))
         metrics.add_number("reward_std", nanstd(judged.rewards))
         metrics.add_number("frac_reward_zero_std", float(spreadless.float().mean()))
-        for name in sorted({name for names in processes.objects([*values]) for name in names}):
+        for name in sorted({name for names in self.processes.objects([*values]) for name in names}):
             metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
         values.clear()
 
-    def responses(
-        self, own: Collected, judged: Judged, advantages: Tensor, processes: Processes
-    ) -> None:
+    def responses(self, own: Collected, judged: Judged, advantages: Tensor) -> None:
         """Puts them into the table.
 
         Args:
             own: of this process, what follows of all.
         """
         table, found = self.table, own.responses
-        parts = processes.objects_at_main((found.prompts.said, found.completions, own.extra))
+        parts = self.processes.objects_at_main((found.prompts.said, found.completions, own.extra))
         names = sorted({name for _, _, extra in parts for name in extra})
         for asked, said, extra in parts:
             table.add(asked, said, {})
@@ -121,9 +123,9 @@ class ResponseLog:
 
     # What is logged.
 
-    def take(self, mode: str, tokens: int, processes: Processes) -> dict[str, Any]:
+    def take(self, mode: str, tokens: int) -> dict[str, Any]:
         """The means since the last call, and the run's ``tokens`` so far."""
-        noted: Any = self.metrics[mode].take(processes)
+        noted: Any = self.metrics[mode].take(self.processes)
         if noted:
             noted = {"num_tokens": float(tokens), **noted}
         prefix = "eval_" if mode == "eval" else ""
