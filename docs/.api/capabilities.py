@@ -159,6 +159,11 @@ CAPABILITIES = (
         _SAMPLED_BY_NONE,
     ),
     Capability(
+        "`fastrl report` and `fastrl doctor`",
+        ("output_dir",),
+        {"step": _NO_RUN, "train": "of commands, and of a `JsonlCallback`"},
+    ),
+    Capability(
         "limits and retries of rewards",
         ("reward_timeout", "reward_retries", "reward_batch_size"),
         {

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from fastrl.commands.flags import own_parser
 from fastrl.run.curves import RunCurves
 from fastrl.run.doctor import Diagnosis, examine
-from fastrl.run.folder import RunFolder
 from fastrl.run.report import run_console
 from fastrl.run.terminal import plain
+from fastrl.run.trainer_folder import open_run
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -24,10 +24,12 @@ def run_doctor(arguments: Sequence[str]) -> int:
         ValueError: a run's file that cannot be read.
     """
     parser = own_parser("doctor", __doc__)
-    parser.add_argument("folder", metavar="RUN", help="A command's --output.")
+    parser.add_argument(
+        "folder", metavar="RUN", help="A command's --output, or a trainer's output_dir."
+    )
     parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
     flags = parser.parse_args(list(arguments))
-    run = RunCurves.of(RunFolder.open(flags.folder))
+    run = RunCurves.of(open_run(flags.folder))
     diagnosis = examine(run)
     if flags.json:
         print(as_json(run, diagnosis))

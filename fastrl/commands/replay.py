@@ -21,6 +21,7 @@ from fastrl.models.load import load_tokenizer
 from fastrl.run.folder import STARTED_IN, RunFolder
 from fastrl.run.ledger import read_facts
 from fastrl.run.report import run_console
+from fastrl.run.trainer_folder import open_run
 
 if TYPE_CHECKING:
     from fastrl.ppo.replay import Replayed, ReplayedSample
@@ -45,7 +46,7 @@ def run_replay(arguments: Sequence[str]) -> int:
     flags = parse_flags(arguments)
     ledger = ledger_of(flags.run)
     row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # is there
-    folder = RunFolder.open(flags.run)
+    folder = open_run(flags.run)
     found = _replayed(read_job(folder), folder, flags.step)
     console = run_console()
     source = f"checkpoint-{found.begun_at}" if found.begun_at else "the run's beginning"

@@ -15,6 +15,7 @@ from fastrl.run.report import (
     write_report,
 )
 from fastrl.run.terminal import plain
+from fastrl.run.trainer_folder import open_run
 
 
 def run_report(arguments: Sequence[str]) -> int:
@@ -30,7 +31,9 @@ def run_report(arguments: Sequence[str]) -> int:
         ValueError: a run's file that cannot be read.
     """
     parser = own_parser("report", __doc__)
-    parser.add_argument("folders", nargs="+", metavar="RUN", help="A command's --output.")
+    parser.add_argument(
+        "folders", nargs="+", metavar="RUN", help="A command's --output, or a trainer's output_dir."
+    )
     parser.add_argument(
         "--output",
         help="Folder for report.html, and of several runs report.png [the run's own; of several "
@@ -38,7 +41,7 @@ def run_report(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--samples", type=int, default=8, help="Samples to print [8].")
     flags = parser.parse_args(list(arguments))
-    runs = [RunFolder.open(folder) for folder in flags.folders]
+    runs = [open_run(folder) for folder in flags.folders]
     target = _target(runs, flags.output)
     console = run_console()
     for run in runs:

@@ -69,7 +69,9 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     """
 
     parser = own_parser("samples", __doc__)
-    parser.add_argument("run", metavar="RUN", help="A command's --output.")
+    parser.add_argument(
+        "run", metavar="RUN", help="A command's --output, or a trainer's output_dir."
+    )
     parser.add_argument("--step", type=int, metavar="N", help="Samples of this step only.")
     parser.add_argument(
         "--sample", type=int, metavar="I", help="This sample of the step, or of each, from 0."
@@ -114,7 +116,8 @@ def ledger_of(run: str) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{run} has no ledger: there is no folder {folder}; name the --output of fastrl ppo or "
-            "grpo, which keep one unless --no-ledger is given, or of fastrl align --ledger"
+            "grpo, which keep one unless --no-ledger is given, of fastrl align --ledger, or the "
+            "output_dir of a trainer with ledger=True"
         )
     return folder
 

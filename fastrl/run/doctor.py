@@ -7,6 +7,7 @@ with the metrics that it reads. Thresholds stand beside it, with their reasons.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -109,7 +110,28 @@ def examine(run: RunCurves) -> Diagnosis:
             else:
                 findings.append(replace(found, name=each.name, metrics=each.metrics, stage=stage))
     findings.sort(key=lambda finding: finding.severity != ILLNESS)
-    return Diagnosis(tuple(findings), tuple(passed), tuple(too_few))
+    return Diagnosis(tuple(_in_words_of(run, x) for x in findings), tuple(passed), tuple(too_few))
+
+
+# What trainers with TRL's names call settings that advice names.
+_SETTINGS = {
+    "init_kl_coef": "beta",
+    "max_new_tokens": "max_completion_length",
+    "ppo_epochs": "num_iterations",
+}
+
+
+def _in_words_of(run: RunCurves, finding: Finding) -> Finding:
+    """The finding, with settings by the names that the run has for them."""
+
+    def own(name: re.Match[str]) -> str:
+        theirs = _SETTINGS[name[0]]
+        return theirs if theirs in run.settings and name[0] not in run.settings else name[0]
+
+    names = re.compile(rf"\b({'|'.join(_SETTINGS)})\b")
+    return replace(
+        finding, figures=names.sub(own, finding.figures), advice=names.sub(own, finding.advice)
+    )
 
 
 def _parts(run: RunCurves) -> Iterator[tuple[str | None, RunCurves]]:
@@ -145,6 +167,7 @@ def _negative_kl(run: RunCurves) -> Finding | None:
     )
 
 
+_KL_PER_TOKEN = "objective/kl_per_token"
 # Nats per token: on average a token is then e times as likely as under the reference. Runs that
 # stay readable are far below: 0.1 to 0.4 for short texts, less for long ones.
 _HIGH_KL_PER_TOKEN = 1.0
@@ -152,9 +175,11 @@ _HIGH_KL_PER_TOKEN = 1.0
 _HIGH_KL_OF_TARGET = 4.0
 
 
-@check("exploding KL", "objective/kl", "eval/kl", least=1)
+@check("exploding KL", "objective/kl", "eval/kl", _KL_PER_TOKEN, least=1)
 def _exploding_kl(run: RunCurves) -> Finding | None:
     curve = run.read(["objective/kl", "eval/kl"])
+    if not curve:
+        return _exploding_kl_per_token(run.read([_KL_PER_TOKEN]))
     end = curve.end()
     limits = []
     lengths = run.read(["tokens/responses_len_mean", "tokens/responses"])
@@ -174,6 +199,17 @@ def _exploding_kl(run: RunCurves) -> Finding | None:
         f"{limit:.3g} ({meaning})",
         "lower learning_rate, raise init_kl_coef (or lower target), take fewer ppo_epochs, or set "
         "max_grad_norm; max_kl ends such a run early",
+    )
+
+
+def _exploding_kl_per_token(curve: Series) -> Finding | None:
+    end = curve.end()
+    if end.mean <= _HIGH_KL_PER_TOKEN:
+        return None
+    return Finding(
+        f"KL to the reference {end.mean:.3g} nats per token in {_steps(end)}, above "
+        f"{_HIGH_KL_PER_TOKEN:g}",
+        "lower learning_rate, raise init_kl_coef, take fewer ppo_epochs, or lower max_grad_norm",
     )
 
 
@@ -370,6 +406,11 @@ def _rises(curve: Series) -> bool:
     return end.mean - start.mean > 2 * math.hypot(*errors)
 
 
+def _samples(run: RunCurves) -> bool:
+    """Whether the policy's own responses are learned from."""
+    return bool(run.read(["tokens/responses", "tokens/responses_len_mean"]))
+
+
 def _where(curve: Series) -> str:
     """The steps at which a count is not 0."""
     steps = [step for step, value in zip(curve.steps, curve.values, strict=True) if value]
@@ -435,7 +476,7 @@ def _exploding_gradients(run: RunCurves) -> Finding | None:
 @check("loss does not fall", "loss", least=8)
 def _flat_loss(run: RunCurves) -> Finding | None:
     # Online, the loss is of responses that change with the policy, and need not fall.
-    if run.read(["tokens/responses"]):
+    if _samples(run):
         return None
     loss, held_out = run.read(["loss"]), run.read(["eval_loss"])
     if len(held_out.steps) > 1 and held_out.values[-1] < held_out.values[0]:
@@ -454,7 +495,7 @@ _FEW = 30  # held-out examples, of fewer of which a mean loss may rise by chance
 
 @check("held-out loss rises", "eval_loss", least=2)
 def _rising_eval_loss(run: RunCurves) -> Finding | None:
-    if (run.settings.get("eval_examples") or _FEW) < _FEW:
+    if (run.settings.get("eval_examples") or _FEW) < _FEW or _samples(run):
         return None
     curve = run.read(["eval_loss"])
     best = min(range(len(curve.values)), key=curve.values.__getitem__)
@@ -497,7 +538,7 @@ def _accuracy_at_chance(run: RunCurves) -> Finding | None:
     else:
         curve = run.read(["rewards/accuracies"]).end()
         # Online, the pairs are the policy's own, and need not become easier to tell apart.
-        if len(curve.steps) < 4 or run.read(["tokens/responses"]):
+        if len(curve.steps) < 4 or _samples(run):
             return None
         sem = curve.sem
     accuracy = curve.mean

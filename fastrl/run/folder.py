@@ -69,8 +69,8 @@ class RunFolder:
         folder = cls(path)
         if not folder.metrics.is_file():
             raise FileNotFoundError(
-                f"{path} holds no run: there is no metrics.jsonl; name the --output folder of a "
-                "command"
+                f"{path} holds no run: there is no metrics.jsonl and no checkpoint of a trainer; "
+                "name the --output of a command, or the output_dir of a trainer"
             )
         folder.config = folder.read("run.json")
         return folder

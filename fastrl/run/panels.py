@@ -72,6 +72,7 @@ class TimePanel:
     title: str = "Time per step"
     unit: str = "seconds"
     phases: tuple[Phase, ...] = (
+        Phase("whole step", ("step_time",), SKY),
         Phase("rollout", ("time/rollout",), SKY),
         Phase("reward", ("time/reward",), PURPLE),
         Phase("forward", ("time/ppo/forward_pass",), GREEN),
@@ -149,6 +150,9 @@ PANELS: tuple[Panel | TimePanel, ...] = (
             Line(("eval/kl",), "held out", VERMILION, held_out=True),
         ),
         ceiling=True,
+    ),
+    _one(
+        "KL to the reference, of a token", "nats per token", "objective/kl_per_token", colour=BLUE
     ),
     _one("Deviation of the rewards", "", "reward/std", "ppo/std_scores", colour=BLUE),
     _one("Policy entropy", "nats per token", "ppo/policy/entropy"),

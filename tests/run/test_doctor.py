@@ -47,6 +47,23 @@ def fit(step: int, rng: random.Random) -> dict[str, float]:
     }
 
 
+def grpo(step: int, rng: random.Random) -> dict[str, float]:
+    """Likewise of GRPOTrainer, as its folder is read: its loss says nothing."""
+    done = step / STEPS
+    return {
+        "step": step,
+        "loss": 0.1 * done + rng.gauss(0, 0.02),
+        "learning_rate": 1e-5,
+        "grad_norm": 1 + rng.random(),
+        "objective/kl_per_token": 0.2 * done,
+        "reward/mean": done + rng.gauss(0, 0.05),
+        "reward/std": 0.5,
+        "ppo/policy/entropy": 2.5 - done,
+        "tokens/responses_len_mean": 20.0,
+        "tokens/cut_share": 0.1,
+    }
+
+
 def evaluations(key: str, *values: float, **others: float) -> list[dict[str, float]]:
     """Evenly spaced, from step 0 to the last."""
     steps = [round(STEPS * i / (len(values) - 1)) for i in range(len(values))]
@@ -65,12 +82,17 @@ def record(row=ppo, changes=None, held_out=None, stages=None, **settings) -> Run
         for name, change in (changes or {}).items():
             each[name] = change(each["step"]) if callable(change) else change
     if held_out is None:
-        held_out = rewards(0.1, 0.5, 0.9) if row is ppo else LOSSES
+        held_out = HELD_OUT[row]
     rows = sorted([*held_out, *rows], key=lambda each: each["step"])
     return RunCurves("run", rows, stages or {}, settings=settings)
 
 
 LOSSES = evaluations("eval_loss", 0.69, 0.5, 0.45)
+HELD_OUT = {
+    ppo: rewards(0.1, 0.5, 0.9),
+    fit: LOSSES,
+    grpo: [*evaluations("eval_loss", 0.0, 0.1), *evaluations("eval_reward", 0.1, 0.9)],
+}
 AT_CHANCE = evaluations(
     "eval_rewards/accuracies", 0.5, 0.52, **{"eval_rewards/accuracies_sem": 0.03}
 )
@@ -79,6 +101,7 @@ SICK: dict[str, list[RunCurves]] = {
     "exploding KL": [
         record(changes={"objective/kl": lambda s: s}),
         record(changes={"objective/kl": lambda s: s / 4}, adap_kl_ctrl=True, target=1.5),
+        record(grpo, {"objective/kl_per_token": lambda s: s / 20}),
     ],
     "entropy collapse": [record(changes={"ppo/policy/entropy": lambda s: 2.5 * 0.8**s})],
     "clip fraction too high": [record(changes={"ppo/policy/clipfrac": 0.4})],
@@ -125,7 +148,7 @@ SICK: dict[str, list[RunCurves]] = {
 }
 
 
-@pytest.mark.parametrize("row", [ppo, fit])
+@pytest.mark.parametrize("row", [ppo, fit, grpo])
 def test_a_healthy_run_has_no_finding(row):
     diagnosis = examine(record(row))
     assert diagnosis.findings == ()

@@ -1,0 +1,102 @@
+"""TrainerFolder: what a trainer has left in its ``output_dir``, read as the folder of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from fastrl.run.checkpoints import OF_TRANSFORMERS, Checkpoints
+from fastrl.run.folder import RunFolder
+
+# Where GRPO's and RLOO's metrics mean what commands log, the commands' names for them.
+_NAMES = {
+    "reward": "reward/mean",
+    "reward_std": "reward/std",
+    "frac_reward_zero_std": "groups/no_spread",
+    "kl": "objective/kl_per_token",
+    "entropy": "ppo/policy/entropy",
+    "clip_ratio/region_mean": "ppo/policy/clipfrac",
+    "completions/mean_length": "tokens/responses_len_mean",
+    "completions/clipped_ratio": "tokens/cut_share",
+}
+_LENGTH = "completions/mean_length"  # of those alone who sample
+
+
+class TrainerFolder(RunFolder):
+    """The ``output_dir`` of a trainer in a program of one's own, TRL's included, to be read.
+
+    The metrics are those that transformers keeps in the ``trainer_state.json`` of a checkpoint, or
+    of ``save_state()``: the one with the most steps has them all up to there. Settings are known
+    where a trainer of fastrl wrote the checkpoint.
+
+    Args:
+        path: of the folder, in which there is such a file.
+
+    Raises:
+        ValueError: a ``trainer_state.json`` that is not transformers'.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__(path)
+        self.checkpoints = self.path
+        self._steps, self._logs = max(map(self._state, _states(self.path)), key=lambda x: x[0])
+        kept = [self.read(f"{x.name}/process-0/state.json") for x in Checkpoints(self.path).paths()]
+        last: dict[str, Any] = next(filter(None, reversed(kept)), {})
+        name = last.get("identity", {}).get("trainer")
+        self.config = {"command": name, "settings": last.get("settings", {})}
+
+    def _state(self, name: str) -> tuple[int, list[dict[str, Any]]]:
+        """The number of steps, and the logs up to there."""
+        state = self.read(name)
+        try:
+            return int(state["global_step"]), [dict(row) for row in state["log_history"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path / name} is not transformers' state, which has global_step and "
+                "log_history"
+            ) from error
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The logs, with the commands' names for what they log, too."""
+        return [_renamed(row) if _LENGTH in row else row for row in self._logs]
+
+    def summary(self) -> dict[str, Any]:
+        """The steps, and the latest figures of evaluations and of the whole training."""
+        figures = {
+            key: value
+            for row in self._logs
+            for key, value in row.items()
+            if key.startswith(("eval_", "train_"))
+        }
+        return {"steps": self._steps, **figures}
+
+
+def open_run(path: str | os.PathLike[str]) -> RunFolder:
+    """The folder of an existing run: a command's, or a trainer's ``output_dir``.
+
+    Raises:
+        FileNotFoundError: neither.
+        ValueError: a file that is not what it should be.
+    """
+    folder = RunFolder(path)
+    if folder.metrics.is_file() or not _states(folder.path):
+        return RunFolder.open(path)
+    return TrainerFolder(path)
+
+
+def _states(path: Path) -> list[str]:
+    """The files of transformers' state, by their names in the folder."""
+    places = [path, *Checkpoints(path).paths()]
+    files = [place / OF_TRANSFORMERS.file for place in places]
+    return [str(x.relative_to(path)) for x in files if x.is_file()]
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+    return {_name(key): value for key, value in row.items()}
+
+
+def _name(key: str) -> str:
+    if key.startswith("rewards/"):  # rewards/FUNCTION/mean
+        return key.replace("rewards/", "reward/", 1)
+    return _NAMES.get(key, key)
