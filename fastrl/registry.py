@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from fastrl.user_code import load_function
+from fastrl_kernels.argument_types import check_takes
 from fastrl_kernels.policy_losses import POLICY_LOSSES, register_policy_loss
 
 __all__ = [
@@ -68,6 +69,7 @@ def group_advantage(name: str) -> Callable[[F], F]:
     with fewer than two that do, are 0 in their place.
 
     Raises:
+        TypeError: a function that takes something else.
         ValueError: the name of one of fastrl's. One's own is replaced.
     """
 
@@ -81,6 +83,7 @@ def group_advantage(name: str) -> Callable[[F], F]:
 def _add_advantage(name: str, function: Callable[..., Any]) -> None:
     if name in _OURS and _GROUPS[name] is not None:
         raise ValueError(f"there is an advantage {name!r} already: choose another name")
+    check_takes(function, "rewards", "counts")
     _GROUPS[name] = function
 
 

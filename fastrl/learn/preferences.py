@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.run.processes import Processes
+from fastrl_kernels.argument_types import check_takes
 from fastrl_kernels.checks import check_choice
 
 
@@ -126,7 +127,8 @@ def loss_of_pairs(
     Further arguments are attributes of :class:`PairObjective`.
 
     Raises:
-        TypeError: it is called with the function itself; an option without a default.
+        TypeError: it is called with the function itself; a function that does not take two sides,
+            or an option without a default.
         ValueError: a name of fastrl's own, an unknown ``reads``.
     """
     check_choice("reads", reads, ("h", "r", "batch", "p"))
@@ -134,6 +136,7 @@ def loss_of_pairs(
         raise TypeError("write @loss_of_pairs(), with the loss's source if it has one")
 
     def add(function: Callable[..., Tensor]) -> PairObjective:
+        check_takes(function, "chosen", "rejected")
         _, _, *own = inspect.signature(function).parameters.values()
         if needed := [x.name for x in own if x.default is x.empty]:
             raise TypeError(f"{function.__name__}: give {', '.join(needed)} a default")

@@ -78,6 +78,13 @@ def test_bad_losses_and_names() -> None:
         fastrl.register_policy_loss("clip")(leaky)
     with pytest.raises(ValueError, match="there is an advantage 'grpo' already"):
         fastrl.group_advantage("grpo")(lambda rewards, counts: rewards)
+    for add, wanted in (
+        (fastrl.register_policy_loss("few"), "log_ratio, advantages, cliprange"),
+        (fastrl.group_advantage("few"), "rewards, counts"),
+        (loss_of_pairs(name="few"), "chosen, rejected"),
+    ):
+        with pytest.raises(TypeError, match=f"must take {wanted}, in this order: too many"):
+            add(lambda alone: alone)
     with pytest.raises(ValueError, match=r"returned list for rewards \(1, 2\): return"):
         compared(lambda rewards, counts: [0.0], *torch.ones(2, 1, 2).bool().unbind())
     side = Side(torch.zeros(3), torch.ones(3), torch.zeros(3))

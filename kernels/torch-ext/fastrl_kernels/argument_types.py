@@ -1,4 +1,5 @@
-"""Errors for arguments of another type than an op's annotations say."""
+"""Errors for arguments of another type than an op's annotations say, and for functions that take
+others than they are called with."""
 
 from __future__ import annotations
 
@@ -46,6 +47,18 @@ def explains_types(op: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(found[1]) from error
 
     return explained
+
+
+def check_takes(function: Callable[..., Any], *names: str) -> None:
+    """
+    Raises:
+        TypeError: a function that cannot be called with so many arguments, by their places.
+    """
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        named = getattr(function, "__name__", "the function")
+        raise TypeError(f"{named} must take {', '.join(names)}, in this order: {error}") from error
 
 
 def _first_misfit(

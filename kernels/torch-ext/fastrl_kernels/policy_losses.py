@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .argument_types import check_takes
+
 
 class LossRow(NamedTuple):
     """A policy loss as the documentation lists it."""
@@ -83,12 +85,14 @@ def register_policy_loss(
     it on every device.
 
     Raises:
+        TypeError: a function that takes something else.
         ValueError: the name of a row of this package. One's own is replaced.
     """
     if name in POLICY_LOSSES and POLICY_LOSSES[name].function is None:
         raise ValueError(f"there is a policy loss {name!r} already: choose another name")
 
     def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        check_takes(function, "log_ratio", "advantages", "cliprange")
         POLICY_LOSSES[name] = LossRow(formula, source, ("cliprange",), function)
         return function
 
