@@ -397,13 +397,13 @@ def _overfitting(run: RunCurves) -> Finding | None:
 
 
 def _rises(curve: Series) -> bool:
-    """Whether the last quarter's mean is above the first's, by more than chance."""
+    """Whether the last quarter's mean is above the first's, by more than chance and rounding."""
     if len(curve.steps) < 4:
         return False
     start, end = curve.start(), curve.end()
     # A quarter of one step has no spread of its own: that of the whole curve bounds it.
     errors = [part.sem if len(part.steps) > 2 else curve.sem for part in (start, end)]
-    return end.mean - start.mean > 2 * math.hypot(*errors)
+    return end.mean - start.mean > max(2 * math.hypot(*errors), 1e-6 * abs(start.mean))
 
 
 def _samples(run: RunCurves) -> bool:

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
+import fastrl
+from fastrl import alignment
 from fastrl.cli import main
 from fastrl.run.curves import RunCurves
 from fastrl.run.trainer_folder import open_run
+from tests import tiny_models
+from tests.alignment.conftest import make_factory
+from tests.golden import tiny
+from tests.trainers.conftest import pairs, reward_model, texts
+from tests.trl import test_dpo, test_kto
 from tests.trl.test_online import make
 
 
@@ -41,6 +48,41 @@ def test_doctor_and_report_read_a_trainers_folder(tmp_path: Path, capsys: Any) -
         assert f"{title}<" in page or f"{title}, of a token<" in page
     assert "max_completion_length" in page
     assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+LEARNS_NOTHING: dict[str, Any] = {
+    "max_steps": 8, "learning_rate": 0.0, "logging_steps": 1, "save_strategy": "steps",
+    "save_steps": 8, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+}  # fmt: skip
+
+
+def of_texts(folder: Path, trainer: Any, config: Any, model: Any, data: Any) -> Any:
+    args = config(output_dir=str(folder), **LEARNS_NOTHING)
+    return trainer(model, args, train_dataset=data, processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "sft", "reward", "align"])
+def test_an_illness_is_found_whoever_trains(kind: str, tmp_path: Path, capsys: Any) -> None:
+    if kind == "dpo":
+        trainer = test_dpo.trainer(tmp_path, **LEARNS_NOTHING)
+    elif kind == "kto":
+        trainer = test_kto.trainer(tmp_path, **LEARNS_NOTHING)
+    elif kind == "align":
+        args = alignment.AlignmentConfig(output_dir=str(tmp_path), **LEARNS_NOTHING)
+        model = tiny_models.language_model()
+        factory = make_factory("offline-pairwise")
+        trainer = alignment.Trainer(model, args, factory, alignment.make_loss("dpo"))
+    elif kind == "sft":
+        made = tiny_models.language_model()
+        trainer = of_texts(tmp_path, fastrl.SFTTrainer, fastrl.SFTConfig, made, texts())
+    else:
+        trainer = of_texts(
+            tmp_path, fastrl.RewardTrainer, fastrl.RewardConfig, reward_model("gpt2"), pairs()
+        )
+    trainer.train()
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "loss does not fall" in capsys.readouterr().out
 
 
 def test_the_state_with_the_most_steps_is_read(tmp_path: Path) -> None:
