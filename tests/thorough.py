@@ -22,7 +22,7 @@ import pytest
 from tests.part import drawn
 
 ALONE = os.environ.get("THOROUGH") == "1"
-PARTS = 5
+PARTS = 10
 _FEW, _FEW_ELSEWHERE = 4, 2  # in the kernels' room, and where tests train and generate
 # Files and tests of which each setting is an oracle, a planted fault or a goal.
 _WHOLE = (
@@ -46,7 +46,7 @@ _EACH_VALUE = {
     "ppo/test_policy_gradients.py::test_a_step_follows_the_formulas_gradient",
     "rollout/test_choose_engine.py::test_families_with_the_interface_run_in_the_engine",
     "rollout/test_engine.py::test_figures_of_samples_are_those_of_a_plain_forward",
-    "run/test_doctor.py::test_every_illness_is_found_and_no_other",
+    "reports/test_doctor.py::test_every_illness_is_found_and_no_other",
     "surfaces/test_online_capabilities.py::test_both_surfaces_learn_the_same",
     "trl/test_policy_loss.py::test_losses_are_trls",
     "trl/test_policy_loss.py::test_losses_follow_their_formulas",

@@ -8,11 +8,10 @@ import textwrap
 from collections.abc import Sequence
 
 from fastrl.commands.flags import own_parser
-from fastrl.run.curves import RunCurves
-from fastrl.run.doctor import Diagnosis, examine
-from fastrl.run.report import run_console
-from fastrl.run.terminal import plain
-from fastrl.run.trainer_folder import open_run
+from fastrl.reports.curves import RunCurves
+from fastrl.reports.doctor import Diagnosis, examine
+from fastrl.reports.trainer_folder import open_run
+from fastrl.run.terminal import plain, run_console
 
 
 def run_doctor(arguments: Sequence[str]) -> int:

@@ -256,7 +256,7 @@ def fit(
         show: how many samples to print.
         make_plan: plans the memory of the run.
     """
-    from fastrl.run.report import finish_run, pair_samples
+    from fastrl.reports.report import finish_run, pair_samples
     from fastrl.run.transformers_callbacks import recording
 
     settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}

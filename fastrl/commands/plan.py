@@ -12,7 +12,7 @@ from fastrl.commands.planned_run import PlannedRun
 from fastrl.config import PPOConfig, json_object
 from fastrl.plan.advice import what_fits, what_to_change
 from fastrl.plan.report import Plan, gib, usable
-from fastrl.run.report import run_console
+from fastrl.run.terminal import run_console
 
 
 def run_plan(arguments: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from fastrl.ppo import PPOTrainer
-    from fastrl.run.report import Comparison
+    from fastrl.reports.report import Comparison
 
 
 # The flags that --help shows, see fastrl.commands.flags.parse.
@@ -334,9 +334,9 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
 
 def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -> Comparison | None:
     from fastrl.core import set_seed
+    from fastrl.reports.report import finish_training
     from fastrl.rewards.classifier import ClassifierReward
     from fastrl.rewards.functions import load_function, load_reward
-    from fastrl.run.report import finish_training
 
     if process_count() == 1:  # several share the work, when they know each other
         folder.checkpoint(job.resume)  # is there, and whole

@@ -18,10 +18,10 @@ from fastrl.commands.ppo import GRPOJob, PPOJob, make_trainer
 from fastrl.commands.samples import choose, ledger_of, record_table
 from fastrl.config import PPOConfig
 from fastrl.models.load import load_tokenizer
+from fastrl.reports.trainer_folder import open_run
 from fastrl.run.folder import STARTED_IN, RunFolder
 from fastrl.run.ledger import read_facts
-from fastrl.run.report import run_console
-from fastrl.run.trainer_folder import open_run
+from fastrl.run.terminal import run_console
 
 if TYPE_CHECKING:
     from fastrl.ppo.replay import Replayed, ReplayedSample

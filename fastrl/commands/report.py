@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastrl.commands.flags import UsageError, own_parser
-from fastrl.run.folder import RunFolder
-from fastrl.run.report import (
+from fastrl.reports.report import (
     results_table,
-    run_console,
     samples_table,
     write_overlay,
     write_page,
     write_report,
 )
-from fastrl.run.terminal import plain
-from fastrl.run.trainer_folder import open_run
+from fastrl.reports.trainer_folder import open_run
+from fastrl.run.folder import RunFolder
+from fastrl.run.terminal import plain, run_console
 
 
 def run_report(arguments: Sequence[str]) -> int:

@@ -11,8 +11,7 @@ from fastrl.commands.flags import UsageError, own_parser
 from fastrl.run.export import KINDS, write_rows
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_ledger
-from fastrl.run.report import run_console
-from fastrl.run.terminal import plain
+from fastrl.run.terminal import plain, run_console
 
 if TYPE_CHECKING:
     import pyarrow as pa

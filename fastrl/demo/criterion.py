@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fastrl.demo.text import polarity
+from fastrl.reports.report import Comparison
 from fastrl.run.callbacks import Evaluation
-from fastrl.run.report import Comparison
 
 GAIN_IN_SEMS = 4.0  # of the mean reward on held-out prompts, in standard errors
 KL_CEILING = 5.0  # to the language model that PPO starts from, in nats per sequence

@@ -24,10 +24,11 @@ from fastrl.demo.models import build_tokenizer, train_language_model, train_rewa
 from fastrl.demo.text import preference_pairs, reviews, split_openings
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.ppo import PPOTrainer
+from fastrl.reports.report import finish_training
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.run.callbacks import TrainResult
 from fastrl.run.folder import RunFolder
-from fastrl.run.report import finish_training, run_console
+from fastrl.run.terminal import run_console
 from fastrl.settings import check_ranges, setting
 
 GENERATION = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}

@@ -101,7 +101,7 @@ def _save(trainer: Any, folder: RunFolder) -> None:
         trainer.model.save_pretrained(model)
         trainer.processing_class.save_pretrained(model)
 
-    folder.save_model(save)
+    folder.write_model(save)
 
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> Dataset:

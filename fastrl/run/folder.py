@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.ledger = self.path / "ledger"
         self.report = self.path / "report.png"
+        self.page = self.path / "report.html"
         self.lock = FolderLock(self.path)
         self._counted = (0, 0)  # bytes of the metrics, and their lines
 
@@ -261,7 +262,7 @@ class RunFolder:
         if self.metrics.is_file():
             sync_file(self.metrics)
 
-    def save_model(self, save: Callable[[Path], object]) -> None:
+    def write_model(self, save: Callable[[Path], object]) -> None:
         """Replaces ``model/``.
 
         Args:
@@ -284,8 +285,18 @@ class RunFolder:
         self.write("summary.json", summary)
         return summary
 
+    def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes ``samples.jsonl``."""
+        self.write_rows("samples.jsonl", rows)
+
+    def write_page(self, html: str) -> None:
+        """Writes ``report.html``, in a folder that is made if it is not there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_file(self.page, html)
+
     def write_report(self, figure: Any) -> None:
-        """Writes a figure of matplotlib to ``report.png``."""
+        """Writes a figure of matplotlib to ``report.png``, likewise."""
+        self.path.mkdir(parents=True, exist_ok=True)
         part = self.path / ".report.png"
         figure.savefig(part)
         part.replace(self.report)

@@ -1,10 +1,11 @@
-"""Texts of models and data sets on a terminal, which they must not control."""
+"""The terminal, which texts of models and data sets must not control."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
 # C0 and C1: with ESC, or CSI in one character, a text would colour the terminal or set its title.
@@ -25,3 +26,11 @@ def plain(text: str) -> Text:
     from rich.text import Text
 
     return Text(visible(text))
+
+
+def run_console() -> Console:
+    """A console as wide as its terminal, or 120 columns without one."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)

@@ -575,8 +575,7 @@ def _check_classic(args: Any, max_length: int | None, collates: bool) -> None:
 def _print_pairs(rows: list[tuple[str, str, list[float]]]) -> None:
     from rich.table import Table
 
-    from fastrl.run.report import run_console
-    from fastrl.run.terminal import plain
+    from fastrl.run.terminal import plain, run_console
 
     table = Table(*_SHOWN, show_lines=True)
     for chosen, rejected, probabilities in rows:

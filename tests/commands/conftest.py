@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 import fastrl.commands.report  # noqa: F401 - it has the function itself, which draws
 from fastrl.demo.models import build_tokenizer
 from fastrl.demo.text import preference_pairs, reviews
-from fastrl.run import report
+from fastrl.reports import report
 
 SHAPE = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 48}
 REWARD = "def by_label(prompts, completions, completion_ids, label, **columns):\n"

@@ -18,7 +18,7 @@ from fastrl.demo.text import (
     split_openings,
 )
 from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.run.report import Comparison
+from fastrl.reports.report import Comparison
 
 
 def test_reviews_depend_on_the_seed_alone():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fastrl import PPOConfig, PPOTrainer
+from fastrl.reports.curves import RunCurves
+from fastrl.reports.doctor import examine
 from fastrl.run.checkpoints import Checkpoints
-from fastrl.run.curves import RunCurves
-from fastrl.run.doctor import examine
 from fastrl.run.folder import RunFolder
 from tests import tiny_models
 from tests.faults.test_kills import command, results

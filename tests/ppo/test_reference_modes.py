@@ -297,7 +297,7 @@ def test_without_a_reference_the_score_is_the_reward(adaptive, kl_penalty):
 
 def test_a_run_without_a_reference_says_so_and_leaves_the_kl_out(tmp_path, capsys):
     from fastrl import JsonlCallback
-    from fastrl.run.report import Comparison
+    from fastrl.reports.report import Comparison
 
     trainer = trainer_of(deep("gpt2"), init_kl_coef=0.0)
     prompts = tiny_models.prompts(3, 4, 5, 2)

@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 
 from fastrl import cli
-from fastrl.run import report
+from fastrl.reports import report
 
 
 def run_commands(file: str | Path) -> None:

@@ -35,7 +35,7 @@ def earlier(tmp_path):
         folder.begin()
         for step in range(5):
             MetricsFile(folder.metrics).append(step, {"x": step / 2})
-        folder.save_model(save("weights"))
+        folder.write_model(save("weights"))
         folder.write_rows("samples.jsonl", [{"prompt": "a"}])
         folder.write_summary({"gain": 1.0})
         folder.report.write_text("png")
@@ -135,7 +135,7 @@ def fsync_failing(of_folders, number):
 def test_folders_that_cannot_be_synced_are_warned_of_once(earlier, monkeypatch, recwarn):
     monkeypatch.setattr(os, "fsync", fsync_failing(True, errno.EINVAL))
     _warn_of_folders.cache_clear()
-    earlier.save_model(save("new"))
+    earlier.write_model(save("new"))
     with Checkpoints(earlier.checkpoints).new(6) as part:
         (part / "x").write_text("6")
     (warned,) = recwarn
@@ -246,29 +246,29 @@ def test_half_a_line_at_the_end_is_not_read(tmp_path):
 
 def test_a_model_is_replaced_as_a_whole(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.save_model(save("adapter"))
-    folder.save_model(save("weights"))
+    folder.write_model(save("adapter"))
+    folder.write_model(save("weights"))
     assert names(folder.model) == ["weights"]
     assert names(tmp_path) == ["model"]
 
 
 def test_a_model_that_cannot_be_saved_leaves_the_old_one(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.save_model(save("old"))
+    folder.write_model(save("old"))
 
     def fail(path):
         save("half")(path)
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="full"):
-        folder.save_model(fail)
+        folder.write_model(fail)
     assert names(folder.model) == ["old"]
     assert names(tmp_path) == ["model"]
 
 
 def test_a_model_is_saved_under_the_name_that_it_will_have(tmp_path):
     seen = []
-    RunFolder(tmp_path).save_model(lambda path: seen.append(path.name))
+    RunFolder(tmp_path).write_model(lambda path: seen.append(path.name))
     assert seen == ["model"]
 
 

@@ -21,10 +21,10 @@ import fastrl
 from fastrl import alignment, cli
 from fastrl.learn.preferences import PAIR_LOSSES, UNPAIRED_LOSSES
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+from fastrl.reports import report
 from fastrl.rewards.functions import load_function
 from fastrl.rollout import RolloutOutput, SamplingParams
 from fastrl.rollout.backends import EngineBackend
-from fastrl.run import report
 from fastrl.trl.dpo_config import loss_types
 from tests import tables, tiny_models
 from tests.golden import tiny

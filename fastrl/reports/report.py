@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastrl.reports.curves import RunCurves
+from fastrl.reports.doctor import ILLNESS, examine
 from fastrl.run.callbacks import Evaluation, TrainResult
-from fastrl.run.curves import RunCurves
-from fastrl.run.doctor import ILLNESS, examine
-from fastrl.run.files import write_file
 from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import is_main_process
-from fastrl.run.terminal import plain
+from fastrl.run.terminal import plain, run_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 
@@ -128,10 +126,10 @@ def finish_run(
     if not is_main_process():
         save(folder.model)
         return {}
-    folder.save_model(save)
+    folder.write_model(save)
     written = "model, metrics.jsonl, report.png, summary.json"
     if samples:
-        folder.write_rows("samples.jsonl", samples)
+        folder.write_samples(samples)
         written += ", samples.jsonl"
     summary = folder.write_summary(results)
     write_report(folder)
@@ -154,7 +152,7 @@ def write_report(folder: RunFolder) -> Path:
     Returns:
         the path of ``report.png``.
     """
-    from fastrl.run.figures import draw
+    from fastrl.reports.figures import draw
 
     title = str(folder.config.get("title", folder.path.name))
     folder.write_report(draw([RunCurves.of(folder)], title=title))
@@ -167,36 +165,24 @@ def write_overlay(folders: Sequence[RunFolder], target: RunFolder) -> Path:
     Returns:
         the path of ``report.png`` in ``target``, which is made if it is not there.
     """
-    from fastrl.run.figures import draw
-    from fastrl.run.html_report import ReportedRun
+    from fastrl.reports.figures import draw
+    from fastrl.reports.html_report import ReportedRun
 
     runs = [run.curves for run in ReportedRun.all_of(folders)]
-    target.path.mkdir(parents=True, exist_ok=True)
     target.write_report(draw(runs, title=f"{len(runs)} runs"))
     return target.report
 
 
 def write_page(folders: Sequence[RunFolder], target: RunFolder) -> Path:
-    """Writes the page of one run or of several, see :mod:`fastrl.run.html_report`.
+    """Writes the page of one run or of several, see :mod:`fastrl.reports.html_report`.
 
     Returns:
         the path of ``report.html`` in ``target``, which is made if it is not there.
     """
-    from fastrl.run.html_report import page
+    from fastrl.reports.html_report import page
 
-    path = target.path / "report.html"
-    html = page(folders, results(folders))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, html)
-    return path
-
-
-def run_console() -> Console:
-    """A console as wide as its terminal, or 120 columns without one."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=120)
+    target.write_page(page(folders, results(folders)))
+    return target.page
 
 
 def pair_samples(before: Any, after: Any) -> list[dict[str, Any]]:

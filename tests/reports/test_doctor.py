@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastrl.run.curves import RunCurves
-from fastrl.run.doctor import CHECKS, ILLNESS, NOTE, examine
+from fastrl.reports.curves import RunCurves
+from fastrl.reports.doctor import CHECKS, ILLNESS, NOTE, examine
 
 STEPS = 40
 

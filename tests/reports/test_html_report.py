@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 import pytest
 
 from fastrl.cli import main
+from fastrl.reports.html_report import page, short_names
+from fastrl.reports.notable_samples import notable_samples
+from fastrl.reports.report import write_overlay, write_page
 from fastrl.run.folder import RunFolder
-from fastrl.run.html_report import page, short_names
 from fastrl.run.ledger import Ledger
-from fastrl.run.notable_samples import notable_samples
-from fastrl.run.report import write_overlay, write_page
 
 EVIL = "<script>alert('$x')</script>&\"'"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastrl.run.curves import RunCurves
+from fastrl.reports.curves import RunCurves
 
 # Okabe and Ito's palette, for readers with and without colour blindness.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"

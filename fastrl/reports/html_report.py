@@ -14,12 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastrl.run.curves import RunCurves
-from fastrl.run.doctor import Diagnosis, Finding, examine
-from fastrl.run.figures import FAINT, INK, Name, draw_alone, run_names
+from fastrl.reports.curves import RunCurves
+from fastrl.reports.doctor import Diagnosis, Finding, examine
+from fastrl.reports.figures import FAINT, INK, Name, draw_alone, run_names
+from fastrl.reports.notable_samples import NotableSamples, notable_samples
+from fastrl.reports.panels import COLOURS, GREY, Panel, TimePanel, panels_of
 from fastrl.run.folder import RunFolder
-from fastrl.run.notable_samples import NotableSamples, notable_samples
-from fastrl.run.panels import COLOURS, GREY, Panel, TimePanel, panels_of
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -115,7 +115,7 @@ def page(folders: Sequence[RunFolder], results: Mapping[str, Sequence[str]]) -> 
         lstrip_blocks=True,
     )
     title = str(folders[0].config.get("title", runs[0].name))
-    html = environment.get_template("report.html").render(
+    html = environment.get_template("page.html").render(
         title=title if len(runs) == 1 else " · ".join(run.name for run in runs),
         runs=runs,
         figures=figures,
@@ -150,12 +150,12 @@ def _svg(panel: Panel | TimePanel, runs: Sequence[RunCurves]) -> tuple[Markup, l
     from markupsafe import Markup
 
     figure, legend = draw_alone(panel, runs)
-    file = io.StringIO()
+    buffer = io.StringIO()
     # Texts stay texts; ids depend on the panel, so that no two on a page are the same.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
         none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=none)
-    svg = file.getvalue()
+        figure.savefig(buffer, format="svg", transparent=True, metadata=none)
+    svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from fastrl.run.curves import RunCurves, Series
+from fastrl.reports.curves import RunCurves, Series
 
 ILLNESS, NOTE = "illness", "note"
 

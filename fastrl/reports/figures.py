@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastrl.run.curves import RunCurves, Series
-from fastrl.run.panels import COLOURS, GREY, Line, Panel, TimePanel, panels_of
+from fastrl.reports.curves import RunCurves, Series
+from fastrl.reports.panels import COLOURS, GREY, Line, Panel, TimePanel, panels_of
 from fastrl.run.terminal import visible
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Runs, looked at from outside: figures, a page, and what a doctor finds in them."""
