@@ -171,6 +171,7 @@ def test_notable_samples_are_those_of_the_ledger(tmp_path):
     }
     (longest, _) = found.kinds["longest"]
     assert (longest.length, longest.unit) == (9, "tokens")
+    assert longest.prompt == "prompt 3"
     assert longest.place == "step 2, sample 1, length"
 
 
