@@ -175,6 +175,17 @@ def test_log_has_trls_names(kind: str, tmp_path: Path) -> None:
     assert {"trl", kind, "fastrl"} <= set(trainer.model.model_tags)
 
 
+def test_an_evaluation_is_of_the_data_that_it_is_given(tmp_path: Path) -> None:
+    def place(index: list[int], **_: Any) -> list[float]:
+        return [float(i) for i in index]
+
+    held_out = {"two": prompts(2), "three": prompts(3)}
+    trainer = make(tmp_path, "grpo", place, eval_dataset=held_out)
+    for given in (None, "three", prompts(5)):
+        trainer.evaluate(given)
+    assert [log["eval_reward"] for log in trainer.state.log_history] == [0.5, 1.0, 1.0, 2.0]
+
+
 @pytest.mark.filterwarnings("ignore:after ExitCalled the state is saved in")
 def test_an_async_reward_does_not_end_the_program(tmp_path: Path) -> None:
     answers = iter([[0.0, 1.0, 2.0, 3.0]])
