@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastrl.rewards.identity import identity_of
+from tests.golden import tiny
 
 _NUMBERS = itertools.count()
 SCORE = """
@@ -61,6 +62,10 @@ def test_an_object_is_its_class_and_what_it_holds(written):
     judge(["a"])  # what it has done is not what it is
     assert identity_of(judge) == one
     assert identity_of(written().Judge(2.0)) != one
+    judge.tokenizer = tiny.tokenizer()  # of a library, whose state calls change
+    one = identity_of(judge)
+    judge.tokenizer.padding_side = "left"
+    assert identity_of(judge) == one
 
 
 def test_a_partial_is_its_arguments_too(written):
