@@ -14,9 +14,17 @@ from benchmarks import __main__ as command
 from benchmarks import report, results, terminal
 from benchmarks.cases import EAGER, OURS, Case, Goal, rooflines
 from benchmarks.harness import Measurement, Run
+from benchmarks.markdown import table
 from benchmarks.timing import Side
 
 CPU = torch.device("cpu")
+
+
+def test_a_table_has_as_many_columns_as_its_head() -> None:
+    assert table(["a", "b", "c"], [["1", "2", "3"]]) == (
+        "| a | b | c |\n| --- | --: | --- |\n| 1 | 2 | 3 |"
+    )
+    assert table(["a"], []) == ""
 
 
 @pytest.fixture

@@ -64,6 +64,13 @@ def test_copies_follow_their_weights(weight):
         assert not is_kept(former)
 
 
+def test_what_is_no_matrix_is_not_kept():
+    for x in (torch.randn(6).bfloat16(), torch.randn(2, 3, 4).bfloat16()):
+        with keeping([x]):
+            assert torch.equal(in_fp32(x), x.float())
+            assert not is_kept(x)
+
+
 def test_a_view_that_reaches_beyond_a_weight_is_none_of_it():
     both = torch.randn(8, 10).bfloat16()
     with keeping([both[:4]]):

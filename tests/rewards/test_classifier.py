@@ -50,6 +50,7 @@ def test_classifier_scores_prompt_and_completion(tokenizer):
         ids = tokenizer(prompt + completion, return_tensors="pt")
         assert got == pytest.approx(model(**ids).logits.item(), abs=1e-5)
     assert reward([], [], []) == []
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_label_is_the_last_unless_named(saved, tokenizer):
