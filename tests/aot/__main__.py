@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(version: str, folder: Path | None, args: argparse.Namespace) -> list[Report]:
     """Compile with one version, and print."""
     start = time.monotonic()
-    targets = list(dict.fromkeys(args.target or TARGETS))
+    targets = list(dict.fromkeys(args.target or drawn([*TARGETS], "target")))
     reports = []
     options = [f"--{name}" for name in ("full", "quick") if getattr(args, name)]
     for report in run_targets(targets, CALLS, args.op, options, folder):
