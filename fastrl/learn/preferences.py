@@ -136,10 +136,10 @@ def loss_of_pairs(
         raise TypeError("write @loss_of_pairs(), with the loss's source if it has one")
 
     def add(function: Callable[..., Tensor]) -> PairObjective:
-        check_takes(function, "chosen", "rejected")
-        _, _, *own = inspect.signature(function).parameters.values()
+        own = list(inspect.signature(function).parameters.values())[2:]
         if needed := [x.name for x in own if x.default is x.empty]:
             raise TypeError(f"{function.__name__}: give {', '.join(needed)} a default")
+        check_takes(function, "chosen", "rejected")
         defaults, formula = {x.name: x.default for x in own}, inspect.getdoc(function) or ""
         named = name or function.__name__
         if named in _OURS:
