@@ -52,6 +52,7 @@ def setting(
     aliases: Sequence[str] = (),
     within: str = "",
     choices: Collection[str] | Callable[[], Iterable[str]] = (),
+    bare: bool = False,
 ) -> Any:
     """A field of a dataclass, with its text for ``--help``.
 
@@ -62,6 +63,7 @@ def setting(
             "[0, inf)".
         choices: of a text, or of each of a list, likewise; or a function that names them, of a
             table that grows.
+        bare: the flag alone means True, of settings that may also be None.
     """
     if within or choices:
         text = _Bounded(text)
@@ -69,12 +71,20 @@ def setting(
         grows = callable(choices) or isinstance(choices, Mapping)
         text.within, text.choices = within, choices if grows else tuple(choices)  # type: ignore[arg-type]
     metadata: dict[str, Any] = {"help": text}
+    if bare:
+        metadata |= {"nargs": "?", "const": True}
     if aliases:
         both = [x for a in aliases for x in (a, f"--{a[2:].replace('-', '_')}")]
         metadata["aliases"] = list(dict.fromkeys(both))
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def kept_setting(text: str, default: Any = None) -> Any:
+    """A field of a dataclass for a setting of another version, see :mod:`fastrl.eras`, which is no
+    flag and no parameter of its constructor."""
+    return field(default=default, init=False, metadata={"help": text})
 
 
 def setting_like(kind: Any, name: str, default: Any = dataclasses.MISSING) -> Any:

@@ -28,7 +28,7 @@ SURFACES = ("PPO", "GRPO", "RLOO", "DPO", "KTO", "SFT", "Reward", "Alignment")
 NEGATIVE = {
     *("max_steps", "save_total_limit", "local_rank", "num_print_samples", "reward_weights"),
     *("entropy_coef", "entropy_coef_min", "entropy_coef_max", "reward_clip_range", "loss_weights"),
-    "f_alpha_divergence_coef",
+    *("f_alpha_divergence_coef", "top_k"),
 }
 UNBOUNDED = {
     *("max_grad_norm", "max_kl", "max_ratio", "ratio_threshold", "score_clip", "target_kl"),
@@ -37,7 +37,6 @@ UNBOUNDED = {
 }
 # Older names of other settings, which errors name.
 NEWER = {
-    "max_seq_length": "max_length",
     "forward_batch_size": "mini_batch_size",
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
 }

@@ -24,8 +24,6 @@ ONLINE = ("GRPO", "RLOO")
 HERE = ("SFT", "Reward", "DPO", "KTO", *ONLINE, "Alignment")
 # Settings that no function below reads by name, and what becomes of them.
 ELSEWHERE = {
-    "evaluation_strategy": "as a configuration is made, it becomes eval_strategy",
-    "max_seq_length": "as a configuration is made, it becomes max_length",
     "vllm_importance_sampling_cap": "as a configuration is made, it becomes clip_max",
     "do_train": "of scripts, as transformers has it",
     "do_predict": "of scripts, as transformers has it",

@@ -14,6 +14,7 @@ PromptAndAnswers = tuple[TextOrMessages, tuple[TextOrMessages, ...]]
 
 _TURN = "\n\nAssistant:"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_SHAREGPT = {"human": "user", "gpt": "assistant"}
 _MISSPELT = 0.8  # difflib's ratio from which an unknown role is taken for a known one
 
 
@@ -220,9 +221,13 @@ def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def as_chatml(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with ``role`` and ``content``, which ShareGPT calls ``from`` and ``value``."""
+    """A message with ``role`` and ``content``, which ShareGPT calls ``from`` and ``value``, and its
+    roles ``human`` and ``gpt``."""
     names = {"from": "role", "value": "content"}
-    return {names.get(name, name): x for name, x in message.items()}
+    found = {names.get(name, name): x for name, x in message.items()}
+    if "from" in message:
+        found["role"] = _SHAREGPT.get(found["role"], found["role"])
+    return found
 
 
 def marks_answers(tokenizer: Any) -> bool:

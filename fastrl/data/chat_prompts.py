@@ -31,11 +31,13 @@ def encode_prompts(
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any],
     names: Sequence[str] = (),
+    longest: int | None = None,
 ) -> list[Tensor]:
     """Token ids of texts, or of chats by the tokenizer's template up to where the answer begins.
 
     Args:
         names: of the prompts, for messages; by default their places.
+        longest: of longer ones the last tokens are kept.
 
     Raises:
         ValueError: a prompt that :func:`check_prompt` refuses, or without a token; chats and a
@@ -58,7 +60,8 @@ def encode_prompts(
             ids = chat_ids(prompt, tokenizer, answered=False, template=chat_template_kwargs)
         if not len(ids):
             raise ValueError(f"{name} is empty: it needs at least one token")
-        encoded.append(torch.tensor(ids, dtype=torch.long))
+        kept = ids if longest is None else ids[-longest:]
+        encoded.append(torch.tensor(kept, dtype=torch.long))
     return encoded
 
 

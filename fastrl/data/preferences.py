@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import chat_ids, check_messages, is_chat, template_arguments
+from fastrl.data.chat import as_messages, chat_ids, check_messages, is_chat, template_arguments
 from fastrl.data.columns import read_label
 from fastrl.data.padding_free import PaddingFree, right_padded
 from fastrl.data.tables import ROW, each_row, is_stream, row_number
@@ -26,11 +26,16 @@ from fastrl.data.token_batch import Padded, TokenBatch
 PAIR = ("chosen", "rejected")
 OF_A_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 OF_A_COMPLETION = ("prompt_ids", "completion_ids", "label")
+Cuts = tuple[int | None, int | None]  # tokens of a prompt and of a completion, at most
 _IMAGES = ("image", "images")
 
 
 def prepare_pairs_of_ids(
-    dataset: Any, tokenizer: Any, num_proc: int | None, longest_prompt: int | None
+    dataset: Any,
+    tokenizer: Any,
+    num_proc: int | None,
+    longest_prompt: int | None,
+    cuts: Cuts = (None, None),
 ) -> Any:
     """The data set with ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, which it may have
     already.
@@ -40,6 +45,7 @@ def prepare_pairs_of_ids(
         num_proc: processes; of a stream none.
         longest_prompt: tokens; rows with a longer prompt are dropped, and counted in a warning,
             but for those of a stream, which is prepared as it is read.
+        cuts: longer prompts keep their last tokens, longer completions their first ones.
 
     Raises:
         ValueError: other columns, images, no row, messages without a role or a content.
@@ -47,13 +53,14 @@ def prepare_pairs_of_ids(
     options = _map_options(dataset, num_proc)
     row = _first(dataset)
     if all(name in row for name in OF_A_PAIR):
-        return _within(dataset, longest_prompt, options)
+        return _within(_cut(dataset, OF_A_PAIR, cuts, options), longest_prompt, options)
     _check(row, PAIR)
     if "prompt" not in row:
         dataset = dataset.map(_split_row, with_indices=True, **options)
     dataset = dataset.map(
         _encode_pair, with_indices=True, fn_kwargs={"tokenizer": tokenizer}, **options
     )
+    dataset = _cut(dataset, OF_A_PAIR, cuts, options)
     _warn_of_equal_sides(dataset)
     return _within(dataset, longest_prompt, options)
 
@@ -64,6 +71,7 @@ def prepare_completions_of_ids(
     num_proc: int | None,
     longest_prompt: int | None,
     mismatched: int | None = None,
+    cuts: Cuts = (None, None),
 ) -> Any:
     """The data set with ``prompt_ids``, ``completion_ids`` and ``label``; pairs become two rows
     each.
@@ -95,6 +103,7 @@ def prepare_completions_of_ids(
             remove_columns=numbers,
             **options,
         )
+    dataset = _cut(dataset, OF_A_COMPLETION[:2], cuts, options)
     dataset = _within(dataset, longest_prompt, options)
     if mismatched is not None and "KL_completion_ids" not in row:
         dataset = dataset.map(_rotate, batched=True, batch_size=mismatched, **options)
@@ -245,6 +254,18 @@ def _check(row: Mapping[str, Any], columns: Sequence[str]) -> None:
         )
 
 
+def _cut(dataset: Any, columns: Sequence[str], cuts: Cuts, options: dict[str, Any]) -> Any:
+    if cuts == (None, None):
+        return dataset
+    return dataset.map(_cut_row, fn_kwargs={"columns": columns, "cuts": cuts}, **options)
+
+
+def _cut_row(row: Mapping[str, Any], columns: Sequence[str], cuts: Cuts) -> dict[str, Any]:
+    prompt, *completions = columns
+    ends = {name: row[name][: cuts[1]] for name in completions}
+    return {prompt: row[prompt] if cuts[0] is None else row[prompt][-cuts[0] :], **ends}
+
+
 def _within(dataset: Any, longest_prompt: int | None, options: dict[str, Any]) -> Any:
     if longest_prompt is None:
         return dataset
@@ -309,6 +330,7 @@ def _encode(
 ) -> tuple[list[int], list[list[int]]]:
     """The ids of row ``i``'s prompt, and those of the completions behind it in the columns
     ``sides``."""
+    row = _as_one_kind(row, sides)
     _check_parts(row, ("prompt", *sides), i)
     prompt, completions = row["prompt"], [row[side] for side in sides]
     if is_chat(prompt):
@@ -332,6 +354,29 @@ def _encode(
             stacklevel=2,
         )
     return alone[:shared], [ids[shared:] for ids in whole]
+
+
+def _as_one_kind(row: Mapping[str, Any], sides: Sequence[str]) -> Mapping[str, Any]:
+    """A row whose completions are chats: with a prompt that is text as a chat, and without the
+    prompt where all completions begin with it."""
+    said = [row[side] for side in sides]
+    if not all(is_chat(each) for each in said):
+        return row
+    prompt = as_messages(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]
+    whole = bool(prompt) and all(
+        [*map(_words, each[: len(prompt)])] == [*map(_words, prompt)] for each in said
+    )
+    if whole:
+        warnings.warn(
+            f"{' and '.join(sides)} begin with the whole prompt: it is taken from there",
+            stacklevel=2,
+        )
+        said = [each[len(prompt) :] for each in said]
+    return {**row, "prompt": prompt, **dict(zip(sides, said, strict=True))}
+
+
+def _words(message: Any) -> Any:
+    return (message.get("role"), message.get("content")) if isinstance(message, Mapping) else None
 
 
 def _check_parts(row: Mapping[str, Any], columns: Sequence[str], i: int) -> None:

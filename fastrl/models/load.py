@@ -314,10 +314,14 @@ class _Checkpoint:
 
     def __init__(self, path: str | os.PathLike, options: dict[str, Any]):
         need_flash_attention(options.get("attn_implementation"))
-        if not options.get("use_safetensors", True):
-            raise ValueError(f"use_safetensors={options['use_safetensors']}: {NO_PICKLE}")
         self.options: dict[str, Any] = options | {"use_safetensors": True}
         self.folder = model_folder(path, options.get("subfolder"))
+        if not options.get("use_safetensors", True):
+            warnings.warn(
+                f"use_safetensors=False is not followed: {self.folder} is read from safetensors; "
+                f"{NO_PICKLE}",
+                stacklevel=4,
+            )
         self.adapter: Any = None
         if find_file(self.folder, ADAPTER_CONFIG, options) is not None:
             need_peft(f"the adapter in {self.folder}")
@@ -510,7 +514,7 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
 
     Raises:
         ImportError: peft is not installed.
-        ValueError: the model has an adapter already; four-bit weights in a layout without a
+        ValueError: four-bit weights that have an adapter already, or in a layout without a
             gradient.
     """
     quantised.settle(model)
@@ -520,9 +524,15 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     from peft import get_peft_model
 
     if hasattr(model, "peft_config"):
-        raise ValueError(
-            "the model has an adapter already: leave out peft_config to train that one"
+        quantised.refuse_quantised(
+            model, "an adapter that is merged", "leave out peft_config to train it"
         )
+        warnings.warn(
+            "the model's adapter is merged into its weights, and a new one is trained: leave out "
+            "peft_config to train the one that is there",
+            stacklevel=3,
+        )
+        model = model.merge_and_unload()
     if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
         model = quantised.prepared_for_adapters(model, args)
     with quantised.peft_hushed():

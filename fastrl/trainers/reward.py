@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -264,7 +265,16 @@ class RewardTrainer(SupervisedTrainer):
             adapts = self._peft_config is not None or hasattr(model, "peft_config")
             settle_model(model, self._tokenizer, self._settings, adapts)
             self._check_end(model)
-        if getattr(self._peft_config, "task_type", "SEQ_CLS") != "SEQ_CLS":
+        kind = getattr(self._peft_config, "task_type", "SEQ_CLS")
+        if kind in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):  # which PEFT puts on no classifier
+            self._peft_config = copy.copy(self._peft_config)
+            self._peft_config.task_type = "SEQ_CLS"
+            warnings.warn(
+                f"peft_config.task_type={kind} is taken as SEQ_CLS: the layer that computes the "
+                "reward is trained with the adapter",
+                stacklevel=3,
+            )
+        elif kind != "SEQ_CLS":
             warnings.warn(
                 "peft_config.task_type is not SEQ_CLS: the layer that computes the reward is "
                 "frozen unless modules_to_save names it",

@@ -80,7 +80,6 @@ class SFTConfig(SupervisedArguments):
         1024,
         within="[1, inf)",
     )
-    max_seq_length: int | None = setting("An older name of max_length.", None, within="[1, inf)")
     dataset_text_field: str = setting("Column of the texts.", "text")
     packing: bool = setting(
         "Put several texts into a row of max_length tokens; none sees another.", False
@@ -122,8 +121,6 @@ class SFTConfig(SupervisedArguments):
     _VALID_DICT_FIELDS = [*SupervisedArguments._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
 
     def __post_init__(self) -> None:
-        if self.max_seq_length is not None:
-            self.max_length, self.max_seq_length = self.max_seq_length, None
         # TRL's older names of the same.
         if self.loss_type == "chunked_nll":
             self.loss_type = NLL

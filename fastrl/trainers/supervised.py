@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import sys
 import types
 import typing
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 from transformers import TrainingArguments
 from transformers.training_args import trainer_log_levels
 
@@ -26,6 +27,7 @@ from fastrl.data.choose_padding import runs_packed
 from fastrl.data.tables import is_stream
 from fastrl.data.token_batch import TokenBatch
 from fastrl.data.vocabulary import check_table
+from fastrl.eras import OfEveryEra, of_another_era, other_defaults
 from fastrl.models.load import load_tokenizer
 from fastrl.models.optimizers import check_optimizer, optimizer_name
 from fastrl.models.products import Products
@@ -74,11 +76,10 @@ _FILES = {"accelerator_config", "fsdp_config", "deepspeed"}  # dicts, JSON, or p
 
 
 @dataclass
-class SupervisedArguments(TrainingArguments):
-    """transformers' TrainingArguments; ``evaluation_strategy`` is the old name of
-    ``eval_strategy``, and ``report_to=None`` reports to no tracker."""
+class SupervisedArguments(TrainingArguments, metaclass=OfEveryEra):
+    """transformers' TrainingArguments; ``report_to=None`` reports to no tracker, and settings of
+    other versions are taken, see :mod:`fastrl.eras`."""
 
-    evaluation_strategy: str | None = setting("Deprecated: use eval_strategy.", None)
     max_length: int | None = setting(
         "Longest sequence, in tokens; None: the model's limit.", 512, within="[1, inf)"
     )
@@ -118,15 +119,18 @@ class SupervisedArguments(TrainingArguments):
         "Compute in bfloat16 by autocast, by default on GPUs that can. Weights keep their dtype; "
         "the default is for float32 weights, where accelerate was told no precision.",
         None,
+        bare=True,
     )
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
-        "Compute layers again in the backward pass, in place of keeping their activations.", None
+        "Compute layers again in the backward pass, in place of keeping their activations.",
+        None,
+        bare=True,
     )
     gradient_checkpointing_kwargs: dict | str | None = setting(  # type: ignore[assignment]
         "Options of gradient_checkpointing (JSON), see transformers.", None
     )
     activation_checkpointing: bool | None = setting(
-        "The same as gradient_checkpointing, by its newer name in transformers.", None
+        "The same as gradient_checkpointing, by its newer name in transformers.", None, bare=True
     )
     activation_checkpointing_kwargs: dict | str | None = setting(
         "The same as gradient_checkpointing_kwargs, likewise.", None
@@ -143,12 +147,6 @@ class SupervisedArguments(TrainingArguments):
     ]
 
     def __post_init__(self) -> None:
-        if self.evaluation_strategy is not None:
-            warnings.warn(
-                "evaluation_strategy is deprecated: use eval_strategy", FutureWarning, stacklevel=3
-            )
-            self.eval_strategy = self.evaluation_strategy
-            self.evaluation_strategy = None
         if self.report_to is None:
             self.report_to = "none"
         self._settle_checkpointing()
@@ -163,6 +161,9 @@ class SupervisedArguments(TrainingArguments):
                 f"pad_to_multiple_of must be positive or None, got {self.pad_to_multiple_of}"
             )
         _check_optimizer(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return of_another_era(self, name)
 
     def _settle_checkpointing(self) -> None:
         """Gives both names of gradient checkpointing one value, the newer name's where it is set:
@@ -294,6 +295,9 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
+        said = other_defaults(self.args)
+        if said and self.processes.is_main:
+            tqdm.write(said, file=sys.stderr)
         self._last = {} if resumed is None else dict(resumed["own"].get("last", {}))
 
     def own_state(self) -> dict[str, Any]:

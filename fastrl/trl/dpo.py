@@ -62,7 +62,9 @@ class DPOTrainer(PreferenceTrainer):
     def prepare_rows(self, dataset: Any) -> Any:
         args = self._settings
         longest = self._longest_prompt if args.truncation_mode == "keep_start" else None
-        return prepare_pairs_of_ids(dataset, self._tokenizer, args.dataset_num_proc, longest)
+        return prepare_pairs_of_ids(
+            dataset, self._tokenizer, args.dataset_num_proc, longest, args.cuts
+        )
 
     def ref_logprobs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         return self._ref_sums(self.completions(batch)).chunk(2)

@@ -52,8 +52,8 @@ class KTOTrainer(PreferenceTrainer):
     id_columns = ("prompt_ids", "completion_ids")
     method = KTO
 
-    def _settings_of(self, args: Any, model: Any) -> Any:
-        args = super()._settings_of(args, model)
+    def _settings_of(self, args: Any, model: Any, settings: dict[str, Any]) -> Any:
+        args = super()._settings_of(args, model, settings)
         self._row = UNPAIRED_LOSSES[args.loss_type]
         if self._row.has_kl and args.per_device_train_batch_size < 2:
             raise ValueError(
@@ -72,6 +72,7 @@ class KTOTrainer(PreferenceTrainer):
             args.dataset_num_proc,
             self._longest_prompt,
             args.per_device_train_batch_size if self._row.has_kl else None,
+            args.cuts,
         )
 
     def ref_logprobs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:

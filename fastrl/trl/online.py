@@ -66,7 +66,6 @@ from fastrl.trl.policy import (
     check_adapter,
     loaded_causal,
     padding_tokenizer,
-    refuse_liger,
 )
 from fastrl.trl.policy_loss import GroupLoss
 from fastrl.trl.prompt_data import PromptRoom, check_data, check_resampling, reserved_of
@@ -159,11 +158,15 @@ class OnlineTrainer(
         interaction.read_by(self._tokenizer, args.chat_template_kwargs or {})
         corrects = args.vllm_importance_sampling_correction
         self._correction = RolloutCorrection(args) if corrects else None
-        refuse_liger(args, name)
         model = loaded_causal(model, args, quantization_config)
         most = args.generation_arguments.get("max_new_tokens")
         self._room = PromptRoom(
-            model, most, self._tokenizer, args.chat_template_kwargs or {}, args.micro_batch_tokens
+            model,
+            most,
+            self._tokenizer,
+            args.chat_template_kwargs or {},
+            args.micro_batch_tokens,
+            args.max_prompt_length,
         )
         if rollout_func is None and environments is None:
             self._room.check_data(train_dataset, eval_dataset)
@@ -335,7 +338,12 @@ class OnlineTrainer(
         )
 
     def _encoded(self, prompts: Prompts) -> Prompts:
-        ids = encode_prompts(prompts.said, self._tokenizer, self.chat_template_kwargs)
+        ids = encode_prompts(
+            prompts.said,
+            self._tokenizer,
+            self.chat_template_kwargs,
+            longest=self.args.max_prompt_length,
+        )
         for i, prompt in enumerate(ids):
             self._room.check(prompt, f"prompt {i}, {prompts.said[i]!r:.80},")
         return prompts.with_ids(ids, self._tokenizer)

@@ -8,7 +8,7 @@ from typing import Any
 from fastrl.collect.arguments import RecordArguments
 from fastrl.config import PPOConfig, parse_json
 from fastrl.ref_model import ReferenceArguments
-from fastrl.settings import check_refused, idle, refused, setting, setting_like
+from fastrl.settings import check_refused, idle, kept_setting, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 from fastrl.trl.rollout_correction import MODES
 
@@ -135,6 +135,8 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
         "Completions per call of a reward; None: all of a generation.", None, within="[1, inf)"
     )
 
+    # Of TRL until 0.25, by the constructor alone: see fastrl.eras.
+    max_prompt_length: int | None = kept_setting("Prompts keep their last tokens.")
     max_length: int | None = refused(None, _LENGTH)
     chat_template_path: str | None = refused(None, f"set chat_template of {_TOKENIZER}")
     eos_token: str | None = refused(None, f"set eos_token of {_TOKENIZER}")

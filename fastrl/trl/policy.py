@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from typing import Any
 
@@ -123,20 +122,3 @@ def check_adapter(peft_config: Any) -> None:
         )
     if "lm_head" in (getattr(peft_config, "target_modules", None) or ()):
         raise ValueError(_ON_HEAD)
-
-
-def refuse_liger(args: Any, name: str) -> None:
-    """
-    Args:
-        name: of the trainer.
-
-    Raises:
-        ImportError, ValueError: ``use_liger_kernel``; Liger's kernels are not there, or not for
-            this trainer.
-    """
-    if not args.use_liger_kernel:
-        return
-    remedy = f"leave use_liger_kernel out, as {name} computes losses by kernels of its own"
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise ImportError(f"use_liger_kernel=True needs the package liger-kernel: {remedy}")
-    raise ValueError(f"use_liger_kernel=True replaces the model's layers: {remedy}")

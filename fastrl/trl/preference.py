@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -9,11 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
 from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.preferences import PairCollator, completions_of
 from fastrl.data.tables import is_stream
 from fastrl.data.token_batch import TokenBatch
+from fastrl.eras import eras_of
 from fastrl.learn.scorer import response_scores, scored_by
 from fastrl.models import CausalLMPolicy
 from fastrl.models.scorer import ScoredPass, TokenScorer
@@ -63,8 +66,11 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        tokenizer: Any = None,
+        **settings: Any,
     ):
-        args = self._settings_of(args, model)
+        processing_class = tokenizer if processing_class is None else processing_class
+        args = self._settings_of(args, model, settings)
         if train_dataset is None:
             raise ValueError("train_dataset is required")
         if ref_model is not None and ref_model is model:
@@ -131,12 +137,18 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
 
     # Models.
 
-    def _settings_of(self, args: Any, model: Any) -> Any:
+    def _settings_of(self, args: Any, model: Any, settings: dict[str, Any]) -> Any:
         """The settings, by default those of the class.
+
+        Args:
+            settings: keywords of the trainer, where TRL until 0.9 had them; ``args`` may be
+                transformers' own then.
 
         Raises:
             TypeError, ValueError: settings that the trainer cannot have.
         """
+        if settings:
+            args = self._with_keywords(args, settings)
         if args is None:
             name = str(model if is_path(model) else getattr(model, "name_or_path", "") or "model")
             args = self.config_class(f"{name.rstrip('/').rsplit('/', 1)[-1]}-{self.short_name}")
@@ -146,6 +158,20 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
             )
         check_refused(args)  # again: scripts set attributes of parsed arguments
         return args
+
+    def _with_keywords(self, args: Any, settings: dict[str, Any]) -> Any:
+        kind = self.config_class
+        known = {field.name for field in dataclasses.fields(kind)} | set(eras_of(kind))
+        for name in settings.keys() - known:
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
+        if args is not None and not isinstance(args, TrainingArguments):
+            raise TypeError(f"args must be a fastrl.{kind.__name__}, got {type(args).__name__}")
+        warnings.warn(
+            f"{', '.join(settings)} of {type(self).__name__} are settings of {kind.__name__} now",
+            stacklevel=4,
+        )
+        fields = () if args is None else [x.name for x in dataclasses.fields(args) if x.init]
+        return kind(**{**{name: getattr(args, name) for name in fields}, **settings})
 
     def prepare_model(self, model: Any) -> Any:
         return adapted(model, self._peft_config, self._settings)

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from fastrl.ref_model import ReferenceArguments
-from fastrl.settings import check_refused, refused, setting
+from fastrl.settings import check_refused, kept_setting, setting
 from fastrl.trainers.supervised import SupervisedArguments
 
 
@@ -48,9 +48,9 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
     )
     beta: float = setting("Strength of the bond to the reference.", 0.1, within="(0, inf)")
 
-    use_liger_kernel: bool = refused(
-        False, "log-probs are computed in chunks without it: leave it out"
-    )
+    # Of TRL until 0.29, by the constructor alone: see fastrl.eras.
+    max_prompt_length: int | None = kept_setting("Prompts keep their last tokens.")
+    max_completion_length: int | None = kept_setting("Completions keep their first tokens.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,3 +62,8 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
                 "precompute_ref_batch_size is ignored: precompute_ref_log_probs is off",
                 stacklevel=3,
             )
+
+    @property
+    def cuts(self) -> tuple[int | None, int | None]:
+        """Tokens that prompts and completions are cut to."""
+        return self.max_prompt_length, self.max_completion_length

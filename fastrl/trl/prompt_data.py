@@ -111,6 +111,7 @@ class PromptRoom:
         most: tokens of a response; None: as many as there is room for.
         template: further arguments of the chat template.
         most_of_a_pass: tokens of a prompt with its response, ``micro_batch_tokens``.
+        longest: tokens that prompts are cut to; None: they are not.
     """
 
     def __init__(
@@ -120,9 +121,10 @@ class PromptRoom:
         tokenizer: Any,
         template: Mapping[str, Any],
         most_of_a_pass: int | None = None,
+        longest: int | None = None,
     ):
         self._layout, self._most, self._most_of_a_pass = layout_of(model), most, most_of_a_pass
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer, self._template, self._longest = tokenizer, template, longest
 
     def check_data(self, train: Any, evaluation: Any) -> None:
         """Checks the first row, and those whose texts alone have more bytes than there is room for
@@ -140,7 +142,9 @@ class PromptRoom:
             )
             while some := list(itertools.islice(doubtful, _AT_A_TIME)):
                 names, prompts = zip(*some, strict=True)
-                rows = encode_prompts(prompts, self._tokenizer, self._template, names)
+                rows = encode_prompts(
+                    prompts, self._tokenizer, self._template, names, self._longest
+                )
                 for where, ids in zip(names, rows, strict=True):
                     self.check(ids, where)
 

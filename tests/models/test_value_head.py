@@ -174,11 +174,20 @@ def test_prompt_learning_is_refused():
         )
 
 
-def test_a_second_adapter_is_refused():
-    with pytest.raises(ValueError, match="has an adapter already"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(
-            adapted().pretrained_model, peft_config=tiny_models.lora()
+@torch.no_grad()
+def test_a_second_adapter_finds_the_first_in_the_weights(ids):
+    first = adapted().pretrained_model
+    for name, weight in first.named_parameters():
+        if "lora_" in name:
+            weight.fill_(0.1)
+    expected = first(ids).logits
+    with pytest.warns(UserWarning, match="adapter is merged into its weights, and a new one is"):
+        second = AutoModelForCausalLMWithValueHead.from_pretrained(
+            first, peft_config=tiny_models.lora()
         )
+    with second.pretrained_model.disable_adapter():
+        torch.testing.assert_close(second.pretrained_model(ids).logits, expected)
+    assert len(second.pretrained_model.peft_config) == 1
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt_projected"])
@@ -264,8 +273,10 @@ def test_no_pickle_is_read(tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match=r"pytorch_model.bin: no pickle is read.*save_pretrained"):
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="use_safetensors=False: no pickle is read"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, use_safetensors=False)
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="use_safetensors=False is not followed: .* no pickle is"):
+        found = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, use_safetensors=False)
+    assert_same_weights(found.pretrained_model, model)
 
 
 def test_a_pickled_value_head_is_not_read(tmp_path):

@@ -222,7 +222,7 @@ def test_the_documented_example_trains(tmp_path: Path) -> None:
         return columns
 
     data = Dataset.from_list(rows).map(as_tokens).train_test_split(seed=0)
-    with pytest.warns(FutureWarning, match="evaluation_strategy is deprecated"):
+    with pytest.warns(UserWarning, match="evaluation_strategy="):
         args = RewardConfig(
             output_dir=str(tmp_path / "reward_model"),
             per_device_train_batch_size=16,

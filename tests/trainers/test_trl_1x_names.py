@@ -154,8 +154,13 @@ def test_the_assistants_turns_are_found_without_marks(make_sft: Make) -> None:
     messages = said("w5", "w6", "w7", "w8")
     trainer = make_sft(data=[{"messages": messages}], **given)
     assert labels_of(trainer) == [[X, X, X, 6, X, X, X, 8]]
-    sharegpt = [{"from": m["role"], "value": m["content"]} for m in messages]
-    assert labels_of(make_sft(data=[{"conversations": sharegpt}], **given)) == labels_of(trainer)
+    theirs = {"user": "human", "assistant": "gpt"}
+    for names in ({}, theirs):
+        sharegpt = [
+            {"from": names.get(m["role"], m["role"]), "value": m["content"]} for m in messages
+        ]
+        found = make_sft(data=[{"conversations": sharegpt}], **given)
+        assert labels_of(found) == labels_of(trainer)
     row = {"prompt": messages[:2] + messages[2:3], "completion": messages[3:]}
     assert labels_of(make_sft(data=[row], **given)) == [[X] * 7 + [8]]
     whole = make_sft(data=[row], completion_only_loss=False, **given)

@@ -121,7 +121,7 @@ def test_a_streams_broken_messages_change_no_weight(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ({"prompt": "w5", "chosen": SOUND, "rejected": SOUND}, "row 0 hold texts and chat"),
+        ({"prompt": SOUND[:1], "chosen": "w5", "rejected": "w6"}, "row 0 hold texts and chat"),
         ({"prompt": None, "chosen": "w5", "rejected": "w6"}, "prompt of row 0 is None"),
         ({"chosen": SOUND, "rejected": said("w7", "w8")}, "row 0 do not begin with the same"),
         ({"prompt": SOUND[:1], "chosen": [], "rejected": SOUND[1:]}, r"chosen of row 0 is \[\]"),

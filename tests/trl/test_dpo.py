@@ -13,13 +13,14 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastrl import DPOConfig, DPOTrainer
-from fastrl.data.preferences import prepare_pairs_of_ids
+from fastrl.data.preferences import OF_A_PAIR, prepare_pairs_of_ids
 from fastrl_kernels import reference as formulas
-from tests import tiny_models
+from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
 from tests.resuming import OwnStates, assert_resumes
 from tests.together import together
 from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs, weights
+from tests.trl.test_tools import model as chat_model
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 PAIRS = 4
@@ -308,7 +309,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "weighting": ({"use_weighting": True, "loss_type": "aot"}, "use_weighting weighs pairs"),
     "exo": ({"loss_type": "exo_pair"}, "label_smoothing must be in"),
-    "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True is not supported by DPOConfig"),
     "beta": ({"beta": 0.0}, "beta must be positive"),
     "a moving reference": (
         {"sync_ref_model": True, "precompute_ref_log_probs": True},
@@ -333,3 +333,29 @@ def test_data_that_cannot_be_used_is_refused(tmp_path):
     model = tiny_models.language_model("llama")
     with pytest.raises(ValueError, match="the same object"):
         trainer(tmp_path, model, ref_model=model)
+
+
+def chat(*texts: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.mark.filterwarnings("ignore:chosen and rejected begin with the whole prompt")
+def test_chats_are_read_as_people_have_them(tmp_path: Path) -> None:
+    tokenizer, model = chat_tokenizer.tokenizer(), chat_model()
+    question, answers = chat("w3"), [chat("w3", x)[1:] for x in ("w4", "w5 w6")]
+    whole = [chat("w3", x) for x in ("w4", "w5 w6")]
+    kinds = [
+        {"prompt": question, "chosen": answers[0], "rejected": answers[1]},
+        {"prompt": "w3", "chosen": answers[0], "rejected": answers[1]},
+        {"prompt": "w3", "chosen": whole[0], "rejected": whole[1]},
+        {"prompt": question, "chosen": whole[0], "rejected": whole[1]},
+    ]
+    found = []
+    for row in kinds:
+        args = DPOConfig(output_dir=str(tmp_path), **SETTINGS)
+        rows = DPOTrainer(
+            model, args=args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
+        ).train_dataset
+        found.append({name: rows[0][name] for name in OF_A_PAIR})
+    assert found[1:] == found[:1] * 3

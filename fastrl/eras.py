@@ -1,0 +1,374 @@
+"""Settings of other versions of TRL and transformers: what became of each.
+
+:data:`ERAS` is the one table: configurations take these names in their constructor, command lines
+of TRL programs take them as flags, `fastrl migrate` and the documents list them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+SAID_TWICE = "FASTRL_TRUST_REMOTE_CODE"
+RENAMED, KEPT, IDLE, REFUSED = "renamed", "kept", "changes nothing", "refused"
+
+
+def _as_it_is(value: Any, given: Mapping[str, Any]) -> Any:
+    return value
+
+
+class Era(NamedTuple):
+    """A setting that today's configurations do not declare.
+
+    Attributes:
+        kind: RENAMED: ``today`` has its value; KEPT: honoured under this name, though no flag of
+            today's; IDLE: there is nothing that it could change; REFUSED: but for ``default``.
+        today: the setting of today, or what stands in its place.
+        default: the value that it had where nobody set it.
+        value: what today's setting becomes, from the old one's value and today's settings; None:
+            nothing is set.
+    """
+
+    kind: str
+    today: str
+    default: Any = None
+    value: Callable[[Any, Mapping[str, Any]], Any] = _as_it_is
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether today's setting has the same value."""
+        return self.value is _as_it_is
+
+
+def _renamed(today: str, default: Any = None, value: Any = None) -> Era:
+    return Era(RENAMED, today, default, value) if value else Era(RENAMED, today, default)
+
+
+def _warmup(ratio: float, given: Mapping[str, Any]) -> Any:
+    return None if given.get("warmup_steps") else ratio  # steps came first, as they do now
+
+
+def _tensorboard(folder: str, given: Mapping[str, Any]) -> None:
+    os.environ["TENSORBOARD_LOGGING_DIR"] = folder
+
+
+def _liger(wanted: bool, given: Mapping[str, Any]) -> bool:
+    """Liger's layers, where they are installed; losses are in chunks of the LM head without."""
+    return bool(wanted) and importlib.util.find_spec("liger_kernel") is not None
+
+
+def _trusted_twice(trusted: bool, given: Mapping[str, Any]) -> None:
+    if trusted and os.environ.get(SAID_TWICE) != "1":
+        raise ValueError(
+            f"runs Python code that comes with the model: read it, and set {SAID_TWICE}=1 in the "
+            "environment, too"
+        )
+
+
+def _at_least_one(count: Any, given: Mapping[str, Any]) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError("must be a whole number of at least 1")
+
+
+_NOTHING_TO_CLEAR = "a run adds to its folder, and removes no checkpoint but by save_total_limit"
+_DEVICE = "accelerate chooses the device; use_cpu=True takes the CPU"
+_ONE_FORMAT = "weights are saved as safetensors"
+_PRECISION = "bf16 and fp16 say it all"
+_HEAD = "losses and log-probs come out of the LM head in chunks, without logits"
+_ENGINE = "fastrl's rollout engine generates in this process, on the trained weights"
+_PACKING = "packing=True fills rows of max_length tokens"
+_PADS = "padding is never learned from"
+_OPTIMIZERS = {"adamw_hf": "adamw_torch"}
+
+_CUT = Era(KEPT, "cut prompts in the data set", None, _at_least_one)
+
+TRAINING: dict[str, Era] = {
+    "evaluation_strategy": _renamed("eval_strategy"),
+    "warmup_ratio": _renamed("warmup_steps", 0.0, _warmup),
+    "group_by_length": _renamed(
+        "train_sampling_strategy", False, lambda on, _: "group_by_length" if on else None
+    ),
+    "logging_dir": Era(KEPT, "the environment's TENSORBOARD_LOGGING_DIR", None, _tensorboard),
+    "no_cuda": _renamed("use_cpu", False),
+    "per_gpu_train_batch_size": _renamed("per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": _renamed("per_device_eval_batch_size"),
+    "optim": _renamed("optim", None, lambda name, _: _OPTIMIZERS.get(str(name), name)),
+    "adafactor": _renamed("optim", False, lambda on, _: "adafactor" if on else None),
+    "push_to_hub_token": _renamed("hub_token"),
+    "push_to_hub_model_id": _renamed("hub_model_id"),
+    "include_inputs_for_metrics": _renamed(
+        "include_for_metrics", False, lambda on, _: ["inputs"] if on else None
+    ),
+    "overwrite_output_dir": Era(IDLE, _NOTHING_TO_CLEAR, False),
+    "use_mps_device": Era(IDLE, _DEVICE, False),
+    "use_ipex": Era(IDLE, _DEVICE, False),
+    "jit_mode_eval": Era(IDLE, _DEVICE, False),
+    "save_safetensors": Era(REFUSED, _ONE_FORMAT, True),
+    "half_precision_backend": Era(IDLE, _PRECISION, "auto"),
+    "fp16_backend": Era(IDLE, _PRECISION, "auto"),
+    "fp16_opt_level": Era(IDLE, _PRECISION, "O1"),
+    "tpu_num_cores": Era(REFUSED, "fastrl does not train on TPUs"),
+    "past_index": Era(REFUSED, "models keep no state from batch to batch", -1),
+    "torchdynamo": _renamed("torch_compile_backend"),
+    "use_liger": _renamed("use_liger_kernel", False, _liger),
+    "use_liger_kernel": _renamed("use_liger_kernel", False, _liger),
+}
+SFT: dict[str, Era] = {
+    **TRAINING,
+    "max_seq_length": _renamed("max_length"),
+    "dataset_batch_size": Era(IDLE, "rows are encoded in batches of datasets' own size", 1000),
+    "num_of_sequences": Era(IDLE, _PACKING, 1024),
+    "chars_per_token": Era(IDLE, _PACKING, 3.6),
+}
+PREFERENCE: dict[str, Era] = {
+    **TRAINING,
+    "use_liger_kernel": Era(IDLE, _HEAD, False),
+    "max_prompt_length": _CUT,
+    "max_completion_length": Era(
+        KEPT, "cut completions in the data set, or set max_length", None, _at_least_one
+    ),
+    "max_target_length": Era(IDLE, "it is of models that have an encoder"),
+    "is_encoder_decoder": Era(REFUSED, "models that have an encoder are not trained here"),
+    "label_pad_token_id": Era(IDLE, _PADS, -100),
+    "padding_value": Era(IDLE, _PADS),
+    "generate_during_eval": Era(REFUSED, "pass LogCompletionsCallback(trainer)", False),
+    "ref_model_init_kwargs": Era(REFUSED, "load the reference, and pass it as ref_model"),
+    "model_adapter_name": Era(REFUSED, "make it the active adapter by model.set_adapter(name)"),
+    "ref_adapter_name": Era(REFUSED, "load the reference, and pass it as ref_model"),
+    "force_use_ref_model": Era(IDLE, "a ref_model that is passed is used", False),
+    "reference_free": Era(REFUSED, "take a loss without a reference, such as simpo", False),
+    "use_num_logits_to_keep": Era(IDLE, _HEAD, False),
+    "use_logits_to_keep": Era(IDLE, _HEAD, False),
+    "use_liger_loss": Era(IDLE, _HEAD, False),
+    "base_model_attribute_name": Era(IDLE, _HEAD, "model"),
+    "tools": Era(REFUSED, "a column tools of the data set has them"),
+}
+DPO: dict[str, Era] = {**PREFERENCE}
+KTO: dict[str, Era] = {
+    **PREFERENCE,
+    "truncation_mode": Era(REFUSED, "what is longer than max_length loses its end", "keep_start"),
+}
+ONLINE: dict[str, Era] = {
+    **TRAINING,
+    "use_liger_kernel": Era(IDLE, _HEAD, False),
+    "max_prompt_length": _CUT,
+    "top_k": _renamed("top_k", 0, lambda k, _: 0 if k in (-1, None) else k),
+    "wandb_log_unique_prompts": _renamed("log_unique_prompts", False),
+    "use_liger_loss": Era(IDLE, _HEAD, False),
+    "vllm_guided_decoding_regex": _renamed("vllm_structured_outputs_regex"),
+    **dict.fromkeys(("vllm_device", "vllm_dtype"), Era(IDLE, _ENGINE, "auto")),
+    "vllm_max_model_len": _renamed("vllm_max_model_length"),
+    "vllm_enable_prefix_caching": Era(IDLE, _ENGINE, False),
+}
+RLOO: dict[str, Era] = {
+    **ONLINE,
+    "rloo_k": _renamed("num_generations"),
+    "cliprange": _renamed("epsilon"),
+    "kl_coef": _renamed("beta"),
+    "exp_name": _renamed("run_name"),
+    "normalize_reward": _renamed("normalize_advantages"),
+    "num_ppo_epochs": _renamed("num_iterations"),
+    "num_mini_batches": _renamed("steps_per_generation"),
+    "response_length": _renamed("max_completion_length"),
+    "token_level_kl": Era(REFUSED, "the KL is a response's", False),
+}
+MODEL: dict[str, Era] = {
+    "torch_dtype": _renamed("dtype"),
+    "trust_remote_code": Era(
+        KEPT, f"set {SAID_TWICE}=1 in the environment, too", False, _trusted_twice
+    ),
+}
+
+
+ERAS: dict[str, dict[str, Era]] = {  # by the names of configurations
+    "TrainingArguments": TRAINING,  # transformers', under `fastrl run-trl`
+    "SFTConfig": SFT,
+    "RewardConfig": TRAINING,
+    "DPOConfig": DPO,
+    "KTOConfig": KTO,
+    "GRPOConfig": ONLINE,
+    "RLOOConfig": RLOO,
+    "ModelConfig": MODEL,
+}
+
+# Where a default differs from TRL 1.16's: theirs, by configuration.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "SFTConfig": {"learning_rate": 2e-5, "logging_steps": 10, "gradient_checkpointing": True},
+    "RewardConfig": {
+        "learning_rate": 1e-4,
+        "max_length": 1024,
+        "disable_dropout": True,
+        "logging_steps": 10,
+        "gradient_checkpointing": True,
+    },
+}
+_THEIRS: dict[type, dict[str, Any]] = {}  # that are taken in the place of ours
+
+
+def other_defaults(config: Any) -> str:
+    """A line about settings that have our default, where TRL 1.16 has another; "" without one."""
+    kind = type(config)
+    ours = {
+        name: getattr(config, name)
+        for name in DEFAULTS.get(kind.__name__, {})
+        if getattr(config, name) == (kind.__dataclass_fields__[name].default or False)
+    }
+    if not ours or kind in _THEIRS:
+        return ""
+    told = ", ".join(f"{k}={v} ({DEFAULTS[kind.__name__][k]})" for k, v in ours.items())
+    return f"{kind.__name__} has defaults of its own, TRL 1.16's in brackets: {told}"
+
+
+@contextmanager
+def with_defaults_of_trl(configs: Sequence[type]) -> Iterator[None]:
+    """Context in which configurations have TRL 1.16's defaults, as flags too."""
+    fields = [
+        (config.__dataclass_fields__[name], value)  # type: ignore[attr-defined]
+        for config in configs
+        for name, value in DEFAULTS[config.__name__].items()
+    ]
+    before = [(field.default, field.metadata) for field, _ in fields]
+    for field, value in fields:
+        # Of flags that mean True alone, parsers know that by this default.
+        field.default, field.metadata = value, {"help": field.metadata["help"]}
+    _THEIRS.update({config: DEFAULTS[config.__name__] for config in configs})
+    try:
+        yield
+    finally:
+        _THEIRS.clear()
+        for (field, _), (value, metadata) in zip(fields, before, strict=True):
+            field.default, field.metadata = value, metadata
+
+
+def eras_of(config: type) -> dict[str, Era]:
+    """What a class of configurations takes beside its fields."""
+    return next((ERAS[kind.__name__] for kind in config.__mro__ if kind.__name__ in ERAS), {})
+
+
+class OfEveryEra(type):
+    """The class of configurations that take settings of other versions by their names: as keywords,
+    since a field would be a flag, and a program may have a flag of that name itself."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        given = {**_THEIRS.get(cls, {}), **flags_of(cls), **given}
+        now, kept = todays(cls, given)
+        self: Any = cls.__new__(cls)  # type: ignore[call-overload]
+        vars(self).update(kept, _given={k: v for k, v in given.items() if k in eras_of(cls)})
+        self.__init__(*args, **now)
+        return self
+
+
+def todays(
+    config: type, given: Mapping[str, Any], eras: Mapping[str, Era] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings by today's names, and those that are kept under their own.
+
+    Args:
+        eras: by default the class's.
+
+    Raises:
+        ValueError: one that is not honoured, named with what to do.
+    """
+    eras = eras_of(config) if eras is None else eras
+    old = {name: given[name] for name in given if name in eras}
+    now = {name: value for name, value in given.items() if name not in old}
+    kept: dict[str, Any] = {}
+    said = []
+    for name, value in old.items():
+        era = eras[name]
+        if era.today == name:  # another value of today's own setting
+            now[name] = era.value(value, now)
+            if now[name] == value:
+                continue
+        elif value is None or value == era.default:
+            continue
+        elif era.kind == REFUSED:
+            raise ValueError(f"{config.__name__} has no {name}={value!r}: {era.today}")
+        elif era.kind == KEPT:
+            try:
+                era.value(value, now)
+            except ValueError as error:
+                raise ValueError(f"{name} {error}, got {value!r}") from error
+            kept[name] = value
+        elif era.kind == RENAMED:
+            found = era.value(value, now)
+            if found is not None:
+                now[era.today] = found
+        said.append(f"{name}={value!r} ({_note(era, now)})")
+    if said:
+        told = "; ".join(said)
+        text = f"settings of other versions in {config.__name__}: {told}"
+        warnings.warn(text, stacklevel=3)
+    return now, kept
+
+
+def of_another_era(config: Any, name: str) -> Any:
+    """What a configuration has under a name of another version.
+
+    Raises:
+        AttributeError: it has none of that name.
+    """
+    era = eras_of(type(config)).get(name)
+    if era is not None and era.today != name:
+        if era.kind == RENAMED and era.value is _as_it_is:
+            return getattr(config, era.today)
+        return vars(config).get("_given", {}).get(name, era.default)
+    raise AttributeError(f"{type(config).__name__!r} object has no attribute {name!r}")
+
+
+def _note(era: Era, now: Mapping[str, Any]) -> str:
+    if era.kind == RENAMED:
+        return f"now {era.today}={now.get(era.today)!r}"
+    return f"{'changes nothing' if era.kind == IDLE else 'today'}: {era.today}"
+
+
+# Settings of other versions that a command line gave, by the class that they are for.
+_FLAGS: dict[type, dict[str, Any]] = {}
+
+
+def flags_of(config: type) -> dict[str, Any]:
+    """What the command line that is being read says for a configuration."""
+    return _FLAGS.get(config, {})
+
+
+@contextmanager
+def flags_taken(configs: Sequence[type], words: Sequence[str]) -> Iterator[list[str]]:
+    """Context in which configurations take what a command line says in names of other versions;
+    yields the other words. A flag that one of the configurations declares is its own."""
+    own = {x.name for config in configs for x in dataclasses.fields(config) if x.init}
+    rest: list[str] = []
+    found: dict[type, dict[str, Any]] = {}
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        name, is_one, value = word.partition("=")
+        name = name[2:].replace("-", "_") if name.startswith("--") else ""
+        config = next((x for x in configs if name in eras_of(x)), None)
+        if config is None or name in own:
+            rest.append(word)
+            continue
+        if not is_one:
+            bare = not waiting or waiting[0].startswith("--")
+            value = "True" if bare else waiting.pop(0)
+        found.setdefault(config, {})[name] = _read(value)
+    before = {config: _FLAGS.get(config, {}) for config in found}
+    for config, given in found.items():
+        _FLAGS[config] = {**before[config], **given}
+    try:
+        yield rest
+    finally:
+        _FLAGS.update(before)
+
+
+def _read(text: str) -> Any:
+    """The value that a word stands for."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
