@@ -98,6 +98,7 @@ $(VENV)/.docs: $(VENV)/.runtime
 docs: $(VENV)/.docs
 	$(BIN)/python docs/.api/trl_1x.py
 	$(BIN)/python docs/.api/capabilities.py
+	$(BIN)/python docs/.api/eras.py
 	$(BIN)/zensical build --clean --strict
 	cp -r benchmarks/plots site/
 

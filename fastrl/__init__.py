@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from fastrl import alignment, core, patch
     from fastrl.config import PPOConfig
     from fastrl.core import LengthSampler, set_seed
+    from fastrl.data.trl_rows import (
+        ConstantLengthDataset,
+        apply_chat_template,
+        conversations_formatting_function,
+        extract_prompt,
+        is_conversational,
+        maybe_apply_chat_template,
+        maybe_convert_to_chatml,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        pack_dataset,
+        unpair_preference_dataset,
+    )
     from fastrl.models import (
         AutoModelForCausalLMWithValueHead,
         AutoModelForSeq2SeqLMWithValueHead,
@@ -29,6 +42,35 @@ if TYPE_CHECKING:
     from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult
     from fastrl.run.metrics import JsonlCallback
     from fastrl.run.progress import ProgressCallback
+    from fastrl.scripts.arguments import (
+        DatasetConfig,
+        DatasetMixtureConfig,
+        DPOScriptArguments,
+        RewardScriptArguments,
+        ScriptArguments,
+        SFTScriptArguments,
+        get_dataset,
+    )
+    from fastrl.scripts.callbacks import LogCompletionsCallback, RichProgressCallback
+    from fastrl.scripts.chat_format import (
+        SIMPLE_CHAT_TEMPLATE,
+        SIMPLE_SFT_CHAT_TEMPLATE,
+        clone_chat_template,
+        setup_chat_format,
+    )
+    from fastrl.scripts.model_config import (
+        ModelConfig,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
+    from fastrl.scripts.parser import TrlParser, init_zero_verbose
+    from fastrl.scripts.rewards import (
+        accuracy_reward,
+        get_soft_overlong_punishment,
+        reasoning_accuracy_reward,
+        think_format_reward,
+    )
     from fastrl.trainers import (
         DataCollatorForCompletionOnlyLM,
         RewardConfig,
@@ -43,7 +85,10 @@ if TYPE_CHECKING:
     from fastrl.trl.grpo import GRPOConfig, GRPOTrainer
     from fastrl.trl.kto import KTOTrainer
     from fastrl.trl.kto_config import KTOConfig
+    from fastrl.trl.ppo import PPOv2Trainer
+    from fastrl.trl.ppo_config import PPOv2Config
     from fastrl.trl.rloo import RLOOConfig, RLOOTrainer
+    from fastrl.trl.rloo_v1 import RLOOv1Config, RLOOv1Trainer
     from fastrl.trl.rollout_func import TRLRollouts
 
 try:
@@ -66,12 +111,18 @@ for _name, _said in (
     logging.getLogger(_name).addFilter(partial(_is_not_about, _said))
 
 __all__ = [
+    "SIMPLE_CHAT_TEMPLATE",
+    "SIMPLE_SFT_CHAT_TEMPLATE",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
     "CausalLMPolicy",
+    "ConstantLengthDataset",
     "DPOConfig",
+    "DPOScriptArguments",
     "DPOTrainer",
     "DataCollatorForCompletionOnlyLM",
+    "DatasetConfig",
+    "DatasetMixtureConfig",
     "Evaluation",
     "GRPOConfig",
     "GRPOTrainer",
@@ -80,34 +131,66 @@ __all__ = [
     "KTOConfig",
     "KTOTrainer",
     "LengthSampler",
+    "LogCompletionsCallback",
+    "ModelConfig",
     "PPOConfig",
     "PPOTrainer",
+    "PPOv2Config",
+    "PPOv2Trainer",
     "ProgressCallback",
     "RLOOConfig",
     "RLOOTrainer",
+    "RLOOv1Config",
+    "RLOOv1Trainer",
     "RewardConfig",
     "RewardDataCollatorWithPadding",
+    "RewardScriptArguments",
     "RewardTrainer",
+    "RichProgressCallback",
     "RolloutEngine",
     "RolloutOutput",
     "SFTConfig",
+    "SFTScriptArguments",
     "SFTTrainer",
     "SamplingParams",
+    "ScriptArguments",
     "TRLPatch",
     "TRLRollouts",
     "TrainCallback",
     "TrainResult",
     "TrainingDiverged",
+    "TrlParser",
     "__version__",
+    "accuracy_reward",
     "alignment",
+    "apply_chat_template",
+    "clone_chat_template",
     "compute_accuracy",
+    "conversations_formatting_function",
     "core",
     "create_reference_model",
+    "extract_prompt",
+    "get_dataset",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
+    "get_soft_overlong_punishment",
     "group_advantage",
+    "init_zero_verbose",
+    "is_conversational",
+    "maybe_apply_chat_template",
+    "maybe_convert_to_chatml",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
+    "pack_dataset",
     "patch",
     "patch_trl",
+    "reasoning_accuracy_reward",
     "register_policy_loss",
     "set_seed",
+    "setup_chat_format",
+    "think_format_reward",
+    "unpair_preference_dataset",
     "unpatch_trl",
 ]
 
@@ -133,6 +216,51 @@ _HOMES = {
         "SFTTrainer",
         "compute_accuracy",
     ),
+    "fastrl.scripts.arguments": (
+        "DPOScriptArguments",
+        "DatasetConfig",
+        "DatasetMixtureConfig",
+        "RewardScriptArguments",
+        "SFTScriptArguments",
+        "ScriptArguments",
+        "get_dataset",
+    ),
+    "fastrl.scripts.callbacks": ("LogCompletionsCallback", "RichProgressCallback"),
+    "fastrl.scripts.chat_format": (
+        "SIMPLE_CHAT_TEMPLATE",
+        "SIMPLE_SFT_CHAT_TEMPLATE",
+        "clone_chat_template",
+        "setup_chat_format",
+    ),
+    "fastrl.scripts.model_config": (
+        "ModelConfig",
+        "get_kbit_device_map",
+        "get_peft_config",
+        "get_quantization_config",
+    ),
+    "fastrl.scripts.parser": ("TrlParser", "init_zero_verbose"),
+    "fastrl.scripts.rewards": (
+        "accuracy_reward",
+        "get_soft_overlong_punishment",
+        "reasoning_accuracy_reward",
+        "think_format_reward",
+    ),
+    "fastrl.data.trl_rows": (
+        "ConstantLengthDataset",
+        "apply_chat_template",
+        "conversations_formatting_function",
+        "extract_prompt",
+        "is_conversational",
+        "maybe_apply_chat_template",
+        "maybe_convert_to_chatml",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+        "pack_dataset",
+        "unpair_preference_dataset",
+    ),
+    "fastrl.trl.ppo": ("PPOv2Trainer",),
+    "fastrl.trl.ppo_config": ("PPOv2Config",),
+    "fastrl.trl.rloo_v1": ("RLOOv1Config", "RLOOv1Trainer"),
     "fastrl.trl.grpo": ("GRPOConfig", "GRPOTrainer"),
     "fastrl.trl.rloo": ("RLOOConfig", "RLOOTrainer"),
     "fastrl.trl.rollout_func": ("TRLRollouts",),

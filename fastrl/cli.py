@@ -41,6 +41,8 @@ commands:
   replay  draw a sample of a run again, and compare it with the recorded one
   plan    the memory that a run needs, before it is run, and what fits a GPU
   env     versions, devices, and the kernels that would be used
+  run-trl run a program that was written for TRL, as it is
+  migrate what becomes of such a program, line by line; --write changes it
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
@@ -201,12 +203,14 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "replay": ("commands.replay", (), "run_replay"),
     "plan": ("commands.plan", (), "run_plan"),
     "env": ("commands.env", ("EnvFlags",), "run_env"),
+    "run-trl": ("commands.run_trl", (), "run_trl"),
+    "migrate": ("commands.migrate", (), "run_migrate"),
 }
 # They parse their arguments themselves: those on runs have no settings, those of a plan depend on
 # its method.
-_PARSE_THEMSELVES = ("report", "doctor", "samples", "replay", "plan")
+_PARSE_THEMSELVES = ("report", "doctor", "samples", "replay", "plan", "run-trl", "migrate")
 _ONE_PROCESS = ("demo", "replay", "plan")
-_TRAINING = ("sft", "reward", "align", "ppo", "grpo")
+_TRAINING = ("sft", "reward", "align", "ppo", "grpo", "run-trl")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,7 @@ PACKAGES = {
 }
 # From low to high; a room imports what stands in a lower line, and itself.
 LAYERS = (
-    {"config", "core", "registry", "settings", "timing", "user_code"},
+    {"config", "core", "eras", "registry", "settings", "timing", "user_code"},
     {"run"},
     {"models"},
     {"data"},
@@ -33,10 +33,11 @@ LAYERS = (
     {"ppo", "trainers"},
     {"alignment"},
     {"trl"},
-    {"reports"},
+    {"reports", "scripts"},
+    {"programs"},
     {"demo", "commands"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "run_trl"},
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 TOGETHER = LAYERS[0]  # single files: they may import each other

@@ -298,6 +298,10 @@ def test_shell_lines_are_what_the_tools_take(
                     importlib.import_module(f"fastrl.commands.{command}").parse_flags(
                         [folder, *arguments]
                     )
+                case ["fastrl", "run-trl", script, *_] | ["fastrl.run_trl", script, *_]:
+                    assert script.endswith(".py")
+                case ["fastrl", "migrate", *arguments]:
+                    importlib.import_module("fastrl.commands.migrate").parse_flags(arguments)
                 case ["fastrl", "plan", *arguments]:
                     importlib.import_module("fastrl.commands.plan").parse_plan(arguments)
                 case ["fastrl", *arguments]:

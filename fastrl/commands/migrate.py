@@ -1,0 +1,77 @@
+"""``fastrl migrate``: what becomes of a program that was written for TRL, without running it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastrl.commands.flags import own_parser
+from fastrl.programs.migrate import AS_IT_IS, UNKNOWN, Outcome, read_program, rewritten
+from fastrl.run.files import free_name, write_file
+from fastrl.run.terminal import plain, run_console
+
+
+def run_migrate(arguments: Sequence[str]) -> int:
+    """Prints what fastrl makes of each name and setting of TRL's in a program; with ``--write``
+    changes what is safe.
+
+    Returns:
+        1 where something is refused or not there, else 0.
+
+    Raises:
+        UsageError: no script, or an unknown flag.
+        FileNotFoundError: no such script.
+        ValueError: it does not parse; names the line.
+    """
+    flags = parse_flags(arguments)
+    path = Path(flags.script)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no script {path}")
+    source = path.read_text(encoding="utf-8")
+    try:
+        findings = read_program(source)
+    except SyntaxError as error:
+        raise ValueError(f"{path} does not parse: line {error.lineno}: {error.msg}") from error
+    _print(findings, path, flags.all)
+    if flags.write:
+        _write(path, source, findings)
+    return 1 if any(x.kind in ("refused", UNKNOWN) for x in findings) else 0
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: no script, or an unknown flag.
+    """
+    parser = own_parser("migrate", __doc__)
+    parser.add_argument("script", metavar="SCRIPT", help="A Python program that imports trl.")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="Change what is safe: imports, names, and settings that change nothing. The program "
+        "as it was is kept beside it.",
+    )
+    parser.add_argument("--all", action="store_true", help="Show what stays as it is, too.")
+    return parser.parse_args(list(arguments))
+
+
+def _print(findings: Sequence[Outcome], path: Path, every: bool) -> None:
+    console = run_console()
+    shown = [x for x in findings if every or x.kind != AS_IT_IS]
+    for x in shown:
+        text = f": {x.text}" if x.text else ""
+        console.print(plain(f"{path}:{x.line}: {x.name}: {x.kind}{text}"), soft_wrap=True)
+    console.print(f"{len(findings) - len(shown)} more as they are" if not every else "")
+
+
+def _write(path: Path, source: str, findings: list[Outcome]) -> None:
+    console, changed = run_console(), rewritten(source, findings)
+    if changed == source:
+        console.print("nothing to change")
+        return
+    kept = free_name(path, "before")
+    write_file(kept, source)
+    write_file(path, changed)
+    console.print(plain(f"written: {path}; as it was: {kept}"), soft_wrap=True)

@@ -1,0 +1,231 @@
+"""What training scripts do with rows of data sets, under TRL's names."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from fastrl.data.chat import as_chatml, is_chat
+from fastrl.data.preferences import split_prompt
+from fastrl.data.sft_packing import packed
+
+_SAID = ("prompt", "chosen", "rejected", "completion", "messages")
+
+
+def is_conversational(example: Mapping[str, Any]) -> bool:
+    """Whether a row holds chat messages, with roles."""
+    said = next((example[name] for name in _SAID if name in example), None)
+    return is_chat(said) and bool(said) and "role" in said[0]  # type: ignore[index]
+
+
+def apply_chat_template(
+    example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
+) -> dict[str, Any]:
+    """A row's messages as texts: ``messages`` as ``text``; a prompt up to where the answer begins,
+    and what follows it in a chat that is whole.
+
+    Args:
+        tokenizer: or a processor, with a chat template.
+        tools: of the template, as are further arguments and those of the row's column
+            ``chat_template_kwargs``.
+
+    Raises:
+        ValueError: other columns than a language model's, a prompt's, or preferences'.
+    """
+    options = {"tools": tools, **(example.get("chat_template_kwargs") or {}), **template_kwargs}
+
+    def written(messages: list[Any], **more: Any) -> str:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
+
+    named = set(_SAID) & set(example)
+    if named == {"messages"}:
+        return {"text": written(example["messages"])}
+    sides = [name for name in ("chosen", "rejected", "completion") if name in named]
+    if "messages" in named or not (sides or named == {"prompt"}):
+        raise ValueError(
+            f"a row has {', '.join(example)}: bring messages, or prompt, chosen and rejected, or "
+            "prompt and completion"
+        )
+    label = {"label": example["label"]} if "label" in example else {}
+    if "prompt" not in named:
+        return {**{name: written(example[name]) for name in sides}, **label}
+    answered = example["prompt"][-1]["role"] == "assistant"  # goes on with what it began
+    prompt = written(
+        example["prompt"], add_generation_prompt=not answered, continue_final_message=answered
+    )
+    whole = {name: written([*example["prompt"], *example[name]]) for name in sides}
+    for text in whole.values():  # a template may end a prompt otherwise than it goes on
+        both = zip(prompt, text, strict=False)
+        prompt = "".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+    return {
+        "prompt": prompt,
+        **{name: text[len(prompt) :] for name, text in whole.items()},
+        **label,
+    }
+
+
+def maybe_apply_chat_template(
+    example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
+) -> Any:
+    """:func:`apply_chat_template` of a row with messages; another one as it is."""
+    if not is_conversational(example):
+        return example
+    return apply_chat_template(example, tokenizer, tools, **template_kwargs)
+
+
+def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`fastrl.data.preferences.split_prompt` of a row."""
+    return split_prompt(example)
+
+
+def maybe_extract_prompt(example: Mapping[str, Any]) -> Any:
+    """:func:`extract_prompt` of preferences whose sides begin with the prompt; another row as it
+    is."""
+    if "chosen" not in example or "rejected" not in example:
+        return example
+    if "prompt" in example and is_chat(example["prompt"]) == is_chat(example["chosen"]):
+        return example
+    return extract_prompt(example)
+
+
+def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
+    """Pairs as two rows each, with ``completion`` and ``label``: all chosen sides of a batch, then
+    all rejected ones.
+
+    Args:
+        dataset: a Dataset, a DatasetDict or streams of such.
+        map_kwargs: of its ``map``.
+    """
+    return dataset.map(_unpaired, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs)
+
+
+def maybe_unpair_preference_dataset(
+    dataset: Any, num_proc: int | None = None, desc: str | None = None
+) -> Any:
+    """:func:`unpair_preference_dataset` of pairs; other data as they are."""
+    part = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    if not {"chosen", "rejected"} <= set(part.column_names):
+        return dataset
+    return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+
+
+def _unpaired(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    count = len(rows["chosen"])
+    others = {k: v * 2 for k, v in rows.items() if k not in ("chosen", "rejected")}
+    completion = [*rows["chosen"], *rows["rejected"]]
+    return {**others, "completion": completion, "label": [True] * count + [False] * count}
+
+
+def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose messages have ``from`` and ``value`` with ``role`` and ``content``, and
+    ``conversations`` as ``messages``."""
+    row = dict(example)
+    for name in (*_SAID, "conversations"):
+        if is_chat(row.get(name)):
+            row[name] = [as_chatml(message) for message in row[name]]
+    if "conversations" in row:
+        row["messages"] = row.pop("conversations")
+    return row
+
+
+def pack_dataset(
+    dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Rows of ``input_ids`` in rows of ``seq_length`` tokens, see
+    :func:`fastrl.data.sft_packing.packed`."""
+    return packed(dataset, seq_length, strategy)
+
+
+def conversations_formatting_function(
+    tokenizer: Any, messages_field: str, tools: Any = None
+) -> Callable[[Mapping[str, Any]], Any]:
+    """A ``formatting_func`` that writes a column of messages by the chat template, of a row or of
+    a batch of rows."""
+
+    def format_rows(rows: Mapping[str, Any]) -> Any:
+        said = rows[messages_field]
+        return tokenizer.apply_chat_template(said, tokenize=False, tools=tools)
+
+    return format_rows
+
+
+class ConstantLengthDataset(IterableDataset):
+    """Texts one behind the other, cut into rows of ``seq_length`` tokens, as TRL 0.22 and before
+    had it; rows that are not full are left out.
+
+    Args:
+        dataset_text_field: the column of the texts.
+        formatting_func: of a row, returns its text, in the place of that.
+        infinite: begin again at the end.
+        num_of_sequences, chars_per_token: so many characters are read at a time, times
+            ``seq_length``, and shuffled among themselves.
+        eos_token_id: between texts, where the tokenizer has no EOS.
+        shuffle: texts, and rows, by Python's generator.
+        append_concat_token, add_special_tokens: end texts with EOS; begin them as the tokenizer
+            does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        dataset: Any,
+        dataset_text_field: str | None = None,
+        formatting_func: Callable[[Any], str] | None = None,
+        infinite: bool = False,
+        seq_length: int = 1024,
+        num_of_sequences: int = 1024,
+        chars_per_token: float = 3.6,
+        eos_token_id: int = 0,
+        shuffle: bool = True,
+        append_concat_token: bool = True,
+        add_special_tokens: bool = True,
+    ):
+        if dataset_text_field is None and formatting_func is None:
+            raise ValueError("name the texts by dataset_text_field, or pass a formatting_func")
+        self.tokenizer, self.dataset, self.seq_length = tokenizer, dataset, seq_length
+        self.formatting_func = formatting_func or (lambda row: row[dataset_text_field])
+        self.infinite, self.shuffle = infinite, shuffle
+        self.max_buffer_size = seq_length * chars_per_token * num_of_sequences
+        own = tokenizer.eos_token_id
+        self.concat_token_id = eos_token_id if own is None else own
+        self.append_concat_token = append_concat_token
+        self.add_special_tokens = add_special_tokens
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        texts = self._texts()
+        while buffer := list(self._some(texts)):
+            if self.shuffle:
+                random.shuffle(buffer)
+            encoded = self.tokenizer(buffer, add_special_tokens=self.add_special_tokens)
+            end = [self.concat_token_id] if self.append_concat_token else []
+            ids = [i for text in encoded["input_ids"] for i in (*text, *end)]
+            whole = len(ids) - len(ids) % self.seq_length
+            rows = [ids[i : i + self.seq_length] for i in range(0, whole, self.seq_length)]
+            if self.shuffle:
+                random.shuffle(rows)
+            for row in rows:
+                yield {"input_ids": torch.tensor(row), "labels": torch.tensor(row)}
+
+    def _texts(self) -> Iterator[str]:
+        while True:
+            yield from map(self.formatting_func, self.dataset)
+            if not self.infinite:
+                return
+
+    def _some(self, texts: Iterator[str]) -> Iterator[str]:
+        size = 0.0
+        while size < self.max_buffer_size:
+            text = next(texts, None)
+            if text is None:
+                return
+            size += len(text)
+            yield text

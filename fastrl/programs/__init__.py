@@ -1,0 +1,1 @@
+"""Programs that were written for TRL, as they are."""

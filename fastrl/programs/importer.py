@@ -1,0 +1,65 @@
+"""``import trl``, resolved to fastrl."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from fastrl.programs.names import MODULES, SECOND_PPO, find, missing
+
+
+class TRLImporter(MetaPathFinder, Loader):
+    """Finds ``trl`` and its submodules, whose names are fastrl's, looked up when they are asked
+    for, whether TRL is installed or not. It has no say in any other import.
+
+    Args:
+        renamed: names that mean another of fastrl's.
+    """
+
+    def __init__(self, renamed: Mapping[str, str]):
+        self.renamed = renamed
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """
+        Raises:
+            ImportError: a module, or a name in ``from trl import name``, that fastrl lacks.
+        """
+        if fullname.partition(".")[0] != "trl":
+            return None
+        if fullname not in MODULES:
+            where, _, name = fullname.rpartition(".")
+            raise ImportError(missing(name, where), name=fullname)
+        return ModuleSpec(fullname, self, origin="fastrl", is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        renamed = SECOND_PPO if module.__name__ == "trl.experimental.ppo" else self.renamed
+        module.__getattr__ = partial(find, renamed=renamed)  # type: ignore[method-assign]
+
+
+@contextmanager
+def importing_fastrl(renamed: Mapping[str, str]) -> Iterator[None]:
+    """Context in which ``import trl`` is fastrl. Modules that were imported before are put back
+    behind it.
+
+    Args:
+        renamed: names that mean another of fastrl's.
+    """
+    before = {name: x for name, x in sys.modules.items() if name.partition(".")[0] == "trl"}
+    for name in before:
+        del sys.modules[name]
+    finder = TRLImporter(renamed)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [x for x in sys.modules if x.partition(".")[0] == "trl"]:
+            del sys.modules[name]
+        sys.modules.update(before)

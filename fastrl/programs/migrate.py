@@ -1,0 +1,198 @@
+"""Reads a program that was written for TRL, without running it: what fastrl makes of each name and
+setting, by its line."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fastrl.eras import DEFAULTS, IDLE, KEPT, REFUSED, RENAMED, Era, eras_of
+from fastrl.programs.names import HOMES, MODULES, called, find, missing, of_its_time
+from fastrl.programs.taken_away import KEYWORDS
+from fastrl.settings import idle_settings, refusals
+
+AS_IT_IS, DEFAULT, UNKNOWN = "as it is", "another default", "not there"
+
+
+class Outcome(NamedTuple):
+    """What becomes of a name or a setting.
+
+    Attributes:
+        kind: AS_IT_IS, "renamed", "kept", DEFAULT, "changes nothing", "refused" or UNKNOWN.
+        text: what to know of it.
+        edit: the first and last place (line, column) of a text to be replaced, and what by.
+    """
+
+    line: int
+    name: str
+    kind: str
+    text: str = ""
+    edit: tuple[tuple[int, int], tuple[int, int], str] | None = None
+
+
+def read_program(source: str) -> list[Outcome]:
+    """All findings, by line.
+
+    Raises:
+        SyntaxError: the program does not parse; it has the line.
+    """
+    tree = ast.parse(source)
+    renamed, aliases = of_its_time(source), _aliases(tree)
+    found: list[Outcome] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and _is_trl(node.module) and not node.level:
+            found += _of_import_from(node, renamed)
+        elif isinstance(node, ast.Import):
+            found += _of_import(node)
+        elif isinstance(node, ast.Call):
+            name = aliases.get(called(node), "")
+            if name:
+                found += _of_call(node, renamed.get(name, name))
+            found += _taken_away(node)
+    return sorted(found, key=lambda x: (x.line, x.name))
+
+
+def rewritten(source: str, findings: list[Outcome]) -> str:
+    """The program with all edits of its findings."""
+    lines = source.splitlines(keepends=True)
+    edits = sorted((x.edit for x in findings if x.edit is not None), reverse=True)
+    for (first, start), (last, end), text in edits:
+        before = lines[first - 1].encode()[:start].decode()
+        behind = lines[last - 1].encode()[end:].decode()
+        lines[first - 1 : last] = [before + text + behind]
+    return "".join(lines)
+
+
+def _is_trl(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] == "trl"
+
+
+def _aliases(tree: ast.Module) -> dict[str, str]:
+    """Names of TRL's by what the program calls them; of ``trl.X`` itself X."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and _is_trl(node.module):
+            found |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.Import) and any(_is_trl(alias.name) for alias in node.names):
+            found |= {name: name for name in HOMES}
+    return {shown: name for shown, name in found.items() if name in HOMES}
+
+
+def _of_import_from(node: ast.ImportFrom, renamed: dict[str, str]) -> Iterator[Outcome]:
+    """An import is written anew, with a line for each of fastrl's modules, where all is there."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    known = True
+    for alias in node.names:
+        own = renamed.get(alias.name, alias.name)
+        if alias.name not in HOMES and own not in HOMES:
+            known = False
+            try:
+                find(alias.name)
+                yield Outcome(node.lineno, alias.name, KEPT, "with fastrl run-trl alone")
+            except AttributeError:
+                yield Outcome(
+                    node.lineno, alias.name, UNKNOWN, missing(alias.name, str(node.module))
+                )
+            continue
+        kind = AS_IT_IS if own == alias.name else RENAMED
+        yield Outcome(node.lineno, alias.name, kind, "" if own == alias.name else f"now {own}")
+        shown = alias.asname or alias.name
+        homes[HOMES[own]].append(own if own == shown else f"{own} as {shown}")
+    if known:
+        indent = " " * node.col_offset
+        text = f"\n{indent}".join(f"from {x} import {', '.join(y)}" for x, y in homes.items())
+        yield Outcome(node.lineno, str(node.module), RENAMED, "now fastrl", _whole(node, text))
+
+
+def _of_import(node: ast.Import) -> Iterator[Outcome]:
+    for alias in node.names:
+        if _is_trl(alias.name):
+            there = alias.name in MODULES
+            kind = AS_IT_IS if there else UNKNOWN
+            plain = alias.name == "trl" and len(node.names) == 1
+            text = f"import fastrl as {alias.asname or 'trl'}"
+            edit = _whole(node, text) if plain else None
+            yield Outcome(node.lineno, alias.name, kind, "" if there else missing(alias.name), edit)
+
+
+def _of_call(node: ast.Call, name: str) -> Iterator[Outcome]:
+    """Keywords of a configuration or a trainer."""
+    kind = find(name)
+    if not dataclasses.is_dataclass(kind):
+        return
+    assert isinstance(kind, type)
+    declared = {field.name for field in dataclasses.fields(kind) if field.init}
+    eras, idle, refused = eras_of(kind), idle_settings(kind), refusals(kind)
+    given = {keyword.arg for keyword in node.keywords}
+    for keyword in node.keywords:
+        if keyword.arg is None:  # **settings
+            continue
+        full, line = f"{name}({keyword.arg}=)", keyword.value.lineno
+        if keyword.arg in eras:
+            yield _of_era(node, keyword, full, eras[keyword.arg], given)
+        elif keyword.arg in refused:
+            yield Outcome(line, full, REFUSED, refused[keyword.arg][1])
+        elif keyword.arg in idle:
+            yield Outcome(line, full, IDLE, idle[keyword.arg][1])
+        elif keyword.arg in declared:
+            yield Outcome(line, full, AS_IT_IS)
+        else:
+            yield Outcome(line, full, UNKNOWN, "no version of TRL that fastrl knows has it")
+    for setting, theirs in DEFAULTS.get(name, {}).items():
+        ours = kind.__dataclass_fields__[setting].default
+        if setting not in given and ours != theirs and None not in given:
+            text = f"{ours!r} here, {theirs!r} in TRL 1.16"
+            yield Outcome(node.lineno, f"{name}({setting}=)", DEFAULT, text)
+
+
+def _of_era(
+    node: ast.Call, keyword: ast.keyword, full: str, era: Era, given: set[str | None]
+) -> Outcome:
+    line, edit = keyword.value.lineno, None
+    if era.kind == RENAMED and era.today == keyword.arg:
+        return Outcome(line, full, AS_IT_IS, "some of its values have other names now")
+    if era.kind == RENAMED and era.is_plain and era.today not in given:
+        start = (keyword.lineno, keyword.col_offset)
+        edit = (start, (start[0], start[1] + len(str(keyword.arg).encode())), era.today)
+    elif era.kind == IDLE:
+        edit = _without(node, keyword)
+    return Outcome(line, full, era.kind, era.today, edit)
+
+
+def _taken_away(node: ast.Call) -> Iterator[Outcome]:
+    for keyword in node.keywords:
+        text = KEYWORDS.get((called(node), str(keyword.arg)))
+        if text is not None:
+            full = f"{called(node)}({keyword.arg}=)"
+            yield Outcome(keyword.value.lineno, full, RENAMED, f"with fastrl run-trl; {text}")
+
+
+def _whole(node: ast.stmt, text: str) -> tuple[tuple[int, int], tuple[int, int], str]:
+    end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
+    return (node.lineno, node.col_offset), end, text
+
+
+def _without(
+    node: ast.Call, keyword: ast.keyword
+) -> tuple[tuple[int, int], tuple[int, int], str] | None:
+    """The edit that leaves out a keyword, with the comma behind it or in front of it."""
+    every: list[Any] = sorted([*node.args, *node.keywords], key=lambda x: (x.lineno, x.col_offset))
+    i = every.index(keyword)
+    if i + 1 < len(every):
+        behind = every[i + 1]
+        end = (behind.lineno, behind.col_offset)
+        return (keyword.lineno, keyword.col_offset), end, ""
+    if i == 0:
+        return _whole(keyword, "")  # type: ignore[arg-type]
+    before = every[i - 1]
+    return (
+        (before.end_lineno, before.end_col_offset),
+        (
+            keyword.end_lineno or keyword.lineno,
+            keyword.end_col_offset or 0,
+        ),
+        "",
+    )

@@ -1,0 +1,127 @@
+"""Where fastrl has what TRL programs import, by TRL's modules and names."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+API = "1.16.0"  # what trl.__version__ says: the names that are looked up first
+_FASTRL: list[str] = importlib.import_module("fastrl").__all__
+# TRL's names, by their homes in fastrl; its modules re-export them from each other.
+HOMES: dict[str, str] = {
+    **{name: "fastrl" for name in _FASTRL if name not in ("__version__", "patch")},
+    **dict.fromkeys(
+        (
+            *("logprobs_from_logits", "entropy_from_logits", "masked_mean", "masked_var"),
+            *("masked_whiten", "whiten", "clip_by_value", "top_k_top_p_filtering"),
+            *("respond_to_batch", "flatten_dict", "stack_dicts", "stats_to_np"),
+            *("convert_to_scalar", "PPODecorators", "randn_tensor"),
+        ),
+        "fastrl.core",
+    ),
+}
+MODULES = (
+    "trl",
+    "trl.chat_template_utils",
+    "trl.commands",
+    "trl.commands.cli_utils",
+    "trl.core",
+    "trl.data_utils",
+    "trl.environment",
+    "trl.environment.base_environment",
+    "trl.experimental",
+    "trl.experimental.ppo",
+    "trl.extras",
+    "trl.extras.best_of_n_sampler",
+    "trl.extras.dataset_formatting",
+    "trl.import_utils",
+    "trl.models",
+    "trl.models.modeling_base",
+    "trl.models.modeling_value_head",
+    "trl.models.utils",
+    "trl.rewards",
+    "trl.scripts",
+    "trl.scripts.utils",
+    "trl.trainer",
+    "trl.trainer.callbacks",
+    "trl.trainer.model_config",
+    "trl.trainer.utils",
+    *(
+        f"trl.trainer.{method}_{kind}"
+        for method in ("dpo", "grpo", "kto", "ppo", "reward", "rloo", "sft")
+        for kind in ("trainer", "config")
+    ),
+)
+# What names meant at other times: PPO's from TRL 0.12 on, RLOO's until 0.21; and keywords of their
+# trainers that tell them from the others.
+SECOND_PPO = {"PPOConfig": "PPOv2Config", "PPOTrainer": "PPOv2Trainer"}
+FIRST_RLOO = {"RLOOConfig": "RLOOv1Config", "RLOOTrainer": "RLOOv1Trainer"}
+_TOLD_BY: dict[str, tuple[set[str], dict[str, str]]] = {
+    "PPOTrainer": ({"args", "processing_class", "value_model", "reward_model"}, SECOND_PPO),
+    "RLOOTrainer": ({"policy", "ref_policy", "reward_model"}, FIRST_RLOO),
+}
+_AVAILABLE = re.compile(r"is_(\w+)_available")
+
+
+def of_its_time(source: str) -> dict[str, str]:
+    """Names of a program that meant another thing than they do now, by how it calls trainers."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # which running it will say
+        return {}
+    found: dict[str, str] = {}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        keywords, names = _TOLD_BY.get(called(call), (set(), {}))
+        if keywords & {keyword.arg for keyword in call.keywords}:
+            found |= names
+    return found
+
+
+def called(call: ast.Call) -> str:
+    """The last name of what is called."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def find(name: str, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """What a name of TRL's is in fastrl.
+
+    Args:
+        renamed: names that mean another.
+
+    Raises:
+        AttributeError: fastrl has none of that name, and which is nearest.
+    """
+    name = renamed.get(name, name)
+    if name == "__version__":
+        return API
+    if name in HOMES:
+        home = HOMES[name]
+        module = importlib.import_module(home)
+        return module if home == f"fastrl.{name}" else getattr(module, name)
+    if asked := _AVAILABLE.fullmatch(name):
+        return _availability(asked[1])
+    raise AttributeError(missing(name))
+
+
+def missing(name: str, where: str = "trl") -> str:
+    """Says that fastrl lacks a name of TRL's, and what is nearest."""
+    known = [*HOMES, *(module.rpartition(".")[2] for module in MODULES)]
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"fastrl has no {name} of {where}" + (f": the nearest is {near[0]}" if near else "")
+
+
+def _availability(package: str) -> Callable[..., bool]:
+    """transformers' answer, or whether a package of that name can be imported."""
+    from transformers import utils
+
+    known = getattr(utils, f"is_{package}_available", None)
+    known = known or getattr(utils, f"is_torch_{package}_available", None)
+    if known is not None:
+        return known
+    return lambda *_: importlib.util.find_spec(package) is not None

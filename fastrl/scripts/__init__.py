@@ -1,0 +1,1 @@
+"""What training scripts use beside trainers, under TRL's names: arguments, data, rewards."""

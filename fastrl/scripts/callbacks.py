@@ -1,0 +1,102 @@
+"""Callbacks that training scripts add, under TRL's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+from fastrl.collect.completions_table import CompletionsTable
+from fastrl.data.batch import pad
+from fastrl.data.chat_prompts import encode_prompts
+from fastrl.models.utils import evaluating
+from fastrl.run.terminal import plain, run_console
+
+
+class RichProgressCallback(TrainerCallback):
+    """A table of each log, by rich, beside the trainer's own bar."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        from rich import box
+        from rich.table import Table
+
+        table = Table(
+            title=f"step {state.global_step} of {state.max_steps}",
+            box=box.SIMPLE,
+            show_header=False,
+        )
+        for name, value in logs.items():
+            table.add_row(plain(name), f"{value:.4g}" if isinstance(value, float) else str(value))
+        with tqdm.external_write_mode():  # a bar stays below
+            run_console().print(table)
+
+
+class LogCompletionsCallback(TrainerCallback):
+    """Completions of held-out prompts, every ``freq`` steps: to the console's trackers wandb and
+    trackio, and as ``completions/completions_STEP.parquet`` beside the checkpoints.
+
+    Args:
+        trainer: whose ``eval_dataset`` has a column ``prompt``.
+        generation_config: of ``model.generate``; None: the model's.
+        num_prompts: the first so many; None: all.
+        freq: steps; None: ``eval_steps``.
+
+    Raises:
+        ValueError: there is no such data, or no number of steps.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        generation_config: Any = None,
+        num_prompts: int | None = None,
+        freq: int | None = None,
+    ):
+        data = trainer.eval_dataset
+        if data is None or "prompt" not in (getattr(data, "column_names", None) or ()):
+            raise ValueError(
+                "LogCompletionsCallback needs an eval_dataset with a column prompt: pass one to "
+                "the trainer"
+            )
+        if not (freq or trainer.args.eval_steps):
+            raise ValueError("LogCompletionsCallback needs a number of steps: pass freq")
+        self.trainer, self.generation_config = trainer, generation_config
+        self.freq = int(freq or trainer.args.eval_steps)
+        self.prompts = list(data["prompt"])[:num_prompts]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.freq:
+            return
+        trainer = self.trainer
+        with trainer.accelerator.split_between_processes(self.prompts) as prompts:
+            said = self._complete(list(prompts), args.per_device_eval_batch_size)
+        said = gather_object(said)
+        if not state.is_world_process_zero:
+            return
+        table = CompletionsTable(len(said))
+        table.add([prompt for prompt, _ in said], [text for _, text in said], {})
+        table.save(Path(args.output_dir), state.global_step)
+        table.report(args.report_to, state.global_step, unique=False)
+
+    @torch.no_grad()
+    def _complete(self, prompts: list[Any], size: int) -> list[tuple[str, str]]:
+        """Prompts and their completions."""
+        trainer = self.trainer
+        model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+        ids = encode_prompts(prompts, tokenizer, {})
+        said: list[tuple[str, str]] = []
+        with evaluating(model):
+            for i in range(0, len(prompts), size):
+                batch = pad(ids[i : i + size], tokenizer.pad_token_id, "left")
+                inputs = {name: x.to(model.device) for name, x in batch.items()}
+                out = model.generate(**inputs, generation_config=self.generation_config)
+                new = out[:, batch["input_ids"].shape[1] :]
+                written = tokenizer.batch_decode(new, skip_special_tokens=True)
+                said += zip(prompts[i : i + size], written, strict=True)
+        return said

@@ -1,0 +1,151 @@
+"""TrlParser: dataclasses from a command line and a YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+from fastrl.eras import flags_taken
+
+
+class TrlParser(HfArgumentParser):
+    """transformers' HfArgumentParser, with ``--config FILE.yaml``, whose settings stand in the
+    place of defaults; flags come before them. ``env`` in the file sets environment variables.
+    Settings of other versions are taken as in :mod:`fastrl.eras`.
+
+    Args:
+        dataclass_types: one dataclass, or several.
+        ignore_extra_args: as ``fail_with_unknown_args=False`` of :meth:`parse_args_and_config`.
+        options: of HfArgumentParser.
+    """
+
+    def __init__(
+        self,
+        dataclass_types: Any = None,
+        ignore_extra_args: bool = False,
+        **options: Any,
+    ):
+        self.ignore_extra_args = ignore_extra_args
+        if dataclass_types is None:
+            dataclass_types = []
+        elif not isinstance(dataclass_types, Iterable):
+            dataclass_types = [dataclass_types]
+        super().__init__(dataclass_types=list(dataclass_types), **options)
+
+    def parse_args_and_config(
+        self,
+        args: Sequence[str] | bool | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        separate_remaining_strings: bool = False,
+    ) -> tuple[Any, ...]:
+        """Instances of the dataclasses.
+
+        Args:
+            args: the words; None: the program's.
+            return_remaining_strings: return words that no dataclass reads as a list behind the
+                instances; those of the file are written as flags.
+            fail_with_unknown_args: refuse settings of the file that no dataclass has.
+            separate_remaining_strings: return two lists, the file's before the command line's.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: the file is no mapping, ``env`` in it is none, or an unknown setting.
+        """
+        if isinstance(args, bool):  # as TRL 0.11 had it
+            return_remaining_strings, args = args, None
+        words = list(sys.argv[1:] if args is None else args)
+        config = _taken_from(words)
+        kinds = list(self.dataclass_types)
+        with flags_taken(kinds, _as_flags(config)) as flags, flags_taken(kinds, words) as rest:
+            config = _as_config(flags, config)
+            unread = self.set_defaults_with_config(**config)
+            rest = _required(kinds, config) + rest
+            found = self.parse_args_into_dataclasses(
+                args=rest, return_remaining_strings=return_remaining_strings
+            )
+        if return_remaining_strings:
+            last = found[-1]
+            behind = (unread, last) if separate_remaining_strings else (unread + last,)
+            return (*found[:-1], *behind)
+        if unread and fail_with_unknown_args and not self.ignore_extra_args:
+            raise ValueError(
+                f"the configuration file has settings that nothing reads: {' '.join(unread)}; "
+                "leave them out"
+            )
+        return found
+
+    def set_defaults_with_config(self, **config: Any) -> list[str]:
+        """Puts values in the place of defaults; returns those that no dataclass has, as flags."""
+        known = {x.name for kind in self.dataclass_types for x in dataclasses.fields(kind)}
+        self.set_defaults(**{name: x for name, x in config.items() if name in known})
+        return [x for k, v in config.items() if k not in known for x in (f"--{k}", str(v))]
+
+
+def _required(kinds: Sequence[Any], config: dict[str, Any]) -> list[str]:
+    """Flags of settings that have no default, which the parser asks for."""
+    needed = [
+        x.name
+        for kind in kinds
+        for x in dataclasses.fields(kind)
+        if x.default is x.default_factory is dataclasses.MISSING
+    ]
+    return [x for name in needed if name in config for x in (f"--{name}", str(config[name]))]
+
+
+def _taken_from(words: list[str]) -> dict[str, Any]:
+    """Takes ``--config FILE`` from the words; returns what the file says."""
+    for i, word in enumerate(words):
+        flag, joined, path = word.partition("=")
+        if flag == "--config":
+            end = i + 1 if joined else i + 2
+            path = path if joined else "".join(words[i + 1 : end])
+            del words[i:end]
+            return _read(path)
+    return {}
+
+
+def _read(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config: there is no file {path!r}")
+    config = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    if not isinstance(config, dict):
+        raise ValueError(f"--config: {path} holds no mapping of settings to values")
+    variables = config.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise ValueError("`env` field should be a dict in the YAML file.")
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
+    return config
+
+
+def _as_flags(config: dict[str, Any]) -> list[str]:
+    """Each setting as one word; values are looked up again."""
+    return [f"--{name}={value}" for name, value in config.items()]
+
+
+def _as_config(flags: Sequence[str], config: dict[str, Any]) -> dict[str, Any]:
+    names = [flag[2:].partition("=")[0] for flag in flags]
+    return {name: config[name] for name in names}
+
+
+def init_zero_verbose() -> None:
+    """Shows errors alone, by rich, and warnings among them."""
+    from rich.logging import RichHandler
+
+    logging.basicConfig(
+        format="%(message)s", datefmt="[%X]", handlers=[RichHandler()], level=logging.ERROR
+    )
+
+    def log(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        logging.warning("%s:%s: %s: %s", filename, lineno, category.__name__, message)
+
+    warnings.showwarning = log  # type: ignore[assignment]

@@ -1,0 +1,58 @@
+"""RLOO under the names of TRL 0.10 to 0.21: a policy, a reward model, and prompts as token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from fastrl.config import PPOConfig
+from fastrl.settings import setting
+from fastrl.trl.ppo import PPOv2Trainer
+from fastrl.trl.ppo_config import PPOv2Config
+
+
+@dataclass
+class RLOOv1Config(PPOv2Config):
+    """Settings of :class:`RLOOv1Trainer`: names, meanings and defaults of the RLOOConfig of TRL
+    0.10 to 0.21."""
+
+    rloo_k: int = setting("Responses to each prompt.", 2, within="[2, inf)")
+    normalize_advantage: bool = setting("Whiten advantages: not supported.", False)
+    normalize_reward: bool = setting("Whiten scores: not supported.", False)
+    token_level_kl: bool = setting("A KL of each token: not supported.", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("normalize_advantage", "normalize_reward", "token_level_kl"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}=True is not supported by RLOOv1Config: leave it out, or use RLOOConfig"
+                )
+        if self.batch_size % self.rloo_k:
+            raise ValueError(
+                f"a batch of {self.batch_size} samples (per_device_train_batch_size × "
+                f"gradient_accumulation_steps) must be a multiple of rloo_k ({self.rloo_k})"
+            )
+
+    def classic(self) -> PPOConfig:
+        return dataclasses.replace(
+            super().classic(),
+            advantage="rloo",
+            group_size=self.rloo_k,
+            ratio_level="product",
+            loss_aggregate="seq-mean-token-mean",
+            whiten_rewards=False,
+        )
+
+
+class RLOOv1Trainer(PPOv2Trainer):
+    """REINFORCE with a leave-one-out baseline (Ahmadian et al., "Back to basics", 2024), by a
+    reward model: the RLOOTrainer of TRL 0.10 to 0.21, run as :class:`PPOv2Trainer` is, without a
+    value model.
+
+    A is the score less β times the KL of the whole response, less the mean of that of the other
+    responses to the prompt; the loss is the mean over responses of
+    -min(ρ·A, clip(ρ, 1 - ε, 1 + ε)·A), ρ = Π_t π(y_t)/π_old(y_t).
+    """
+
+    has_values = False

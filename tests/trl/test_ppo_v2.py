@@ -1,0 +1,175 @@
+"""PPO and RLOO with a reward model, by the names of TRL 0.10 to 1.9."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from fastrl import PPOv2Config, PPOv2Trainer, RLOOv1Config, RLOOv1Trainer
+from tests import tiny_models
+from tests.golden import tiny
+from tests.trainers.conftest import reward_model, weights
+
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "total_episodes": 8,
+    "response_length": 5, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none",
+    "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "stop_token": "eos",
+}  # fmt: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore:the KL estimate is negative")
+
+
+def prompts(count: int = 64) -> Dataset:
+    return Dataset.from_dict({"input_ids": [[3 + i, 4, 5][: 2 + i % 2] for i in range(count)]})
+
+
+def made(folder: Path, **changes: Any) -> Any:
+    given = {name: changes.pop(name) for name in ("eval_dataset", "callbacks") if name in changes}
+    kind, config = (
+        (RLOOv1Trainer, RLOOv1Config) if "rloo_k" in changes else (PPOv2Trainer, PPOv2Config)
+    )
+    values = {} if "rloo_k" in changes else {"value_model": reward_model("gpt2")}
+    return kind(
+        config(output_dir=str(folder), **{**SETTINGS, **changes}),
+        tiny.tokenizer(),
+        tiny_models.language_model(),
+        None,
+        reward_model("gpt2"),
+        prompts(),
+        **values,
+        **given,
+    )
+
+
+class Seen(TrainerCallback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.events.append(f"begin of {state.max_steps}")
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.events.append(f"step {state.global_step}")
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        self.logs.append(logs)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.events.append("end")
+
+
+def test_policy_and_values_learn_and_the_reward_does_not(tmp_path: Path, capsys: Any) -> None:
+    seen = Seen()
+    trainer = made(tmp_path, eval_dataset=prompts(3), num_sample_generations=1, callbacks=[seen])
+    values = trainer.ppo.critic.unwrapped.pretrained_model
+    before = [weights(x) for x in (trainer.model, values, trainer.reward_model)]
+    trainer.train()
+    after = [weights(x) for x in (trainer.model, values, trainer.reward_model)]
+    moved = [
+        any(not torch.equal(x[n], y[n]) for n in x) for x, y in zip(before, after, strict=True)
+    ]
+    assert moved == [True, True, False]
+    assert seen.events == ["begin of 2", "step 1", "step 2", "end"]
+    assert [log["episode"] for log in seen.logs] == [4, 8]
+    assert "model response" in capsys.readouterr().out
+    trainer.save_model(str(tmp_path / "model"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, weight in weights(loaded).items():
+        assert torch.equal(weight, after[0][name])
+
+
+def test_scores_are_the_reward_models_of_these_ids(tmp_path: Path) -> None:
+    trainer = made(tmp_path, local_rollout_forward_batch_size=2)
+    queries, said = [[3, 4, 5], [6, 7], [8, 9, 10]], [[11, 12], [13, 14, 15, 1], [16]]
+    found = trainer.score([], [], said, query_ids=queries)
+    for score, query, response in zip(found, queries, said, strict=True):
+        ids = torch.tensor([query + response])
+        assert score == pytest.approx(trainer.reward_model(ids).logits.item(), abs=1e-5)
+
+
+def test_responses_end_at_the_stop_token(tmp_path: Path) -> None:
+    settings = {"stop_token": None, "total_episodes": 64, "per_device_train_batch_size": 32}
+    lengths = []
+    for stop in (None, 5):
+        (row,) = (
+            made(
+                tmp_path / str(stop), stop_token_id=stop, gradient_accumulation_steps=2, **settings
+            )
+            .train()
+            .history
+        )
+        lengths.append(row["tokens/responses_len_mean"])
+    assert lengths[1] < lengths[0]
+
+
+@pytest.mark.parametrize(("minibatches", "steps"), [(1, 4), (2, 8)])
+def test_a_batch_is_learned_from_in_its_mini_batches(
+    minibatches: int, steps: int, tmp_path: Path
+) -> None:
+    trainer = made(tmp_path, num_mini_batches=minibatches, total_episodes=4)
+    (row,) = trainer.train().history
+    assert row["ppo/optimizer_steps"] == steps  # of four epochs
+    config = trainer.ppo.config
+    assert (config.batch_size, config.adap_kl_ctrl, config.init_kl_coef) == (4, False, 0.05)
+    assert (config.vf_coef, config.temperature, config.max_grad_norm) == (0.1, 0.7, None)
+
+
+def test_the_value_model_follows_the_schedule(tmp_path: Path) -> None:
+    trainer = made(tmp_path, lr_scheduler_type="linear")
+    trainer.train()
+    rates = [x.param_groups[0]["lr"] for x in (trainer.ppo.optimizer, trainer.ppo.critic.optimizer)]
+    assert rates == [0.0, 0.0]
+
+
+def test_groups_without_a_value_model(tmp_path: Path) -> None:
+    trainer = made(tmp_path, rloo_k=2)
+    config = trainer.ppo.config
+    assert (config.advantage, config.group_size, config.ratio_level) == ("rloo", 2, "product")
+    before = weights(trainer.model)
+    trainer.train()
+    assert any(not torch.equal(before[n], x) for n, x in weights(trainer.model).items())
+    assert trainer.ppo.critic is None
+
+
+def test_names_of_before(tmp_path: Path) -> None:
+    model, own = tiny_models.language_model(), tiny.tokenizer()
+    trainer = RLOOv1Trainer(
+        config=RLOOv1Config(output_dir=str(tmp_path), **SETTINGS),
+        tokenizer=own,
+        policy=model,
+        ref_policy=copy.deepcopy(model),
+        reward_model=reward_model("gpt2"),
+        train_dataset=prompts(),
+    )
+    assert trainer.processing_class is own
+    with pytest.raises(TypeError, match="PPOv2Trainer got an unexpected keyword argument 'polici'"):
+        PPOv2Trainer(polici=model)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    for changes, said in (
+        ({"num_mini_batches": 3}, "must be a multiple of num_mini_batches"),
+        ({"rloo_k": 3}, "must be a multiple of rloo_k"),
+        ({"rloo_k": 2, "token_level_kl": True}, "token_level_kl=True is not supported"),
+        ({"stop_token": "eos", "stop_token_id": 1}, "exclude each other"),
+        ({"kl_estimator": "k3"}, "kl_estimator='k3' is not supported"),
+        ({"stop_token": "period"}, "unknown stop_token 'period'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            made(tmp_path, **changes)
+    args = PPOv2Config(output_dir=str(tmp_path), **SETTINGS)
+    model, tokenizer = tiny_models.language_model(), tiny.tokenizer()
+    with pytest.raises(TypeError, match="PPOv2Trainer needs a value_model"):
+        PPOv2Trainer(args, tokenizer, model, None, reward_model("gpt2"), prompts())
+    texts = Dataset.from_dict({"text": ["w3"]})
+    with pytest.raises(ValueError, match="train_dataset needs a column input_ids of prompts"):
+        PPOv2Trainer(
+            args, tokenizer, model, None, reward_model("gpt2"), texts, reward_model("gpt2")
+        )
