@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
 )
 from transformers.utils import cached_file, logging
@@ -653,8 +654,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with the older ``torch_dtype`` under its new name ``dtype``."""
-    return {"dtype" if name == "torch_dtype" else name: x for name, x in options.items()}
+    """Options by transformers' names of today: ``dtype``, and ``quantization_config`` for
+    ``load_in_4bit`` and ``load_in_8bit``."""
+    found = {"dtype" if name == "torch_dtype" else name: x for name, x in options.items()}
+    four, eight = found.pop("load_in_4bit", None), found.pop("load_in_8bit", None)
+    if four:
+        found["quantization_config"] = quantised.four_bit_config(found.get("dtype", torch.float32))
+    elif eight:
+        found["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    return found
 
 
 def _hub(options: dict[str, Any]) -> dict[str, Any]:

@@ -265,6 +265,14 @@ class PreTrainedModelWrapper(nn.Module):
 
     gradient_checkpointing_enable = activation_checkpointing_enable
 
+    def activation_checkpointing_disable(self) -> None:
+        """Ends what :meth:`activation_checkpointing_enable` has begun."""
+        names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")
+        name = next(name for name in names if hasattr(self.pretrained_model, name))
+        getattr(self.pretrained_model, name)()
+
+    gradient_checkpointing_disable = activation_checkpointing_disable
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of the language model."""
         return self.pretrained_model.generate(*args, **kwargs)

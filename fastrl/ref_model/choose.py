@@ -47,27 +47,26 @@ Model = TypeVar("Model", PreTrainedModelWrapper, PreTrainedModel)
 def create_reference_model(
     model: Model, num_shared_layers: int | None = None, pattern: str | None = None
 ) -> Model:
-    """A frozen copy of ``model``, in evaluation mode.
+    """A frozen copy of ``model``, in evaluation mode; of a model with an adapter one that shares
+    all weights which are not trained, whose KL is measured against the adapter as it is now.
+    ``ref_model=None`` takes the base without the adapter, and no second forward's weights.
 
     Args:
         model: a policy, or a plain transformers model.
         num_shared_layers: the bottom layers and the embeddings are not copied but shared, and
             frozen in ``model`` too. A model that cannot be run in two parts is copied whole, with a
-            warning.
+            warning. Of a model with an adapter the base is shared in any case.
         pattern: TRL's name of the layers; ignored, they are found without it.
 
     Raises:
         TypeError: another model.
-        ValueError: num_shared_layers out of range; a PEFT model (its base model is its reference
-            already).
+        ValueError: num_shared_layers out of range.
     """
     language_model: Any = model
     if isinstance(model, PreTrainedModelWrapper):
         language_model = model.pretrained_model
     if hasattr(language_model, "peft_config"):
-        raise ValueError(
-            "a PEFT model is its own reference with the adapter off: pass ref_model=None"
-        )
+        return frozen_copy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
     if not isinstance(language_model, PreTrainedModel):
         raise TypeError(
             "model must be a policy or a transformers model, got "

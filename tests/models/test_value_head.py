@@ -381,3 +381,26 @@ def test_the_usual_names_of_heads_find_every_familys(family):
         getattr(model.pretrained_model, n) for n in names if hasattr(model.pretrained_model, n)
     ]
     assert found == [model.get_output_embeddings()]
+
+
+def test_bits_may_be_asked_for_by_their_old_names(tmp_path, monkeypatch):
+    tiny_models.language_model().save_pretrained(tmp_path)
+    asked = []
+
+    def load(loader, path, *args, **options):
+        asked.append(options["quantization_config"])
+        raise OSError("seen")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", classmethod(load))
+    for bits in ("load_in_8bit", "load_in_4bit"):
+        with pytest.raises(OSError, match="seen"):
+            AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, **{bits: True})
+    assert [(x.load_in_8bit, x.load_in_4bit) for x in asked] == [(True, False), (False, True)]
+
+
+def test_activation_checkpointing_begins_and_ends(policy):
+    base = policy.pretrained_model
+    policy.gradient_checkpointing_enable()
+    assert base.is_gradient_checkpointing
+    policy.gradient_checkpointing_disable()
+    assert not base.is_gradient_checkpointing

@@ -395,3 +395,22 @@ def test_checkpointed_layers_keep_less(mode):
             trainer.step(**make_batch())
         kept.append(sum(n for place, n in saved.items() if place not in weights))
     assert kept[1] < 0.75 * kept[0]
+
+
+def test_a_reference_that_is_made_of_an_adapter_is_how_that_began():
+    found = []
+    for made in (False, True):
+        torch.manual_seed(0)  # of the value head
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(
+            tiny_models.language_model(), peft_config=tiny_models.lora()
+        )
+        settings = {} if made else {"reference_adapter": "start"}
+        reference = create_reference_model(model) if made else None
+        trainer = trainer_of(model, reference, learning_rate=1e-2, **settings)
+        stats, weights = stepped(trainer, 3)
+        found.append(([x["objective/kl"] for x in stats], weights))
+    assert abs(found[0][0][-1]) > 1e-3
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-5)
+    for name, weight in found[0][1].items():
+        if name in found[1][1]:
+            torch.testing.assert_close(weight, found[1][1][name], rtol=0, atol=1e-5)

@@ -393,9 +393,16 @@ def test_what_cannot_be_is_refused_before_anything_changes(kind, arguments, sett
     assert policy.trunk is None
 
 
-def test_peft_models_have_no_reference_model():
-    with pytest.raises(ValueError, match=r"its own reference.*ref_model=None"):
-        create_reference_model(adapted())
+def test_the_reference_of_an_adapter_has_its_base():
+    policy = adapted()
+    reference = create_reference_model(policy)
+    theirs = dict(reference.named_parameters())
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    for name, p in policy.named_parameters():
+        assert (theirs[name] is p) == (name not in trained)
+        assert torch.equal(theirs[name], p)
+        assert not theirs[name].requires_grad
+    assert {name for name, p in policy.named_parameters() if p.requires_grad} == trained
 
 
 def test_budgets_come_from_the_configuration():
@@ -442,5 +449,3 @@ def test_a_plain_encoder_decoder_is_copied_whole():
 def test_what_is_no_language_model_has_no_reference():
     with pytest.raises(TypeError, match="a policy or a transformers model, got Linear"):
         create_reference_model(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"its own reference.*ref_model=None"):
-        create_reference_model(adapted().pretrained_model)
