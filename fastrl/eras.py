@@ -123,6 +123,7 @@ SFT: dict[str, Era] = {
     **TRAINING,
     "max_seq_length": _renamed("max_length"),
     "dataset_batch_size": Era(IDLE, "rows are encoded in batches of datasets' own size", 1000),
+    "infinite": Era(IDLE, "max_steps and num_train_epochs say how long", False),
     "num_of_sequences": Era(IDLE, _PACKING, 1024),
     "chars_per_token": Era(IDLE, _PACKING, 3.6),
 }
@@ -194,6 +195,7 @@ ERAS: dict[str, dict[str, Era]] = {  # by the names of configurations
     "KTOConfig": KTO,
     "GRPOConfig": ONLINE,
     "RLOOConfig": RLOO,
+    "PPOv2Config": {**TRAINING, "use_liger_kernel": Era(IDLE, _HEAD, False)},
     "ModelConfig": MODEL,
 }
 
@@ -248,7 +250,13 @@ def with_defaults_of_trl(configs: Sequence[type]) -> Iterator[None]:
 
 def eras_of(config: type) -> dict[str, Era]:
     """What a class of configurations takes beside its fields."""
-    return next((ERAS[kind.__name__] for kind in config.__mro__ if kind.__name__ in ERAS), {})
+    return ERAS.get(_name_of(config), {})
+
+
+def _name_of(config: type) -> str:
+    """That of its base which has a name in TRL."""
+    names = [kind.__name__ for kind in config.__mro__]
+    return next((name for name in names if name in ERAS), names[0])
 
 
 class OfEveryEra(type):
@@ -289,7 +297,7 @@ def todays(
         elif value is None or value == era.default:
             continue
         elif era.kind == REFUSED:
-            raise ValueError(f"{config.__name__} has no {name}={value!r}: {era.today}")
+            raise ValueError(f"{_name_of(config)} has no {name}={value!r}: {era.today}")
         elif era.kind == KEPT:
             try:
                 era.value(value, now)
@@ -303,7 +311,7 @@ def todays(
         said.append(f"{name}={value!r} ({_note(era, now)})")
     if said:
         told = "; ".join(said)
-        text = f"settings of other versions in {config.__name__}: {told}"
+        text = f"settings of other versions in {_name_of(config)}: {told}"
         warnings.warn(text, stacklevel=3)
     return now, kept
 

@@ -87,6 +87,12 @@ def kept_setting(text: str, default: Any = None) -> Any:
     return field(default=default, init=False, metadata={"help": text})
 
 
+def kept_settings(config: Any) -> dict[str, Any]:
+    """Those of :func:`kept_setting` that were set."""
+    own = (x for x in dataclasses.fields(config) if not x.init and "help" in x.metadata)
+    return {x.name: getattr(config, x.name) for x in own if getattr(config, x.name) != x.default}
+
+
 def setting_like(kind: Any, name: str, default: Any = dataclasses.MISSING) -> Any:
     """A field with the help of field ``name`` of the dataclass ``kind``, and its default unless
     another is given."""
@@ -110,8 +116,9 @@ def refused(default: Any, remedy: str) -> Any:
 
 
 def refusals(config: Any) -> dict[str, tuple[Any, str]]:
-    """The settings of a configuration that are not honoured: their defaults and remedies."""
-    found = {}
+    """The settings of a configuration that are not honoured: their defaults and remedies; those
+    that its class lists in ``not_supported`` are of a base."""
+    found = _of_base(config, "not_supported")
     for each in dataclasses.fields(config):
         text = each.metadata.get("help")
         if isinstance(text, _Remedy):
@@ -148,13 +155,24 @@ def idle(default: Any, instead: str) -> Any:
 
 
 def idle_settings(config: Any) -> dict[str, tuple[Any, str]]:
-    """The settings of a configuration that change nothing: their defaults, and what to use."""
-    found = {}
+    """The settings of a configuration that change nothing: their defaults, and what to use; those
+    that its class lists in ``changes_nothing`` are of a base."""
+    found = _of_base(config, "changes_nothing")
     for each in dataclasses.fields(config):
         text = each.metadata.get("help")
         if isinstance(text, _Likeness):
             found[each.name] = (each.default, text[len(_IDLE) : -1])
     return found
+
+
+def _of_base(config: Any, table: str) -> dict[str, tuple[Any, str]]:
+    listed: Mapping[str, str] = getattr(config, table, {})
+    fields = {each.name: each for each in dataclasses.fields(config)}
+    return {
+        name: (field.default_factory() if callable(field.default_factory) else field.default, text)
+        for name, text in listed.items()
+        if (field := fields.get(name)) is not None  # versions of transformers differ
+    }
 
 
 def warn_of_idle(config: Any, stacklevel: int) -> None:

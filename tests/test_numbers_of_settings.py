@@ -23,7 +23,7 @@ from fastrl.settings import idle_settings, refusals
 from fastrl.trainers.supervised import settings_of
 from tests.together import together
 
-SURFACES = ("PPO", "GRPO", "RLOO", "DPO", "KTO", "SFT", "Reward", "Alignment")
+SURFACES = ("PPO", "GRPO", "RLOO", "DPO", "KTO", "SFT", "Reward", "PPOv2", "RLOOv1", "Alignment")
 # A negative number has a meaning for these; infinity leaves those without a bound.
 NEGATIVE = {
     *("max_steps", "save_total_limit", "local_rank", "num_print_samples", "reward_weights"),

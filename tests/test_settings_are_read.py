@@ -16,12 +16,13 @@ from fastrl.alignment import Trainer
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.commands.plan import run_plan
 from fastrl.commands.plan_job import PlanJob
+from fastrl.eras import IDLE, eras_of
 from fastrl.settings import idle_settings, refusals
 from tests.read_settings import read_by
 from tests.trl.test_settings import page
 
 ONLINE = ("GRPO", "RLOO")
-HERE = ("SFT", "Reward", "DPO", "KTO", *ONLINE, "Alignment")
+HERE = ("SFT", "Reward", "DPO", "KTO", *ONLINE, "PPOv2", "RLOOv1", "Alignment")
 # Settings that no function below reads by name, and what becomes of them.
 ELSEWHERE = {
     "vllm_importance_sampling_cap": "as a configuration is made, it becomes clip_max",
@@ -40,6 +41,9 @@ ELSEWHERE = {
         ("exp_name", "query_dataset", "reward_model", "task_name", "steps"),
         "PPO's, for trackers or for planning: their texts say so",
     ),
+    **dict.fromkeys(("sft_model_path", "reward_model_path"), "of scripts: their texts say so"),
+    "stop_token": "responses end at EOS, which is all that it may be",
+    "dataloader_pin_memory": "of prompts there is no loader, and transformers itself unsets it",
     **dict.fromkeys(("max_kl", "max_ratio"), "check_divergence reads PPO's by a table"),
     "dataset_num_proc": "PPO's: a warning says that nothing reads it",
 }
@@ -59,6 +63,7 @@ def test_every_setting_of_a_trainer_acts_or_is_refused(surface: str) -> None:
     config = AlignmentConfig if surface == "Alignment" else getattr(fastrl, f"{surface}Config")
     made = config() if surface == "PPO" else config("out", use_cpu=True, report_to="none")
     said = {*refusals(made), *idle_settings(made)}
+    said |= {name for name, era in eras_of(config).items() if era.kind == IDLE}
     for name, note in page().DIFFERENT.get(surface, {}).items():
         said |= {name} if note.startswith("changes nothing") else set()
     read, overwritten = read_by((), trainer, config)

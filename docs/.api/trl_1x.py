@@ -63,7 +63,7 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "completion_only_loss": "on is TRL's unset: texts without prompts are learned whole",
         "max_length": _LIMITS,
         "truncation_mode": "`keep_start` of a prompt with its completion keeps the completion",
-        "dataset_kwargs": "other keys than `skip_prepare_dataset` are refused",
+        "dataset_kwargs": "`add_special_tokens` and `append_concat_token` too, as before TRL 0.13",
         "router_aux_loss_coef": "unset, it is the model's own if its configuration has "
         "`output_router_logits`",
         "chat_template_path": _NEW_TOKENS,
@@ -89,7 +89,11 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "vllm_importance_sampling_correction": "of the `logprobs` that a `rollout_func` returns, "
         "without `use_vllm`, too; fastrl's own engine needs none",
     },
-    "RLOO": _ONLINE,
+    "RLOO": {
+        **_ONLINE,
+        "mask_truncated_completions": "to the same gradient; the logged loss lacks the constant "
+        "that responses without a token add in TRL",
+    },
 }
 
 _OVERRIDE = "refused: override `compute_loss`; the loss is computed with the LM head"

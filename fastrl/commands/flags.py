@@ -14,6 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
+from fastrl.eras import eras_of, flags_taken
+
 _KINDS = {int: "int", float: "float", str: "text", dict: "JSON"}
 _LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
 _LINES = 2  # of a flag in --help
@@ -32,8 +34,11 @@ def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple
     The first of them may name the flags that ``--help`` shows, in ``essentials``: a dict from the
     titles of groups to names. Without it, ``--help`` shows all.
 
+    Settings of other versions are taken as well, see :mod:`fastrl.eras`.
+
     Raises:
         UsageError: an unknown flag or setting, a value of the wrong type, a missing one.
+        ValueError: a setting of another version that is not honoured.
         SystemExit: after ``--help`` or ``--help-all``, with 0.
     """
     from transformers import HfArgumentParser
@@ -59,10 +64,12 @@ def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple
     known = {n: a for n, a in _actions(parser).items() if n not in _HELP_FLAGS}
     flags = list(arguments)
     if flags and not flags[0].startswith("-"):
-        flags = [*_flags_of(Path(flags[0]), {**_aliases(known), **known}), *flags[1:]]
-    *parsed, unknown = parser.parse_args_into_dataclasses(
-        flags, return_remaining_strings=True, look_for_args_file=False
-    )
+        others = dict.fromkeys(name for kind in kinds for name in eras_of(kind))
+        flags = [*_flags_of(Path(flags[0]), {**others, **_aliases(known), **known}), *flags[1:]]
+    with flags_taken(kinds, flags) as todays:
+        *parsed, unknown = parser.parse_args_into_dataclasses(
+            todays, return_remaining_strings=True, look_for_args_file=False
+        )
     if unknown:
         names = [f"--{name.replace('_', '-')}" for name in sorted(known)]
         name, *_ = unknown[0].split("=")
@@ -109,8 +116,12 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
 
 
-def _flags_of(path: Path, known: Mapping[str, argparse.Action]) -> list[str]:
-    """A YAML file's settings as flags, so that both are parsed and checked by the same code."""
+def _flags_of(path: Path, known: Mapping[str, argparse.Action | None]) -> list[str]:
+    """A YAML file's settings as flags, so that both are parsed and checked by the same code.
+
+    Args:
+        known: None: of another version.
+    """
     import yaml
 
     if path.suffix not in (".yaml", ".yml"):
@@ -148,7 +159,8 @@ def _flags_of(path: Path, known: Mapping[str, argparse.Action]) -> list[str]:
         if name not in known:
             raise UsageError(f"{path}: {unknown_name('setting', name, known)}")
         if value is not None:  # null leaves the default
-            flags += _flag(path, known[name], value)
+            action = known[name]
+            flags += [f"--{name}={value}"] if action is None else _flag(path, action, value)
     return flags
 
 

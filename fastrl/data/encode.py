@@ -44,6 +44,7 @@ class Encoder:
         truncation: "keep_end" or "keep_start" of prompts that are too long.
         add_eos: end responses that are texts with EOS. Chat templates write their own; blanks
             behind it are left out, because no policy generates them.
+        add_special: begin (and end) texts as the tokenizer does.
         template: further arguments of the chat template, such as ``tools``.
 
     Raises:
@@ -56,6 +57,7 @@ class Encoder:
     max_prompt_length: int | None = None
     truncation: str = "keep_end"
     add_eos: bool = True
+    add_special: bool = True
     template: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ class Encoder:
         """
         text = prompt if isinstance(prompt, str) else self._rendered(prompt, answered=False)
         made = [self._response(prompt, text, answer, finished) for answer in answers]
-        front, ids, spans = self._prompt(text, chat=not isinstance(prompt, str))
+        front, ids, spans = self._prompt(text, not (self.add_special and isinstance(prompt, str)))
         if not front and not ids:
             raise ValueError(f"the tokenizer makes no token of the prompt {text!r}")
         limit = self._prompt_limit(max((len(response) for _, response, _ in made), default=0))
@@ -141,7 +143,7 @@ class Encoder:
         """The token ids of a text without a prompt, or of a conversation; and which of them to
         learn: all, or those of the assistant's turns, as the chat template marks them."""
         if isinstance(said, str):
-            ids = encode_text(said, self.tokenizer) if said else []
+            ids = encode_text(said, self.tokenizer, not self.add_special) if said else []
             if self.add_eos and ids:
                 ids = _with_end(ids, self.tokenizer)
             learned = [True] * len(ids)

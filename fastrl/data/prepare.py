@@ -47,6 +47,7 @@ def prepare_texts(
     formatting_func: Callable | None = None,
     completions: DataCollatorForCompletionOnlyLM | None = None,
     append_eos: bool = True,
+    add_special: bool = True,
     completion_only: bool = True,
     assistant_only: bool = False,
     truncation: str = KEEP_START,
@@ -65,6 +66,7 @@ def prepare_texts(
         formatting_func: makes a row's text, or a list of texts of a batch of rows.
         completions: finds the tokens to learn behind its response template.
         append_eos: end every text with EOS.
+        add_special: begin texts as the tokenizer does.
         completion_only: of rows with a prompt and a completion, learn the completion only.
         assistant_only: of messages, learn the assistant's turns only; of a completion of messages
             those that are in it.
@@ -92,8 +94,8 @@ def prepare_texts(
     encode_whole, encode_cut = (
         _row_encoder(columns, encoder, text_field, completion_only, assistant_only)
         for encoder in (
-            Encoder(tokenizer, add_eos=append_eos),
-            Encoder(tokenizer, max_length, add_eos=append_eos),
+            Encoder(tokenizer, limit, add_eos=append_eos, add_special=add_special)
+            for limit in (None, max_length)
         )
     )
 

@@ -310,11 +310,15 @@ class Loop:
                         metrics |= self.ledger.add(step, samples, self.trainer.experience)
                     self.result.add_step(metrics)
                     self._call("on_samples", step, samples.shown)
-                    self._call("on_step", step, metrics)
+                    asked = True in self._call("on_step", step, metrics)
+                    if self.processes.any(asked):
+                        self.steps = step - self.begun_at
                     check_divergence(self.trainer.config, step, metrics)
                     if self._is_evaluated(step):
                         self._evaluate(step)
-                self.saving.after_step(step, last=step == last)
+                self.saving.after_step(step, last=step == self.last_step)
+                if step == self.last_step:
+                    break
             self.result.seconds = self._seconds()
             self._call("on_train_end", self.result)
         return self.result
@@ -514,6 +518,5 @@ class Loop:
         self.result.add_evaluation(evaluation)
         self._call("on_eval", step, evaluation)
 
-    def _call(self, event: str, *args: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(self.trainer, *args)
+    def _call(self, event: str, *args: Any) -> list[Any]:
+        return [getattr(callback, event)(self.trainer, *args) for callback in self.callbacks]

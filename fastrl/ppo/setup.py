@@ -15,6 +15,7 @@ from accelerate.utils import (
     extract_model_from_parallel,
 )
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.config import PPOConfig, json_object
@@ -125,9 +126,10 @@ def _check_types(
         raise TypeError(
             f"tokenizer must be a Hugging Face tokenizer, got {type(tokenizer).__name__}"
         )
-    if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+    if scheduler is not None and not (isinstance(scheduler, LRScheduler) or callable(scheduler)):
         raise TypeError(
-            f"lr_scheduler must be a torch LRScheduler or None, got {type(scheduler).__name__}"
+            "lr_scheduler must be a torch LRScheduler, a function that makes one of the optimizer, "
+            f"or None, got {type(scheduler).__name__}"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import fastrl_kernels
@@ -109,7 +110,8 @@ class PPOTrainer(ClassicMethods, Persistence):
             tensors what torch's ``default_collate`` makes.
         num_shared_layers: bottom layers that policy and reference share, frozen; in place of the
             configuration's. Ignored, with a warning, where a ``ref_model`` is given.
-        lr_scheduler: stepped once per step(); wrapped by accelerate afterwards.
+        lr_scheduler: stepped once per step(); wrapped by accelerate afterwards. Or what makes it of
+            the optimizer.
         training_data_collator: pads model inputs in place of the trainer; gets dicts of
             ``input_ids`` and ``attention_mask``.
         critic: a model of its own that learns the values, by an optimizer of its own, so that the
@@ -142,7 +144,7 @@ class PPOTrainer(ClassicMethods, Persistence):
         optimizer: torch.optim.Optimizer | None = None,
         data_collator: Callable | None = None,
         num_shared_layers: int | None = None,
-        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         training_data_collator: Callable | None = None,
         critic: Critic | PreTrainedModel | str | Path | None = None,
     ):
@@ -182,6 +184,8 @@ class PPOTrainer(ClassicMethods, Persistence):
             optimizer = make_optimizer(
                 model, config.optim, config.learning_rate, config.optim_args, fused
             )
+        if lr_scheduler is not None and not isinstance(lr_scheduler, LRScheduler):
+            lr_scheduler = lr_scheduler(optimizer)
         warn_of_fp16(model)
         if not config.master_weights and not handles_rounding(optimizer):
             warn_of_lost_updates(model, _MIXED_PRECISION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -121,9 +122,44 @@ def _of_import(node: ast.Import) -> Iterator[Outcome]:
 def _of_call(node: ast.Call, name: str) -> Iterator[Outcome]:
     """Keywords of a configuration or a trainer."""
     kind = find(name)
-    if not dataclasses.is_dataclass(kind):
-        return
-    assert isinstance(kind, type)
+    if isinstance(kind, type) and name.endswith("Trainer"):
+        yield from _of_trainer(node, name, kind)
+    elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        yield from _of_config(node, name, kind)
+
+
+def _of_trainer(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
+    """Its own keywords, and settings that it took before they were its configuration's."""
+    own = inspect.signature(kind).parameters
+    config = find(name.removesuffix("Trainer") + "Config")
+    settings = {x.name: Era(KEPT, "") for x in dataclasses.fields(config)} | eras_of(config)
+    both = {"tokenizer", "processing_class"} <= own.keys()
+    old = {"tokenizer": "processing_class"} if both else {}
+    old |= getattr(kind, "old_keywords", {})
+    refused = getattr(kind, "refused_keywords", {})
+    given = {keyword.arg for keyword in node.keywords}
+    for keyword in node.keywords:
+        asked = keyword.arg
+        if asked is None:  # **settings
+            continue
+        full, line = f"{name}({asked}=)", keyword.value.lineno
+        if asked in refused:
+            yield Outcome(line, full, REFUSED, refused[asked])
+        elif asked in old:
+            edit = None if old[asked] in given else _renamed(keyword, old[asked])
+            yield Outcome(line, full, RENAMED, f"now {old[asked]}", edit)
+        elif asked in settings and (asked in own or "settings" in own):
+            era = settings[asked]
+            text = f"a setting of {config.__name__} now"
+            is_over = era.kind in (IDLE, REFUSED)
+            yield Outcome(line, full, era.kind if is_over else KEPT, era.today if is_over else text)
+        elif asked in own:
+            yield Outcome(line, full, AS_IT_IS)
+        else:
+            yield Outcome(line, full, UNKNOWN, "no version of TRL that fastrl knows has it")
+
+
+def _of_config(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
     declared = {field.name for field in dataclasses.fields(kind) if field.init}
     eras, idle, refused = eras_of(kind), idle_settings(kind), refusals(kind)
     given = {keyword.arg for keyword in node.keywords}
@@ -155,8 +191,7 @@ def _of_era(
     if era.kind == RENAMED and era.today == keyword.arg:
         return Outcome(line, full, AS_IT_IS, "some of its values have other names now")
     if era.kind == RENAMED and era.is_plain and era.today not in given:
-        start = (keyword.lineno, keyword.col_offset)
-        edit = (start, (start[0], start[1] + len(str(keyword.arg).encode())), era.today)
+        edit = _renamed(keyword, era.today)
     elif era.kind == IDLE:
         edit = _without(node, keyword)
     return Outcome(line, full, era.kind, era.today, edit)
@@ -168,6 +203,11 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
         if text is not None:
             full = f"{called(node)}({keyword.arg}=)"
             yield Outcome(keyword.value.lineno, full, RENAMED, f"with fastrl run-trl; {text}")
+
+
+def _renamed(keyword: ast.keyword, today: str) -> tuple[tuple[int, int], tuple[int, int], str]:
+    line, start = keyword.lineno, keyword.col_offset
+    return (line, start), (line, start + len(str(keyword.arg).encode())), today
 
 
 def _whole(node: ast.stmt, text: str) -> tuple[tuple[int, int], tuple[int, int], str]:

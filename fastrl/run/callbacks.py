@@ -124,14 +124,16 @@ class TrainCallback:
     """Base class of callbacks; its methods do nothing.
 
     ``trainer`` is the :class:`fastrl.PPOTrainer`. Steps are counted over all calls of ``train()``:
-    a second call of 10 steps after a first one of 10 has the steps 11 to 20.
+    a second call of 10 steps after a first one of 10 has the steps 11 to 20. Where ``on_step``
+    returns True, training ends behind this step as it does behind the last: with its evaluation and
+    checkpoint; of several processes in all of them, once one says so.
     """
 
     def on_train_begin(self, trainer: Any, total_steps: int) -> None: ...
 
     def on_samples(self, trainer: Any, step: int, samples: Samples) -> None: ...
 
-    def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None: ...
+    def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> bool | None: ...
 
     def on_eval(self, trainer: Any, step: int, evaluation: Evaluation) -> None: ...
 

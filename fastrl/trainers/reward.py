@@ -164,11 +164,7 @@ class RewardTrainer(SupervisedTrainer):
         quantization_config: Any = None,
         optimizer_cls_and_kwargs: Any = None,
     ):
-        if optimizer_cls_and_kwargs is not None:
-            raise TypeError(
-                "RewardTrainer does not take optimizer_cls_and_kwargs: pass optimizers=(optimizer, "
-                "None), or name it by optim"
-            )
+        self.check_keywords(optimizer_cls_and_kwargs=optimizer_cls_and_kwargs)
         self.use_reward_data_collator = data_collator is None
         _check_classic(args, max_length, self.use_reward_data_collator)
         if peft_config is not None:

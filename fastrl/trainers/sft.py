@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 from transformers.trainer_utils import IntervalStrategy
 
+from fastrl.config import parse_json
 from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
 from fastrl.data.padding_free import join_texts, right_padded
@@ -27,6 +28,7 @@ from fastrl.data.sft_packing import (
     packed,
 )
 from fastrl.data.tables import is_stream
+from fastrl.eras import todays
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.prompt_learning import virtual_tokens
@@ -52,22 +54,14 @@ from fastrl.trainers.supervised import (
     with_quantization,
 )
 
-# Keywords of TRL's classic SFTTrainer that have no effect here.
-_IGNORED_KEYWORDS = (
-    "infinite",
-    "num_of_sequences",
-    "chars_per_token",
-    "dataset_batch_size",
-    "dataset_kwargs",
-)
+_PREPARING = {
+    "skip_prepare_dataset": False,
+    "add_special_tokens": True,
+    "append_concat_token": True,
+}
 _TARGETS = ("rows", "targets", "labels")
 _PREDICTIONS: dict[str, Any] = {"entropy": True, "extras": ("is_top1",)}
 _PLAIN = {"input_ids", "attention_mask", "use_cache"}
-# Keywords of TRL 1.x's that are not honoured, and what to use.
-_REFUSED = {
-    "compute_loss_func": "the loss is computed with the LM head; override compute_loss",
-    "optimizer_cls_and_kwargs": "pass optimizers=(optimizer, None), or name it by optim",
-}
 NLL, DFT = LOSS_TYPES = ("nll", "dft")
 
 
@@ -99,7 +93,10 @@ class SFTConfig(SupervisedArguments):
     )
     shuffle_dataset: bool = setting("Shuffle the data set before it is packed.", False)
     dataset_kwargs: dict | str | None = setting(
-        "JSON; skip_prepare_dataset: true takes rows of input_ids and labels as they are.", None
+        "JSON; skip_prepare_dataset: true takes rows of input_ids and labels as they are; "
+        "add_special_tokens: false begins texts as they are; append_concat_token: false packs them "
+        "without an EOS between.",
+        None,
     )
     append_eos: bool = setting("End every text with EOS.", True)
     completion_only_loss: bool | None = setting(
@@ -127,12 +124,23 @@ class SFTConfig(SupervisedArguments):
         if self.packing_strategy == "bfd-requeue":
             self.packing_strategy = BFD_SPLIT
         super().__post_init__()
-        unknown = set(self.dataset_kwargs or ()) - {"skip_prepare_dataset"}
-        if unknown:
+        _preparing(self)
+
+
+def _preparing(args: Any) -> dict[str, bool]:
+    """What ``dataset_kwargs`` says of each that it may hold.
+
+    Raises:
+        ValueError: it holds another, or no truth value.
+    """
+    found = {**_PREPARING, **(parse_json("dataset_kwargs", args.dataset_kwargs) or {})}
+    for name, value in found.items():
+        if name not in _PREPARING or not isinstance(value, bool):
             raise ValueError(
-                f"dataset_kwargs has {', '.join(sorted(unknown))}: skip_prepare_dataset is all "
-                "that it may hold; prepare the data set otherwise by dataset.map before"
+                f"dataset_kwargs has {name}={value!r}: it may hold {', '.join(_PREPARING)}, each "
+                "true or false; prepare the data set otherwise by dataset.map before"
             )
+    return found
 
 
 class SFTTrainer(SupervisedTrainer):
@@ -198,17 +206,21 @@ class SFTTrainer(SupervisedTrainer):
         eval_packing: bool | None = None,
         neftune_noise_alpha: float | None = None,
         model_init_kwargs: dict | None = None,
+        dataset_kwargs: dict | None = None,
         quantization_config: Any = None,
-        **ignored: Any,
+        infinite: bool | None = None,
+        num_of_sequences: int | None = None,
+        chars_per_token: float | None = None,
+        dataset_batch_size: int | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: Any = None,
     ):
-        for name in ignored:
-            if name in _REFUSED:
-                if ignored[name] is None:
-                    continue
-                raise TypeError(f"SFTTrainer does not take {name}: {_REFUSED[name]}")
-            if name not in _IGNORED_KEYWORDS:
-                raise TypeError(f"SFTTrainer has no argument {name!r}")
-            warnings.warn(f"{name} has no effect: leave it out", FutureWarning, stacklevel=2)
+        self.check_keywords(
+            compute_loss_func=compute_loss_func, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs
+        )
+        told: dict[str, Any] = {"infinite": infinite, "num_of_sequences": num_of_sequences}
+        told |= {"chars_per_token": chars_per_token, "dataset_batch_size": dataset_batch_size}
+        todays(SFTConfig, told)
         args = settings_of(
             args,
             SFTConfig,
@@ -219,7 +231,9 @@ class SFTTrainer(SupervisedTrainer):
             eval_packing=eval_packing,
             neftune_noise_alpha=neftune_noise_alpha,
             model_init_kwargs=model_init_kwargs,
+            dataset_kwargs=dataset_kwargs,
         )
+        preparing = _preparing(args)
         with_quantization(args, model, quantization_config)
         self._tokenizer = tokenizer_of(tokenizer, processing_class, model, args)
         self._settings, self._peft_config = args, peft_config
@@ -234,7 +248,9 @@ class SFTTrainer(SupervisedTrainer):
             "text_field": args.dataset_text_field,
             "formatting_func": formatting_func,
             "completions": completions,
-            "append_eos": args.append_eos,
+            "append_eos": args.append_eos
+            and (preparing["append_concat_token"] or not args.packing),
+            "add_special": preparing["add_special_tokens"],
             "completion_only": args.completion_only_loss in (None, True),
             "assistant_only": args.assistant_only_loss,
             "truncation": args.truncation_mode,
@@ -327,7 +343,7 @@ class SFTTrainer(SupervisedTrainer):
         if isinstance(dataset, PackedTexts):
             return dataset
         args = self._settings
-        if (args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+        if _preparing(args)["skip_prepare_dataset"]:
             check_ready(dataset)
             return dataset
         packs = args.packing if training or args.eval_packing is None else args.eval_packing

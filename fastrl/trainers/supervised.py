@@ -41,6 +41,7 @@ from fastrl.settings import (
     check_ranges,
     check_refused,
     check_types,
+    kept_settings,
     refusals,
     setting,
     setting_like,
@@ -165,6 +166,9 @@ class SupervisedArguments(TrainingArguments, metaclass=OfEveryEra):
     def __getattr__(self, name: str) -> Any:
         return of_another_era(self, name)
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), **kept_settings(self)}
+
     def _settle_checkpointing(self) -> None:
         """Gives both names of gradient checkpointing one value, the newer name's where it is set:
         versions of transformers read one or the other, and newer ones warn of the older name."""
@@ -189,6 +193,11 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     model: Any
     processing_class: Any
     example: ClassVar[str]  # what errors call one
+    # Keywords of TRL's that are not honoured, and what to use.
+    refused_keywords: ClassVar[Mapping[str, str]] = {
+        "compute_loss_func": "the loss is computed with the LM head; override compute_loss",
+        "optimizer_cls_and_kwargs": "pass optimizers=(optimizer, None), or name it by optim",
+    }
 
     def __init__(self, *, train_dataset: Any, eval_dataset: Any, args: Any, **rest: Any):
         if args.label_smoothing_factor:
@@ -234,6 +243,13 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if dataset is not None and self.processing_class is not None and not is_stream(dataset):
             texts = getattr(dataset, "texts", dataset)  # of packed rows
             check_table(self.accelerator.unwrap_model(self.model), self.processing_class, texts)
+
+    def check_keywords(self, **given: Any) -> None:
+        """Refuses those of ``refused_keywords`` that are not None."""
+        for name, value in given.items():
+            if value is not None:
+                own = type(self).__name__
+                raise TypeError(f"{own} does not take {name}: {self.refused_keywords[name]}")
 
     @abstractmethod
     def prepare_model(self, model: Any) -> Any:

@@ -4,6 +4,8 @@ as token ids."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,29 +13,25 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
-from transformers import TrainerControl, TrainerState, get_scheduler
-from transformers.trainer_callback import CallbackHandler
+from transformers import TrainerControl, TrainerState, enable_full_determinism, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from fastrl.data.batch import pad
 from fastrl.data.choose_padding import classifier_side
 from fastrl.models import CausalLMPolicy
 from fastrl.models.load import with_adapter
-from fastrl.models.optimizers import learning_rate_of, make_optimizer, set_learning_rate
+from fastrl.models.optimizers import learning_rate_of, set_learning_rate
 from fastrl.models.reward_head import padding_of, rewards_of_padded
 from fastrl.models.utils import text_config
 from fastrl.ppo.trainer import PPOTrainer
 from fastrl.run.callbacks import Evaluation, TrainCallback
 from fastrl.run.folder import RunFolder
 from fastrl.run.terminal import plain, run_console
+from fastrl.settings import warn_of_idle
 from fastrl.trl.ppo_config import PPOv2Config
 
 _IDS, _QUERY = "input_ids", "query_ids"  # of a row; the same for the reward
-_OLD = {
-    "config": "args",
-    "tokenizer": "processing_class",
-    "policy": "model",
-    "ref_policy": "ref_model",
-}
 
 
 class PPOv2Trainer:
@@ -55,7 +53,8 @@ class PPOv2Trainer:
         train_dataset: with a column ``input_ids`` of prompts, not padded.
         eval_dataset: the same; responses to its prompts are shown ``num_sample_generations``
             times.
-        optimizers: an optimizer of the policy and its scheduler, each or None.
+        optimizers: an optimizer of the policy and its scheduler, each or None. Beside an optimizer
+            that is given the value model's is torch's Adam.
         callbacks: transformers' TrainerCallback objects.
         peft_config: an adapter, which alone is trained.
 
@@ -65,6 +64,12 @@ class PPOv2Trainer:
     """
 
     has_values: ClassVar[bool] = True
+    old_keywords: ClassVar[dict[str, str]] = {
+        "config": "args",
+        "tokenizer": "processing_class",
+        "policy": "model",
+        "ref_policy": "ref_model",
+    }
 
     def __init__(
         self,
@@ -86,9 +91,9 @@ class PPOv2Trainer:
         given["ref_model"] = ref_model
         own = type(self).__name__
         for name, value in old.items():
-            if name not in _OLD:
+            if name not in self.old_keywords:
                 raise TypeError(f"{own} got an unexpected keyword argument {name!r}")
-            given[_OLD[name]] = value
+            given[self.old_keywords[name]] = value
         self.args, self.processing_class = given["args"], given["processing_class"]
         model, ref_model = given["model"], given["ref_model"]
         for name, value in (("model", model), ("reward_model", reward_model)):
@@ -97,25 +102,25 @@ class PPOv2Trainer:
         if (value_model is None) is self.has_values:
             what = "needs a value_model" if self.has_values else "has no value_model"
             raise TypeError(f"{own} {what}: a sequence classifier of one label")
+        warn_of_idle(self.args, stacklevel=2)
+        if self.args.full_determinism:
+            enable_full_determinism(self.args.seed)
         prompts = _prompts(train_dataset, "train_dataset")
         self.eval_prompts = None if eval_dataset is None else _prompts(eval_dataset, "eval_dataset")
         self.reward_model = reward_model
         policy = CausalLMPolicy(with_adapter(model, peft_config))
         config = self.args.classic()
         optimizer, scheduler = optimizers
-        optimizer = optimizer or make_optimizer(
-            policy, config.optim, config.learning_rate, config.optim_args
-        )
+        if optimizer is not None:  # which has settings of its own
+            config = dataclasses.replace(config, optim="adam", optim_args=None)
         self.num_total_batches = self._batches(len(prompts))
-        scheduler = scheduler or get_scheduler(
+        schedule = functools.partial(
+            get_scheduler,
             self.args.lr_scheduler_type,
-            optimizer,
-            self.args.get_warmup_steps(self.num_total_batches),
-            self.num_total_batches,
-            self.args.lr_scheduler_kwargs,
+            num_warmup_steps=self.args.get_warmup_steps(self.num_total_batches),
+            num_training_steps=self.num_total_batches,
+            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
         )
-        # The optimizer is made, for its schedule.
-        config = dataclasses.replace(config, optim="adam", optim_args=None)
         reference = None if ref_model is None else CausalLMPolicy(ref_model)
         self.ppo = PPOTrainer(
             config,
@@ -123,7 +128,7 @@ class PPOv2Trainer:
             reference,
             self.processing_class,
             optimizer=optimizer,
-            lr_scheduler=scheduler,
+            lr_scheduler=scheduler or schedule,
             critic=value_model,
         )
         if padding_of(reward_model) is None:
@@ -132,8 +137,14 @@ class PPOv2Trainer:
         self.train_dataset, self.eval_dataset, self.prompts = train_dataset, eval_dataset, prompts
         self.state, self.control = TrainerState(), TrainerControl()
         self.state.is_world_process_zero = self.ppo.processes.is_main
+        self.state.is_local_process_zero = self.ppo.accelerator.is_local_main_process
+        reporting = get_reporting_integration_callbacks(self.args.report_to)
         self.callback_handler = CallbackHandler(
-            list(callbacks or ()), model, self.processing_class, optimizer, scheduler
+            [DefaultFlowCallback(), *reporting, *(callbacks or ())],
+            self.model,
+            self.processing_class,
+            self.ppo.optimizer,
+            self.ppo.lr_scheduler,
         )
 
     def _batches(self, prompts: int) -> int:
@@ -155,10 +166,11 @@ class PPOv2Trainer:
         self.callback_handler.add_callback(callback)
 
     def train(self) -> Any:
-        """Trains on ``total_episodes`` samples; metrics, checkpoints and the ledger are in
-        ``output_dir``, see :class:`fastrl.run.folder.RunFolder`."""
+        """Trains on ``total_episodes`` samples, or until a callback sets
+        ``control.should_training_stop``. Metrics and checkpoints are in ``output_dir``, see
+        :class:`fastrl.run.folder.RunFolder`, or where that has files already in a new folder
+        within, ``run-1`` or a later one."""
         args = self.args
-        saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
         held_out = self.eval_prompts
         shown = args.num_sample_generations if held_out is not None else 0
         return self.ppo.train(
@@ -172,12 +184,23 @@ class PPOv2Trainer:
             missing_eos_penalty=args.missing_eos_penalty,
             callbacks=[_Transformers(self)],
             progress=not args.disable_tqdm,
-            output=RunFolder(args.output_dir, {"command": "ppo", "settings": args.to_dict()}),
-            save_every=int(args.save_steps) if saves and args.save_steps >= 1 else 0,
+            output=RunFolder(self._free_folder(), self._described),
+            save_every=args.save_every(self.num_total_batches),
             keep_last=args.save_total_limit or 0,
-            overwrite=True,
             ledger=False,
         )
+
+    @property
+    def _described(self) -> dict[str, Any]:
+        return {"command": type(self).__name__, "settings": self.args.to_dict()}
+
+    def _free_folder(self) -> Path:
+        """``output_dir``, or where it has files a new folder within."""
+        folder = Path(self.args.output_dir)
+        taken = folder.is_dir() and any(not x.name.startswith(".") for x in folder.iterdir())
+        further = (folder / f"run-{number}" for number in itertools.count(1))
+        chosen = next(x for x in further if not x.exists()) if taken else folder
+        return self.ppo.processes.from_main(chosen)
 
     @property
     def _ends(self) -> dict[str, Any]:
@@ -230,14 +253,18 @@ class PPOv2Trainer:
         run_console().print(table)
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Saves policy and tokenizer, as transformers does."""
-        folder = Path(output_dir or self.args.output_dir)
-        self.ppo.save_pretrained(folder)
+        """Saves policy and tokenizer, and with ``push_to_hub`` uploads them, as transformers."""
+        self.ppo.save_pretrained(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub:
+            self.push_to_hub()
 
     def push_to_hub(self, dataset_name: str | None = None, **options: Any) -> Any:
         """Uploads the policy to ``hub_model_id``, by default the name of ``output_dir``."""
-        name = self.args.hub_model_id or Path(self.args.output_dir).name
-        return self.ppo.push_to_hub(name, token=self.args.hub_token, **options)
+        args = self.args
+        name = args.hub_model_id or Path(args.output_dir).name
+        own = {"private": args.hub_private_repo, "revision": args.hub_revision}
+        own = {option: value for option, value in own.items() if value is not None}
+        return self.ppo.push_to_hub(name, token=args.hub_token, **{**own, **options})
 
 
 def _prompts(dataset: Any, name: str) -> Dataset:
@@ -259,20 +286,22 @@ class _Transformers(TrainCallback):
 
     def on_train_begin(self, trainer: Any, total_steps: int) -> None:
         self.of.state.max_steps = total_steps
+        self.of.state.compute_steps(self.of.args, total_steps)
         self._call("on_train_begin")
 
-    def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+    def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> bool:
         if trainer.critic is not None:
             set_learning_rate(trainer.critic.optimizer, learning_rate_of(trainer.optimizer))
         state, args = self.of.state, self.of.args
         state.global_step = step
         state.epoch = step * args.batch_size * args.world_size / len(self.of.prompts)
         self._call("on_step_end")
-        every = max(1, int(args.logging_steps))
-        if step % every == 0:
+        if self.of.control.should_log:
+            self.of.control.should_log = False
             logs = {**metrics, "episode": step * args.batch_size * args.world_size, "step": step}
             state.log_history.append(logs)
             self._call("on_log", logs=logs)
+        return self.of.control.should_training_stop
 
     def on_eval(self, trainer: Any, step: int, evaluation: Evaluation) -> None:
         if trainer.processes.is_main:
@@ -283,4 +312,5 @@ class _Transformers(TrainCallback):
 
     def _call(self, event: str, **given: Any) -> None:
         of = self.of
-        of.callback_handler.call_event(event, of.args, of.state, of.control, **given)
+        handler = of.callback_handler
+        of.control = handler.call_event(event, of.args, of.state, of.control, **given)

@@ -4,13 +4,66 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fastrl.config import PPOConfig
-from fastrl.settings import refused, setting
+from fastrl.models.optimizers import class_and_keywords, optimizer_name
+from fastrl.settings import check_refused, refused, setting
 from fastrl.trainers.supervised import SupervisedArguments
 
-KL_ESTIMATORS = ("k1", "k3")
+_OFTEN = ("no", "steps")
+_TOKENIZER = "the tokenizer (processing_class)"
+# Of transformers' settings, those that such a run has no use for.
+_IDLE = {
+    "prompts are token ids, in this process": (
+        "dataloader_num_workers dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order "
+        "dataset_num_proc remove_unused_columns length_column_name ignore_data_skip"
+    ),
+    "all batches are whole": "dataloader_drop_last",
+    "num_sample_generations says how often responses to eval_dataset are shown": (
+        "eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches "
+        "eval_use_gather_object eval_accumulation_steps prediction_loss_only batch_eval_metrics "
+        "include_for_metrics label_names bf16_full_eval fp16_full_eval"
+    ),
+    "logging_steps says how often metrics are logged": (
+        "log_on_each_node include_num_input_tokens_seen skip_memory_metrics"
+    ),
+    "on_nonfinite has its meaning": "logging_nan_inf_filter",
+    "transformers.logging.set_verbosity says what is told": "log_level log_level_replica",
+    "checkpoints hold all that a run needs to go on": (
+        "save_only_model save_on_each_node enable_jit_checkpoint "
+        "restore_callback_states_from_checkpoint"
+    ),
+    "push_to_hub() uploads": "hub_strategy hub_always_push",
+    "accelerate's own handlers have these": (
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"
+    ),
+    "losses are means over the tokens of all processes": "average_tokens_across_devices",
+    "gradients are not clipped, as in TRL": "max_grad_norm",
+    "the rollout engine has a cache of its own": "use_cache torch_empty_cache_steps",
+    "log-probs come out of the LM head in chunks": "liger_kernel_config",
+    "layers are computed again as PPOConfig has it": (
+        "gradient_checkpointing_kwargs activation_checkpointing_kwargs"
+    ),
+}
+_REFUSED = {
+    f"set it on {_TOKENIZER}": "chat_template_path eos_token pad_token",
+    "batches are as wide as they need be": "pad_to_multiple_of",
+    "load the models with it, and pass them": "trust_remote_code model_init_kwargs",
+    "set total_episodes": "max_steps",
+    "lower per_device_train_batch_size": "auto_find_batch_size",
+    "prompts come in random order, drawn by seed": "data_seed train_sampling_strategy",
+    "rewards are no labels": "label_smoothing_factor",
+    "responses are drawn from the policy as it is": "neftune_noise_alpha",
+    "the last weights are kept": "load_best_model_at_end",
+    "compile the models, and pass them": "torch_compile",
+    "several processes are accelerate's: accelerate launch": "fsdp deepspeed",
+}
+
+
+def _by_name(listed: dict[str, str]) -> dict[str, str]:
+    return {name: text for text, names in listed.items() for name in names.split()}
 
 
 @dataclass
@@ -20,9 +73,19 @@ class PPOv2Config(SupervisedArguments):
 
     Sizes count samples per process: a batch has ``per_device_train_batch_size ×
     gradient_accumulation_steps`` of them, and is learned from in ``num_mini_batches`` steps.
+
+    Raises:
+        ValueError: sizes that do not divide; a setting that would not act, with what to use.
     """
 
-    logging_steps: float = setting("Steps between two logs.", 10, within="(0, inf)")
+    changes_nothing: ClassVar[dict[str, str]] = _by_name(_IDLE)
+    not_supported: ClassVar[dict[str, str]] = _by_name(_REFUSED)
+
+    max_length: int | None = refused(None, "cut prompts in the data set, and set response_length")
+    logging_steps: float = setting(
+        "Steps between two logs; below 1: a share of all steps.", 10, within="(0, inf)"
+    )
+    weight_decay: float = setting("Of all weights, biases too.", 0.0, within="[0, inf)")
     learning_rate: float = setting("Learning rate at the start.", 5e-5, within="[0, inf)")
     exp_name: str = setting("Name of the experiment.", "ppo_config")
     total_episodes: int | None = setting(
@@ -50,11 +113,13 @@ class PPOv2Config(SupervisedArguments):
         "Taken off the score of responses without an EOS token.", None, within="[0, inf)"
     )
     kl_coef: float = setting("Coefficient of the KL in rewards.", 0.05, within="[0, inf)")
-    kl_estimator: str = setting("Of a token: k1 (log π - log ref).", "k1", choices=KL_ESTIMATORS)
+    kl_estimator: str = refused(
+        "k1", "rewards have log π - log π_ref, and PPOConfig(kl_in='loss') has k3 in the loss"
+    )
     whiten_rewards: bool = setting("Whiten rewards.", False)
-    cliprange: float = setting("Bound of the clipped ratio.", 0.2, within="[0, inf]")
+    cliprange: float = setting("Bound of the clipped ratio.", 0.2, within="[0, inf)")
     vf_coef: float = setting("Coefficient of the value loss.", 0.1, within="[0, inf)")
-    cliprange_value: float = setting("Bound of the clipped values.", 0.2, within="[0, inf]")
+    cliprange_value: float = setting("Bound of the clipped values.", 0.2, within="[0, inf)")
     gamma: float = setting("Discount.", 1.0, within="[0, 1]")
     lam: float = setting("λ of GAE.", 0.95, within="[0, 1]")
     sft_model_path: str = setting("For scripts that read it.", "EleutherAI/pythia-160m")
@@ -65,13 +130,15 @@ class PPOv2Config(SupervisedArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_refused(self)
         if self.stop_token is not None and self.stop_token_id is not None:
             raise ValueError("stop_token and stop_token_id exclude each other: set one of them")
-        if self.kl_estimator != "k1":
-            raise ValueError(
-                f"kl_estimator={self.kl_estimator!r} is not supported: rewards have k1 here, or "
-                "PPOConfig(kl_in='loss'), whose term is k3"
-            )
+        for name in ("save_strategy", "logging_strategy"):
+            if self._text(name) not in _OFTEN:
+                raise ValueError(
+                    f"{name}={self._text(name)!r} is not supported: choose one of "
+                    f"{', '.join(_OFTEN)}"
+                )
         if self.batch_size % self.num_mini_batches:
             raise ValueError(
                 f"a batch of {self.batch_size} samples (per_device_train_batch_size × "
@@ -84,22 +151,45 @@ class PPOv2Config(SupervisedArguments):
         """Samples of a batch, of this process."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
+    def save_every(self, steps: int) -> int:
+        """Of so many steps those from one checkpoint to the next; 0: there are none."""
+        if self._text("save_strategy") == "no" or not self.save_steps:
+            return 0
+        every = self.save_steps if self.save_steps >= 1 else self.save_steps * steps
+        return max(1, math.ceil(every))
+
+    def _text(self, name: str) -> str:
+        value = getattr(self, name)
+        return str(getattr(value, "value", value))
+
+    @property
+    def optimizer_arguments(self) -> str:
+        """``optim_args``, with what has a setting of its own."""
+        _, keywords = class_and_keywords(self)
+        own: dict[str, Any] = {"weight_decay": self.weight_decay}
+        if "betas" in keywords:
+            own["beta1"], own["beta2"] = keywords["betas"]
+        if "eps" in keywords:
+            own["eps"] = keywords["eps"]
+        named = [f"{name}={value}" for name, value in own.items()]
+        return ",".join([*named, *filter(None, [self.optim_args])])
+
     def classic(self) -> PPOConfig:
         """The same by the names of :class:`fastrl.PPOConfig`."""
         step = self.batch_size // self.num_mini_batches
         size = min(self.per_device_train_batch_size, step)
-        trackers = [x for x in self.report_to or () if x != "none"]
         return PPOConfig(
             exp_name=self.exp_name,
             seed=self.seed,
-            log_with=trackers[0] if trackers else None,
             learning_rate=self.learning_rate,
-            optim=str(getattr(self.optim, "value", self.optim)),
-            optim_args=self.optim_args,
+            optim=optimizer_name(self),
+            optim_args=self.optimizer_arguments,
             batch_size=self.batch_size,
             mini_batch_size=size if step % size == 0 else step,
             gradient_accumulation_steps=step // size if step % size == 0 else 1,
             micro_batch_tokens=self.micro_batch_tokens,
+            padding_free=self.padding_free,
+            ddp_timeout=self.ddp_timeout,
             ppo_epochs=self.num_ppo_epochs,
             ratio_threshold=math.inf,
             gradient_checkpointing=bool(self.gradient_checkpointing),

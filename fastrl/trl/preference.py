@@ -23,7 +23,7 @@ from fastrl.models.scorer import ScoredPass, TokenScorer
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating, without_dropout
 from fastrl.ref_model import Follow, RefModel
-from fastrl.settings import check_refused
+from fastrl.settings import check_refused, kept_settings
 from fastrl.trainers.passes import fill
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path, length_limit
@@ -170,8 +170,11 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
             f"{', '.join(settings)} of {type(self).__name__} are settings of {kind.__name__} now",
             stacklevel=4,
         )
-        fields = () if args is None else [x.name for x in dataclasses.fields(args) if x.init]
-        return kind(**{**{name: getattr(args, name) for name in fields}, **settings})
+        given = {} if args is None else kept_settings(args)
+        for field in () if args is None else dataclasses.fields(args):
+            if field.init:
+                given[field.name] = getattr(args, field.name)
+        return kind(**{**given, **settings})
 
     def prepare_model(self, model: Any) -> Any:
         return adapted(model, self._peft_config, self._settings)

@@ -6,9 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from fastrl.config import PPOConfig
-from fastrl.settings import setting
+from fastrl.settings import refused, setting
 from fastrl.trl.ppo import PPOv2Trainer
 from fastrl.trl.ppo_config import PPOv2Config
+
+_OF_TODAY = "take RLOOTrainer, whose RLOOConfig(normalize_advantages=True) does"
 
 
 @dataclass
@@ -17,17 +19,12 @@ class RLOOv1Config(PPOv2Config):
     0.10 to 0.21."""
 
     rloo_k: int = setting("Responses to each prompt.", 2, within="[2, inf)")
-    normalize_advantage: bool = setting("Whiten advantages: not supported.", False)
-    normalize_reward: bool = setting("Whiten scores: not supported.", False)
-    token_level_kl: bool = setting("A KL of each token: not supported.", False)
+    normalize_advantage: bool = refused(False, _OF_TODAY)
+    normalize_reward: bool = refused(False, "make scores comparable in the reward model")
+    token_level_kl: bool = refused(False, "the KL is a response's")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("normalize_advantage", "normalize_reward", "token_level_kl"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name}=True is not supported by RLOOv1Config: leave it out, or use RLOOConfig"
-                )
         if self.batch_size % self.rloo_k:
             raise ValueError(
                 f"a batch of {self.batch_size} samples (per_device_train_batch_size × "

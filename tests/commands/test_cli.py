@@ -143,6 +143,16 @@ def test_a_plain_no_in_yaml_is_text(tmp_path):
     assert not flags.packing
 
 
+def test_settings_of_other_versions_are_taken(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: m\ndataset: d\nevaluation_strategy: 'no'\nmax_seq_length: 7\n")
+    with pytest.warns(UserWarning, match="in SFTConfig: .*max_seq_length=7 .now max_length=7"):
+        _, flags = cli.parse("sft", [SFTJob, SFTFlags], [str(path), "--warmup-ratio", "0.5"])
+    assert (flags.max_length, flags.eval_strategy, flags.warmup_steps) == (7, "no", 0.5)
+    with pytest.raises(ValueError, match="SFTConfig has no tpu_num_cores=3: fastrl does not"):
+        cli.parse("sft", [SFTJob, SFTFlags], [str(path), "--tpu_num_cores=3"])
+
+
 def test_empty_yaml_is_no_settings(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("# nothing yet\n")

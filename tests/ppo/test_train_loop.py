@@ -18,6 +18,7 @@ from fastrl.data.prompts import Prompts, PromptStream
 from fastrl.models.layout import layout_of
 from tests import patience, seq2seq_models, tiny_models
 from tests.golden import tiny
+from tests.trainers.conftest import weights
 
 TEXTS = ["w3 w4", "w5 w6 w7", "w8", "w9 w10", "w11 w12", "w13 w14 w15 w16"]
 SAMPLING = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, "top_p": 1.0}
@@ -631,6 +632,31 @@ def test_callbacks_are_told_in_order(trainer):
     )
     expected = [("begin", 2), ("eval", 0), ("step", 1), ("eval", 1), ("step", 2), ("eval", 2)]
     assert events == [(name, *what) for what in [*expected, ("end", 2)] for name in "ab"]
+
+
+class Stopping(TrainCallback):
+    def on_step(self, trainer, step, metrics):
+        return step == 2
+
+
+def test_a_callback_ends_training_as_if_its_step_were_the_last(tmp_path):
+    def trained(steps, callbacks=()):
+        trainer, recorded = make_trainer(), Evaluations()
+        result = run(
+            trainer,
+            zero,
+            steps=steps,
+            eval_prompts=["w3"],
+            eval_every=1,
+            output=tmp_path / f"of {steps}",
+            callbacks=[recorded, *callbacks],
+        )
+        names = [path.name for path in sorted((tmp_path / f"of {steps}/checkpoints").iterdir())]
+        return len(result.history), [e.step for e in recorded.seen], names, weights(trainer.model)
+
+    stopped, whole = trained(4, [Stopping(), TrainCallback()]), trained(2)
+    assert stopped[:3] == whole[:3] == (2, [0, 1, 2], whole[2])
+    assert all(torch.equal(stopped[3][name], x) for name, x in whole[3].items())
 
 
 def test_metrics_go_to_a_file_line_by_line(tmp_path):

@@ -137,6 +137,24 @@ def test_online_prompts_keep_their_last_tokens(kind: str, tmp_path: Path) -> Non
     assert {len(row["prompt_ids"]) for row in rows} == {2}
 
 
+@pytest.mark.filterwarnings("ignore:(settings of other versions|beta of DPOTrainer)")
+def test_what_is_honoured_is_kept_and_compared(tmp_path: Path) -> None:
+    """By keywords of old trainers, in the settings that are written down, and on resuming."""
+    args = config("DPOConfig", tmp_path, max_prompt_length=2)
+    assert args.to_dict()["max_prompt_length"] == 2
+    whole = test_dpo.trainer(tmp_path)
+    given = {"train_dataset": test_dpo.pairs(test_dpo.PAIRS), "beta": 0.5}
+    cut = fastrl.DPOTrainer(
+        whole.model, args=args, processing_class=whole.processing_class, **given
+    )
+    assert max(len(row["prompt_ids"]) for row in cut.train_dataset) == 2
+    run = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make(tmp_path, "grpo", **run, max_prompt_length=2).train()
+    other = make(tmp_path, "grpo", **{**run, "max_steps": 3}, max_prompt_length=3)
+    with pytest.warns(UserWarning, match="settings differ .*max_prompt_length: 2 → 3"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 def test_flags_of_the_program_are_its_own(tmp_path: Path) -> None:
     @dataclasses.dataclass
     class Own:

@@ -45,9 +45,53 @@ def test_each_name_and_setting_is_told() -> None:
         (8, "SFTConfig(learning_rate=)"): "as it is",
         (8, "SFTConfig(nonsense=)"): "not there",
         (10, "PPOv2Config(num_ppo_epochs=)"): "as it is",
+        (10, "PPOv2Trainer(args=)"): "as it is",
+        (10, "PPOv2Trainer(reward_model=)"): "as it is",
         (11, "from_pretrained(load_in_8bit=)"): "renamed",
     }
     assert found[6, "SFTConfig(logging_steps=)"].text == "500 here, 10 in TRL 1.16"
+
+
+TRAINERS = """\
+from trl import DPOTrainer, PPOTrainer, RLOOTrainer, SFTTrainer, GRPOTrainer
+DPOTrainer(model, tokenizer=t, beta=0.1, max_prompt_length=3, reference_free=True, nonsense=1)
+SFTTrainer(model=m, max_seq_length=8, infinite=True, compute_loss_func=f, learning_rate=1)
+RLOOTrainer(policy=m, ref_policy=r, reward_model=s, config=c)
+PPOTrainer(config, m, tokenizer=t, beta=0.1)
+GRPOTrainer(model=m, tokenizer=t, processing_class=t, beta=0.1)
+"""
+
+
+def test_keywords_of_trainers_are_told() -> None:
+    found = {(x.line, x.name.partition("(")[2][:-2]): x for x in read_program(TRAINERS)}
+    kinds = {key: x.kind for key, x in found.items() if key[1]}
+    assert kinds == {
+        (2, "tokenizer"): "renamed",
+        (2, "beta"): "kept",
+        (2, "max_prompt_length"): "kept",
+        (2, "reference_free"): "refused",
+        (2, "nonsense"): "not there",
+        (3, "model"): "as it is",
+        (3, "max_seq_length"): "kept",
+        (3, "infinite"): "changes nothing",
+        (3, "compute_loss_func"): "refused",
+        (3, "learning_rate"): "not there",
+        (4, "policy"): "renamed",
+        (4, "ref_policy"): "renamed",
+        (4, "reward_model"): "as it is",
+        (4, "config"): "renamed",
+        (5, "tokenizer"): "as it is",
+        (5, "beta"): "not there",
+        (6, "model"): "as it is",
+        (6, "tokenizer"): "not there",
+        (6, "processing_class"): "as it is",
+        (6, "beta"): "not there",
+    }
+    assert found[3, "max_seq_length"].text == "a setting of SFTConfig now"
+    changed = rewritten(TRAINERS, list(found.values())).splitlines()
+    assert "RLOOv1Trainer" not in changed[4]
+    assert "(model=m, ref_model=r, reward_model=s, args=c)" in "".join(changed)
+    assert "DPOTrainer(model, processing_class=t, beta" in "".join(changed)
 
 
 def test_what_is_safe_is_changed() -> None:

@@ -10,6 +10,7 @@ import torch
 from fastrl import PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from tests import tiny_models
 from tests.golden import tiny
+from tests.trl import test_ppo_v2
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 
@@ -118,3 +119,13 @@ def test_a_supervised_trainer_pushes_fastrls_card_to_a_private_repository(calls,
     assert created == ("create", "org/sft", True)
     assert "supervised fine-tuning (SFT)" in uploaded[3]
     assert 'from_pretrained("org/sft")' in uploaded[3]
+
+
+def test_the_trainer_of_rewards_by_a_model_pushes_what_it_saves(calls, tmp_path):
+    where = {"hub_model_id": "org/ppo", "hub_private_repo": True, "hub_revision": "next"}
+    test_ppo_v2.made(tmp_path / "local").save_model()
+    assert len(calls) == 1
+    test_ppo_v2.made(tmp_path / "run", push_to_hub=True, **where).save_model()
+    _, created, uploaded = calls
+    assert created == ("create", "org/ppo", True)
+    assert uploaded[-1] == {"revision": "next"}

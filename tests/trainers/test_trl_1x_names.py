@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from tokenizers import processors
 
+from fastrl import SFTConfig, SFTTrainer
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import Make, pairs, reward_model, texts, weights
@@ -145,8 +147,37 @@ def test_rows_that_are_ready_are_taken_as_they_are(make_sft: Make) -> None:
         make_sft(data=masks, **ready)
     with pytest.raises(ValueError, match="skip_prepare_dataset"):
         make_sft(data=texts().with_transform(lambda rows: rows))
-    with pytest.raises(ValueError, match="dataset_kwargs has add_special_tokens"):
-        make_sft(dataset_kwargs={"add_special_tokens": False})
+    for wrong in ({"add_special_token": False}, {"append_concat_token": 1}):
+        with pytest.raises(ValueError, match=r"dataset_kwargs has .* may hold skip"):
+            make_sft(dataset_kwargs=wrong)
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_texts_begin_and_end_as_dataset_kwargs_says(as_keyword: bool, tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tiny.BOS)]
+    )
+    rows = [{"text": "w5 w6"}, {"prompt": "w5", "completion": "w6"}]
+
+    def encoded(row: dict, dataset_kwargs: dict, **settings: Any) -> list[int]:
+        said = {"dataset_kwargs": dataset_kwargs}
+        own = settings if as_keyword else settings | said
+        trainer = SFTTrainer(
+            tiny_models.language_model(),
+            SFTConfig(str(tmp_path), use_cpu=True, report_to="none", **own),
+            train_dataset=Dataset.from_list([row] * 2),
+            processing_class=tokenizer,
+            **(said if as_keyword else {}),
+        )
+        return trainer.train_dataset[0]["input_ids"]
+
+    for row in rows:
+        assert encoded(row, {}) == [tiny.BOS, 5, 6, tiny.EOS]
+        assert encoded(row, {"add_special_tokens": False}) == [5, 6, tiny.EOS]
+        assert encoded(row, {"append_concat_token": False})[-1] == tiny.EOS
+    plain = {"add_special_tokens": False, "append_concat_token": False}
+    assert encoded(rows[0], plain, packing=True, max_length=8) == [5, 6, 5, 6]
 
 
 def test_the_assistants_turns_are_found_without_marks(make_sft: Make) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from fastrl import PPOv2Config, PPOv2Trainer, RLOOv1Config, RLOOv1Trainer
+from fastrl.run.folder import RunFolder
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import reward_model, weights
@@ -153,6 +155,78 @@ def test_names_of_before(tmp_path: Path) -> None:
         PPOv2Trainer(polici=model)
 
 
+def test_settings_that_change_nothing_are_said_to(tmp_path: Path) -> None:
+    told = "settings that change nothing in PPOv2Config: dataloader_num_workers=2 .*; max_grad"
+    with pytest.warns(UserWarning, match=told):
+        made(tmp_path, dataloader_num_workers=2, dataloader_drop_last=True, max_grad_norm=0.5)
+
+
+def test_the_optimizers_have_their_settings(tmp_path: Path) -> None:
+    settings = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3}
+    trainer = made(tmp_path, **settings)
+    for optimizer in (trainer.ppo.optimizer, trainer.ppo.critic.optimizer):
+        (group,) = optimizer.param_groups
+        assert (group["weight_decay"], group["betas"], group["eps"]) == (0.1, (0.8, 0.9), 1e-3)
+    trainer = made(tmp_path, optim="sgd", weight_decay=0.1, optim_args="momentum=0.5")
+    for optimizer in (trainer.ppo.optimizer, trainer.ppo.critic.optimizer):
+        (group,) = optimizer.param_groups
+        assert (group["weight_decay"], group["momentum"]) == (0.1, 0.5)
+
+
+class Stopping(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+def test_a_callback_ends_training(tmp_path: Path) -> None:
+    seen = Seen()
+    trainer = made(tmp_path, total_episodes=16, callbacks=[Stopping(), seen])
+    assert len(trainer.train().history) == 2
+    assert seen.events == ["begin of 4", "step 1", "step 2", "end"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"logging_steps": 0.5}, [2, 4]),
+        ({"logging_steps": 3, "logging_first_step": True}, [1, 3]),
+        ({"logging_strategy": "no"}, []),
+    ],
+)
+def test_metrics_are_logged_as_often_as_was_asked(
+    settings: dict[str, Any], steps: list[int], tmp_path: Path
+) -> None:
+    seen = Seen()
+    made(tmp_path, total_episodes=16, callbacks=[seen], **settings).train()
+    assert [log["step"] for log in seen.logs] == steps
+
+
+def test_metrics_go_to_every_tracker(tmp_path: Path, monkeypatch: Any) -> None:
+    logged: dict[str, list[int]] = {"first": [], "second": []}
+    for name, steps in logged.items():
+
+        class Tracker(TrainerCallback):
+            own = steps
+
+            def on_log(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+                self.own.append(state.global_step)
+
+        monkeypatch.setitem(INTEGRATION_TO_CALLBACK, name, Tracker)
+    made(tmp_path, report_to=["first", "second"]).train()
+    assert logged == {"first": [1, 2], "second": [1, 2]}
+
+
+def test_runs_keep_what_is_in_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for _ in range(2):
+        made(tmp_path, save_strategy="steps", save_steps=0.5).train()
+    runs = [sorted((tmp_path / f"run-{n}/checkpoints").glob("*")) for n in (1, 2)]
+    assert [len(found) for found in runs] == [2, 2]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    made(tmp_path / "new").train()
+    assert RunFolder.open(tmp_path / "new").config["command"] == "PPOv2Trainer"
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     for changes, said in (
         ({"num_mini_batches": 3}, "must be a multiple of num_mini_batches"),
@@ -160,6 +234,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         ({"rloo_k": 2, "token_level_kl": True}, "token_level_kl=True is not supported"),
         ({"stop_token": "eos", "stop_token_id": 1}, "exclude each other"),
         ({"kl_estimator": "k3"}, "kl_estimator='k3' is not supported"),
+        ({"ref_adapter_name": "b"}, "ref_adapter_name='b' is not supported"),
+        ({"neftune_noise_alpha": 1.0}, "neftune_noise_alpha=1.0 is not supported by PPOv2Config"),
+        ({"save_strategy": "epoch"}, "save_strategy='epoch' is not supported: choose one of no"),
         ({"stop_token": "period"}, "unknown stop_token 'period'"),
     ):
         with pytest.raises(ValueError, match=said):
