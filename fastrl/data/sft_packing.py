@@ -144,13 +144,14 @@ class PackedCollator:
     [B, texts] are those of each row's texts, and 0.
 
     Args:
-        mask: add the attention mask [B, 1, T, T] that separates the texts, for models that do not
-            derive it from the positions.
+        mask: dtype of the attention mask [B, 1, T, T] that separates the texts, for models that do
+            not derive it from the positions: torch.bool, or that of scores to which it is added,
+            as in eager attention. None: there is none.
         pad_to_multiple_of: of the width T.
     """
 
     tokenizer: Any
-    mask: bool = False
+    mask: torch.dtype | None = None
     pad_to_multiple_of: int | None = None
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -171,9 +172,13 @@ class PackedCollator:
         batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "labels": labels}
         lengths = [torch.tensor(f.get("seq_lengths", [len(f["input_ids"])])) for f in features]
         batch["lengths"] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-        if self.mask:
+        if self.mask is not None:
             same = texts[:, :, None] == texts[:, None, :]
-            batch["attention_mask"] = (same & torch.ones(width, width).tril().bool())[:, None]
+            seen = (same & torch.ones(width, width).tril().bool())[:, None]
+            if self.mask.is_floating_point:
+                added = torch.zeros_like(seen, dtype=self.mask)
+                seen = added.masked_fill(~seen, torch.finfo(self.mask).min)
+            batch["attention_mask"] = seen
         return batch | targets_of(labels)
 
 
@@ -201,7 +206,7 @@ def choose_collator(
         ValueError: neither does.
     """
     with evaluating(model), torch.no_grad(), autocast or contextlib.nullcontext():
-        for mask in (False, True):
+        for mask in (None, torch.bool, model.dtype):
             collator = PackedCollator(tokenizer, mask)
             if _isolates(model, collator):
                 return collator

@@ -45,7 +45,7 @@ def test_positions_begin_anew_and_no_text_learns_the_next_ones_first_token() -> 
     rows = PackedTexts(texts, 5)
     assert len(rows) == 1
     other = {"input_ids": [3, 4], "labels": [3, 4]}  # one that is not packed
-    batch = PackedCollator(tiny.tokenizer(), mask=True)([rows[0], other])
+    batch = PackedCollator(tiny.tokenizer(), torch.bool)([rows[0], other])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [3, 4, 2, 2, 2]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
     x = IGNORED
@@ -122,6 +122,15 @@ def test_a_neighbours_text_never_changes_a_loss(make_sft: Make, scored: Any, fam
     torch.testing.assert_close(before, after, rtol=0, atol=1e-5)  # rounding, as above
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eager_attention_keeps_texts_apart(dtype: Any) -> None:
+    """It adds its mask, one of truth values as ones; and OPT reads no positions."""
+    model = tiny_models.language_model("opt", attn_implementation="eager").to(dtype)
+    assert choose_collator(model, tiny.tokenizer()).mask is dtype
+    model = tiny_models.language_model("opt").to(dtype)
+    assert choose_collator(model, tiny.tokenizer()).mask is torch.bool
+
+
 @pytest.mark.filterwarnings("ignore:BloomForCausalLM. batches are padded")
 @pytest.mark.parametrize("family", ["bloom"])
 def test_a_model_that_cannot_keep_texts_apart_is_refused(make_sft: Make, family: str) -> None:
@@ -141,6 +150,7 @@ def test_positions_that_a_model_does_not_heed_are_found_out() -> None:
             super().__init__()
             self.inner = tiny_models.language_model("llama")
             self.config, self.device = self.inner.config, torch.device("cpu")
+            self.dtype = torch.float32
 
         def forward(self, input_ids: Tensor, use_cache: bool, **_: Any) -> Any:
             return self.inner(input_ids=input_ids, use_cache=use_cache)
