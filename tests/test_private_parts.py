@@ -36,7 +36,7 @@ TRAINERS: tuple[Any, ...] = (
     fastrl.SFTTrainer, fastrl.RewardTrainer, fastrl.DPOTrainer, fastrl.KTOTrainer,
     fastrl.GRPOTrainer, fastrl.RLOOTrainer, AlignmentTrainer,
 )  # fmt: skip
-MOST_OVERRIDDEN, MOST_NAMES = 8, 25
+MOST_OVERRIDDEN, MOST_NAMES = 9, 26
 
 
 class Reason(NamedTuple):
@@ -62,7 +62,8 @@ _MODULE, _GROUPS = "torch/nn/modules/module.py", "torch/distributed/distributed_
 USED = (
     Reason(
         "_init_training_state _prepare_inputs _get_grad_norm _maybe_log_save_evaluate "
-        "_save_checkpoint _load_from_checkpoint _load_best_model _load_optimizer_and_scheduler",
+        "_save_checkpoint _load_from_checkpoint _load_best_model _load_optimizer_and_scheduler "
+        "_get_train_sampler",
         *(BASE, _TRAINER, "overridden: the reasons stand there"),
     ),
     Reason("_get_dataloader", BASE, _TRAINER, "a loader with an order and a size of ours"),

@@ -1,6 +1,7 @@
-"""The table of docs/trl_programs.md: settings of other versions, from fastrl.eras.
+"""The tables of docs/trl_programs.md: settings of other versions, from fastrl.eras, and methods of
+TRL's trainers, from fastrl.overrides.
 
-python docs/.api/eras.py        writes it into the page (`make docs` does)
+python docs/.api/eras.py        writes them into the page (`make docs` does)
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import re
 from pathlib import Path
 
 from fastrl.eras import ERAS, IDLE, KEPT, REFUSED, RENAMED, Era
+from fastrl.overrides import CALLED, NOT_CALLED
 
 PAGE = Path(__file__).parents[1] / "trl_programs.md"
-_BLOCK = re.compile(r"^(<!-- eras -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)", re.MULTILINE)
+_BLOCK = re.compile(
+    r"^(<!-- (eras|overrides) -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)", re.MULTILINE
+)
 _WHAT = {
     RENAMED: "`{}`",
     KEPT: "honoured; today: {}",
@@ -41,13 +45,37 @@ def rows() -> list[tuple[str, str, str]]:
     ]
 
 
-def table() -> str:
-    every = [("setting", "of", "becomes"), ("---", "---", "---"), *rows()]
+def methods() -> list[tuple[str, str, str]]:
+    """Method, trainers, and what becomes of it in a subclass."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for trainer, names in CALLED.items():
+        for name in names:
+            found.setdefault((name, "called"), []).append(trainer)
+    for trainer, instead in NOT_CALLED.items():
+        for name, text in instead.items():
+            found.setdefault((name, f"refused: {text}"), []).append(trainer)
+    shown = {"OnlineTrainer": ("GRPOTrainer", "RLOOTrainer")}
+    return [
+        (
+            f"`{name}`",
+            ", ".join(f"`{x}`" for trainer in of for x in shown.get(trainer, (trainer,))),
+            text,
+        )
+        for (name, text), of in found.items()
+    ]
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, str, str]]) -> str:
+    every = [head, ("---", "---", "---"), *rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in every)
 
 
 def render(text: str) -> str:
-    return _BLOCK.sub(lambda found: found[1] + table(), text)
+    tables = {
+        "eras": table(("setting", "of", "becomes"), rows()),
+        "overrides": table(("method", "of", "becomes"), methods()),
+    }
+    return _BLOCK.sub(lambda found: found[1] + tables[found[2]], text)
 
 
 if __name__ == "__main__":

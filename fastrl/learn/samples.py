@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class SampledResponses:
     ref: list[Tensor] | None = None  # of the reference model
     sampler_weights: list[Tensor] | None = None  # of tokens that another engine sampled
     sampled: list[Tensor] | None = None  # log-probs of that engine, NaN where it gave none
+    # Columns of a trainer's subclass, [B, ...] or lists of B; others are the whole batch's.
+    further: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -52,7 +54,15 @@ class SampledResponses:
             some(self.ref),
             some(self.sampler_weights),
             some(self.sampled),
+            {name: self._part(x, indices) for name, x in self.further.items()},
         )
+
+    def _part(self, column: Any, indices: Sequence[int]) -> Any:
+        if isinstance(column, Tensor) and column.dim() and len(column) == len(self):
+            return column[list(indices)]
+        if isinstance(column, list) and len(column) == len(self):
+            return [column[i] for i in indices]
+        return column
 
     def learned(self, column: Sequence[Tensor]) -> Tensor:
         """What a column says of the tokens that are learned, [N]."""

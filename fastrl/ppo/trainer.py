@@ -45,6 +45,7 @@ from fastrl.models.optimizers import (
 from fastrl.models.products import Products
 from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating, warn_of_fp16, warn_of_lost_updates
+from fastrl.overrides import overridden
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.ppo import method, stats
@@ -148,6 +149,7 @@ class PPOTrainer(ClassicMethods, Persistence):
         training_data_collator: Callable | None = None,
         critic: Critic | PreTrainedModel | str | Path | None = None,
     ):
+        overridden(self)
         config = config or PPOConfig()
         has_critic = critic is not None
         if isinstance(config, PPOConfig):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fastrl.eras import DEFAULTS, IDLE, KEPT, REFUSED, RENAMED, Era, eras_of
+from fastrl.overrides import not_called
 from fastrl.programs.names import HOMES, MODULES, called, find, missing, of_its_time
 from fastrl.programs.taken_away import KEYWORDS
 from fastrl.settings import idle_settings, refusals
@@ -53,6 +54,10 @@ def read_program(source: str) -> list[Outcome]:
             if name:
                 found += _of_call(node, renamed.get(name, name))
             found += _taken_away(node)
+        elif isinstance(node, ast.ClassDef):
+            bases = (getattr(base, "attr", getattr(base, "id", "")) for base in node.bases)
+            named = [aliases[name] for name in bases if name in aliases]
+            found += _of_subclass(node, [renamed.get(name, name) for name in named])
     return sorted(found, key=lambda x: (x.line, x.name))
 
 
@@ -126,6 +131,17 @@ def _of_call(node: ast.Call, name: str) -> Iterator[Outcome]:
         yield from _of_trainer(node, name, kind)
     elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
         yield from _of_config(node, name, kind)
+
+
+def _of_subclass(node: ast.ClassDef, bases: list[str]) -> Iterator[Outcome]:
+    """Methods of TRL's trainers that a program's subclass has."""
+    kinds = [kind for kind in map(find, bases) if isinstance(kind, type)]
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef):
+            for kind in kinds:
+                instead = not_called(kind).get(part.name)
+                if instead is not None:
+                    yield Outcome(part.lineno, f"{node.name}.{part.name}", REFUSED, instead)
 
 
 def _of_trainer(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:

@@ -30,6 +30,14 @@ class _Rows(NamedTuple):
     table: Tensor
 
 
+class _Appending(NamedTuple):
+    metrics: MetricMeans
+    name: str
+
+    def append(self, value: float) -> None:
+        self.metrics.add_number(self.name, float(value))
+
+
 class MetricMeans:
     """Means and extremes since the last log. Until they are asked for they stay on the device, and
     the processes do not wait for each other.
@@ -64,6 +72,10 @@ class MetricMeans:
         known = value == value
         row = torch.tensor([[value if known else 0.0, float(known)]])
         self._rows.append(_Rows(_Head((name,), _MEAN, False, None), row))
+
+    def __getitem__(self, name: str) -> _Appending:
+        """A metric by name, to which a number that every process knows is appended, as in TRL."""
+        return _Appending(self, name)
 
     def add_extreme(self, name: str, values: Tensor, most: bool) -> None:
         """Adds the greatest or least of all processes' values [B] that are not NaN."""

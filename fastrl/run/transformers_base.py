@@ -25,9 +25,9 @@ from transformers.trainer_callback import ExportableState, TrainerState
 class OpenTrainer(transformers.Trainer):
     """transformers' Trainer, with public names for its private parts.
 
-    :meth:`begin_at`, :meth:`ready_batch`, :meth:`before_update`, :meth:`concluding`,
-    :meth:`save_checkpoint`, :meth:`write_learned`, :meth:`load_weights`, :meth:`load_best_weights`
-    and :meth:`load_optimizer` are for subclasses to override.
+    :meth:`begin_at`, :meth:`ready_batch`, :meth:`train_sampler`, :meth:`before_update`,
+    :meth:`concluding`, :meth:`save_checkpoint`, :meth:`write_learned`, :meth:`load_weights`,
+    :meth:`load_best_weights` and :meth:`load_optimizer` are for subclasses to override.
     """
 
     # The loop. Of these no callback is told.
@@ -65,6 +65,18 @@ class OpenTrainer(transformers.Trainer):
         """
         what = "Training" if training else "Evaluation"
         return self._get_dataloader(data, what, size, sampler_fn=sampler, is_training=training)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        # Programs override it, and call it on super().
+        return self.train_sampler(train_dataset)
+
+    def train_sampler(self, dataset: Any = None) -> Any:
+        """The order of a data set's rows in training."""
+        return super()._get_train_sampler(dataset)
+
+    def asked_sampler(self, dataset: Any = None) -> Any:
+        """The same, or what a program has in its place."""
+        return self._get_train_sampler(dataset)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         # The norm is a local variable, and where it was infinite clipping has left zeros.

@@ -30,6 +30,7 @@ from fastrl.data.tables import is_stream
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded, score_head
 from fastrl.models.utils import evaluating, need_peft, without_dropout
+from fastrl.overrides import overridden
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.metric_means import mean_of
@@ -164,6 +165,7 @@ class RewardTrainer(SupervisedTrainer):
         quantization_config: Any = None,
         optimizer_cls_and_kwargs: Any = None,
     ):
+        self.overrides = overridden(self)
         self.check_keywords(optimizer_cls_and_kwargs=optimizer_cls_and_kwargs)
         self.use_reward_data_collator = data_collator is None
         _check_classic(args, max_length, self.use_reward_data_collator)
@@ -469,6 +471,8 @@ class RewardTrainer(SupervisedTrainer):
             loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
             chosen, rejected = rewards.values()
             losses = self._losses(chosen, rejected, inputs.get("margin"))
+            if "compute_loss" in self.overrides:
+                losses = loss.expand_as(losses)
         sides = [reward.float().mean(-1) for reward in rewards.values()]
         self.held_out(losses.mean(-1), torch.ones(len(losses), device=losses.device), *sides)
         if prediction_loss_only:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.prompt_learning import virtual_tokens
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
+from fastrl.overrides import overridden
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.metric_means import mean_of
@@ -60,6 +61,7 @@ _PREPARING = {
     "append_concat_token": True,
 }
 _TARGETS = ("rows", "targets", "labels")
+_OF_LOSS = ("rows", "targets", "lengths")  # of a batch, what is no model's
 _PREDICTIONS: dict[str, Any] = {"entropy": True, "extras": ("is_top1",)}
 _PLAIN = {"input_ids", "attention_mask", "use_cache"}
 NLL, DFT = LOSS_TYPES = ("nll", "dft")
@@ -215,6 +217,7 @@ class SFTTrainer(SupervisedTrainer):
         compute_loss_func: Callable | None = None,
         optimizer_cls_and_kwargs: Any = None,
     ):
+        self.overrides = overridden(self)
         self.check_keywords(
             compute_loss_func=compute_loss_func, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs
         )
@@ -346,7 +349,7 @@ class SFTTrainer(SupervisedTrainer):
         if _preparing(args)["skip_prepare_dataset"]:
             check_ready(dataset)
             return dataset
-        packs = args.packing if training or args.eval_packing is None else args.eval_packing
+        packs = self._packs(training)
         whole = packs and args.packing_strategy != BFD
         texts = prepare_texts(
             dataset,
@@ -360,6 +363,20 @@ class SFTTrainer(SupervisedTrainer):
         if packs and self._max_length:
             return packed(texts, self._max_length, args.packing_strategy)
         return texts
+
+    def _preparing(self, training: bool) -> tuple[Any, ...]:
+        return self._packs(training), self._encoding["formatting_func"]
+
+    def _packs(self, training: bool) -> bool:
+        args = self._settings
+        return args.packing if training or args.eval_packing is None else args.eval_packing
+
+    def ready_batch(self, batch: Any) -> Any:
+        ready = super().ready_batch(batch)
+        if "compute_loss" in self.overrides and isinstance(ready, Mapping):
+            # All of it is the model's, whose forward a program may call.
+            return {name: x for name, x in ready.items() if name not in _OF_LOSS}
+        return ready
 
     def sizes(self, dataset: Any) -> Iterable[int]:
         if isinstance(dataset, PackedTexts):
@@ -451,6 +468,8 @@ class SFTTrainer(SupervisedTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """As in ``Trainer``, but without logits if only the loss is needed."""
+        if "compute_loss" in self.overrides:
+            return self.predicted_by_own_loss(model, inputs, prediction_loss_only)
         inputs = self.ready_batch(inputs)
         if "labels" not in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

@@ -192,6 +192,9 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     args: Any
     model: Any
     processing_class: Any
+    _tokenizer: Any
+    _settings: Any
+    overrides: frozenset[str] = frozenset()  # what a program's subclass defines
     example: ClassVar[str]  # what errors call one
     # Keywords of TRL's that are not honoured, and what to use.
     refused_keywords: ClassVar[Mapping[str, str]] = {
@@ -222,7 +225,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         _keep_batches_whole(args)
         wait_at_most(args)  # the others, for the data too
         with args.main_process_first(desc="preparing the data"):
-            train = None if train_dataset is None else self.prepare_data(train_dataset, True)
+            train = None if train_dataset is None else self._prepared_rows(train_dataset, True)
             if isinstance(eval_dataset, dict):
                 evaluation: Any = {
                     name: self.prepare_eval_data(x) for name, x in eval_dataset.items()
@@ -258,6 +261,40 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     @abstractmethod
     def prepare_data(self, dataset: Any, training: bool) -> Any:
         """The data set that the collator reads."""
+
+    def _prepared_rows(self, dataset: Any, training: bool) -> Any:
+        if "_prepare_dataset" in self.overrides:
+            name = "train" if training else "eval"
+            given = dataset, self._tokenizer, self._settings, *self._preparing(training), name
+            dataset = self._prepare_dataset(*given)
+        return self.prepare_data(dataset, training)
+
+    def _preparing(self, training: bool) -> tuple[Any, ...]:
+        """What TRL's ``_prepare_dataset`` is given beside the data set, the tokenizer and the
+        settings."""
+        return ()
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, *given: Any, **named: Any
+    ) -> Any:
+        """As TRL's: :meth:`prepare_data`, for subclasses that override this. What they return may
+        be prepared, or not yet.
+
+        Args:
+            given, named: see :meth:`_preparing`; and ``dataset_name``, "train" or another.
+
+        Raises:
+            ValueError: another tokenizer, or other arguments, than the trainer's.
+        """
+        *others, name = [*given, *named.values()]
+        training = name == "train"
+        own = self._preparing(training)
+        if processing_class is not self._tokenizer or (*others,) != own:
+            raise ValueError(
+                "super()._prepare_dataset prepares by the trainer's own tokenizer and settings: "
+                "hand on what was given, or prepare the rows without it"
+            )
+        return self.prepare_data(dataset, training)
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), **trained_identity(self)}
@@ -436,6 +473,24 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
                 metrics.setdefault(f"{prefix}_{name}", value)
         return output
 
+    def predicted_by_own_loss(
+        self, model: nn.Module, inputs: Any, loss_alone: bool
+    ) -> tuple[Tensor, Any, Any]:
+        """``prediction_step`` of a subclass that computes the loss: of each of a batch's examples
+        the same."""
+        inputs = self.ready_batch(inputs)
+        count = max(len(x) for x in inputs.values() if isinstance(x, Tensor) and x.dim())
+        labels = inputs.get("labels")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            given = dict(inputs)  # from which programs take things
+            if loss_alone:
+                found: Any = self.compute_loss(model, given), None
+            else:
+                found = self.compute_loss(model, given, return_outputs=True)
+        loss, outputs = found[0].detach(), found[1]
+        self.held_out(loss.expand(count), torch.ones(count, device=loss.device))
+        return loss, getattr(outputs, "logits", outputs), None if loss_alone else labels
+
     @abstractmethod
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
         """Metrics of an evaluation, from what :meth:`held_out` was given of all examples.
@@ -463,7 +518,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         """A data set for evaluation, prepared unless it is already."""
         if any(dataset is known for known in self._prepared):
             return dataset
-        ready = self.prepare_data(dataset, False)
+        ready = self._prepared_rows(dataset, False)
         if hasattr(self, "products"):  # else the constructor checks
             self._check_vocabulary(ready)
         if ready is not dataset:

@@ -85,7 +85,12 @@ class DPOTrainer(PreferenceTrainer):
         lengths = completions.mask.sum(1).clamp(min=1)
         sums = response_sums(logprobs, completions.mask, args.ld_alpha)
         sides = sides_of(2, sums, lengths, reference)
-        losses = self._losses(sides, logprobs, completions.mask)
+        if "dpo_loss" in self.overrides:
+            self._lengths = sides[0].tokens, sides[1].tokens
+            columns = [column for i in (0, 2) for column in (sides[0][i], sides[1][i])]
+            losses = self.dpo_loss(*columns)[0]
+        else:
+            losses = self._losses(sides, logprobs, completions.mask)
         if args.use_weighting:
             extras: Any = found.scores.extras
             excess = found.logprobs.detach() - extras.log_sum_sq_probs
@@ -107,6 +112,35 @@ class DPOTrainer(PreferenceTrainer):
                 found.append(row(*sides, **options))
         weights = args.loss_weights or [1.0] * len(found)
         return torch.stack([w * x for w, x in zip(weights, found, strict=True)]).sum(0)
+
+    def dpo_loss(
+        self,
+        chosen_logps: Tensor,
+        rejected_logps: Tensor,
+        ref_chosen_logps: Tensor,
+        ref_rejected_logps: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The losses of pairs, and the rewards β·r of both sides, [B] each, as TRL until 0.26 has
+        them; a subclass's is learned from.
+
+        Args:
+            chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps: Σ log π and Σ log
+                ref of the completions, [B] fp32.
+
+        Raises:
+            ValueError: the loss "sft", which reads tokens.
+        """
+        if "sft" in self.args.loss_type:
+            raise ValueError("loss_type='sft' reads tokens: leave it out beside a dpo_loss")
+        columns = (
+            (chosen_logps, rejected_logps),
+            self._lengths,
+            (ref_chosen_logps, ref_rejected_logps),
+        )
+        sides = tuple(Side(*each) for each in zip(*columns, strict=True))
+        losses = self._losses(sides, chosen_logps, torch.ones_like(chosen_logps))
+        chosen, rejected = (self.args.beta * side.ratio.detach() for side in sides)
+        return losses, chosen, rejected
 
     @torch.no_grad()
     def _pair_metrics(

@@ -22,6 +22,7 @@ class GroupLoaders:
     num_generations: int
     num_generations_eval: int
     loader: Callable[..., Any]
+    asked_sampler: Callable[..., Any]
 
     @property
     def uses(self) -> int:
@@ -36,13 +37,17 @@ class GroupLoaders:
                 data = data.shuffle(seed=args.seed)
             data = in_groups(data, self.num_generations, prompts, uses)
 
-        def sampler(rows: Any = None) -> GroupSampler:
-            rows = data if rows is None else rows
-            shuffles = bool(args.shuffle_dataset)
-            return GroupSampler(rows, self.num_generations, prompts, uses, shuffles, args.seed)
-
         size = args.train_batch_size * args.steps_per_generation
-        return self.loader(data, size, sampler, training=True)
+        return self.loader(data, size, self.asked_sampler, training=True)
+
+    def train_sampler(self, dataset: Any = None) -> Any:
+        """Of a data set's rows, each as often as it has responses, and in the batches of each of
+        the steps that these serve."""
+        args, data = self.args, self.train_dataset if dataset is None else dataset
+        prompts, shuffles = args.generation_batch_size // self.num_generations, args.shuffle_dataset
+        return GroupSampler(
+            data, self.num_generations, prompts, self.uses, bool(shuffles), args.seed
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         data = self.eval_dataset if eval_dataset is None else eval_dataset

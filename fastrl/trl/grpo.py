@@ -72,6 +72,7 @@ class GRPOTrainer(OnlineTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "grpo"]
     method = policy_gradient("GRPO")
     needs_old: ClassVar[bool] = False
+    divides_loss: ClassVar[bool] = True
 
     def _make_loss(self) -> GroupLoss:
         args = self.args

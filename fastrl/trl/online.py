@@ -37,6 +37,7 @@ from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import context_length, modes_kept
+from fastrl.overrides import overridden
 from fastrl.ref_model import Follow, RefModel
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutOutput
@@ -59,6 +60,7 @@ from fastrl.trainers.supervised import check_one_gpu, settings_of, trained_ident
 from fastrl.trl.group_loaders import GroupLoaders
 from fastrl.trl.judged import Judged
 from fastrl.trl.log_probs import ResponseScorer
+from fastrl.trl.methods import LOGPROBS, OnlineMethods, OwnLogprobs
 from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.planning import PlansMemory, plan_online
 from fastrl.trl.policy import (
@@ -76,6 +78,7 @@ from fastrl.trl.rollout_correction import RolloutCorrection
 
 
 class OnlineTrainer(
+    OnlineMethods,
     GroupLoaders,
     PlansMemory,
     OwnModelCard,
@@ -102,6 +105,7 @@ class OnlineTrainer(
     memory_plan = staticmethod(plan_online)
     needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
     learns_kl: ClassVar[bool] = False  # whether rewards have the KL of old log-probs
+    divides_loss: ClassVar[bool]  # whether TRL's _compute_loss has the part of an optimizer step
 
     def __init__(
         self,
@@ -121,6 +125,7 @@ class OnlineTrainer(
         environment_factory: Any = None,
     ):
         name = type(self).__name__
+        self.overrides = overridden(self)
         interaction = Interaction(tools, environment_factory)
         _check_one(rollout_func, interaction)
         self._rollout_func = rollout_func
@@ -144,6 +149,16 @@ class OnlineTrainer(
         if args.label_smoothing_factor:
             raise ValueError(f"{name} does not smooth labels: leave label_smoothing_factor at 0")
         warn_of_idle(args, stacklevel=3)
+        if self.has_own_loss and args.micro_batch_tokens is not None:
+            raise ValueError(
+                f"micro_batch_tokens splits batches, and {name} computes a loss of whole ones: "
+                "leave it out, and lower per_device_train_batch_size"
+            )
+        if LOGPROBS in self.overrides and args.beta and peft_config is not None:
+            raise ValueError(
+                f"{name} overrides {LOGPROBS}, and the reference of an adapter is the model "
+                "without it, which is no model of its own: set beta=0"
+            )
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: a data set with a column prompt")
         check_adapter(peft_config)
@@ -224,17 +239,16 @@ class OnlineTrainer(
         # Losses are means over a batch: transformers divides them by the batches of a step.
         self.model_accepts_loss_kwargs = False
         self.loss_is_scaled_for_ga = None
+        if self.has_own_loss and self.divides_loss:
+            self.loss_is_scaled_for_ga = True
+            self.compute_loss_func = self._compute_loss  # which says it to older versions
         if self._reference is not None:
             self._reference.place(self._policy, self.accelerator)
         self._follow = Follow(self._reference, args)
         self.add_first(self._follow)
-        self._scorer = ResponseScorer(
-            self.args,
-            self._tokenizer.pad_token_id,
-            self.accelerator,
-            self._autocast,
-            self.processes,
-        )
+        by_method, pad_token = LOGPROBS in self.overrides, self._tokenizer.pad_token_id
+        of_scorer: Any = self.args, pad_token, self.accelerator, self._autocast, self.processes
+        self._scorer = OwnLogprobs(self, *of_scorer) if by_method else ResponseScorer(*of_scorer)
         rewards.to(self.args.device)
         self.products = Products(self.processes)
         self._resampling = DynamicSampling(
@@ -247,7 +261,7 @@ class OnlineTrainer(
         )
         self._collect = Collector(
             self._respond_by(),
-            rewards,
+            self.judge,
             penalties,
             self.processes,
             self._ready,
@@ -421,7 +435,7 @@ class OnlineTrainer(
             model.train()
             # By rewards that may draw: before the passes do.
             samples = self.ready_batch(inputs)
-            passes, losses = self._passes(model, samples, "train"), []
+            passes, losses = self._units(model, samples, "train"), []
             contexts = with_synchronised_last(len(passes), model, self.accelerator)
             for each, context in zip(passes, contexts, strict=True):
                 with context:
@@ -449,7 +463,7 @@ class OnlineTrainer(
     ) -> tuple[Tensor | None, Any, Any]:
         samples = self.ready_batch(inputs)
         with torch.no_grad(), self._autocast():
-            passes = self._passes(model, samples, "eval")
+            passes = self._units(model, samples, "eval")
             loss = torch.stack([self.compute_loss(model, each).detach() for each in passes]).sum()
             self._note(passes, "eval")
         if self.accelerator.num_processes > 1:
@@ -462,16 +476,22 @@ class OnlineTrainer(
         if not isinstance(batch, list):
             return super().ready_batch(batch)
         if not self.model.training:
-            return self._learnable(batch, "eval")
+            return self.responses_to(batch, "eval")
         steps = self.args.steps_per_generation
         if self._buffer is None or self._step % self.uses == 0:
-            whole = self._learnable(batch, "train")
+            whole = self.responses_to(batch, "train")
             generator = torch.Generator().manual_seed(self._seed_of("order"))
             order = torch.randperm(len(whole), generator=generator).tolist()
             size = len(whole) // steps
             self._buffer = [whole.select(order[i * size : (i + 1) * size]) for i in range(steps)]
             self._sampler.before_update()
         return self._buffer[self._step % steps]
+
+    def _units(self, model: nn.Module, samples: SampledResponses, mode: str) -> list[Any]:
+        """What :meth:`compute_loss` is given of a batch: passes, or the whole as TRL has it."""
+        if self.has_own_loss:
+            return [self.batch_of(samples)]
+        return self._passes(model, samples, mode)
 
     def _passes(self, model: nn.Module, samples: SampledResponses, mode: str) -> list[Pass]:
         """A batch, in passes of at most ``micro_batch_tokens``."""
@@ -504,13 +524,18 @@ class OnlineTrainer(
     def compute_loss(  # type: ignore[override]
         self,
         model: nn.Module,
-        inputs: Pass,
+        inputs: Any,
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The part of a batch's loss that a pass has."""
+        """The part of a batch's loss that a pass has; of a batch as TRL lays it out the whole."""
         if return_outputs:
             raise ValueError(f"{type(self).__name__} returns no outputs beside the loss")
+        if self.has_own_loss:
+            return self._compute_loss(model, inputs)
+        return self._pass_loss(model, inputs)
+
+    def _pass_loss(self, model: nn.Module, inputs: Pass) -> Tensor:
         part, aux = inputs.part, self.aux_loss_enabled
         objective = self._loss.in_one_pass(inputs, self._coefficient(), self.processes.count)
         scored = self._scored(model, part, objective, aux)
@@ -543,7 +568,9 @@ class OnlineTrainer(
 
     def _note(self, passes: list[Pass], mode: str) -> None:
         """Logs what is known of a batch that was learned from."""
-        own = [each for each in passes if each.counts]
+        own = [each for each in passes if isinstance(each, Pass) and each.counts]
+        if not own:  # a loss of a subclass, which logs
+            return
         batch = Pass.joined(own)
         noted = {"entropy": mean_of(batch.entropies)}
         if self.aux_loss_enabled:

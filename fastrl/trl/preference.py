@@ -22,6 +22,7 @@ from fastrl.models import CausalLMPolicy
 from fastrl.models.scorer import ScoredPass, TokenScorer
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating, without_dropout
+from fastrl.overrides import overridden
 from fastrl.ref_model import Follow, RefModel
 from fastrl.settings import check_refused, kept_settings
 from fastrl.trainers.passes import fill
@@ -69,6 +70,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
         tokenizer: Any = None,
         **settings: Any,
     ):
+        self.overrides = overridden(self)
         processing_class = tokenizer if processing_class is None else processing_class
         args = self._settings_of(args, model, settings)
         if train_dataset is None:
@@ -373,6 +375,8 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Any, Any]:
         """The loss; unless it alone is asked for, the logits of all tokens, and the tokens."""
+        if "compute_loss" in self.overrides:
+            return self.predicted_by_own_loss(model, inputs, prediction_loss_only)
         inputs = self.ready_batch(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, losses = self._loss(model, inputs)

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastrl.data.chat_prompts import classifier_inputs
 from fastrl.data.choose_padding import classifier_side
@@ -132,6 +132,18 @@ class RewardFunctions:
         would be taken for the response."""
         columns = {name: x for name, x in columns.items() if name not in _NOT_COLUMNS}
         return self._rewards(prompts, completions, completion_ids, columns, **options)
+
+    def batch_of(self, table: Tensor, left_out: Sequence[int] = ()) -> RewardBatch:
+        """Rewards of B samples from those of the functions, [B, K]; NaN where one does not apply,
+        and taken for it where a number is not finite."""
+        values = table.double().t().clone()
+        values[:, list(left_out)] = torch.nan
+        values[values.isinf()] = torch.nan
+        none = values.isnan().all(0)
+        total = (self.weights.double()[:, None] * values).nansum(0).masked_fill(none, torch.nan)
+        unjudged = sorted({*none.nonzero()[:, 0].tolist()} - {*left_out})
+        by_function = dict(zip(self.names, values, strict=True))
+        return RewardBatch(total, by_function, {}, 0, 0, [None] * len(total), unjudged)
 
     def event_loop(self) -> EventLoop:
         """The one that coroutine functions run on, the same for all calls."""

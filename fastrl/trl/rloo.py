@@ -33,6 +33,7 @@ class RLOOTrainer(OnlineTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "rloo"]
     method = policy_gradient("RLOO")
     needs_old: ClassVar[bool] = True
+    divides_loss: ClassVar[bool] = False
     learns_kl: ClassVar[bool] = True
 
     def advantages_of(

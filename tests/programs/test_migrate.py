@@ -94,6 +94,16 @@ def test_keywords_of_trainers_are_told() -> None:
     assert "DPOTrainer(model, processing_class=t, beta" in "".join(changed)
 
 
+def test_methods_that_training_does_not_call_are_told() -> None:
+    program = (
+        "import trl\nclass Mine(trl.GRPOTrainer):\n    def _compute_loss(self, model, inputs):\n"
+        "        pass\n    def _generate(self, prompts):\n        pass\n"
+    )
+    (found,) = [x for x in read_program(program) if x.name.startswith("Mine")]
+    assert (found.line, found.name, found.kind) == (5, "Mine._generate", "refused")
+    assert found.text.startswith("pass a rollout_func")
+
+
 def test_what_is_safe_is_changed() -> None:
     changed = rewritten(PROGRAM, read_program(PROGRAM))
     assert "trl" not in changed.replace("fastrl", "")
