@@ -34,6 +34,7 @@ from fastrl.models.products import Products
 from fastrl.models.sharding import spread
 from fastrl.models.utils import NO_LIMIT, check_trainable, context_length, model_identity
 from fastrl.run.checkpoints import describe_weights
+from fastrl.run.deepspeed import refuse_zero3
 from fastrl.run.launcher import wait_at_most
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
@@ -153,6 +154,7 @@ class SupervisedArguments(TrainingArguments, metaclass=OfEveryEra):
         self._settle_checkpointing()
         check_numbers(self, type(self))
         _check_choices(self)
+        refuse_zero3(self.deepspeed, "bf16" if self.bf16 else "fp16" if self.fp16 else "no")
         super().__post_init__()
         self._settle_checkpointing()  # what was JSON has been parsed
         if isinstance(self.pad_to_multiple_of, str):

@@ -1,0 +1,90 @@
+"""DeepSpeed: which of its stages run, and the file for FSDP2 that does what the others do."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_ON = ("1", "true", "yes")
+_FSDP2 = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_machines: 1
+machine_rank: 0
+num_processes: {processes}
+mixed_precision: '{precision}'
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_offload_params: {offload}
+"""
+
+
+def refuse_zero3(asked: Mapping[str, Any] | str | None, precision: str = "no") -> None:
+    """Refuses ZeRO-3, whose weights no process has whole, so that responses and losses would be
+    computed of shares. ZeRO-1 and ZeRO-2 run.
+
+    Args:
+        asked: DeepSpeed's configuration, or its file; None: what `accelerate launch` says.
+        precision: mixed precision: no, bf16 or fp16.
+
+    Raises:
+        ValueError: ZeRO-3; it has the file for FSDP2 that does the same.
+    """
+    found = _launched() if asked is None else _read(asked)
+    zero = found.get("zero_optimization", {})
+    if zero.get("stage") != 3:
+        return
+    for name in ("bf16", "fp16"):
+        precision = name if found.get(name, {}).get("enabled") is True else precision
+    offload = any(
+        zero.get(name, {}).get("device", "none") not in ("none", None)
+        for name in ("offload_param", "offload_optimizer")
+    )
+    file = _FSDP2.format(
+        processes=os.environ.get("WORLD_SIZE", "1"),
+        precision=precision,
+        offload=str(offload).lower(),
+    )
+    raise ValueError(
+        "DeepSpeed's ZeRO-3 is not supported: take ZeRO-2, or FSDP2, which spreads weights too. "
+        "Leave deepspeed out, save this as fsdp2.yaml, and start by accelerate launch "
+        f"--config_file fsdp2.yaml:\n\n{file}"
+    )
+
+
+def _launched() -> dict[str, Any]:
+    """What accelerate's launcher has put into the environment, as DeepSpeed's configuration."""
+    given = {
+        name.removeprefix("ACCELERATE_DEEPSPEED_").lower(): value
+        for name, value in os.environ.items()
+        if name.startswith("ACCELERATE_DEEPSPEED_")
+    }
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in _ON:
+        return {}
+    if given.get("config_file"):
+        return _read(given["config_file"])
+    zero = {
+        "stage": int(given.get("zero_stage", 2)),
+        "offload_param": {"device": given.get("offload_param_device")},
+        "offload_optimizer": {"device": given.get("offload_optimizer_device")},
+    }
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return {"zero_optimization": zero, precision: {"enabled": True}}
+
+
+def _read(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    """Nothing of what is no configuration, about which DeepSpeed has its own error."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    try:
+        path = Path(given)
+        found = json.loads(path.read_text(encoding="utf-8") if path.is_file() else given)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
