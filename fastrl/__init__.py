@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         AutoModelForCausalLMWithValueHead,
         AutoModelForSeq2SeqLMWithValueHead,
         CausalLMPolicy,
+        PreTrainedModelWrapper,
     )
     from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
     from fastrl.ppo import PPOTrainer
@@ -51,7 +52,12 @@ if TYPE_CHECKING:
         SFTScriptArguments,
         get_dataset,
     )
-    from fastrl.scripts.callbacks import LogCompletionsCallback, RichProgressCallback
+    from fastrl.scripts.best_of_n import BestOfNSampler
+    from fastrl.scripts.callbacks import (
+        LogCompletionsCallback,
+        RichProgressCallback,
+        SyncRefModelCallback,
+    )
     from fastrl.scripts.chat_format import (
         SIMPLE_CHAT_TEMPLATE,
         SIMPLE_SFT_CHAT_TEMPLATE,
@@ -71,6 +77,7 @@ if TYPE_CHECKING:
         reasoning_accuracy_reward,
         think_format_reward,
     )
+    from fastrl.scripts.text_environment import TextEnvironment, TextHistory
     from fastrl.trainers import (
         DataCollatorForCompletionOnlyLM,
         RewardConfig,
@@ -115,6 +122,7 @@ __all__ = [
     "SIMPLE_SFT_CHAT_TEMPLATE",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
+    "BestOfNSampler",
     "CausalLMPolicy",
     "ConstantLengthDataset",
     "DPOConfig",
@@ -137,6 +145,7 @@ __all__ = [
     "PPOTrainer",
     "PPOv2Config",
     "PPOv2Trainer",
+    "PreTrainedModelWrapper",
     "ProgressCallback",
     "RLOOConfig",
     "RLOOTrainer",
@@ -154,8 +163,11 @@ __all__ = [
     "SFTTrainer",
     "SamplingParams",
     "ScriptArguments",
+    "SyncRefModelCallback",
     "TRLPatch",
     "TRLRollouts",
+    "TextEnvironment",
+    "TextHistory",
     "TrainCallback",
     "TrainResult",
     "TrainingDiverged",
@@ -203,6 +215,7 @@ _HOMES = {
         "AutoModelForCausalLMWithValueHead",
         "AutoModelForSeq2SeqLMWithValueHead",
         "CausalLMPolicy",
+        "PreTrainedModelWrapper",
     ),
     "fastrl.ref_model": ("create_reference_model",),
     "fastrl.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
@@ -225,7 +238,13 @@ _HOMES = {
         "ScriptArguments",
         "get_dataset",
     ),
-    "fastrl.scripts.callbacks": ("LogCompletionsCallback", "RichProgressCallback"),
+    "fastrl.scripts.best_of_n": ("BestOfNSampler",),
+    "fastrl.scripts.callbacks": (
+        "LogCompletionsCallback",
+        "RichProgressCallback",
+        "SyncRefModelCallback",
+    ),
+    "fastrl.scripts.text_environment": ("TextEnvironment", "TextHistory"),
     "fastrl.scripts.chat_format": (
         "SIMPLE_CHAT_TEMPLATE",
         "SIMPLE_SFT_CHAT_TEMPLATE",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fastrl.learn.scorer import Scorer, scored_in_parts
 from fastrl.learn.update import Update
 from fastrl.models.scoring import TokenScores
 from fastrl.models.utils import evaluating
+from fastrl.ref_model.adapter import SwitchedAdapter
 from fastrl.run import metrics
 
 
@@ -36,8 +38,16 @@ class ClassicMethods:
     batches: BatchMaker
     aggregate: Aggregate
     nonfinite: NonFiniteNumbers
+    reference: Any
     scorer: Scorer
     update: Update
+
+    @property
+    def optional_peft_ctx(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Makes the context in which the policy's model is the reference, where that is the model
+        with its adapter switched off; else one in which nothing changes."""
+        switched = isinstance(self.reference, SwitchedAdapter)
+        return self.reference.as_policy if switched else nullcontext
 
     def prepare_model_inputs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]

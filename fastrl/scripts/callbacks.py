@@ -37,6 +37,30 @@ class RichProgressCallback(TrainerCallback):
             run_console().print(table)
 
 
+class SyncRefModelCallback(TrainerCallback):
+    """Moves a reference towards the model every ``args.ref_model_sync_steps`` steps: ref ← (1 - α)
+    ref + α model, with α ``args.ref_model_mixup_alpha`` (Gorbatovski et al., arXiv:2404.09656).
+
+    The trainers do so themselves with ``sync_ref_model=True``.
+    """
+
+    def __init__(self, ref_model: Any, accelerator: Any = None):
+        self.ref_model, self.accelerator = ref_model, accelerator
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.ref_model is None or state.global_step % args.ref_model_sync_steps:
+            return
+        model, accelerator = given["model"], self.accelerator
+        model = model if accelerator is None else accelerator.unwrap_model(model)
+        self.sync_target_model(model, self.ref_model, args.ref_model_mixup_alpha)
+
+    @staticmethod
+    @torch.no_grad()
+    def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
+        for ours, theirs in zip(target_model.parameters(), model.parameters(), strict=True):
+            ours.mul_(1 - alpha).add_(theirs, alpha=alpha)
+
+
 class LogCompletionsCallback(TrainerCallback):
     """Completions of held-out prompts, every ``freq`` steps: to the console's trackers wandb and
     trackio, and as ``completions/completions_STEP.parquet`` beside the checkpoints.

@@ -246,3 +246,21 @@ def test_eos_pads_where_a_tokenizer_has_no_pad_token(side: str) -> None:
         found.append(trainer.step(**make_batch()))
     for name in ("objective/logprobs", "ppo/loss/total", "ppo/val/vpred", "ppo/returns/mean"):
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-6), name
+
+
+def test_the_reference_is_the_policy_in_optional_peft_ctx() -> None:
+    from peft import LoraConfig
+
+    plain, ids = make_policy(), make_batch()["queries"][0][None]
+    lora = LoraConfig(target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    adapted = type(plain).from_pretrained(make_policy().pretrained_model, peft_config=lora)
+    for policy, switched in ((adapted, True), (make_policy(), False)):
+        trainer = make_trainer(policy)
+        with torch.no_grad():
+            before = trainer.model(ids)[0]
+            with trainer.optional_peft_ctx():
+                found = trainer.model(ids)[0]
+            after, base = trainer.model(ids)[0], plain(ids)[0]
+        assert torch.equal(after, before)
+        torch.testing.assert_close(found, base if switched else before)
+        assert torch.equal(found, before) is not switched

@@ -1,0 +1,85 @@
+"""BestOfNSampler: of several responses those with the highest scores, under TRL 0.11's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.core import set_seed
+from fastrl.models.utils import evaluating
+
+
+class BestOfNSampler:
+    """Draws ``sample_size`` responses to each query and keeps the ``n_candidates`` best.
+
+    Args:
+        model: with ``generate``; a value-head model of ours, or one of transformers.
+        queries_to_scores: of texts of query and response, their scores.
+        length_sampler: draws max_new_tokens, once for each query.
+        seed: of torch, Python and NumPy; None: as they are.
+        generation_config: of ``model.generate``.
+
+    Raises:
+        ValueError: more candidates than samples.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        queries_to_scores: Callable[[list[str]], Sequence[float]],
+        length_sampler: Callable[[], int],
+        sample_size: int = 4,
+        seed: int | None = None,
+        n_candidates: int = 1,
+        generation_config: Any = None,
+    ):
+        if not 1 <= n_candidates <= sample_size:
+            raise ValueError(
+                f"n_candidates must be 1 to sample_size ({sample_size}), got {n_candidates}"
+            )
+        if seed is not None:
+            set_seed(seed)
+        self.model, self.tokenizer = model, tokenizer
+        self.queries_to_scores, self.length_sampler = queries_to_scores, length_sampler
+        self.sample_size, self.n_candidates = sample_size, n_candidates
+        self.gen_config = generation_config
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokenized_query: Any,
+        skip_special_tokens: bool = True,
+        device: Any = None,
+        **generation_kwargs: Any,
+    ) -> list[list[str]]:
+        """The best texts, of query and response, of each query.
+
+        Args:
+            tokenized_query: token ids of one query (a list, or a 1-D tensor), or a list of such.
+            device: where the model is; None: where its weights are.
+        """
+        one = not isinstance(tokenized_query[0], list | Tensor) or (
+            isinstance(tokenized_query, Tensor) and tokenized_query.dim() == 1
+        )
+        queries = [tokenized_query] if one else tokenized_query
+        device = device or next(self.model.parameters()).device
+        found = []
+        for query in queries:
+            ids = torch.as_tensor(query, device=device).expand(self.sample_size, -1)
+            with evaluating(self.model):
+                made = self.model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=self.length_sampler(),
+                    generation_config=self.gen_config,
+                    **generation_kwargs,
+                )
+            texts = self.tokenizer.batch_decode(made, skip_special_tokens=skip_special_tokens)
+            scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float64)
+            best = scores.topk(self.n_candidates).indices.tolist()
+            found.append([texts[i] for i in best])
+        return found
