@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fastrl.eras import DEFAULTS, IDLE, KEPT, REFUSED, RENAMED, Era, eras_of
+from fastrl.eras import DEFAULTS, IDLE, KEPT, REFUSED, RENAMED, TRAINING, Era, eras_of
 from fastrl.overrides import not_called
-from fastrl.programs.names import HOMES, MODULES, called, find, missing, of_its_time
+from fastrl.programs.names import HOMES, MODULES, called, find, home_of, missing, of_its_time
 from fastrl.programs.taken_away import KEYWORDS
 from fastrl.settings import idle_settings, refusals
 
+_BITS = ("load_in_8bit", "load_in_4bit")
 AS_IT_IS, DEFAULT, UNKNOWN = "as it is", "another default", "not there"
 
 
@@ -58,6 +59,7 @@ def read_program(source: str) -> list[Outcome]:
             bases = (getattr(base, "attr", getattr(base, "id", "")) for base in node.bases)
             named = [aliases[name] for name in bases if name in aliases]
             found += _of_subclass(node, [renamed.get(name, name) for name in named])
+    found += _imports_of(tree, found)
     return sorted(found, key=lambda x: (x.line, x.name))
 
 
@@ -92,8 +94,8 @@ def _of_import_from(node: ast.ImportFrom, renamed: dict[str, str]) -> Iterator[O
     homes: dict[str, list[str]] = defaultdict(list)
     known = True
     for alias in node.names:
-        own = renamed.get(alias.name, alias.name)
-        if alias.name not in HOMES and own not in HOMES:
+        home = home_of(renamed.get(alias.name, alias.name))
+        if home is None:
             known = False
             try:
                 find(alias.name)
@@ -103,10 +105,11 @@ def _of_import_from(node: ast.ImportFrom, renamed: dict[str, str]) -> Iterator[O
                     node.lineno, alias.name, UNKNOWN, missing(alias.name, str(node.module))
                 )
             continue
+        module, own = home
         kind = AS_IT_IS if own == alias.name else RENAMED
         yield Outcome(node.lineno, alias.name, kind, "" if own == alias.name else f"now {own}")
         shown = alias.asname or alias.name
-        homes[HOMES[own]].append(own if own == shown else f"{own} as {shown}")
+        homes[module].append(own if own == shown else f"{own} as {shown}")
     if known:
         indent = " " * node.col_offset
         text = f"\n{indent}".join(f"from {x} import {', '.join(y)}" for x, y in homes.items())
@@ -214,11 +217,46 @@ def _of_era(
 
 
 def _taken_away(node: ast.Call) -> Iterator[Outcome]:
+    """Keywords that transformers and others have renamed or dropped since."""
+    given = {keyword.arg for keyword in node.keywords}
     for keyword in node.keywords:
+        if called(node) == "TrainingArguments" and keyword.arg in TRAINING:
+            full = f"TrainingArguments({keyword.arg}=)"
+            yield _of_era(node, keyword, full, TRAINING[keyword.arg], given)
+            continue
         text = KEYWORDS.get((called(node), str(keyword.arg)))
         if text is not None:
-            full = f"{called(node)}({keyword.arg}=)"
-            yield Outcome(keyword.value.lineno, full, RENAMED, f"with fastrl run-trl; {text}")
+            full, today = f"{called(node)}({keyword.arg}=)", text.removeprefix("today: ")
+            edit = None
+            if today.isidentifier():
+                edit = _renamed(keyword, today)
+            elif today.startswith("nothing"):
+                edit = _without(node, keyword)
+            elif str(keyword.arg) in _BITS:
+                edit = _of_bits(keyword)
+            told = f"now {today}" if edit else f"with fastrl run-trl; {text}"
+            yield Outcome(keyword.value.lineno, full, RENAMED, told, edit)
+
+
+def _of_bits(keyword: ast.keyword) -> tuple[tuple[int, int], tuple[int, int], str]:
+    value, config = ast.unparse(keyword.value), f"BitsAndBytesConfig({keyword.arg}=True)"
+    text = config if value == "True" else f"{config} if {value} else None"
+    return _whole(keyword, f"quantization_config={text}")  # type: ignore[arg-type]
+
+
+def _imports_of(tree: ast.Module, found: list[Outcome]) -> Iterator[Outcome]:
+    """An import of what edits name, in front of the first of the program's."""
+    if not any(x.edit and "BitsAndBytesConfig(" in x.edit[2] for x in found):
+        return
+    imports = [x for x in tree.body if isinstance(x, ast.Import | ast.ImportFrom)]
+    known = {
+        alias.name for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) for alias in x.names
+    }
+    if "BitsAndBytesConfig" not in known:
+        usual = [x for x in imports if getattr(x, "module", "") != "__future__"]
+        place = (usual[0].lineno, 0)
+        text = "from transformers import BitsAndBytesConfig\n"
+        yield Outcome(place[0], "BitsAndBytesConfig", RENAMED, "imported", (place, place, text))
 
 
 def _renamed(keyword: ast.keyword, today: str) -> tuple[tuple[int, int], tuple[int, int], str]:

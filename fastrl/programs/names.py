@@ -109,6 +109,23 @@ def find(name: str, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
     raise AttributeError(missing(name))
 
 
+def home_of(name: str) -> tuple[str, str] | None:
+    """The module that has a name of TRL's, and its name there; None: it is under run-trl alone."""
+    if name in HOMES:
+        return HOMES[name], name
+    asked = _AVAILABLE.fullmatch(name)
+    found = _asked_of_transformers(asked[1]) if asked else None
+    return None if found is None else ("transformers.utils", found)
+
+
+def _asked_of_transformers(package: str) -> str | None:
+    """The name by which transformers says whether a package is there."""
+    from transformers import utils
+
+    names = (f"is_{package}_available", f"is_torch_{package}_available")
+    return next((name for name in names if hasattr(utils, name)), None)
+
+
 def missing(name: str, where: str = "trl") -> str:
     """Says that fastrl lacks a name of TRL's, and what is nearest."""
     known = [*HOMES, *(module.rpartition(".")[2] for module in MODULES)]
@@ -120,8 +137,7 @@ def _availability(package: str) -> Callable[..., bool]:
     """transformers' answer, or whether a package of that name can be imported."""
     from transformers import utils
 
-    known = getattr(utils, f"is_{package}_available", None)
-    known = known or getattr(utils, f"is_torch_{package}_available", None)
+    known = _asked_of_transformers(package)
     if known is not None:
-        return known
+        return getattr(utils, known)
     return lambda *_: importlib.util.find_spec(package) is not None

@@ -48,6 +48,7 @@ def test_each_name_and_setting_is_told() -> None:
         (10, "PPOv2Trainer(args=)"): "as it is",
         (10, "PPOv2Trainer(reward_model=)"): "as it is",
         (11, "from_pretrained(load_in_8bit=)"): "renamed",
+        (1, "BitsAndBytesConfig"): "renamed",
     }
     assert found[6, "SFTConfig(logging_steps=)"].text == "500 here, 10 in TRL 1.16"
 
@@ -94,6 +95,33 @@ def test_keywords_of_trainers_are_told() -> None:
     assert "DPOTrainer(model, processing_class=t, beta" in "".join(changed)
 
 
+def test_what_others_have_renamed_is_changed() -> None:
+    program = (
+        "from transformers import TrainingArguments\n"
+        "from trl import is_xpu_available, is_npu_available\n"
+        'args = TrainingArguments("out", evaluation_strategy="no", overwrite_output_dir=True)\n'
+        'data = load_dataset("a", use_auth_token=True)\n'
+        "four = wanted()\n"
+        'model = AutoModel.from_pretrained("b", load_in_4bit=four, device_map="auto")\n'
+        'model.push_to_hub("c", use_temp_dir=False)\n'
+    )
+    changed = rewritten(program, read_program(program)).splitlines()
+    assert changed[:3] == [
+        "from transformers import BitsAndBytesConfig",
+        "from transformers import TrainingArguments",
+        "from transformers.utils import is_torch_xpu_available as is_xpu_available, "
+        "is_torch_npu_available as is_npu_available",
+    ]
+    assert changed[3] == 'args = TrainingArguments("out", eval_strategy="no")'
+    assert changed[4] == 'data = load_dataset("a", token=True)'
+    assert changed[6] == (
+        'model = AutoModel.from_pretrained("b", quantization_config=BitsAndBytesConfig('
+        'load_in_4bit=True) if four else None, device_map="auto")'
+    )
+    assert changed[7] == 'model.push_to_hub("c")'
+    assert read_program("\n".join(changed)) == []
+
+
 def test_methods_that_training_does_not_call_are_told() -> None:
     program = (
         "import trl\nclass Mine(trl.GRPOTrainer):\n    def _compute_loss(self, model, inputs):\n"
@@ -111,7 +139,11 @@ def test_what_is_safe_is_changed() -> None:
     assert f"from fastrl import {names}\n" in changed
     assert "from fastrl import LengthSampler" in changed
     assert "max_length=8, packing=False" in changed
-    assert [x.kind for x in read_program(changed)] == ["renamed"]  # load_in_8bit is left
+    assert "from transformers import BitsAndBytesConfig\nimport os\n" in changed
+    assert (
+        'from_pretrained("a", quantization_config=BitsAndBytesConfig(load_in_8bit=True))' in changed
+    )
+    assert read_program(changed) == []
 
 
 def test_defaults_are_those_of_trl() -> None:
