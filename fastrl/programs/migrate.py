@@ -59,6 +59,11 @@ def read_program(source: str) -> list[Outcome]:
             bases = (getattr(base, "attr", getattr(base, "id", "")) for base in node.bases)
             named = [aliases[name] for name in bases if name in aliases]
             found += _of_subclass(node, [renamed.get(name, name) for name in named])
+        elif isinstance(node, ast.FunctionDef) and node.name == "compute_loss":
+            found += _of_compute_loss(node)
+        elif isinstance(node, ast.Constant) and node.value == "return_all_scores":
+            text = f"with fastrl run-trl; {KEYWORDS['pipeline', 'return_all_scores']}"
+            found.append(Outcome(node.lineno, "return_all_scores", RENAMED, text))
     found += _imports_of(tree, found)
     return sorted(found, key=lambda x: (x.line, x.name))
 
@@ -147,6 +152,18 @@ def _of_subclass(node: ast.ClassDef, bases: list[str]) -> Iterator[Outcome]:
                     yield Outcome(part.lineno, f"{node.name}.{part.name}", REFUSED, instead)
 
 
+def _of_compute_loss(node: ast.FunctionDef) -> Iterator[Outcome]:
+    """transformers hands it one argument more than it did."""
+    given = node.args
+    names = {x.arg for x in (*given.args, *given.kwonlyargs)}
+    takes_more = given.kwarg or given.vararg or given.kwonlyargs
+    own = bool(given.args) and given.args[0].arg == "self"
+    if own and not takes_more and "num_items_in_batch" not in names:
+        edit = _behind([*given.args, *given.defaults], ", num_items_in_batch=None")
+        text = "transformers passes num_items_in_batch, too"
+        yield Outcome(node.lineno, "compute_loss", RENAMED, text, edit)
+
+
 def _of_trainer(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
     """Its own keywords, and settings that it took before they were its configuration's."""
     own = inspect.signature(kind).parameters
@@ -218,11 +235,17 @@ def _of_era(
 
 def _taken_away(node: ast.Call) -> Iterator[Outcome]:
     """Keywords that transformers and others have renamed or dropped since."""
-    given = {keyword.arg for keyword in node.keywords}
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    if called(node) == "apply_chat_template" and "return_dict" not in given:
+        tokenize = given.get("tokenize", ast.Constant(True))
+        if isinstance(tokenize, ast.Constant) and tokenize.value is True and None not in given:
+            told = "token ids alone are return_dict=False now"
+            behind = _behind([*node.args, *node.keywords], ", return_dict=False")
+            yield Outcome(node.lineno, "apply_chat_template", RENAMED, told, behind)
     for keyword in node.keywords:
         if called(node) == "TrainingArguments" and keyword.arg in TRAINING:
             full = f"TrainingArguments({keyword.arg}=)"
-            yield _of_era(node, keyword, full, TRAINING[keyword.arg], given)
+            yield _of_era(node, keyword, full, TRAINING[keyword.arg], {*given})
             continue
         text = KEYWORDS.get((called(node), str(keyword.arg)))
         if text is not None:
@@ -236,6 +259,12 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
                 edit = _of_bits(keyword)
             told = f"now {today}" if edit else f"with fastrl run-trl; {text}"
             yield Outcome(keyword.value.lineno, full, RENAMED, told, edit)
+
+
+def _behind(nodes: list[Any], text: str) -> tuple[tuple[int, int], tuple[int, int], str]:
+    """The edit that adds a text behind the last of some nodes."""
+    place = max((x.end_lineno, x.end_col_offset) for x in nodes)
+    return place, place, text
 
 
 def _of_bits(keyword: ast.keyword) -> tuple[tuple[int, int], tuple[int, int], str]:

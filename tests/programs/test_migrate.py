@@ -122,6 +122,25 @@ def test_what_others_have_renamed_is_changed() -> None:
     assert read_program("\n".join(changed)) == []
 
 
+def test_what_transformers_calls_otherwise_is_changed() -> None:
+    program = (
+        "class Mine(Trainer):\n"
+        "    def compute_loss(self, model, inputs, return_outputs=False):\n"
+        "        return 0\n"
+        "ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)\n"
+        "text = tokenizer.apply_chat_template(chat, tokenize=False)\n"
+        'options = {"return_all_scores": True}\n'
+    )
+    found = read_program(program)
+    changed = rewritten(program, found).splitlines()
+    assert changed[1].endswith("return_outputs=False, num_items_in_batch=None):")
+    assert changed[3].endswith("add_generation_prompt=True, return_dict=False)")
+    assert changed[4:] == program.splitlines()[4:]
+    (left,) = read_program("\n".join(changed))
+    assert (left.line, left.name, left.edit) == (6, "return_all_scores", None)
+    assert left.text.startswith("with fastrl run-trl")
+
+
 def test_methods_that_training_does_not_call_are_told() -> None:
     program = (
         "import trl\nclass Mine(trl.GRPOTrainer):\n    def _compute_loss(self, model, inputs):\n"
