@@ -200,6 +200,18 @@ class ConstantLengthDataset(IterableDataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def rows(self) -> Any:
+        """The same as a data set of datasets: as a stream where it never ends, or reads one."""
+        import datasets
+
+        if self.infinite or not hasattr(type(self.dataset), "__len__"):
+            return datasets.IterableDataset.from_generator(self._lists)
+        return datasets.Dataset.from_list(list(self._lists()))
+
+    def _lists(self) -> Iterator[dict[str, list[int]]]:
+        for row in self:
+            yield {name: x.tolist() for name, x in row.items()}
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         texts = self._texts()
         while buffer := list(self._some(texts)):

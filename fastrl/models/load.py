@@ -516,7 +516,7 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     Raises:
         ImportError: peft is not installed.
         ValueError: four-bit weights that have an adapter already, or in a layout without a
-            gradient.
+            gradient; an adapter that transformers loaded.
     """
     quantised.settle(model)
     if peft_config is None:
@@ -528,6 +528,12 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
         quantised.refuse_quantised(
             model, "an adapter that is merged", "leave out peft_config to train it"
         )
+        if not hasattr(model, "merge_and_unload"):
+            raise ValueError(
+                "the model has an adapter that transformers loaded, which cannot be merged for a "
+                "new one: load it by peft.AutoPeftModelForCausalLM, or leave out peft_config to "
+                "train the one that is there"
+            )
         warnings.warn(
             "the model's adapter is merged into its weights, and a new one is trained: leave out "
             "peft_config to train the one that is there",

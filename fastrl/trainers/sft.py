@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DataCollatorForLanguageModeling
+from transformers import BatchEncoding, DataCollatorForLanguageModeling
 from transformers.trainer_utils import IntervalStrategy
 
 from fastrl.config import parse_json
@@ -28,6 +28,7 @@ from fastrl.data.sft_packing import (
     packed,
 )
 from fastrl.data.tables import is_stream
+from fastrl.data.trl_rows import ConstantLengthDataset
 from fastrl.eras import todays
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.load import load_language_model, with_adapter
@@ -345,6 +346,8 @@ class SFTTrainer(SupervisedTrainer):
         the settings say so."""
         if isinstance(dataset, PackedTexts):
             return dataset
+        if isinstance(dataset, ConstantLengthDataset):
+            dataset = dataset.rows()
         args = self._settings
         if _preparing(args)["skip_prepare_dataset"]:
             check_ready(dataset)
@@ -374,8 +377,8 @@ class SFTTrainer(SupervisedTrainer):
     def ready_batch(self, batch: Any) -> Any:
         ready = super().ready_batch(batch)
         if "compute_loss" in self.overrides and isinstance(ready, Mapping):
-            # All of it is the model's, whose forward a program may call.
-            return {name: x for name, x in ready.items() if name not in _OF_LOSS}
+            # All of it is the model's, whose forward a program may call; it may say inputs.labels.
+            return BatchEncoding({name: x for name, x in ready.items() if name not in _OF_LOSS})
         return ready
 
     def sizes(self, dataset: Any) -> Iterable[int]:

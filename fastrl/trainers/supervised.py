@@ -484,7 +484,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         count = max(len(x) for x in inputs.values() if isinstance(x, Tensor) and x.dim())
         labels = inputs.get("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
-            given = dict(inputs)  # from which programs take things
+            given = copy.copy(inputs)  # from which programs take things
             if loss_alone:
                 found: Any = self.compute_loss(model, given), None
             else:

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from tokenizers import processors
 
-from fastrl import SFTConfig, SFTTrainer
+from fastrl import ConstantLengthDataset, SFTConfig, SFTTrainer
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import Make, pairs, reward_model, texts, weights
@@ -476,3 +476,17 @@ def test_token_ids_of_pairs_may_have_their_older_names(make_reward: Make, stream
         trainer = make_reward(data=data.to_iterable_dataset() if streams else data)
     assert list(trainer.train_dataset) == list(Dataset.from_dict(rows))
     trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["table", "stream", "endless"])
+def test_rows_of_constant_length_are_trained_on(kind: str, make_sft: Make) -> None:
+    data: Any = Dataset.from_list([{"text": f"w{3 + i} w4 w5"} for i in range(8)])
+    given = data.to_iterable_dataset() if kind == "stream" else data
+    rows = ConstantLengthDataset(
+        tiny.tokenizer(), given, "text", infinite=kind == "endless", seq_length=5, shuffle=False
+    )
+    trainer = make_sft(data=rows, packing=True, max_length=5, max_steps=3, eval_dataset=rows)
+    first = next(iter(trainer.train_dataset))
+    assert list(first["input_ids"]) == [3, 4, 5, tiny.EOS, 4]
+    trainer.train()
+    assert trainer.state.global_step == 3

@@ -253,6 +253,8 @@ class OfLogits:
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
+        ids = inputs["input_ids"]
+        assert getattr(inputs, "input_ids", ids) is ids
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         logprobs = outputs.logits[:, :-1].log_softmax(-1)
