@@ -346,9 +346,9 @@ class SFTTrainer(SupervisedTrainer):
         the settings say so."""
         if isinstance(dataset, PackedTexts):
             return dataset
-        if isinstance(dataset, ConstantLengthDataset):
-            dataset = dataset.rows()
-        args = self._settings
+        args, encoding = self._settings, self._encoding
+        if isinstance(dataset, ConstantLengthDataset):  # which has formatted texts itself
+            dataset, encoding = dataset.rows(), {**encoding, "formatting_func": None}
         if _preparing(args)["skip_prepare_dataset"]:
             check_ready(dataset)
             return dataset
@@ -359,7 +359,7 @@ class SFTTrainer(SupervisedTrainer):
             self._tokenizer,
             None if whole else self._max_length,
             args.dataset_num_proc,
-            **self._encoding,
+            **encoding,
         )
         if training and args.shuffle_dataset:
             texts = texts.shuffle(seed=args.seed)

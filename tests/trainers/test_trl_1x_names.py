@@ -485,7 +485,8 @@ def test_rows_of_constant_length_are_trained_on(kind: str, make_sft: Make) -> No
     rows = ConstantLengthDataset(
         tiny.tokenizer(), given, "text", infinite=kind == "endless", seq_length=5, shuffle=False
     )
-    trainer = make_sft(data=rows, packing=True, max_length=5, max_steps=3, eval_dataset=rows)
+    given = {"packing": True, "max_length": 5, "max_steps": 3, "eval_dataset": rows}
+    trainer = make_sft(data=rows, formatting_func=lambda row: row["text"], **given)
     first = next(iter(trainer.train_dataset))
     assert list(first["input_ids"]) == [3, 4, 5, tiny.EOS, 4]
     trainer.train()
