@@ -207,10 +207,9 @@ class TextEnvironment:
     def generate(self, histories: list[TextHistory]) -> list[TextHistory]:
         """Appends a turn of the model to the histories that are not over."""
         active = [history for history in histories if not history.completed]
-        for i in range(0, len(active), 16):
-            some = active[i : i + 16]
-            for history, ids in zip(some, self._generated([x.tokens for x in some]), strict=True):
-                history.append_segment(self.tokenizer.decode(ids), ids, system=False)
+        said = self._generate_batched([history.tokens for history in active])
+        for history, ids in zip(active, said, strict=True):
+            history.append_segment(self.tokenizer.decode(ids), ids, system=False)
         return histories
 
     def tasks_end_check(
@@ -239,17 +238,19 @@ class TextEnvironment:
         return torch.tensor(ids, device=self.current_device)
 
     @torch.no_grad()
-    def _generated(self, prompts: list[Tensor]) -> list[Tensor]:
-        pad_token = self.tokenizer.pad_token_id
-        inputs = pad(
-            prompts, self.tokenizer.eos_token_id if pad_token is None else pad_token, "left"
-        )
-        given = {name: x.to(self.current_device) for name, x in inputs.items()}
-        stops = [self.call_token, self.submit_token]
+    def _generate_batched(self, query_tensors: list[Tensor], batch_size: int = 16) -> list[Tensor]:
+        """The responses to prompts, each up to its stop."""
+        eos, pad_token = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        stops, found = [self.call_token, self.submit_token], []
         own = {"stop_strings": stops, "tokenizer": self.tokenizer, **self.generation_kwargs}
-        with evaluating(self._unwrapped):
-            found = self._unwrapped.generate(**given, **own)[:, given["input_ids"].shape[1] :]
-        return [self._until_stop(row) for row in found]
+        for i in range(0, len(query_tensors), batch_size):
+            some = query_tensors[i : i + batch_size]
+            inputs = pad(some, eos if pad_token is None else pad_token, "left")
+            given = {name: x.to(self.current_device) for name, x in inputs.items()}
+            with evaluating(self._unwrapped):
+                made = self._unwrapped.generate(**given, **own)
+            found += [self._until_stop(row) for row in made[:, given["input_ids"].shape[1] :]]
+        return found
 
     def _until_stop(self, ids: Tensor) -> Tensor:
         """Without what stands behind the first stop or EOS; at least a token."""
