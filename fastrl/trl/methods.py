@@ -52,6 +52,7 @@ class OnlineMethods:
     router_aux_loss_coef: float
     current_gradient_accumulation_steps: int
     overrides: frozenset[str]
+    use_vllm: bool = False  # our engine generates
     divides_loss: ClassVar[bool]
     policy_loss: Callable[..., Tensor]
     _scorer: ResponseScorer
@@ -78,10 +79,6 @@ class OnlineMethods:
     @property
     def importance_sampling_level(self) -> str:
         return self.args.importance_sampling_level
-
-    @property
-    def use_vllm(self) -> bool:
-        return False
 
     @property
     def pad_token_id(self) -> int:
