@@ -1,8 +1,10 @@
 """Runs before anything imports triton: without a GPU, its kernels run in the interpreter."""
 
 import gc
+import importlib.util
 import os
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -32,6 +34,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Where TRL is not installed, tests/trl would be taken for it.
+if getattr(importlib.util.find_spec("trl"), "origin", None) is None:
+    sys.modules["trl"] = None  # type: ignore[assignment]
 if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.patch_once()
 

@@ -41,6 +41,8 @@ class GroupOfThreads:
 
         def body(rank: int) -> None:
             self._here.rank = rank
+            # Backward passes of a GPU's tensors run in a thread of the device, which has no rank.
+            torch.autograd.set_multithreading_enabled(False)
             # inf - inf is silent on a GPU; the interpreter's numpy would warn, in each thread.
             with self._turn, numpy.errstate(all="ignore"):
                 try:

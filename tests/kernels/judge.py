@@ -173,3 +173,11 @@ def misaligned(x: Tensor, shift: int = 1) -> Tensor:
     start = (-room.data_ptr() // x.element_size()) % math.ceil(16 / x.element_size()) + shift
     copy = room[start : start + x.numel()].view(x.shape)
     return copy.copy_(x)
+
+
+def assert_same_to_rounding(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Of sums in another order, each rounded to its dtype: torch's own kernels on a GPU choose an
+    order by alignment and by the number of rows."""
+    for ours, theirs in zip(actual, expected, strict=True):
+        near = 1e-5 if ours.dtype == torch.float32 else 2 * torch.finfo(ours.dtype).eps
+        torch.testing.assert_close(ours, theirs, rtol=near, atol=1e-6)

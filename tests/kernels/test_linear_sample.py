@@ -19,7 +19,7 @@ from fastrl_kernels import dispatch, linear_sample, linear_sample_pays, race
 from fastrl_kernels.sampling import sample_tokens
 from fastrl_kernels.types import SampledTokens
 from tests.kernels.draws import INF, assert_same_bits, keys_for
-from tests.kernels.judge import assert_close_to_exact, names
+from tests.kernels.judge import assert_close_to_exact, assert_same_to_rounding, names
 from tests.kernels.launches import interpreted, watched
 from tests.kernels.roundings import Rounded
 
@@ -237,7 +237,11 @@ def test_rows_come_in_chunks_that_fit_a_workspace(device, monkeypatch):
         sys.modules[linear_sample.__module__], "WORKSPACE_BYTES", {"cpu": 30000, "cuda": 30000}
     )
     found = linear_sample(hidden, weight, keys, temperature=temperature, backend="torch")
-    assert_same_bits(found, expected)
+    if device == "cuda":  # products of fewer rows add in another order
+        assert torch.equal(found.tokens, expected.tokens)
+        assert_same_to_rounding(found[1:], expected[1:])
+    else:
+        assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -70,7 +70,8 @@ def test_operators_keep_what_they_promise(case):
     """Their schemas, their fakes and their gradients, as torch checks them; of bfloat16, where
     results in fp32 differ from those in the dtype of the inputs."""
     calls = recorded(lambda x: CASES[case](x, "torch"), inputs(4, torch.bfloat16))
-    assert calls.keys() == OPCHECKS[case]
+    unread = {"checked_labels"} if torch.cuda.is_available() else set()  # where reading would wait
+    assert calls.keys() == OPCHECKS[case] - unread
     for name, arguments in calls.items():
         operator, differentiable = REGISTERED[name]._opoverload, REGISTERED[name]._backward_fn
         leaves = {"logits", "hidden", "weight", "bias"} if differentiable else ()

@@ -85,10 +85,10 @@ def live_logits() -> int:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("budget", [1 << 14, 1 << 12], ids=["whole", "chunks"])
-def test_ten_live_graphs_keep_two_workspaces_of_logits(backend, budget):
+def test_ten_live_graphs_keep_two_workspaces_of_logits(backend, budget, device):
     """Others compute theirs again; who drops a graph, or goes backward, makes room."""
-    hidden, labels = torch.randn(12, 6), torch.arange(12)
-    weight = torch.randn(300, 6, requires_grad=True)
+    hidden, labels = torch.randn(12, 6, device=device), torch.arange(12, device=device)
+    weight = torch.randn(300, 6, device=device, requires_grad=True)
     before = live_logits()
 
     def forward() -> torch.Tensor:

@@ -121,7 +121,12 @@ def test_trainers_offload_their_forwards(monkeypatch: pytest.MonkeyPatch, make_s
     ended = []
     for wanted in (False, True):
         policy = tiny_models.policy()
-        config = PPOConfig(batch_size=4, ppo_epochs=2, activation_offloading=wanted)
+        config = PPOConfig(
+            batch_size=4,
+            ppo_epochs=2,
+            activation_offloading=wanted,
+            accelerator_kwargs={"cpu": True},  # as the trainer below, whose device is the process's
+        )
         trainer = PPOTrainer(config, policy, None, tiny.tokenizer())
         queries, responses = (
             tiny_models.prompts(3, 4, 5, 6),

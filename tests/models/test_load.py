@@ -413,7 +413,8 @@ def test_auto_compares_with_a_trained_adapter_and_with_the_base_of_a_new_one(bas
     def of(model, **settings):
         trainer = trainer_of(model.eval(), **settings)
         with torch.no_grad(), trainer.reference.as_policy() as reference:
-            return trainer.reference.why, reference(**ids)[0]
+            there = {name: x.to(trainer.current_device) for name, x in ids.items()}
+            return trainer.reference.why, reference(**there)[0].cpu()
 
     def policy():
         return AutoModelForCausalLMWithValueHead.from_pretrained(folder, is_trainable=True).eval()

@@ -166,7 +166,8 @@ def test_ppo_with_adapters_alone(base, adapter):
         responses = trainer.generate(
             queries, return_prompt=False, do_sample=True, top_k=0, max_new_tokens=4
         )
-        texts = [torch.cat(pair)[None] for pair in zip(queries, responses, strict=True)]
+        pairs = zip(queries, responses, strict=True)
+        texts = [torch.cat([q.to(r.device), r])[None] for q, r in pairs]
         scores = [trainer.model.compute_reward_score(text)[0, -1, 0] for text in texts]
         before = state_of(policy)
         rewards = [trainer.model.compute_reward_score(text) for text in texts]

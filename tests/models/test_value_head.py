@@ -384,6 +384,7 @@ def test_the_usual_names_of_heads_find_every_familys(family):
 
 
 def test_bits_may_be_asked_for_by_their_old_names(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
     tiny_models.language_model().save_pretrained(tmp_path)
     asked = []
 

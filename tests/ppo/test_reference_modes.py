@@ -103,11 +103,12 @@ def test_the_update_is_the_same_whatever_is_kept(family, gib):
     kept, again = (trainer_of(deep(family), **settings, **extra) for extra in ({}, budget))
     runs = counted(kept.model), counted(again.model)
     (stats, weights), (stats_again, weights_again) = stepped(kept), stepped(again)
-    if not gib[0]:
+    exact = not gib[0] and not torch.cuda.is_available()  # gradients of embeddings are atomic there
+    if exact:
         assert_same(weights, weights_again)
     assert_learned_alike(weights, weights_again)
     for a, b in zip(stats, stats_again, strict=True):
-        tolerance = 1e-5 if gib[0] else 0
+        tolerance = 0 if exact else 1e-5
         for name in ("objective/kl", "ppo/loss/total"):
             assert a[name] == pytest.approx(b[name], rel=tolerance, abs=tolerance)
     tokens = sum(tokens_of(make_batch(seed=seed)) for seed in range(2))

@@ -182,7 +182,7 @@ def test_generate_gives_the_models_own_responses_without_the_start_token(family:
         responses = trainer.generate(queries, max_new_tokens=6)
     model = trainer.model.pretrained_model
     for query, response in zip(queries, responses, strict=True):
-        raw = model.generate(query[None], max_new_tokens=6)[0]
+        raw = model.generate(query[None].to(model.device), max_new_tokens=6)[0]
         assert raw[0] == seq2seq_models.START[family]
         own = raw[1:].tolist()
         if tiny.EOS in own:

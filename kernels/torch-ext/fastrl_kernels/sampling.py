@@ -52,7 +52,8 @@ def _lowest_by_sorting(x: Tensor, e: Tensor, p: SamplingParameters, free: Tensor
 def _least_logit(row_max: Tensor, p: SamplingParameters) -> Tensor:
     """The lowest number [r, 1] that min-p keeps: log p_v ≥ log max p + log min_p, rounded up, so
     that comparing fp32 logits with it rounds nothing."""
-    log = torch.as_tensor(p.min_p, dtype=torch.float64, device=row_max.device).log()
+    # A tensor of a number would wait for a GPU.
+    log = p.min_p.double().log() if isinstance(p.min_p, Tensor) else math.log(p.min_p)
     exact = row_max.double() + log * p.temperature
     bound = exact.float()
     return torch.where(bound < exact, torch.nextafter(bound, row_max), bound)
