@@ -33,6 +33,7 @@ from benchmarks.models import (
     TOY,
     Model,
     build,
+    less_exact_than_plain,
     plain_logprobs,
     wrong_logprobs,
 )
@@ -219,10 +220,14 @@ def wrong_lengths(sequences: list[list[int]], work: Workload) -> str | None:
 
 
 def audit(
-    model: Any, dtype: str, work: Workload, found: dict[str, Any], exact: float = EXACT
+    model: Any, truth: Any, dtype: str, work: Workload, found: dict[str, Any], exact: float = EXACT
 ) -> tuple[dict[str, float], str | None]:
     """The mean and the largest |Δ| between log-probs at T = 1 of some samples and those of a plain
-    forward in the model's dtype, and why that fails the gate."""
+    forward in the model's dtype, and why that, or their |Δ| to those of fp32, fails the gate.
+
+    Args:
+        truth: the model in fp32.
+    """
     last = len(work.prompts) - 1
     picked = sorted({round(i * last / (AUDITED - 1)) for i in range(AUDITED)})
     sequences = [torch.tensor(found["sequences"][i]) for i in picked]
@@ -236,7 +241,11 @@ def audit(
         "mean |Δ log-prob|": float(delta.mean()),
         "largest |Δ log-prob|": float(delta.max()),
     }
-    return facts, wrong_logprobs(*both, dtype, exact)
+    if truth is model:
+        return facts, wrong_logprobs(*both, dtype, exact)
+    pairs = zip(picked, sequences, strict=True)
+    of_truth = torch.cat([plain_logprobs(truth, work.prompts[i], x) for i, x in pairs])
+    return facts, less_exact_than_plain(*both, of_truth)
 
 
 class Wrong(Exception):
@@ -303,7 +312,7 @@ def side_of(stack: contextlib.ExitStack, name: str, job: RolloutJob, gate: Gate,
     wrong = wrong or wrong_lengths(made["sequences"], gate.work)
     if not wrong and made["logprobs"]:
         allowed = EXACT if WAYS[name].library == "fastrl" else PEERS_EXACT
-        off, wrong = audit(gate.model, job.model.dtype, gate.work, made, allowed)
+        off, wrong = audit(gate.model, gate.exact, job.model.dtype, gate.work, made, allowed)
         facts |= off
     if wrong:
         raise Wrong(wrong)
