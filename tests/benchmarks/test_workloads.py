@@ -248,7 +248,7 @@ def test_what_follows_two_likeliest_tokens_is_not_compared(gap: float, tied: boo
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_less_precise_model_is_audited_by_what_its_own_forward_is_off(dtype: str, tmp_path: Path) -> None:
+def test_a_less_precise_model_is_audited_by_its_own_rounding(dtype: str, tmp_path: Path) -> None:
     model = dataclasses.replace(TINY, family="qwen2", kv_heads=1, dtype=dtype)
     job = dataclasses.replace(JOB, model=model)
     gate = test_rollout.Gate.of(job, CPU, tmp_path)

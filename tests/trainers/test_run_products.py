@@ -92,7 +92,7 @@ def test_every_forward_of_ppo_is_the_libraries(past: list[str], critic: bool) ->
     values = {"critic": reward_model("gpt2")} if critic else {}
     reference = perturbed(make_policy())
     trainer = PPOTrainer(
-        PPOConfig(batch_size=4, mini_batch_size=2),
+        PPOConfig(batch_size=4, mini_batch_size=2, accelerator_kwargs={"cpu": True}),
         make_policy(),
         reference,
         tiny.tokenizer(),
