@@ -65,7 +65,8 @@ class Run:
     def save(self, benchmark: str) -> None:
         """Writes a benchmark's file with all there is so far."""
         if self.folder:
-            self.saved[benchmark] = save(self.result(benchmark), self.folder)
+            saved = self.saved.get(benchmark)
+            self.saved[benchmark] = save(self.result(benchmark), self.folder, saved)
 
     def obstacle(self, case: Case) -> str | None:
         """Why a case is not begun, which the result notes too."""

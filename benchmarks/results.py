@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -116,9 +117,12 @@ def place(result: Result) -> Path:
     return Path(folder) / f"{result['date']}-{result['commit']}-{result['benchmark']}.json"
 
 
-def save(result: Result, folder: Path) -> Path:
-    """Writes a result to its place below the folder of all results."""
-    path = folder / place(result)
+def save(result: Result, folder: Path, saved: Path | None = None) -> Path:
+    """Writes a result to its place below the folder of all results: beside an earlier run's of the
+    same day and commit, and over what this run has `saved` of it so far."""
+    first = folder / place(result)
+    others = (first.with_stem(f"{first.stem}-{n}") for n in itertools.count(2))
+    path = saved or next(x for x in itertools.chain([first], others) if not x.exists())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path

@@ -203,6 +203,15 @@ def test_two_results_are_compared_by_their_ratios(checkout, capsys) -> None:
     )
 
 
+def test_a_run_writes_over_its_own_results_alone(checkout) -> None:
+    first, again = (results.save(a_result(seconds=s), checkout.results) for s in (1.0, 2.0))
+    assert (again.parent, again.name) == (first.parent, f"{first.stem}-2.json")
+    kept = first.read_text()
+    assert results.save(a_result(seconds=3.0), checkout.results, again) == again
+    assert first.read_text() == kept != again.read_text()
+    assert sorted(first.parent.glob(f"{first.stem}*")) == [again, first]
+
+
 def test_a_terminal_shows_every_phase_goal_and_absentee() -> None:
     entry = a_result()["entries"][0]
     text = terminal.render(entry, "cpu")
