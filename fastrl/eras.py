@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import importlib.util
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,7 +78,7 @@ def _at_least_one(count: Any, given: Mapping[str, Any]) -> None:
         raise ValueError("must be a whole number of at least 1")
 
 
-_NOTHING_TO_CLEAR = "a run adds to its folder, and removes no checkpoint but by save_total_limit"
+_NOTHING_TO_CLEAR = "a run puts what an earlier one has left in its folder aside, and removes none"
 _DEVICE = "accelerate chooses the device; use_cpu=True takes the CPU"
 _ONE_FORMAT = "weights are saved as safetensors"
 _PRECISION = "bf16 and fp16 say it all"
@@ -264,12 +266,38 @@ class OfEveryEra(type):
     since a field would be a flag, and a program may have a flag of that name itself."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
+        _check_names(cls, given)
         given = {**_THEIRS.get(cls, {}), **flags_of(cls), **given}
         now, kept = todays(cls, given)
         self: Any = cls.__new__(cls)  # type: ignore[call-overload]
         vars(self).update(kept, _given={k: v for k, v in given.items() if k in eras_of(cls)})
         self.__init__(*args, **now)
         return self
+
+
+def _check_names(config: type, given: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        TypeError: a setting that no version has, with the nearest.
+        ValueError: two values, by an old name and by today's.
+    """
+    taken = inspect.signature(config.__init__).parameters  # type: ignore[misc]
+    any_name = any(x.kind is x.VAR_KEYWORD for x in taken.values())
+    eras, own = eras_of(config), _name_of(config)
+    for name, value in given.items():
+        era = eras.get(name)
+        if name not in taken and era is None and not any_name:
+            near = difflib.get_close_matches(name, [*taken, *eras], n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{own} has no setting {name!r}{hint}")
+        if era is None or not era.is_plain or era.kind != RENAMED or value is None:
+            continue
+        now = given.get(era.today)  # parsers of command lines give defaults, too
+        if now not in (None, value, getattr(config, era.today, None)):
+            raise ValueError(
+                f"{own} has {name}={value!r} and {era.today}={now!r}, which are one setting: leave "
+                f"{name} out"
+            )
 
 
 def todays(

@@ -1,5 +1,5 @@
 """The tables of docs/trl_programs.md: settings of other versions, from fastrl.eras, and methods of
-TRL's trainers, from fastrl.overrides.
+TRL's trainers, from fastrl.overrides; trainers that fastrl has not, from fastrl.programs.names.
 
 python docs/.api/eras.py        writes them into the page (`make docs` does)
 """
@@ -7,14 +7,16 @@ python docs/.api/eras.py        writes them into the page (`make docs` does)
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from fastrl.eras import ERAS, IDLE, KEPT, REFUSED, RENAMED, Era
 from fastrl.overrides import CALLED, NOT_CALLED
+from fastrl.programs.names import INSTEAD
 
 PAGE = Path(__file__).parents[1] / "trl_programs.md"
 _BLOCK = re.compile(
-    r"^(<!-- (eras|overrides) -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)", re.MULTILINE
+    r"^(<!-- (eras|overrides|instead) -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)", re.MULTILINE
 )
 _WHAT = {
     RENAMED: "`{}`",
@@ -65,8 +67,8 @@ def methods() -> list[tuple[str, str, str]]:
     ]
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, str, str]]) -> str:
-    every = [head, ("---", "---", "---"), *rows]
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    every = [head, ("---",) * len(head), *rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in every)
 
 
@@ -74,6 +76,7 @@ def render(text: str) -> str:
     tables = {
         "eras": table(("setting", "of", "becomes"), rows()),
         "overrides": table(("method", "of", "becomes"), methods()),
+        "instead": table(("trainer", "use"), [(f"`{x}Trainer`", y) for x, y in INSTEAD.items()]),
     }
     return _BLOCK.sub(lambda found: found[1] + tables[found[2]], text)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastrl.commands.flags import own_parser
-from fastrl.programs.migrate import AS_IT_IS, UNKNOWN, Outcome, read_program, rewritten
+from fastrl.programs.migrate import AS_IT_IS, THERE, UNKNOWN, Outcome, read_program, rewritten
 from fastrl.run.files import free_name, write_file
 from fastrl.run.terminal import plain, run_console
 
@@ -70,8 +70,13 @@ def _write(path: Path, source: str, findings: list[Outcome]) -> None:
     console, changed = run_console(), rewritten(source, findings)
     if changed == source:
         console.print("nothing to change")
-        return
-    kept = free_name(path, "before")
-    write_file(kept, source)
-    write_file(path, changed)
-    console.print(plain(f"written: {path}; as it was: {kept}"), soft_wrap=True)
+    else:
+        kept = free_name(path, "before")
+        write_file(kept, source)
+        write_file(path, changed)
+        console.print(plain(f"written: {path}; as it was: {kept}"), soft_wrap=True)
+    left = sorted({x.line for x in findings if x.kind == THERE})
+    if left:
+        lines = f"line{'s'[: len(left) > 1]} {', '.join(map(str, left))} of the old one"
+        told = f"left, as only fastrl run-trl runs them: {lines}; what to write is said above"
+        console.print(told, soft_wrap=True)

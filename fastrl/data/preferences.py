@@ -56,6 +56,7 @@ def prepare_pairs_of_ids(
         return _within(_cut(dataset, OF_A_PAIR, cuts, options), longest_prompt, options)
     _check(row, PAIR)
     if "prompt" not in row:
+        _warn_of_no_prompt(row)
         dataset = dataset.map(_split_row, with_indices=True, **options)
     dataset = dataset.map(
         _encode_pair, with_indices=True, fn_kwargs={"tokenizer": tokenizer}, **options
@@ -122,6 +123,18 @@ def _warn_of_equal_sides(dataset: Any) -> None:
             f"{len(equal)} of {len(dataset)} pairs have equal sides, such as row {equal[0]}: "
             "nothing is learned from them, leave them out",
             stacklevel=5,
+        )
+
+
+def _warn_of_no_prompt(row: Mapping[str, Any]) -> None:
+    """Where texts begin with nothing in common, a column that is not read may be the prompt."""
+    others = [name for name, x in row.items() if name not in PAIR and isinstance(x, str)]
+    if others and isinstance(row["chosen"], str) and not split_prompt(row)["prompt"]:
+        warnings.warn(
+            f"the data set has no column prompt, and chosen and rejected begin with nothing in "
+            f"common: their prompts are empty, and {', '.join(others)} is not read. Where that is "
+            f"the prompt: dataset.rename_column({others[0]!r}, 'prompt')",
+            stacklevel=4,
         )
 
 

@@ -223,6 +223,10 @@ def model_identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     plain = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(getattr(x, "task_type", None) == "SEQ_CLS" for x in adapters):
+        # The head that PEFT has put a trained copy in front of: drawn anew each time, never run.
+        plain = {name: p for name, p in plain.items() if ".original_module." not in name}
     frozen = {**plain, **scales(model)}
     return {
         "model": type(getattr(model, "pretrained_model", model)).__name__,

@@ -89,10 +89,12 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
             "learn the values"
         )
     known = critic.pretrained_model.get_input_embeddings().weight.shape[0]
-    if known < len(tokenizer):
+    of_texts = len(tokenizer) - (tokenizer.pad_token_id == len(tokenizer) - 1)
+    if known < of_texts:
         raise ValueError(
             f"the critic knows {known} tokens, and the tokenizer has {len(tokenizer)}: choose a "
-            "critic of the policy's family, which reads the same token ids"
+            "critic of the policy's family, which reads the same token ids, or give both models "
+            "the new tokens by resize_token_embeddings"
         )
     if critic.config.pad_token_id is None:
         critic.config.pad_token_id = tokenizer.pad_token_id

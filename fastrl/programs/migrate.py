@@ -18,13 +18,16 @@ from fastrl.settings import idle_settings, refusals
 
 _BITS = ("load_in_8bit", "load_in_4bit")
 AS_IT_IS, DEFAULT, UNKNOWN = "as it is", "another default", "not there"
+THERE = "with fastrl run-trl alone"
+_TODAY = "today: "
 
 
 class Outcome(NamedTuple):
     """What becomes of a name or a setting.
 
     Attributes:
-        kind: AS_IT_IS, "renamed", "kept", DEFAULT, "changes nothing", "refused" or UNKNOWN.
+        kind: AS_IT_IS, "renamed", "kept", DEFAULT, "changes nothing", "refused", UNKNOWN; or THERE,
+            which plain Python does not run.
         text: what to know of it.
         edit: the first and last place (line, column) of a text to be replaced, and what by.
     """
@@ -62,8 +65,10 @@ def read_program(source: str) -> list[Outcome]:
         elif isinstance(node, ast.FunctionDef) and node.name == "compute_loss":
             found += _of_compute_loss(node)
         elif isinstance(node, ast.Constant) and node.value == "return_all_scores":
-            text = f"with fastrl run-trl; {KEYWORDS['pipeline', 'return_all_scores']}"
-            found.append(Outcome(node.lineno, "return_all_scores", RENAMED, text))
+            text = _TODAY + KEYWORDS["pipeline", "return_all_scores"]
+            found.append(Outcome(node.lineno, "return_all_scores", THERE, text))
+        elif isinstance(node, ast.Assign):
+            found += _of_two_results(node)
     found += _imports_of(tree, found)
     return sorted(found, key=lambda x: (x.line, x.name))
 
@@ -104,7 +109,7 @@ def _of_import_from(node: ast.ImportFrom, renamed: dict[str, str]) -> Iterator[O
             known = False
             try:
                 find(alias.name)
-                yield Outcome(node.lineno, alias.name, KEPT, "with fastrl run-trl alone")
+                yield Outcome(node.lineno, alias.name, THERE)
             except AttributeError:
                 yield Outcome(
                     node.lineno, alias.name, UNKNOWN, missing(alias.name, str(node.module))
@@ -162,6 +167,17 @@ def _of_compute_loss(node: ast.FunctionDef) -> Iterator[Outcome]:
         edit = _behind([*given.args, *given.defaults], ", num_items_in_batch=None")
         text = "transformers passes num_items_in_batch, too"
         yield Outcome(node.lineno, "compute_loss", RENAMED, text, edit)
+
+
+def _of_two_results(node: ast.Assign) -> Iterator[Outcome]:
+    """TRL's log-probs and entropies of tokens, which the experts' loss has joined."""
+    name, (target, *_) = "_get_per_token_logps_and_entropies", node.targets
+    two = isinstance(target, ast.Tuple) and len(target.elts) == 2
+    if two and isinstance(node.value, ast.Call) and called(node.value) == name:
+        assert isinstance(target, ast.Tuple)
+        yield Outcome(
+            node.lineno, name, RENAMED, "it returns three", _behind([*target.elts], ", _")
+        )
 
 
 def _of_trainer(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
@@ -226,11 +242,27 @@ def _of_era(
     line, edit = keyword.value.lineno, None
     if era.kind == RENAMED and era.today == keyword.arg:
         return Outcome(line, full, AS_IT_IS, "some of its values have other names now")
-    if era.kind == RENAMED and era.is_plain and era.today not in given:
-        edit = _renamed(keyword, era.today)
+    if era.kind == RENAMED and era.today not in given:
+        edit = _of_value(node, keyword, era)
     elif era.kind == IDLE:
         edit = _without(node, keyword)
     return Outcome(line, full, era.kind, era.today, edit)
+
+
+def _of_value(
+    node: ast.Call, keyword: ast.keyword, era: Era
+) -> tuple[tuple[int, int], tuple[int, int], str] | None:
+    """The edit to today's setting and its value; None where that hangs on what the program
+    computes."""
+    if era.is_plain:
+        return _renamed(keyword, era.today)
+    if not isinstance(keyword.value, ast.Constant):
+        return None
+    beside = {x.arg: x.value.value for x in node.keywords if isinstance(x.value, ast.Constant)}
+    value = era.value(keyword.value.value, beside)  # type: ignore[arg-type]
+    if value is None:
+        return _without(node, keyword)
+    return _whole(keyword, f"{era.today}={value!r}")  # type: ignore[arg-type]
 
 
 def _taken_away(node: ast.Call) -> Iterator[Outcome]:
@@ -244,12 +276,15 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
             yield Outcome(node.lineno, "apply_chat_template", RENAMED, told, behind)
     for keyword in node.keywords:
         if called(node) == "TrainingArguments" and keyword.arg in TRAINING:
-            full = f"TrainingArguments({keyword.arg}=)"
-            yield _of_era(node, keyword, full, TRAINING[keyword.arg], {*given})
+            full, era = f"TrainingArguments({keyword.arg}=)", TRAINING[keyword.arg]
+            outcome = _of_era(node, keyword, full, era, {*given})
+            if era.kind in (RENAMED, KEPT) and outcome.edit is None and era.today != keyword.arg:
+                outcome = outcome._replace(kind=THERE, text=_TODAY + era.today)
+            yield outcome
             continue
         text = KEYWORDS.get((called(node), str(keyword.arg)))
         if text is not None:
-            full, today = f"{called(node)}({keyword.arg}=)", text.removeprefix("today: ")
+            full, today = f"{called(node)}({keyword.arg}=)", text.removeprefix(_TODAY)
             edit = None
             if today.isidentifier():
                 edit = _renamed(keyword, today)
@@ -257,8 +292,8 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
                 edit = _without(node, keyword)
             elif str(keyword.arg) in _BITS:
                 edit = _of_bits(keyword)
-            told = f"now {today}" if edit else f"with fastrl run-trl; {text}"
-            yield Outcome(keyword.value.lineno, full, RENAMED, told, edit)
+            told = f"now {today}" if edit else _TODAY + today
+            yield Outcome(keyword.value.lineno, full, RENAMED if edit else THERE, told, edit)
 
 
 def _behind(nodes: list[Any], text: str) -> tuple[tuple[int, int], tuple[int, int], str]:

@@ -25,6 +25,26 @@ HOMES: dict[str, str] = {
         ),
         "fastrl.core",
     ),
+    **dict.fromkeys(("AdaptiveKLController", "FixedKLController"), "fastrl.learn.kl"),
+    **dict.fromkeys(
+        (
+            *("selective_log_softmax", "pad", "listify_batch", "disable_dropout_in_model"),
+            *("unwrap_model_for_generation", "profiling_decorator", "profiling_context"),
+        ),
+        "fastrl.scripts.helpers",
+    ),
+}
+# Of trainers that fastrl has not: what does their work.
+INSTEAD = {
+    "ORPO": "fastrl align --loss orpo",
+    "CPO": "fastrl align --loss simpo or orpo, which know no reference either",
+    "BCO": "DPOTrainer with loss_type='bco_pair', or KTOTrainer",
+    "OnlineDPO": "fastrl align --loss dpo --task online-pairwise",
+    "NashMD": "fastrl align --task online-pairwise, with another loss",
+    "XPO": "fastrl align --task online-pairwise, with another loss",
+    "GKD": "nothing yet; SFTTrainer on the teacher's responses is nearest",
+    "PRM": "nothing yet; RewardTrainer judges whole responses",
+    "Iterative": "SFTTrainer, or PPOTrainer.step for rewards",
 }
 MODULES = (
     "trl",
@@ -40,6 +60,7 @@ MODULES = (
     "trl.extras",
     "trl.extras.best_of_n_sampler",
     "trl.extras.dataset_formatting",
+    "trl.extras.profiling",
     "trl.import_utils",
     "trl.models",
     "trl.models.modeling_base",
@@ -54,7 +75,7 @@ MODULES = (
     "trl.trainer.utils",
     *(
         f"trl.trainer.{method}_{kind}"
-        for method in ("dpo", "grpo", "kto", "ppo", "reward", "rloo", "sft")
+        for method in ("dpo", "grpo", "kto", "ppo", "ppov2", "reward", "rloo", "sft")
         for kind in ("trainer", "config")
     ),
 )
@@ -66,6 +87,7 @@ _TOLD_BY: dict[str, tuple[set[str], dict[str, str]]] = {
     "PPOTrainer": ({"args", "processing_class", "value_model", "reward_model"}, SECOND_PPO),
     "RLOOTrainer": ({"policy", "ref_policy", "reward_model"}, FIRST_RLOO),
 }
+_NEAR = 0.75  # below it, letters in common mean little
 _AVAILABLE = re.compile(r"is_(\w+)_available")
 
 
@@ -128,8 +150,13 @@ def _asked_of_transformers(package: str) -> str | None:
 
 def missing(name: str, where: str = "trl") -> str:
     """Says that fastrl lacks a name of TRL's, and what is nearest."""
+    method = next(
+        (x for x in INSTEAD if name in (f"{x}Trainer", f"{x}Config", f"{x.lower()}_trainer")), None
+    )
+    if method is not None:
+        return f"fastrl has no {name} of {where}: use {INSTEAD[method]}"
     known = [*HOMES, *(module.rpartition(".")[2] for module in MODULES)]
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
     return f"fastrl has no {name} of {where}" + (f": the nearest is {near[0]}" if near else "")
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from fastrl.eras import TRAINING, flags_of, flags_taken, of_another_era, todays
 
 _GONE: set[str] = set()  # of which a warning was given
+_ALL_SCORES = "top_k=None, which sorts by score: pick what is meant by its label, not by its place"
 
 
 class Served(NamedTuple):
@@ -51,10 +52,19 @@ def _wrapped(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], Any]:
     return made
 
 
-def _all_scores(given: dict[str, Any]) -> None:
-    if "return_all_scores" in given:
-        _say("return_all_scores", "top_k=None (True) or top_k=1 (False)")
-        given["top_k"] = None if given.pop("return_all_scores") else 1
+def _all_scores(now: Any) -> Any:
+    """``TextClassificationPipeline._sanitize_parameters`` with ``return_all_scores``, whose scores
+    are in the order of the labels; those of ``top_k=None`` are sorted."""
+
+    @functools.wraps(now)
+    def then(self: Any, *args: Any, return_all_scores: bool | None = None, **given: Any) -> Any:
+        before, forward, after = now(self, *args, **given)
+        if return_all_scores is not None:
+            _say("return_all_scores", _ALL_SCORES)
+            after["top_k"] = None if return_all_scores else 1
+        return before, forward, after
+
+    return then
 
 
 def _chat_template(now: Any) -> Any:
@@ -161,8 +171,7 @@ def _alias(home: str, name: str, old: str) -> Callable[[Any], Any]:
 
 
 SERVED = (
-    Served("transformers", "pipeline", _wrapped(_all_scores)),
-    Served("transformers.pipelines.base:Pipeline", "__call__", _wrapped(_all_scores)),
+    Served("transformers:TextClassificationPipeline", "_sanitize_parameters", _all_scores),
     Served("transformers.modeling_utils:PreTrainedModel", "from_pretrained", _from_pretrained),
     Served(
         "transformers.models.auto.auto_factory:_BaseAutoModelClass",
@@ -204,7 +213,7 @@ SERVED = (
 )
 # Keywords that are served, by the call that had them.
 KEYWORDS = {
-    ("pipeline", "return_all_scores"): "top_k=None is the same as True, top_k=1 as False",
+    ("pipeline", "return_all_scores"): _ALL_SCORES,
     ("from_pretrained", "load_in_8bit"): "today: quantization_config=BitsAndBytesConfig(...)",
     ("from_pretrained", "load_in_4bit"): "today: quantization_config=BitsAndBytesConfig(...)",
     ("from_pretrained", "use_auth_token"): "today: token",

@@ -89,8 +89,8 @@ def _warn_of_a_single_process() -> None:
     """Once: it is found in several places."""
     warnings.warn(
         "accelerate launch was told to start several processes, and has started one, as it does "
-        "with --cpu or without GPUs: add --multi_gpu, which starts them on CPUs, too, or use "
-        "torchrun --nproc-per-node",
+        "with --cpu or without GPUs: give --multi_gpu in place of --cpu, which starts them on "
+        "CPUs, too, or use torchrun --nproc-per-node",
         stacklevel=3,
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 import fastrl_kernels
+from fastrl.core import set_seed
 from fastrl.data import reads_eos
 from fastrl.data.choose_padding import classifier_side, rewards_of_samples
 from fastrl.data.collators import ID_COLUMNS, SIDES, RewardDataCollatorWithPadding, both_sides
@@ -189,6 +190,7 @@ class RewardTrainer(SupervisedTrainer):
         self._padded_on: str | None = "right"  # what has to be padded
         self._reads_eos: bool | None = None
         self._scores_at_eos = False  # as encoder–decoders' classifiers do
+        set_seed(args.seed)  # new weights are drawn: a head's, an adapter's
         if model is not None:
             path, model = model, load_if_path(model, load_reward_model, args)
             if is_path(path):

@@ -13,6 +13,7 @@ from transformers import BatchEncoding, DataCollatorForLanguageModeling
 from transformers.trainer_utils import IntervalStrategy
 
 from fastrl.config import parse_json
+from fastrl.core import set_seed
 from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
 from fastrl.data.padding_free import join_texts, right_padded
@@ -243,6 +244,7 @@ class SFTTrainer(SupervisedTrainer):
         self._settings, self._peft_config = args, peft_config
         self._virtual: int | None = None
         self.aux_loss_enabled, self.router_aux_loss_coef = False, 0.0
+        set_seed(args.seed)  # new weights are drawn: an adapter's
         if model is not None:
             model = self.prepare_model(
                 load_if_path(model, load_language_model, args, trainable=True)

@@ -15,7 +15,7 @@ from fastrl_kernels.preference import F_DIVERGENCES
 TRUNCATIONS = ("keep_start", "keep_end")
 # TRL's names that are others here, or mean options of their own.
 _TRLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sigmoid": ("dpo", {"label_smoothing": 0.0}),
+    "sigmoid": ("dpo", {}),
     "ipo": ("ipo", {"length_means": True}),
 }
 
@@ -57,7 +57,7 @@ class DPOConfig(PreferenceConfig):
     )
     f_alpha_divergence_coef: float = setting("α of alpha_divergence.", 0.5, within="(-inf, inf)")
     label_smoothing: float = setting(
-        "Share of swapped labels, for losses that read one, not sigmoid.", 0.0, within="[0, 1]"
+        "Share of swapped labels, for losses that read one.", 0.0, within="[0, 1]"
     )
     use_weighting: bool = setting("Weigh pairs by the policy's probability of them (WPO).", False)
     discopop_tau: float = setting("Temperature of discopop's mixture.", 0.05, within="(0, inf)")
@@ -83,10 +83,16 @@ class DPOConfig(PreferenceConfig):
         for row, options in rows.values():
             try_on_a_pair(partial(row, **options))
         smoothed = [name for name, row in PAIR_LOSSES.items() if "label_smoothing" in row.defaults]
-        if self.label_smoothing and not set(smoothed) & set(self.loss_type):
+        if self.label_smoothing and "sigmoid" in self.loss_type:
+            warnings.warn(
+                f"label_smoothing={self.label_smoothing} smooths the labels of sigmoid, as in TRL "
+                "before 1.0; TRL 1.x ignores it: leave it out for the loss without",
+                stacklevel=3,
+            )
+        elif self.label_smoothing and not set(smoothed) & set(self.loss_type):
             warnings.warn(
                 f"label_smoothing is ignored by {', '.join(self.loss_type)}, as in TRL: it is read "
-                f"by {', '.join(smoothed)}",
+                f"by sigmoid, {', '.join(smoothed)}",
                 stacklevel=3,
             )
         together = [name for name, (row, _) in rows.items() if row.reads == "batch"]

@@ -7,6 +7,7 @@ and what it returns is learned from.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -231,10 +232,20 @@ class OnlineMethods:
             torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1)
             for name in ("ids", "mask")
         )
-        width = inputs["completion_ids"].shape[1]
-        return self._get_per_token_logps_and_entropies(
-            model, ids, mask, width, compute_entropy=entropy, compute_aux_loss=aux
+        asked = {"compute_entropy": entropy, "compute_aux_loss": aux}
+        method: Any = self._get_per_token_logps_and_entropies
+        taken = inspect.signature(method).parameters  # versions before 1.16 know no experts' loss
+        if not any(x.kind is x.VAR_KEYWORD for x in taken.values()):
+            asked = {name: x for name, x in asked.items() if name in taken}
+        logps, entropies, *aux_loss = method(
+            model, ids, mask, inputs["completion_ids"].shape[1], **asked
         )
+        if aux and not aux_loss:
+            raise ValueError(
+                f"{LOGPROBS} returned no loss of the experts, which router_aux_loss_coef weighs: "
+                "return it as the third result, or set router_aux_loss_coef=0"
+            )
+        return logps, entropies, aux_loss[0] if aux_loss else None
 
 
 class OwnLogprobs(ResponseScorer):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
+from fastrl.core import set_seed
 from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.preferences import PairCollator, completions_of
 from fastrl.data.tables import is_stream
@@ -80,6 +81,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
                 "model and ref_model are the same object: leave out ref_model, and a copy is made"
             )
         self._peft_config = peft_config
+        set_seed(args.seed)  # new weights are drawn: an adapter's
         path = model
         model = loaded(model, args, quantization_config)
         tokenizer = padding_tokenizer(processing_class, path if is_path(path) else model, args)

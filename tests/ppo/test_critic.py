@@ -485,6 +485,15 @@ def test_what_cannot_be_a_critic_is_refused(critic, settings, error, message) ->
         critic_trainer(critic(), **settings)
 
 
+def test_a_critic_need_not_know_the_token_of_padding() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    critic = classifier(vocab_size=len(tokenizer) - 1)
+    config = PPOConfig(batch_size=BATCH, mini_batch_size=2)
+    trainer = PPOTrainer(config, make_policy(), None, tokenizer, critic=critic)
+    assert math.isfinite(trainer.step(**make_batch())["ppo/loss/total"])
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_critic_of_the_policys_own_layers_is_refused(frozen: bool) -> None:
     """Frozen ones, under adapters of both, may be the same."""

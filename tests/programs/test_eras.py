@@ -95,6 +95,13 @@ def test_what_changes_nothing_is_said_and_what_cannot_be_is_refused(
                 config(name, tmp_path, **{old: "other"})
 
 
+def test_two_values_of_one_setting_and_names_of_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_seq_length=5 and max_length=6, which are one"):
+        config("SFTConfig", tmp_path, max_seq_length=5, max_length=6)
+    with pytest.raises(TypeError, match=r"no setting 'max_lenght': did you mean 'max_length'\?"):
+        config("SFTConfig", tmp_path, max_lenght=5)
+
+
 @pytest.mark.parametrize("bad", [0, -1, True, "4", 2.5])
 def test_lengths_are_counts(bad: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_prompt_length must be a whole number of at least 1"):

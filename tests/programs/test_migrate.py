@@ -9,7 +9,7 @@ import pytest
 
 from fastrl.cli import main
 from fastrl.eras import DEFAULTS
-from fastrl.programs.migrate import read_program, rewritten
+from fastrl.programs.migrate import THERE, read_program, rewritten
 
 PROGRAM = """\
 import os
@@ -138,7 +138,27 @@ def test_what_transformers_calls_otherwise_is_changed() -> None:
     assert changed[4:] == program.splitlines()[4:]
     (left,) = read_program("\n".join(changed))
     assert (left.line, left.name, left.edit) == (6, "return_all_scores", None)
-    assert left.text.startswith("with fastrl run-trl")
+    assert (left.kind, left.text[:18]) == (THERE, "today: top_k=None,")
+
+
+def test_settings_of_transformers_own_arguments_are_written_anew_or_named(
+    tmp_path: Path, capsys: Any
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "args = TrainingArguments('out', warmup_ratio=0.1, group_by_length=True, no_cuda=True)\n"
+        "args = TrainingArguments('out', group_by_length=False, warmup_ratio=ratio)\n"
+        "logps, entropies = self._get_per_token_logps_and_entropies(model, ids, mask, 3)\n"
+    )
+    assert main(["migrate", str(script), "--write"]) == 0
+    assert script.read_text() == (
+        "args = TrainingArguments('out', warmup_steps=0.1, "
+        "train_sampling_strategy='group_by_length', use_cpu=True)\n"
+        "args = TrainingArguments('out', warmup_ratio=ratio)\n"
+        "logps, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, mask, 3)\n"
+    )
+    said = capsys.readouterr().out
+    assert "left, as only fastrl run-trl runs them: line 2 of the old one" in said
 
 
 def test_methods_that_training_does_not_call_are_told() -> None:

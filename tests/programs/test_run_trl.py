@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import fastrl
@@ -16,6 +17,7 @@ from fastrl.eras import other_defaults
 from fastrl.programs.names import HOMES, MODULES, find, of_its_time
 from tests import tiny_models
 from tests.golden import tiny
+from tests.trainers.conftest import reward_model
 
 
 @pytest.fixture
@@ -122,6 +124,38 @@ def test_what_was_taken_away_is_served_and_gone_behind(run: Any, model: Path) ->
     assert transformers.Trainer.__init__ is before["init"]
     assert transformers.TrainingArguments.__init__ is before["arguments"]
     assert not hasattr(transformers, "AdamW")
+
+
+def test_all_scores_of_a_classifier_are_in_the_order_of_its_labels(
+    run: Any, tmp_path: Path
+) -> None:
+    classifier = reward_model("gpt2", num_labels=3)
+    with torch.no_grad():
+        classifier.score.weight.copy_(torch.tensor([[1.0], [-1.0], [0.5]]).expand(-1, 16))
+    classifier.save_pretrained(tmp_path / "classifier")
+    tiny.tokenizer().save_pretrained(tmp_path / "classifier")
+    said, status = run(
+        "from transformers import pipeline\n"
+        f"words = dict(model={str(tmp_path / 'classifier')!r}, return_all_scores=True)\n"
+        "pipe = pipeline('text-classification', function_to_apply='none', **words)\n"
+        "own, at_call = pipe(['w3 w4']), pipeline('text-classification', model=words['model'])\n"
+        "print([x['label'] for x in own[0]], [x['score'] for x in own[0]])\n"
+        "print(at_call(['w3 w4'], return_all_scores=True, function_to_apply='none') == own)\n"
+        "print(at_call('w3 w4', return_all_scores=False))\n"
+    )
+    assert status == 0, said
+    labels, same, one = [line for line in said.splitlines() if line.startswith(("[", "True"))][:3]
+    assert labels.startswith("['LABEL_0', 'LABEL_1', 'LABEL_2']")  # whose scores are not sorted
+    assert same == "True"
+    assert one.count("LABEL") == 1
+    assert said.count("return_all_scores is gone") == 1
+
+
+def test_trainers_that_fastrl_lacks_have_what_does_their_work(run: Any) -> None:
+    said, _ = run("from trl import ORPOTrainer")
+    assert "no ORPOTrainer of trl: use fastrl align --loss orpo" in said
+    said, _ = run("from trl import AlignPropTrainer")
+    assert said.rstrip().endswith("no AlignPropTrainer of trl")
 
 
 def test_defaults_are_trls_there_and_named_elsewhere(run: Any, tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def test_a_launcher_that_starts_one_process_for_several_is_warned_of(monkeypatch
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     connect_cpus()
     monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.warns(UserWarning, match="several processes, and has started one.*--multi_gpu"):
+    with pytest.warns(
+        UserWarning, match="several processes, and has started one.*--multi_gpu in place of --cpu"
+    ):
         connect_cpus()
     monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun's
     connect_cpus()

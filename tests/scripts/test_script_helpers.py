@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import GenerationConfig
 
 import fastrl
+from fastrl.scripts import helpers
 from fastrl.scripts.callbacks import LogCompletionsCallback
 from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
@@ -199,3 +200,21 @@ def test_completions_are_logged(tmp_path: Path) -> None:
     assert rows["prompt"][:] == held_out["prompt"][:2]
     with pytest.raises(ValueError, match="needs an eval_dataset with a column prompt"):
         LogCompletionsCallback(test_dpo.trainer(tmp_path))
+
+
+def test_functions_of_trls_insides_give_what_theirs_do() -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    torch.manual_seed(0)
+    logits, index = torch.randn(2, 5, 11), torch.randint(11, (2, 5))
+    for given in ((index,), (index, 0.7), (index, 1.0, index > 3), (torch.stack([index] * 3, -1),)):
+        found = helpers.selective_log_softmax(logits, *given)
+        torch.testing.assert_close(found, utils.selective_log_softmax(logits, *given))
+    rows = [torch.ones(3, 2), torch.zeros(1, 4)]
+    for options in ({}, {"padding_value": 7, "padding_side": "left", "pad_to_multiple_of": 4}):
+        assert torch.equal(helpers.pad(rows, **options), utils.pad(rows, **options))
+    with pytest.raises(ValueError, match="padding_side must be 'left' or 'right'"):
+        helpers.pad(rows, padding_side="middle")
+    assert [x.shape for x in helpers.listify_batch(index)] == [(1, 5)] * 2
+    named = helpers.profiling_decorator(helpers.pad)
+    assert named.__name__ == "pad"
+    assert torch.equal(named(rows), helpers.pad(rows))

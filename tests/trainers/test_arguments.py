@@ -111,6 +111,55 @@ def test_adapters_train_and_what_is_below_them_does_not(make_sft: Make, make_rew
     assert any("score.modules_to_save" in name for name in moved)
 
 
+def test_new_weights_are_those_of_the_seed(
+    make_sft: Make, make_reward: Make, tmp_path: Path
+) -> None:
+    """Whatever was drawn before; a reward model's head and its original, too."""
+    folder = tmp_path / "model"
+    tiny_models.language_model().save_pretrained(folder)
+
+    def made(seed: int) -> list[dict[str, Any]]:
+        torch.manual_seed(next(drawn))
+        adapter = tiny_models.lora(init_lora_weights="gaussian")
+        sft = make_sft(peft_config=adapter, seed=seed)
+        dpo = fastrl.DPOTrainer(
+            tiny_models.language_model(),
+            args=fastrl.DPOConfig(str(tmp_path), seed=seed, use_cpu=True, report_to="none"),
+            train_dataset=pairs(),
+            processing_class=tiny.tokenizer(),
+            peft_config=adapter,
+        )
+        reward = make_reward(
+            str(folder), peft_config=tiny_models.lora(task_type="SEQ_CLS"), seed=seed
+        )
+        return [weights(x.model) for x in (sft, dpo, reward)]
+
+    drawn = iter(range(3))
+    first, again, other = made(0), made(0), made(1)
+    for kind in range(3):
+        assert all(torch.equal(x, again[kind][name]) for name, x in first[kind].items())
+        assert any(not torch.equal(x, other[kind][name]) for name, x in first[kind].items())
+
+
+def test_a_reward_model_resumes_whatever_its_first_head_was(
+    make_reward: Make, tmp_path: Path
+) -> None:
+    """PEFT keeps the head that it trains a copy of."""
+
+    def made(folder: str) -> Any:
+        model = reward_model("gpt2")
+        with torch.no_grad():
+            model.score.weight.normal_()
+        saves: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        saves |= {"output_dir": str(tmp_path / folder)}
+        return make_reward(model, peft_config=tiny_models.lora(task_type="SEQ_CLS"), **saves)
+
+    made("whole").train()
+    resumed = made("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+
+
 def test_an_adapter_of_another_task_leaves_the_reward_layer_frozen_and_says_so(
     make_reward: Make,
 ) -> None:

@@ -87,6 +87,21 @@ def test_a_loss_follows_the_formula(tmp_path, kind):
     assert made.state.log_history[0]["loss"] == pytest.approx(expected, rel=2e-5, abs=2e-5)
 
 
+def test_sigmoid_smooths_labels_and_says_that_trl_1_does_not(tmp_path):
+    with pytest.warns(UserWarning, match="label_smoothing=0.2 smooths the labels of sigmoid"):
+        made = one_step(tmp_path, loss_type=["sigmoid"], label_smoothing=0.2)
+    same = one_step(tmp_path, loss_type=["cdpo"], label_smoothing=0.2)
+    plain = one_step(tmp_path, loss_type=["sigmoid"])
+    found, cdpo, without = (x.state.log_history[0]["loss"] for x in (made, same, plain))
+    assert found == cdpo != without
+
+
+def test_a_data_set_whose_prompts_have_another_name_is_warned_of(tmp_path):
+    rows = [{"question": "w3", "chosen": "w4", "rejected": " w5"}] * 2
+    with pytest.warns(UserWarning, match=r"rename_column\('question', 'prompt'\)"):
+        trainer(tmp_path, train_dataset=Dataset.from_list(rows))
+
+
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 40}])
 def test_a_step_without_padding_or_in_passes_is_the_same(tmp_path, settings):
     expected = weights(one_step(tmp_path).model)

@@ -228,6 +228,30 @@ def test_a_subclass_learns_what_trls_does(
         torch.testing.assert_close(ours[name], x, rtol=0, atol=1e-5)
 
 
+def of_trl_0(base: type) -> type:
+    """:func:`own_logprobs` as TRL before 1.9 had it."""
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def _get_per_token_logps_and_entropies(
+            self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int,
+            batch_size: int | None = None, compute_entropy: bool = False,
+        ) -> Any:  # fmt: skip
+            given = model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy
+            logps, entropies, _ = super()._get_per_token_logps_and_entropies(*given)
+            return logps * 0.5, entropies
+
+    return Own
+
+
+def test_log_probs_of_an_older_trl_are_learned_from(tmp_path: Path) -> None:
+    changes = {"old": of_trl_0, "new": own_logprobs}
+    old, new = (
+        weights(trained(fastrl, "GRPO", x, tmp_path / name, **REPEATED).model)
+        for name, x in changes.items()
+    )
+    assert all(torch.equal(x, new[name]) for name, x in old.items())
+
+
 class Plain:
     pass
 

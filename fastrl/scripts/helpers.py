@@ -1,0 +1,102 @@
+"""Small functions that programs take from TRL's insides, and subclasses of its trainers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.models.utils import without_dropout
+from fastrl_kernels import token_logprobs
+
+
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor:
+    """log softmax(z/T)[y], fp32 and differentiable, of the shape of ``index``.
+
+    Args:
+        logits: [..., V].
+        index: [...], or [..., K] for several tokens of each place.
+        temperature: T > 0.
+        row_mask: of the shape of ``index``; 0 where the result is to be 0.
+    """
+    mask = torch.ones_like(index, dtype=torch.bool) if row_mask is None else row_mask.bool()
+    if index.dim() < logits.dim():
+        return token_logprobs(logits, index, temperature=temperature, mask=mask)
+    pairs = zip(index.unbind(-1), mask.unbind(-1), strict=True)
+    return torch.stack(
+        [token_logprobs(logits, y, temperature=temperature, mask=m) for y, m in pairs], -1
+    )
+
+
+def pad(
+    tensors: Sequence[Tensor],
+    padding_value: float = 0,
+    padding_side: str = "right",
+    pad_to_multiple_of: int | None = None,
+) -> Tensor:
+    """Tensors [T_i, ...] as one, [B, T, ...], filled up to the largest of each dimension.
+
+    Args:
+        padding_side: "left" or "right", of the first dimension; others are filled on the right.
+        pad_to_multiple_of: of T.
+
+    Raises:
+        ValueError: another side.
+    """
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}")
+    length, *rest = (max(sizes) for sizes in zip(*(x.shape for x in tensors), strict=True))
+    length = -(-length // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
+    found = tensors[0].new_full((len(tensors), length, *rest), padding_value)
+    for row, x in zip(found, tensors, strict=True):
+        begin = length - len(x) if padding_side == "left" else 0
+        row[(slice(begin, begin + len(x)), *map(slice, x.shape[1:]))] = x
+    return found
+
+
+def listify_batch(tensor: Tensor) -> list[Tensor]:
+    """The rows of a tensor [B, ...], each [1, ...]."""
+    return list(tensor.split(1))
+
+
+def disable_dropout_in_model(model: nn.Module) -> None:
+    """Sets all dropout of a model to 0."""
+    without_dropout(model)
+
+
+@contextmanager
+def unwrap_model_for_generation(
+    model: nn.Module, accelerator: Any, gather_deepspeed3_params: bool = True
+) -> Iterator[Any]:
+    """The model as it generates, with whole weights where they are spread over processes.
+
+    Args:
+        model: as ``accelerator`` has prepared it.
+        gather_deepspeed3_params: of ZeRO-3, which fastrl refuses.
+    """
+    from fastrl.models.sharding import whole_weights
+
+    with whole_weights(model):
+        yield accelerator.unwrap_model(model)
+
+
+def profiling_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, under a name for torch's profiler; where time goes is in a run's metrics."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **given: Any) -> Any:
+        with torch.profiler.record_function(function.__qualname__):
+            return function(*args, **given)
+
+    return named
+
+
+def profiling_context(trainer: Any, name: str) -> Any:
+    """A context under a name for torch's profiler, as :func:`profiling_decorator`."""
+    return torch.profiler.record_function(f"{type(trainer).__name__}.{name}")
