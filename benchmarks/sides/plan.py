@@ -154,7 +154,7 @@ def measured(shape: dict[str, Any]) -> int:
 
 
 def run_step(shape: dict[str, Any], folder: str) -> None:
-    """Trains for two optimizer steps, or a batch of them."""
+    """Trains for two optimizer steps, or two batches of responses."""
     from transformers import AutoModelForCausalLM
 
     from benchmarks.models import word_tokenizer
@@ -219,10 +219,10 @@ def _policy_gradient(
     group, batch = settings.group_size, shape["batch"]
     queries = [torch.tensor(_ids(shape["prompt"], i // group)) for i in range(batch)]
     sampling = {"max_new_tokens": shape["response"], "min_new_tokens": shape["response"]}
-    responses = trainer.rollouts.sample(queries[::group], sampling, samples=group, seed=0).sequences
     scores = [torch.tensor(float(i % 4)) for i in range(batch)]
-    for _ in range(2):
-        trainer.step(queries, responses, scores)
+    for _ in range(2):  # the second beside the optimizer's state
+        sampled = trainer.rollouts.sample(queries[::group], sampling, samples=group, seed=0)
+        trainer.step(queries, sampled.sequences, scores)
 
 
 def _ids(count: int, start: int) -> list[int]:

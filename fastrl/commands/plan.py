@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from fastrl.commands.flags import parse
@@ -23,19 +24,20 @@ def run_plan(arguments: Sequence[str]) -> None:
         FileNotFoundError: a folder without a model's configuration.
         ValueError: settings that the method's trainer refuses.
     """
-    run = planned_run(arguments)
-    plan = run.plan()
+    run, console = planned_run(arguments), run_console()
+    with console.status("planning") if not run.job.as_json else nullcontext():
+        plan = run.plan()
     if run.job.as_json:
         print(json.dumps({**plan.as_json(), "advice": list(_advice(run, plan))}, indent=1))
         return
-    console = run_console()
     console.print(plan.table())
     for name, value in plan.settings.items():
         console.print(f"{name.replace('_', ' ')}: {value}", highlight=False)
     for guess in plan.guesses:
         console.print(f"a guess: {guess}", highlight=False)
-    for line in _advice(run, plan):  # some take a while, as changed runs are planned
-        console.print(line, highlight=False)
+    with console.status("planning changed runs"):
+        for line in _advice(run, plan):
+            console.print(line, highlight=False)
 
 
 def _advice(run: PlannedRun, plan: Plan) -> Iterator[str]:

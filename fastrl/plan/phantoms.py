@@ -29,6 +29,7 @@ aten = torch.ops.aten
 # a phantom's zeros, whose logarithm is infinite.
 _SMALLEST = 512
 _SMALLEST_OF_INTEGERS = 1 << 24
+_LARGE_PRODUCT = 1 << 20
 # Linux then lets addresses be had for more than all memory; older Pythons do not name it.
 _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # What autograd's engine holds of a gradient that it alone has: of the tensor and of its storage,
@@ -121,6 +122,8 @@ class Phantoms(TorchDispatchMode):
                 return made
             if func in _WITHOUT_CONTENT:
                 return self._noted(func(*args, **kwargs).zero_(), given)
+        elif func in _OUTER_PRODUCTS and func(*_to_meta(args), **kwargs).numel() >= _LARGE_PRODUCT:
+            return self._shaped(func, args, kwargs, given)
         return self._noted(func(*args, **kwargs), given)
 
     def _made(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
@@ -300,6 +303,8 @@ _WITHOUT_CONTENT = {
     aten.new_empty_strided.default,
     aten.empty_like.default,
 }
+# Of token places and frequencies, whose sines are not worth their time.
+_OUTER_PRODUCTS = {aten.mul.Tensor, aten.bmm.default}
 _OVERWRITING = {aten.copy_.default, aten.index_put_.default, aten.index_copy_.default}
 # Checks of numbers come out well.
 _TRUE = {aten.all.default, aten.equal.default}

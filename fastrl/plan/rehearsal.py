@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.utils import logging
 
@@ -92,6 +93,16 @@ class Rehearsal:
 
         optimizer.register_step_pre_hook(begin)
         optimizer.register_step_post_hook(lambda *_: entered.pop().close())
+
+    def give_state(self, optimizer: Any) -> None:
+        """Gives a followed optimizer its state, by a step of zeros, as all steps but the first find
+        it."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     def loaded(self, reference: Any, policy: nn.Module) -> None:
         """Ends the phase of loading.

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from fastrl.config import PPOConfig, json_object
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
 from fastrl.plan.memory import ACTIVATIONS
-from fastrl.plan.rehearsal import LOADING, OPTIMIZER_STEPS, Rehearsal, rehearsal
+from fastrl.plan.rehearsal import LOADING, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens
 from fastrl.rollout import SamplingParams
@@ -24,6 +24,7 @@ from fastrl.rollout.self_check import UnsupportedModel
 
 # Token ids, masks, and what is learned from, of each position of a sample that is not rehearsed.
 _BYTES_PER_POSITION = 60
+PASSES = 2  # of a rehearsed mini-batch: gradients and the next pass's activations are there at once
 # What would act outside of this process, or is for several.
 _NOT_REHEARSED: dict[str, Any] = {
     "log_with": None,
@@ -48,8 +49,8 @@ def plan_ppo(
 ) -> Plan:
     """The memory of a PPOTrainer, whose prompts and responses all have their greatest length.
 
-    Two optimizer steps are rehearsed, of as many samples as they take; with a trunk all samples of
-    a batch, whose boundaries are kept.
+    An optimizer step is rehearsed, of as many samples as it takes; with a trunk all samples of a
+    batch, whose boundaries are kept.
 
     Args:
         trainer_class: is rehearsed.
@@ -63,7 +64,7 @@ def plan_ppo(
     skeleton.check_tokens(prompt_tokens=prompt_tokens, response_tokens=response_tokens)
     if critic is None and config.critic is not None:
         critic = Skeleton.read(config.critic, str(skeleton.dtype))
-    rehearsed = dataclasses.replace(_shortened(config), critic=None)
+    rehearsed = dataclasses.replace(_shortened(config, response_tokens), critic=None)
     with rehearsal(device) as found:
         base = skeleton.build()
         own_values = config.needs_values and critic is None
@@ -77,7 +78,13 @@ def plan_ppo(
             found.notes += [] if critic is None else critic.guesses
             found.follow(trainer.critic.unwrapped, trainer.critic.optimizer)
         found.loaded(trainer.reference, trainer._unwrapped)
-        _generate(trainer, found, config, prompt_tokens, response_tokens, rollouts)
+        lengths = prompt_tokens, response_tokens
+        generate = _rollouts(trainer, found, config, *lengths) if rollouts else None
+        for learner in (trainer, trainer.critic):
+            if learner is not None:
+                found.give_state(learner.optimizer)
+        if generate is not None:
+            generate()  # beside that state
         _steps(trainer, rehearsed, prompt_tokens, response_tokens)
         length = prompt_tokens + response_tokens
         left = (config.batch_size - rehearsed.batch_size) * length * _BYTES_PER_POSITION
@@ -106,35 +113,45 @@ def _critic(skeleton: Skeleton) -> Any:
     return skeleton.build(AutoModelForSequenceClassification)
 
 
-def _shortened(config: PPOConfig) -> PPOConfig:
-    """The settings of a rehearsal: two optimizer steps of whole groups."""
-    unit = math.lcm(config.mini_batch_size * config.gradient_accumulation_steps, config.group_size)
-    size = min(config.batch_size, OPTIMIZER_STEPS * unit)
+def _shortened(config: PPOConfig, response: int) -> PPOConfig:
+    """The settings of a rehearsal: an optimizer step of whole groups, whose mini-batches have no
+    more samples than some full passes."""
+    mini, steps = config.mini_batch_size, config.gradient_accumulation_steps
+    if config.micro_batch_tokens is not None:  # a prompt may be there once for all of its responses
+        enough = -(-PASSES * config.micro_batch_tokens // response)
+        fewer = -(-enough // config.group_size) * config.group_size
+        mini = min(mini, fewer)
+    unit = math.lcm(mini * steps, config.group_size)
+    size = min(config.batch_size, unit)
     if config.num_shared_layers is not None:
-        size = config.batch_size
+        size, mini = config.batch_size, config.mini_batch_size
     settings = {
         "cpu": True,
         **{k: v for k, v in json_object(config.accelerator_kwargs).items() if k != "cpu"},
     }
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
-    fields |= {**_NOT_REHEARSED, "batch_size": size, "accelerator_kwargs": settings}
+    fields |= {
+        **_NOT_REHEARSED,
+        "batch_size": size,
+        "mini_batch_size": mini,
+        "accelerator_kwargs": settings,
+    }
     fields |= {"ppo_epochs": min(config.ppo_epochs, 1), "forward_batch_size": None}
     fields |= {"optimize_cuda_cache": None}
     return PPOConfig(**fields)
 
 
-def _generate(
-    trainer: Any, found: Rehearsal, config: PPOConfig, prompt: int, response: int, own: bool
-) -> None:
-    """Fills the rollout engine's slots, whose memory stays unless ``rollout_sleep`` frees it."""
+def _rollouts(
+    trainer: Any, found: Rehearsal, config: PPOConfig, prompt: int, response: int
+) -> Callable[[], None] | None:
+    """Fills the rollout engine's slots, whose memory stays unless ``rollout_sleep`` frees it; what
+    does so again, None where that is not known."""
     backend = trainer.rollouts.backend
-    if not own:
-        return
     model: Any = trainer._unwrapped
     vocabulary = model.config.get_text_config().vocab_size
     if not isinstance(backend, EngineBackend):
         found.notes.append("the KV cache of model.generate (rollout_backend 'generate'): left out")
-        return
+        return None
     count = config.batch_size // config.group_size
     count = max(1, min(count, -(-config.rollout_slots // config.group_size)))
     prompts = [tokens(prompt, vocabulary, start=i) for i in range(count)]
@@ -145,19 +162,22 @@ def _generate(
             engine.rehearse(prompts, params)
     except UnsupportedModel as error:
         found.notes.append(f"the KV cache, left out: {error.cause}")
-        return
+        return None
     found.keeps(*engine.memory())
     backend._engines[id(model), False] = engine  # slept before an update, where that is set
 
+    def again() -> None:
+        with trainer.computing():
+            engine.rehearse(prompts, params)
+
+    return again
+
 
 def _steps(trainer: Any, config: PPOConfig, prompt: int, response: int) -> None:
-    """Steps until the optimizer has its state."""
+    """A step."""
     vocabulary = trainer._unwrapped.config.get_text_config().vocab_size
     size, group = config.batch_size, config.group_size
     queries = [tokens(prompt, vocabulary, start=i // group) for i in range(size)]
     responses = [tokens(response, vocabulary, start=3 + i) for i in range(size)]
     scores = [torch.tensor(float(i % max(group, 2))) for i in range(size)]
-    taken = 0
-    while taken < OPTIMIZER_STEPS:
-        trainer.step(queries, responses, scores)
-        taken += size // config.backward_batch_size
+    trainer.step(queries, responses, scores)

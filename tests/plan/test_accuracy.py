@@ -11,6 +11,7 @@ from benchmarks.sides.plan import config_of, planned
 from benchmarks.test_plan import PlanJob, ask
 from fastrl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from fastrl.plan.skeleton import Skeleton
+from fastrl.ppo import planning
 from fastrl.ppo.planning import plan_ppo
 from fastrl.trl.planning import plan_online
 
@@ -64,6 +65,20 @@ def test_grpo_takes_the_same_memory_behind_both_of_its_trainers():
             found = other[phase].by_kind[kind]
             assert found > 0
             assert found == pytest.approx(one[phase].by_kind[kind], rel=CLOSE), (phase, kind)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_passes_that_are_rehearsed_have_the_peaks_of_all(monkeypatch):
+    """And an iteration begins beside the optimizer's state."""
+    sizes = {**_SMALL, "batch": 32, "mini_batch": 32, "micro_batch_tokens": 700}
+    skeleton = Skeleton(config_of({"family": "Llama", **sizes}))
+    settings = PPOConfig(batch_size=32, mini_batch_size=32, micro_batch_tokens=700)
+    few = plan_ppo(PPOTrainer, skeleton, settings, 288, 48)
+    monkeypatch.setattr(planning, "PASSES", 100)
+    every = plan_ppo(PPOTrainer, skeleton, settings, 288, 48)
+    for name, peak in every.phases.items():
+        assert few.phases[name].total == pytest.approx(peak.total, rel=0.01), name
+    assert few.phases["rollout"].by_kind["optimizer"] > 0
 
 
 def test_planning_takes_no_memory_of_the_models_size():
