@@ -1,47 +1,13 @@
-"""The process that parses and compares answers for :mod:`fastrl.rewards.math_reward`.
+"""What parses and compares answers for :mod:`fastrl.rewards.math_reward`, in a process of its own.
 
-``python math_worker.py SECONDS`` reads a JSON object a line and writes one a line; a line that
-takes longer than SECONDS ends the process, in the midst of a product of long integers too. It needs
-math-verify alone.
+It needs math-verify alone: see :mod:`fastrl.rewards.timed_worker`.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import logging
-import os
-import signal
-import sys
 from collections.abc import Callable
 from typing import Any
-
-
-def main() -> None:
-    # What libraries print goes elsewhere.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    # The alarm's default action needs no interpreter. Ctrl-C is the parent's, which closes stdin.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.disable(logging.CRITICAL)
-
-    def answer(found: dict[str, Any]) -> None:
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
-
-    try:
-        judge = make_judge()
-    except Exception as error:
-        answer({"failed": f"{type(error).__name__}: {error}"})
-        return
-    answer({"ready": True})
-    for line in sys.stdin:
-        signal.alarm(int(sys.argv[1]))
-        found = judge(**json.loads(line))
-        signal.alarm(0)
-        answer(found)
 
 
 def make_judge() -> Callable[..., dict[str, Any]]:
@@ -79,7 +45,3 @@ def shown(parsed: list[Any]) -> str:
         return str(parsed) if parsed else ""
     except Exception:  # a number of very many digits
         return "[not shown]"
-
-
-if __name__ == "__main__":
-    main()

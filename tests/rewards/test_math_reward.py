@@ -14,6 +14,7 @@ from fastrl import GRPOConfig
 from fastrl.rewards import math_reward as module
 from fastrl.rewards.functions import load_reward
 from fastrl.rewards.math_reward import math_reward
+from fastrl.rewards.timed import TimedChild
 from fastrl.trl.reward_functions import RewardFunctions
 from tests.patience import PATIENCE
 
@@ -52,8 +53,6 @@ def judged(completions: list, solution: list, **columns: Any) -> list[float | No
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    none_yet = type(module._PROCESS)()
-    monkeypatch.setattr(module, "_PROCESS", none_yet)  # another test may have begun one
     for call in (lambda: load_reward("math"), lambda: judged(["1"], ["1"])):
         with pytest.raises(ImportError, match=r"math-verify.*pip install 'fastrl-lm\[math\]'"):
             call()
@@ -103,15 +102,15 @@ def test_an_answer_that_takes_too_long_is_wrong_in_every_thread(
 @needs_math_verify
 def test_a_call_that_is_broken_off_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judged([r"\boxed{4}"], ["4"]) == [1.0]
-    read = module._Process._read
+    read = TimedChild._read
 
     def interrupted(child: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module._Process, "_read", staticmethod(interrupted))
+    monkeypatch.setattr(TimedChild, "_read", staticmethod(interrupted))
     with pytest.raises(KeyboardInterrupt):
         judged([r"\boxed{5}"], ["4"])
-    monkeypatch.setattr(module._Process, "_read", staticmethod(read))
+    monkeypatch.setattr(TimedChild, "_read", staticmethod(read))
     assert judged([r"\boxed{4}"], ["4"]) == [1.0]
 
 

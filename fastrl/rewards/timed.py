@@ -1,0 +1,96 @@
+"""Questions to a child process, which is ended where an answer takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from fastrl.rewards import timed_worker
+
+
+class TimedChild:
+    """A process that judges, made as it is needed; of use in any thread.
+
+    A regular expression or a product of long integers holds the interpreter: neither a thread nor a
+    signal's handler could end it.
+
+    Args:
+        worker: a Python file whose ``make_judge()`` returns a function of a question's fields, to a
+            dict for JSON.
+        what: does the judging, for messages.
+    """
+
+    def __init__(self, worker: str, what: str) -> None:
+        self.worker, self.what = worker, what
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[str] | None = None
+        self._of = 0  # the process that made it: a fork has none
+
+    def ask(self, seconds: float, **question: Any) -> dict[str, Any] | None:
+        """The child's answer; None where it took longer than ``seconds``.
+
+        Raises:
+            ImportError: the child does not start.
+            RuntimeError: it ended otherwise.
+        """
+        with self._lock:
+            child = self._started()
+            assert child.stdin is not None
+            try:
+                child.stdin.write(json.dumps({"seconds": seconds, **question}) + "\n")
+                child.stdin.flush()
+                answer = self._read(child)
+            except BaseException:  # Ctrl-C: the answer would be taken for that of the next question
+                self._end()
+                raise
+            if answer is not None:
+                return answer
+            ended = child.wait()
+            self._end()
+        if ended != -signal.SIGALRM:
+            raise RuntimeError(
+                f"the process in which {self.what} judges ended by itself (exit code {ended}) at "
+                f"{json.dumps(question)[:200]}"
+            )
+        return None
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._child is not None and self._of == os.getpid():
+            return self._child
+        child = subprocess.Popen(
+            [sys.executable, timed_worker.__file__, self.worker],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        )
+        self._child, self._of = child, os.getpid()
+        ready = self._read(child)
+        if ready is None or "failed" in ready:
+            self._end()
+            said = f": {ready['failed']}" if ready else ""
+            raise ImportError(f"{self.what} does not run in a process of its own{said}")
+        return child
+
+    @staticmethod
+    def _read(child: subprocess.Popen[str]) -> dict[str, Any] | None:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        return json.loads(line) if line else None
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                with contextlib.suppress(OSError):  # what was not written yet
+                    pipe.close()  # type: ignore[union-attr]

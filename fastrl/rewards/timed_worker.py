@@ -1,0 +1,49 @@
+"""The process in which :class:`fastrl.rewards.timed.TimedChild` has questions judged.
+
+``python timed_worker.py FILE`` reads a JSON object a line and writes one a line: what the function
+that FILE's ``make_judge()`` returns says to the line's fields. A line that takes longer than its
+``seconds`` ends the process, in the midst of a product of long integers or of a regular expression
+too. It needs the standard library and what FILE imports.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+from typing import Any
+
+
+def main() -> None:
+    # What libraries print goes elsewhere.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    # The alarm's default action needs no interpreter. Ctrl-C is the parent's, which closes stdin.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.CRITICAL)
+
+    def answer(found: dict[str, Any]) -> None:
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+    try:
+        judge = runpy.run_path(sys.argv[1])["make_judge"]()
+    except Exception as error:
+        answer({"failed": f"{type(error).__name__}: {error}"})
+        return
+    answer({"ready": True})
+    for line in sys.stdin:
+        question = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, question.pop("seconds"))
+        found = judge(**question)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answer(found)
+
+
+if __name__ == "__main__":
+    main()
