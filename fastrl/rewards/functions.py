@@ -11,6 +11,7 @@ for a completion that it does not judge. A run calls its functions through
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
@@ -21,7 +22,14 @@ from torch import Tensor
 
 from fastrl.data.chat import as_text
 from fastrl.rewards.classifier import ClassifierReward
+from fastrl.rewards.json_reward import make_json_schema_reward
 from fastrl.rewards.math_reward import load_math_reward
+from fastrl.rewards.text_rewards import (
+    get_soft_overlong_punishment,
+    make_format_reward,
+    make_length_reward,
+    make_regex_reward,
+)
 from fastrl.user_code import load_function
 
 _Returned = Sequence[float | Sequence[float] | Tensor | None]
@@ -30,8 +38,42 @@ RewardFunction = Callable[..., _Returned | Awaitable[_Returned]]
 _TEXT = (str, bytes)  # which float() may read as a number
 _SHOWN = 80  # characters of a prompt in a message
 
-# Rewards that come with fastrl, by name; a folder of such a name is ./name.
-READY: dict[str, Callable[[], RewardFunction]] = {"math": load_math_reward}
+# Rewards that come with fastrl: what makes each of its parameters, by name; a folder of such a name
+# is ./name.
+READY: dict[str, Callable[..., RewardFunction]] = {
+    "format": make_format_reward,
+    "json_schema": make_json_schema_reward,
+    "length": make_length_reward,
+    "math": load_math_reward,
+    "regex": make_regex_reward,
+    "soft_overlong": get_soft_overlong_punishment,
+}
+
+
+def load_ready(name: str) -> RewardFunction | None:
+    """The ready reward of a name, ``length:{"target": 200}`` or, without parameters, ``format``;
+    None where it is not that of a ready one.
+
+    Raises:
+        ValueError: parameters that are no JSON object, or that the reward does not take.
+        ImportError: a package that the reward needs.
+    """
+    kind, _, given = name.partition(":")
+    if kind not in READY or (given and not given.lstrip().startswith("{")):  # module:function
+        return None
+    try:
+        parameters = json.loads(given or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the parameters of the reward {name!r} are not JSON: {error}") from None
+    signature = inspect.signature(READY[kind])
+    try:
+        signature.bind(**parameters)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "no parameters"
+        raise ValueError(
+            f"the reward {kind} takes {takes} ({error}), given as {kind}:{{JSON}}, got {name!r}"
+        ) from None
+    return READY[kind](**parameters)
 
 
 def load_reward(
@@ -40,19 +82,20 @@ def load_reward(
     """Loads the reward function of a name.
 
     Args:
-        name: "math" (:func:`fastrl.rewards.math_reward.math_reward`), "module:function",
-            "path/to/file.py:function", or a sequence classifier's directory or Hub id.
+        name: of a ready reward, with its parameters as JSON ("math", 'length:{"target": 200}'; see
+            :data:`READY`), "module:function", "path/to/file.py:function", or a sequence
+            classifier's directory or Hub id.
         label, batch_size: see :class:`ClassifierReward`; ignored for a function.
 
     Raises:
-        ValueError: a file without a function's name.
+        ValueError: a file without a function's name, parameters that a ready reward does not take.
         TypeError: the name of something that is not a function.
         ImportError, FileNotFoundError: a module, function or file that does not exist; a package
             that a ready reward needs.
         OSError: an id that cannot be loaded from the Hub.
     """
-    if name in READY:
-        return READY[name]()
+    if (ready := load_ready(name)) is not None:
+        return ready
     if os.path.isdir(name):
         return ClassifierReward.from_pretrained(name, label=label, batch_size=batch_size)
     if name.endswith(".py"):

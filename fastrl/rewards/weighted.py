@@ -28,6 +28,7 @@ from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.functions import (
     RewardFunction,
     as_number,
+    load_ready,
     read_token_rewards,
     say_not_finite,
     shown,
@@ -35,7 +36,8 @@ from fastrl.rewards.functions import (
 from fastrl.run.processes import Processes
 from fastrl.user_code import name_of, own_copy, running
 
-RewardFunctions = RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction]
+_Given = RewardFunction | str  # the name of a ready reward
+RewardFunctions = _Given | Sequence[_Given] | Mapping[str, _Given]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before the first retry, doubled for each other
 
@@ -154,8 +156,9 @@ class Rewards:
     ``reward_batch_size``.
 
     Args:
-        reward_fn: a function, a list of functions, or a dict of functions by name. In a list their
-            names are their ``__name__``, or their class's; equal ones are numbered.
+        reward_fn: a function, a list of functions, or a dict of functions by name; a ready reward's
+            name stands for it (:func:`fastrl.rewards.functions.load_ready`). In a list their names
+            are their ``__name__``, or their class's; equal ones are numbered.
         reward_weights: a number for each function, in their order; default 1.
         reward_timeout: seconds that a call of a function may take; None: no limit. With a limit,
             functions that are not async run in a thread: one that hangs is left behind there, and
@@ -474,10 +477,10 @@ def _by_name(
 ) -> dict[str, RewardFunction]:
     named: list[tuple[Any, Any]]
     if isinstance(reward_fn, Mapping):
-        named = list(reward_fn.items())
+        named = [(name, _ready(function)) for name, function in reward_fn.items()]
     else:
         several = reward_fn if isinstance(reward_fn, (list, tuple)) else [reward_fn]
-        named = [(_own_name(function), function) for function in several]
+        named = [(_own_name(function), function) for function in map(_ready, several)]
     named += [(_own_name(function), function) for function in further]
     if not named:
         raise ValueError("reward_fn is empty: pass a reward function, or several")
@@ -495,6 +498,12 @@ def _by_name(
             unique, number = f"{name}_{number}", number + 1
         functions[unique] = function
     return functions
+
+
+def _ready(function: Any) -> Any:
+    """A ready reward for its name; all else as it is."""
+    ready = load_ready(function) if isinstance(function, str) else None
+    return function if ready is None else ready
 
 
 def _own_name(function: Any) -> str:

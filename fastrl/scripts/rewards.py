@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastrl.data.chat import TextOrMessages, as_text
 from fastrl.rewards.math_reward import load_math_reward
+from fastrl.rewards.text_rewards import get_soft_overlong_punishment, think_format_reward
 
-_THOUGHT = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
+__all__ = [
+    "accuracy_reward",
+    "get_soft_overlong_punishment",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+]
 
 
 def accuracy_reward(
@@ -41,28 +46,3 @@ def reasoning_accuracy_reward(
     answers = ["" if cut is None else t[cut:] for t, cut in zip(texts, cuts, strict=True)]
     found = accuracy_reward(answers, solution, **columns)
     return [0.0 if cut is None else reward for reward, cut in zip(found, cuts, strict=True)]
-
-
-def think_format_reward(completions: Sequence[TextOrMessages], **_: Any) -> list[float]:
-    """1 where a response begins with thoughts in ``<think>`` and ``</think>``, once, else 0."""
-    return [1.0 if _THOUGHT.match(as_text(completion)) else 0.0 for completion in completions]
-
-
-def get_soft_overlong_punishment(
-    max_completion_len: int, soft_punish_cache: int
-) -> Callable[..., list[float]]:
-    """A reward of a response's length L in tokens (Yu et al., 2025, DAPO, equation 13): 0 up to
-    ``max_completion_len - soft_punish_cache``, from there to ``max_completion_len`` falling to -1
-    in a line, and -1 beyond."""
-    free = max_completion_len - soft_punish_cache
-
-    def soft_overlong_punishment_reward(completion_ids: Sequence[Any], **_: Any) -> list[float]:
-        lengths = map(len, completion_ids)
-        return [
-            -1.0
-            if length > max_completion_len
-            else min(0.0, (free - length) / max(soft_punish_cache, 1))
-            for length in lengths
-        ]
-
-    return soft_overlong_punishment_reward

@@ -15,7 +15,7 @@ from fastrl.data.choose_padding import classifier_side
 from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.models.reward_head import padding_of, rewards_of_padded
 from fastrl.rewards.calls import EventLoop
-from fastrl.rewards.functions import READY
+from fastrl.rewards.functions import load_ready
 from fastrl.rewards.weighted import RewardBatch, Rewards
 
 _NOT_COLUMNS = ("completion", "completion_ids")
@@ -32,7 +32,7 @@ class RewardFunctions:
 
     Args:
         reward_funcs: one, or a list, of functions, classifiers, paths and Hub ids of such, or names
-            of ready rewards ("math").
+            of ready rewards ("math"; see :func:`fastrl.rewards.functions.load_ready`).
         processing_classes: the classifiers' tokenizers, in the same order; None: their own.
         load: keyword arguments to load a classifier with.
         further: functions of weight 1 behind these.
@@ -173,7 +173,8 @@ class _Classifier:
 
 
 def _loaded(name: str, options: dict[str, Any]) -> Any:
-    return READY[name]() if name in READY else load_classifier(name, **options)
+    ready = load_ready(name)
+    return load_classifier(name, **options) if ready is None else ready
 
 
 def _reader_of(model: Any, given: Any) -> Any:

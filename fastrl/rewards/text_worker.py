@@ -1,0 +1,80 @@
+"""What judges texts for ready rewards in a process of its own: regular expressions and JSON.
+
+It needs the standard library, and for JSON jsonschema: see :mod:`fastrl.rewards.timed_worker`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+DEEPEST = 64  # lists and objects within each other
+MEMORY = 2 << 30  # bytes
+
+
+def make_judge() -> Callable[..., dict[str, Any]]:
+    """The function of a line's fields; ``is`` says whether a text is what was asked for."""
+    with suppress(ValueError, OSError):  # of systems that have no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    kinds = {"regex": matches, "json_schema": is_valid}
+    return lambda kind, **question: {"is": kinds[kind](**question)}
+
+
+def matches(pattern: str, full: bool, text: str) -> bool:
+    try:
+        return bool((re.fullmatch if full else re.search)(pattern, text))
+    except (MemoryError, RecursionError):  # as one that takes too long
+        return False
+
+
+def is_valid(schema: str, text: str) -> bool:
+    """Whether a text is JSON, by RFC 8259 and with no key twice, and valid by the schema."""
+    try:
+        value = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_refuse)
+        return _depth(value) <= DEEPEST and validator(schema).is_valid(value)
+    except (
+        ValueError,
+        RecursionError,
+        OverflowError,
+        MemoryError,
+    ):  # of numbers with thousands of digits
+        return False
+
+
+@functools.lru_cache(maxsize=16)
+def validator(schema: str) -> Any:
+    """The validator of a schema's JSON, which loads no other schema from anywhere."""
+    import jsonschema
+    from referencing import Registry
+
+    loaded = json.loads(schema)
+    kind = jsonschema.validators.validator_for(loaded, jsonschema.Draft202012Validator)
+    return kind(loaded, registry=Registry())
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects are within each other, counted up to one too many."""
+    level, depth = [value], 0
+    while depth <= DEEPEST:
+        level = [x for x in level if isinstance(x, list | dict)]
+        if not level:
+            break
+        level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
+        depth += 1
+    return depth
