@@ -1,0 +1,228 @@
+"""Programs that nobody has read: run in processes that are shut in, for a limited time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import selectors
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from fastrl.rewards import sandbox_child
+
+_GRACE = 5.0  # seconds for a child that should end by itself
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+
+
+class CannotIsolate(RuntimeError):
+    """This machine does not let a process shut another one in."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program.
+
+    Attributes:
+        seconds: of processor time, for each process; by the clock twice as many.
+        memory: bytes of address space, of each process.
+        disk: bytes of its folder, and of each file.
+        processes: that it may have at a time, threads among them.
+        output: bytes that are read of it; one that writes more is ended.
+    """
+
+    seconds: float
+    memory: int
+    disk: int
+    processes: int
+    output: int = 1 << 20
+
+    @property
+    def wall_seconds(self) -> float:
+        return 2 * self.seconds
+
+
+class Sandbox:
+    """Runs Python programs with the standard library, each in an empty folder of its own that is
+    gone afterwards; see docs/ready_rewards.md for what it keeps out.
+
+    Args:
+        isolated: False: programs have this process's rights, less its environment; with limits.
+
+    It needs Linux, and where programs are isolated what :func:`check_isolation` looks for.
+    """
+
+    def __init__(self, limits: Limits, *, isolated: bool = True):
+        self.limits, self.isolated = limits, isolated
+
+    def run(self, source: str, *arguments: str, stdin: bytes = b"") -> tuple[bytes, bool]:
+        """What a program writes to stdout, and whether it ended by itself, in time and with exit
+        status 0.
+
+        Raises:
+            RuntimeError: it could not be started.
+        """
+        with in_memory(stdin) as given, self.started(source, *arguments, stdin=given) as child:
+            return self.output_of(child)
+
+    @contextmanager
+    def started(
+        self,
+        source: str,
+        *arguments: str,
+        files: Sequence[int] = (),
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = subprocess.PIPE,
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A program that runs within the block, and is ended behind it.
+
+        Args:
+            source: Python, as ``python -c`` takes it.
+            arguments: of the program.
+            files: numbers of files that it has, too.
+        """
+        with tempfile.TemporaryDirectory(prefix="fastrl-sandbox-") as folder:
+            child = self._start(source, arguments, files, stdin, stdout, folder)
+            try:
+                yield child
+            finally:
+                _end(child)
+                for pipe in (child.stdout, child.stderr):
+                    if pipe is not None:
+                        pipe.close()
+
+    def output_of(self, child: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
+        """What a program that was started writes to stdout, see :meth:`run`."""
+        end = time.monotonic() + self.limits.wall_seconds + _GRACE
+        output, whole = _read(child, self.limits.output, end)
+        if whole:  # all that could write have ended, or closed it
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, end - time.monotonic()))
+        _end(child)
+        assert child.stderr is not None
+        said = child.stderr.read().decode()
+        if said.startswith("failed"):
+            raise RuntimeError(f"a program could not be started in the sandbox ({said})")
+        return output, said == "ended: 0"
+
+    def _start(
+        self,
+        source: str,
+        arguments: Sequence[str],
+        files: Sequence[int],
+        stdin: int,
+        stdout: int,
+        folder: str,
+    ) -> subprocess.Popen[bytes]:
+        paths, links = _visible()
+        python = os.path.realpath(sys.executable)
+        own = "/tmp" if self.isolated else folder
+        job = {
+            "parent": os.getpid(),
+            "isolated": self.isolated,
+            "paths": paths,
+            "links": links,
+            "seconds": self.limits.seconds,
+            "wall_seconds": self.limits.wall_seconds,
+            "memory": self.limits.memory,
+            "disk": self.limits.disk,
+            "processes": self.limits.processes,
+            "command": [python, "-s", "-S", "-B", "-c", source, *arguments],
+        }
+        return subprocess.Popen(
+            [python, "-s", "-S", "-B", sandbox_child.__file__, json.dumps(job)],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            pass_fds=files,
+            cwd=folder,
+            start_new_session=True,
+            env={
+                **{"HOME": own, "TMPDIR": own, "LANG": "C.UTF-8", "PYTHONUTF8": "1"},
+                "PYTHONHASHSEED": "0",  # the same score each time
+                "PYTHONHOME": f"{sys.base_prefix}:{sys.base_exec_prefix}",
+            },
+        )
+
+
+@contextmanager
+def in_memory(content: bytes) -> Iterator[int]:
+    """The number of a file without a name that holds something, at its beginning."""
+    with os.fdopen(os.memfd_create("fastrl"), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        yield file.fileno()
+
+
+def check_isolation() -> None:
+    """
+    Raises:
+        CannotIsolate: this machine does not let a process shut another one in.
+        OSError: this is not Linux.
+    """
+    if sys.platform != "linux":
+        raise OSError(f"programs of others are run on Linux alone, and this is {sys.platform}")
+    if why := _why_not():
+        raise CannotIsolate(why)
+
+
+@functools.cache
+def _why_not() -> str:
+    try:
+        output, well = Sandbox(Limits(10, 1 << 29, 1 << 20, 1)).run("print('in')")
+    except RuntimeError as error:
+        return str(error)
+    return "" if well and output == b"in\n" else "a program in the sandbox does not run"
+
+
+@functools.cache
+def _visible() -> tuple[list[str], list[tuple[str, str]]]:
+    """What programs can read: files and folders that do not hold each other, and links to them."""
+    stdlib = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    asked = [
+        *_LIBRARIES,
+        *(os.path.join(x, "lib") for x in (sys.base_prefix, sys.base_exec_prefix)),
+        sysconfig.get_config_var("LIBDIR") or "",
+        *(sysconfig.get_path(kind, vars=stdlib) for kind in ("stdlib", "platstdlib")),
+        sys.executable,
+    ]
+    there = {path: os.path.realpath(path) for path in asked if os.path.exists(path)}
+    paths = list[str]()
+    for real in sorted(set(there.values()), key=len):
+        if not any(real.startswith(f"{other}/") for other in paths):
+            paths.append(real)
+    links = [(path, real) for path, real in there.items() if path != real]
+    return paths, [x for x in links if not any(x[0].startswith(f"{path}/") for path in paths)]
+
+
+def _read(child: subprocess.Popen[bytes], most: int, end: float) -> tuple[bytes, bool]:
+    """What a child writes until no process can write more, it has written ``most``, or it is
+    ``end`` by the monotonic clock; and whether that is all."""
+    assert child.stdout is not None
+    found = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        while len(found) <= most and selector.select(max(0.0, end - time.monotonic())):
+            part = os.read(child.stdout.fileno(), 1 << 16)
+            if not part:
+                return bytes(found), True
+            found += part
+    return bytes(found), False
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ends a child and what it started."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(_GRACE)
+        except subprocess.TimeoutExpired:  # a program that is not isolated can stop it
+            child.kill()
+            child.wait()
