@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastrl.data.chat import as_text
 from fastrl.rewards.classifier import ClassifierReward
+from fastrl.rewards.code_reward import make_code_reward
 from fastrl.rewards.json_reward import make_json_schema_reward
 from fastrl.rewards.math_reward import load_math_reward
 from fastrl.rewards.text_rewards import (
@@ -41,6 +42,7 @@ _SHOWN = 80  # characters of a prompt in a message
 # Rewards that come with fastrl: what makes each of its parameters, by name; a folder of such a name
 # is ./name.
 READY: dict[str, Callable[..., RewardFunction]] = {
+    "code": make_code_reward,
     "format": make_format_reward,
     "json_schema": make_json_schema_reward,
     "length": make_length_reward,

@@ -61,14 +61,19 @@ class Sandbox:
     def __init__(self, limits: Limits, *, isolated: bool = True):
         self.limits, self.isolated = limits, isolated
 
-    def run(self, source: str, *arguments: str, stdin: bytes = b"") -> tuple[bytes, bool]:
+    def run(
+        self, source: str, *arguments: str, files: Sequence[int] = (), stdin: bytes = b""
+    ) -> tuple[bytes, bool]:
         """What a program writes to stdout, and whether it ended by itself, in time and with exit
         status 0.
 
         Raises:
             RuntimeError: it could not be started.
         """
-        with in_memory(stdin) as given, self.started(source, *arguments, stdin=given) as child:
+        with (
+            in_memory(stdin) as given,
+            self.started(source, *arguments, files=files, stdin=given) as child,
+        ):
             return self.output_of(child)
 
     @contextmanager
@@ -104,12 +109,21 @@ class Sandbox:
         if whole:  # all that could write have ended, or closed it
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, end - time.monotonic()))
+        return output, self.end(child)
+
+    def end(self, child: subprocess.Popen[bytes]) -> bool:
+        """Ends a program that was started, if it has not ended yet; returns whether it had, with
+        exit status 0.
+
+        Raises:
+            RuntimeError: it could not be started.
+        """
         _end(child)
         assert child.stderr is not None
         said = child.stderr.read().decode()
         if said.startswith("failed"):
             raise RuntimeError(f"a program could not be started in the sandbox ({said})")
-        return output, said == "ended: 0"
+        return said == "ended: 0"
 
     def _start(
         self,
@@ -191,7 +205,7 @@ def _visible() -> tuple[list[str], list[tuple[str, str]]]:
         *(os.path.join(x, "lib") for x in (sys.base_prefix, sys.base_exec_prefix)),
         sysconfig.get_config_var("LIBDIR") or "",
         *(sysconfig.get_path(kind, vars=stdlib) for kind in ("stdlib", "platstdlib")),
-        sys.executable,
+        os.path.realpath(sys.executable),
     ]
     there = {path: os.path.realpath(path) for path in asked if os.path.exists(path)}
     paths = list[str]()

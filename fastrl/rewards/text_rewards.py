@@ -72,7 +72,7 @@ def make_regex_reward(pattern: str, *, full: bool = False, seconds: float = 1.0)
         re.compile(pattern)
     except (re.error, TypeError, OverflowError) as error:
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
-    _check_positive("seconds", seconds)
+    check_positive("seconds", seconds)
 
     def matches(text: str) -> bool:
         found = _CHILD.ask(seconds, kind="regex", pattern=pattern, full=full, text=text)
@@ -101,9 +101,9 @@ def make_length_reward(
     Raises:
         ValueError: a target or scale that is not positive, an unknown unit.
     """
-    _check_positive("target", target)
+    check_positive("target", target)
     scale = target if scale is None else scale
-    _check_positive("scale", scale)
+    check_positive("scale", scale)
     if unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}, got {unit!r}")
 
@@ -112,17 +112,14 @@ def make_length_reward(
             return -min(1.0, max(0, length - target) / scale)
         return max(0.0, 1.0 - abs(length - target) / scale)
 
+    def length_reward(completion_ids: Sequence[Any], **_: Any) -> list[float]:
+        return [of(len(ids)) for ids in completion_ids]
+
+    def length_in_characters_reward(completions: Sequence[TextOrMessages], **_: Any) -> list[float]:
+        return [of(len(as_text(completion))) for completion in completions]
+
     # Surfaces see from a function's arguments whether it needs token ids.
-    if unit == "tokens":
-
-        def length_reward(completion_ids: Sequence[Any], **_: Any) -> list[float]:
-            return [of(len(ids)) for ids in completion_ids]
-    else:
-
-        def length_reward(completions: Sequence[TextOrMessages], **_: Any) -> list[float]:
-            return [of(len(as_text(completion))) for completion in completions]
-
-    return length_reward
+    return length_reward if unit == "tokens" else length_in_characters_reward
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Reward:
@@ -133,7 +130,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     Raises:
         ValueError: a length that is not positive, a cache below 0 or above that length.
     """
-    _check_positive("max_completion_len", max_completion_len)
+    check_positive("max_completion_len", max_completion_len)
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ValueError(
             f"soft_punish_cache must be between 0 and max_completion_len={max_completion_len}, got "
@@ -171,7 +168,7 @@ def last_block(text: str, languages: Sequence[str]) -> str:
     return found
 
 
-def _check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a positive number, got {value!r}")

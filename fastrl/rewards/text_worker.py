@@ -21,7 +21,7 @@ def make_judge() -> Callable[..., dict[str, Any]]:
     """The function of a line's fields; ``is`` says whether a text is what was asked for."""
     with suppress(ValueError, OSError):  # of systems that have no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    kinds = {"regex": matches, "json_schema": is_valid}
+    kinds: dict[str, Callable[..., bool]] = {"regex": matches, "json_schema": is_valid}
     return lambda kind, **question: {"is": kinds[kind](**question)}
 
 
