@@ -57,7 +57,8 @@ class AlignJob(FitJob):
     output: str = setting_like(FitJob, "output", "runs/align")
 
     annotator: str | None = setting(
-        "Online: sequence classifier or function (file.py:function) that scores responses. "
+        "Online: sequence classifier, function (file.py:function) or ready reward that scores "
+        "responses. "
         "A directory (a run's too) or a Hub id; or module:function or path/to/file.py:function, "
         "called with (prompts, completions, **columns).",
         None,

@@ -584,8 +584,9 @@ class PPOTrainer(ClassicMethods, Persistence):
                 ``completion_ids``; ``columns`` are the other columns of ``dataset``. For a prompt
                 of chat messages it gets these as they are, and the completion as
                 ``[{"role": "assistant", "content": text}]``, as in TRL 1.x. It may be an
-                ``async def``, and return None for a completion that it does not judge. Or a list or
-                a dict (by name) of such functions: the reward is their weighted sum.
+                ``async def``, and return None for a completion that it does not judge. Or the name
+                of a ready reward, see docs/ready_rewards.md. Or a list or a dict (by name) of such:
+                the reward is their weighted sum.
             reward_weights: a number for each of several functions, in their order; default 1.
             reward_timeout: seconds that a call of a function may take; None: no limit. With a limit
                 functions that are not async run in a thread, which is left behind where they hang.

@@ -94,11 +94,11 @@ def isolate(job: dict[str, Any]) -> None:
     for name in ("null", "zero", "random", "urandom"):
         bind(f"/dev/{name}", READ_ONLY | NOSUID)
     for link, path in job["links"]:
-        os.makedirs(os.path.dirname(NEW_ROOT + link), exist_ok=True)
+        mount_point(os.path.dirname(NEW_ROOT + link))
         with suppress(FileExistsError):
             os.symlink(path, NEW_ROOT + link)
     own = f"size={job['disk']},nr_inodes=10000,mode=0777"
-    os.makedirs(f"{NEW_ROOT}/tmp")
+    mount_point(f"{NEW_ROOT}/tmp")
     call("mount", b"tmpfs", f"{NEW_ROOT}/tmp".encode(), b"tmpfs", NOSUID | NODEV, own.encode())
     os.chdir(NEW_ROOT)
     call("syscall", PIVOT_ROOT.get(platform.machine(), -1), b".", b".", name="pivot_root")
@@ -131,9 +131,9 @@ def bind(path: str, attributes: int) -> None:
     """Shows a file or folder in the new root, at its own path."""
     target = NEW_ROOT + path
     if os.path.isdir(path):
-        os.makedirs(target, exist_ok=True)
+        mount_point(target)
     else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        mount_point(os.path.dirname(target))
         os.mknod(target)
     call("mount", path.encode(), target.encode(), None, BIND | REC, None)
     wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # struct mount_attr
@@ -142,6 +142,11 @@ def bind(path: str, attributes: int) -> None:
         *("syscall", MOUNT_SETATTR, -100, target.encode(), recursive, wanted, 32),
         name="mount_setattr",
     )
+
+
+def mount_point(path: str) -> None:
+    """A folder in the new root, which stands in memory."""
+    os.makedirs(path, exist_ok=True)
 
 
 def run_first(job: dict[str, Any], null: int) -> None:

@@ -155,7 +155,7 @@ def test_a_program_has_no_expected_output_to_print() -> None:
 
 # What each does is seen by what is there afterwards, and by what it says it could do.
 ATTACKS = {
-    "reads": "import os\nfor path in ('/etc/passwd', '/etc/shadow', '/proc/1/environ', {outside!r}):\n"
+    "reads": "import os\nfor path in ('/etc/passwd', '/etc/hosts', '/proc/1', {outside!r}):\n"
     " assert not os.path.exists(path), path\n"
     "home = {home!r}\nif os.path.isdir(home):\n"  # Python may be installed in it
     " assert not [x for x in os.listdir(home) if os.path.isfile(os.path.join(home, x))]\n"
