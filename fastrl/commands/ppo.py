@@ -95,10 +95,10 @@ class PPOJob(TrainingJob):
     reward: list[str] | None = setting(
         "Sequence classifier (a directory, a run's too, or a Hub id), a function "
         "(file.py:function), or a ready one: code, format, json_schema, length, math, regex or "
-        "soft_overlong, with parameters as in 'length:{\"target\": 200}'; or several. Functions are "
-        "named as module:function or path/to/file.py:function, and called with (prompts, "
-        "completions, completion_ids, **columns). Of several the reward is the weighted sum. Only an environment that has a "
-        "get_reward() needs none.",
+        "soft_overlong, with parameters as in 'length:{\"target\": 200}'; or several. Functions "
+        "are named as module:function or path/to/file.py:function, and called with (prompts, "
+        "completions, completion_ids, **columns). Of several the reward is the weighted sum. Only "
+        "an environment that has a get_reward() needs none.",
         None,
     )
     output: str = setting_like(TrainingJob, "output", "runs/ppo")

@@ -98,22 +98,22 @@ def make_code_reward(
         **_: Any,
     ) -> list[float | None]:
         names = [None] * len(tests) if entry_point is None else entry_point
-        runs: list[Callable[[], float]] = []
-        places = list[int]()
+        runs: list[tuple[int, Callable[[], float]]] = []
         read = [tests_of(given, row) for row, given in enumerate(tests)]
         for row, (completion, given, name) in enumerate(zip(completions, read, names, strict=True)):
             code = last_block(as_text(completion), ("python", "py", "python3", ""))
             if len(code) > LONGEST:
                 given = []
             for run in _runs(sandbox, code.encode("utf-8", "surrogatepass"), given or [], name):
-                runs.append(run)
-                places.append(row)
+                runs.append((row, run))
         with ThreadPoolExecutor(workers or _processors()) as pool:
-            passed = list(pool.map(lambda run: run(), runs))
-        shares: list[float | None] = [None if not given else 0.0 for given in read]
-        for row, share in zip(places, passed, strict=True):
-            shares[row] += share / places.count(row)  # type: ignore[operator]
-        return shares
+            passed: list[list[float]] = [[] for _row in tests]
+            for (row, _run), share in zip(runs, pool.map(lambda x: x[1](), runs), strict=True):
+                passed[row].append(share)
+        return [
+            None if not given else sum(shares) / max(1, len(shares))
+            for given, shares in zip(read, passed, strict=True)
+        ]
 
     return code_reward
 

@@ -95,7 +95,7 @@ def test_the_score_is_the_share_of_tests_that_pass() -> None:
         *(program, [{"role": "assistant", "content": program}], program + "raise SystemExit(1)"),
     ]
     pairs = [{"input": "2", "output": "4\n\n"}, {"input": "3\n", "output": "8"}]
-    columns = {"input": ["2", "3"], "output": ["4", "9"]}
+    columns = {"input": ["2"] * 10, "output": ["4"] * 10}
     tests = [WORK, ADDS, ADDS[0], json.dumps(pairs), None, columns, columns]
     assert reward(completions=said, tests=tests) == [0.9, 1.0, 0.0, 0.5, None, 1.0, 0.0]
     with pytest.raises(ValueError, match=r"row 1 of the column tests has .*'input': 3.*output"):
@@ -147,6 +147,15 @@ def test_no_score_is_forged() -> None:
 
 
 @needs_isolation
+def test_builtins_and_modules_are_the_real_ones_but_for_the_entry_point() -> None:
+    code = "def add(a, b): return 9\ndef abs(x): return 0\nclass math: isclose = lambda *_: True"
+    tests = ["assert abs(add(1, 2) - 3) == 0", "assert math.isclose(add(1, 2), 3)"]
+    assert score(code, tests) == score(code, tests, "add") == 0.0
+    assert score("def bisect(x): return x", ["assert bisect(1) == 1"]) == 0.0
+    assert score("def bisect(x): return x", ["assert bisect(1) == 1"], "bisect") == 1.0
+
+
+@needs_isolation
 def test_a_program_has_no_expected_output_to_print() -> None:
     looks = "import sys, os, gc\nprint([x for x in gc.get_objects() if '16' in str(x)][:0])"
     for program in ("import os; os._exit(0)", "print('1' * 100)", "print(16 == 16)", looks):
@@ -155,7 +164,7 @@ def test_a_program_has_no_expected_output_to_print() -> None:
 
 # What each does is seen by what is there afterwards, and by what it says it could do.
 ATTACKS = {
-    "reads": "import os\nfor path in ('/etc/passwd', '/etc/hosts', '/proc/1', {outside!r}):\n"
+    "reads": "import os\nfor path in ('/etc/passwd', '/../etc/hosts', '/proc/1', {outside!r}):\n"
     " assert not os.path.exists(path), path\n"
     "home = {home!r}\nif os.path.isdir(home):\n"  # Python may be installed in it
     " assert not [x for x in os.listdir(home) if os.path.isfile(os.path.join(home, x))]\n"
@@ -167,6 +176,8 @@ ATTACKS = {
     " except OSError: pass",
     "kills": "import os, signal\nfor pid in (os.getppid(), 1, {pid}):\n"
     " try: os.kill(pid, signal.SIGKILL)\n except OSError: pass",
+    "starts processes": "import os, time\ntry:\n for _ in range(20):\n"
+    "  if os.fork() == 0: time.sleep(600)\n raise SystemExit(1)\nexcept OSError: pass",
     "regains rights": "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
     "assert libc.unshare(0x20000) and libc.mount(b'x', b'/tmp', b'tmpfs', 0, 0) and os.getuid()\n"
     "assert libc.ptrace(16, 1, 0, 0), 'attached to process 1'",
