@@ -15,7 +15,7 @@ from typing import Any
 
 from fastrl.data.chat import TextOrMessages, as_text
 from fastrl.rewards import code_sides
-from fastrl.rewards.sandbox import CannotIsolate, Limits, Sandbox, check_isolation, in_memory
+from fastrl.rewards.sandbox import CannotIsolate, Sandbox, check_isolation, in_memory
 from fastrl.rewards.text_rewards import check_positive, last_block
 
 LONGEST = 1_000_000  # characters of code that is run
@@ -88,8 +88,7 @@ def make_code_reward(
             "your files, use the network, and end this process",
             stacklevel=2,
         )
-    limits = Limits(seconds, memory_mib * _MIB, disk_mib * _MIB, processes)
-    sandbox = Sandbox(limits, isolated=isolated)
+    sandbox = Sandbox(seconds, memory_mib * _MIB, disk_mib * _MIB, processes, isolated=isolated)
 
     def code_reward(
         completions: Sequence[TextOrMessages],

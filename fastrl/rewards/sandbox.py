@@ -26,8 +26,11 @@ class CannotIsolate(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Of one program.
+class Sandbox:
+    """Runs Python programs with the standard library, each in an empty folder of its own that is
+    gone afterwards; see docs/ready_rewards.md for what it keeps out.
+
+    It needs Linux, and where programs are isolated what :func:`check_isolation` looks for.
 
     Attributes:
         seconds: of processor time, for each process; by the clock twice as many.
@@ -35,6 +38,7 @@ class Limits:
         disk: bytes of its folder, and of each file.
         processes: that it may have at a time, threads among them.
         output: bytes that are read of it; one that writes more is ended.
+        isolated: False: programs have this process's rights, less its environment; with limits.
     """
 
     seconds: float
@@ -42,24 +46,11 @@ class Limits:
     disk: int
     processes: int
     output: int = 1 << 20
+    isolated: bool = True
 
     @property
     def wall_seconds(self) -> float:
         return 2 * self.seconds
-
-
-class Sandbox:
-    """Runs Python programs with the standard library, each in an empty folder of its own that is
-    gone afterwards; see docs/ready_rewards.md for what it keeps out.
-
-    Args:
-        isolated: False: programs have this process's rights, less its environment; with limits.
-
-    It needs Linux, and where programs are isolated what :func:`check_isolation` looks for.
-    """
-
-    def __init__(self, limits: Limits, *, isolated: bool = True):
-        self.limits, self.isolated = limits, isolated
 
     def run(
         self, source: str, *arguments: str, files: Sequence[int] = (), stdin: bytes = b""
@@ -104,8 +95,8 @@ class Sandbox:
 
     def output_of(self, child: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
         """What a program that was started writes to stdout, see :meth:`run`."""
-        end = time.monotonic() + self.limits.wall_seconds + _GRACE
-        output, whole = _read(child, self.limits.output, end)
+        end = time.monotonic() + self.wall_seconds + _GRACE
+        output, whole = _read(child, self.output, end)
         if whole:  # all that could write have ended, or closed it
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, end - time.monotonic()))
@@ -142,11 +133,11 @@ class Sandbox:
             "isolated": self.isolated,
             "paths": paths,
             "links": links,
-            "seconds": self.limits.seconds,
-            "wall_seconds": self.limits.wall_seconds,
-            "memory": self.limits.memory,
-            "disk": self.limits.disk,
-            "processes": self.limits.processes,
+            "seconds": self.seconds,
+            "wall_seconds": self.wall_seconds,
+            "memory": self.memory,
+            "disk": self.disk,
+            "processes": self.processes,
             "command": [python, "-s", "-S", "-B", "-c", source, *arguments],
         }
         return subprocess.Popen(
@@ -190,7 +181,7 @@ def check_isolation() -> None:
 @functools.cache
 def _why_not() -> str:
     try:
-        output, well = Sandbox(Limits(10, 1 << 29, 1 << 20, 1)).run("print('in')")
+        output, well = Sandbox(10, 1 << 29, 1 << 20, 1).run("print('in')")
     except RuntimeError as error:
         return str(error)
     return "" if well and output == b"in\n" else "a program in the sandbox does not run"

@@ -18,6 +18,7 @@ import pytest
 from fastrl.rewards import sandbox
 from fastrl.rewards.code_reward import make_code_reward
 from fastrl.rewards.functions import load_reward
+from fastrl.rewards.identity import identity_of
 from tests.patience import PATIENCE
 
 
@@ -248,13 +249,19 @@ def alive_below(process: int) -> set[int]:
 
 KILLED = """
 import threading
-from fastrl.rewards.sandbox import Limits, Sandbox
-sandbox = Sandbox(Limits(10_000, 1 << 29, 1 << 20, 4))
+from fastrl.rewards.sandbox import Sandbox
+sandbox = Sandbox(10_000, 1 << 29, 1 << 20, 4)
 with sandbox.started("print(1, flush=True); import time; time.sleep(10_000)") as child:
     child.stdout.readline()
     print(child.pid, flush=True)
     threading.Event().wait()
 """
+
+
+@needs_isolation
+def test_other_limits_are_another_reward() -> None:
+    one, same, other = (make_code_reward(seconds=x) for x in (1, 1, 2))
+    assert identity_of(one) == identity_of(same) != identity_of(other)
 
 
 @needs_isolation
