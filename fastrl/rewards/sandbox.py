@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from fastrl.rewards import sandbox_child
@@ -83,7 +83,7 @@ class Sandbox:
             arguments: of the program.
             files: numbers of files that it has, too.
         """
-        with tempfile.TemporaryDirectory(prefix="fastrl-sandbox-") as folder:
+        with nullcontext("/") if self.isolated else tempfile.TemporaryDirectory() as folder:
             child = self._start(source, arguments, files, stdin, stdout, folder)
             try:
                 yield child

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -31,6 +32,7 @@ class TimedChild:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
         self._of = 0  # the process that made it: a fork has none
+        atexit.register(self._end)
 
     def ask(self, seconds: float, **question: Any) -> dict[str, Any] | None:
         """The child's answer; None where it took longer than ``seconds``.
@@ -88,7 +90,7 @@ class TimedChild:
 
     def _end(self) -> None:
         child, self._child = self._child, None
-        if child is not None:
+        if child is not None and self._of == os.getpid():
             child.kill()
             child.wait()
             for pipe in (child.stdin, child.stdout):
