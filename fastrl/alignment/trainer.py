@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method, OwnModelCard
 from fastrl.run.random_state import random_state, restore_random_state, seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
+from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import DeferredGradients, check_sizes
@@ -560,6 +562,12 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             self.processing_class.save_pretrained(str(folder))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def push_checkpoint(self, folder: Path) -> None:
+        head = folder / HEAD_NAME  # transformers sends the files that it knows
+        if head.exists() and self.args.should_save:
+            shutil.copy(head, str(self.args.output_dir))
+        super().push_checkpoint(folder)
 
     def load_weights(self, checkpoint: Path) -> None:
         self.learner.load(self.accelerator.unwrap_model(self.model), str(checkpoint))

@@ -219,7 +219,7 @@ def load_weights(model: Any, folder: str | os.PathLike) -> None:
 
         set_peft_model_state_dict(model, load_file(adapter))
         return
-    with _quiet():  # a value head among a language model's weights is expected
+    with _quiet():  # checkpoints of earlier versions have a value head among the weights
         saved = type(model).from_pretrained(folder, use_safetensors=True, dtype="auto")
     model.load_state_dict(saved.state_dict())
 

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -34,9 +33,15 @@ from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
 from fastrl.models.utils import hidden_width, is_empty
 from fastrl.run import hub
 from fastrl.run.model_card import write_model_card
+from fastrl.run.value_head_file import (
+    HEAD_NAME,
+    HEAD_PREFIX,
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    forget_index,
+    write_value_head,
+)
 
-WEIGHTS_NAME = "model.safetensors"
-HEAD_PREFIX = "v_head."
 REWARD_PREFIX = "reward."  # of the reward adapter's score head, which is not saved
 LANGUAGE_MODEL = "pretrained_model."
 
@@ -70,9 +75,10 @@ class PreTrainedModelWrapper(nn.Module):
     """A Hugging Face language model (``.pretrained_model``) with a value head (``.v_head``, None in
     classes without one).
 
-    Checkpoints are those of TRL 0.11: the value head lies beside the language model's weights as
-    ``v_head.summary.*``. The names in ``state_dict()`` are these, too; ``load_state_dict()`` also
-    takes those of ``named_parameters()`` (``pretrained_model.*``).
+    A checkpoint is that of the language model, with the value head beside it in a file of its own;
+    those of TRL 0.11, which has ``v_head.summary.*`` among the weights, load too. The names in
+    ``state_dict()`` are TRL's; ``load_state_dict()`` also takes those of ``named_parameters()``
+    (``pretrained_model.*``).
 
     Args:
         pretrained_model: a language model of the class's kind, or a PEFT model around one.
@@ -325,31 +331,42 @@ class PreTrainedModelWrapper(nn.Module):
     def save_pretrained(
         self, save_directory: str | os.PathLike, state_dict: dict | None = None, **kwargs: Any
     ) -> None:
-        """Saves a checkpoint that this class, TRL 0.11 and ``AutoModelForCausalLM`` load.
+        """Saves a checkpoint of which transformers, PEFT and vLLM load the language model or the
+        adapter, and this class the value head too, from ``value_head.safetensors``.
 
-        The value head lies in ``model.safetensors`` among the weights; for a PEFT model that file
-        holds the value head alone, beside the adapter.
+        TRL 0.11 does not know that file, and would start with a new value head, without a word:
+        there, pass its weights to the loaded model by
+        ``model.post_init(safetensors.torch.load_file("folder/value_head.safetensors"))``.
 
         Args:
             state_dict: this model's own, where it had to be gathered from several devices; named as
                 in ``state_dict()`` or as in ``named_parameters()``.
+            kwargs: of transformers' or PEFT's ``save_pretrained``; with ``push_to_hub=True`` those
+                of :meth:`push_to_hub`, which is called at the end.
         """
+        folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
+        push = kwargs.pop("push_to_hub", False) and {
+            "repo_id": kwargs.pop("repo_id", folder.absolute().name),
+            **{name: kwargs.pop(name) for name in hub.OPTIONS if name in kwargs},
+        }
         state = self.state_dict() if state_dict is None else state_dict
         base, own = _split_state(state, (HEAD_PREFIX, REWARD_PREFIX))
         head = {k: v.contiguous() for k, v in own.items() if k.startswith(HEAD_PREFIX)}
         if self.is_peft_model:
             # PEFT picks its own entries out of a whole state dict.
             kwargs.setdefault("selected_adapters", self.saved_adapters)
-            self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
+        elif is_main:
+            forget_index(folder)
+        self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
+        if not is_main:
+            return
+        if self.is_peft_model:
             quantised.save_beside_adapter(self.pretrained_model, save_directory)
-            if head:
-                save_file(head, Path(save_directory) / WEIGHTS_NAME, metadata={"format": "pt"})
-        else:
-            self.pretrained_model.save_pretrained(
-                save_directory, state_dict={**base, **head}, **kwargs
-            )
+        write_value_head(folder, head, of_adapter=self.is_peft_model)
         if self.trunk is not None:
-            (Path(save_directory) / TRUNK_NAME).write_text(self.trunk.record(base))
+            (folder / TRUNK_NAME).write_text(self.trunk.record(base))
+        if push:
+            self.push_to_hub(state_dict=state, **push)
 
     def load_weights(self, folder: str | os.PathLike) -> None:
         """Loads the weights that :meth:`save_pretrained` wrote into this model."""
@@ -357,16 +374,17 @@ class PreTrainedModelWrapper(nn.Module):
         if self.v_head is not None:
             self.v_head.load_state_dict(_read_value_head(os.fspath(folder), {}))
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+    def push_to_hub(self, repo_id: str, state_dict: dict | None = None, **kwargs: Any) -> Any:
         """Uploads the files of :meth:`save_pretrained` and a model card, in one commit.
 
         Args:
+            state_dict: as of :meth:`save_pretrained`.
             kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
                 ``commit_message``.
         """
         hub.check_options(kwargs)
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, state_dict)
             write_model_card(folder, repo_id, self)
             return hub.upload(folder, repo_id, **kwargs)
 
@@ -380,9 +398,13 @@ def _initialise(head: ValueHead, strategy: str | None, spread: float) -> None:
 
 
 def _read_value_head(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The value head's weights in a checkpoint; {} where it has none."""
+    """The value head's weights in a checkpoint; {} where it has none.
+
+    TRL 0.11 has them among the language model's, and so had fastrl before it wrote a file of their
+    own, which is read in their place.
+    """
     weights: dict[str, Tensor] = {}
-    for file in _weight_files(path, options):
+    for file in _head_files(path, options):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dict
                 if key.startswith(HEAD_PREFIX):
@@ -390,12 +412,13 @@ def _read_value_head(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
     return weights
 
 
-def _weight_files(path: str, options: dict[str, Any]) -> Iterator[str]:
-    whole = find_file(path, WEIGHTS_NAME, options)
+def _head_files(path: str, options: dict[str, Any]) -> Iterator[str]:
+    """The files that hold a value head, or may."""
+    whole = find_file(path, HEAD_NAME, options) or find_file(path, WEIGHTS_NAME, options)
     if whole is not None:
         yield whole
         return
-    index = find_file(path, f"{WEIGHTS_NAME}.index.json", options)
+    index = find_file(path, INDEX_NAME, options)
     if index is None:
         return
     weight_map = json.loads(Path(index).read_text())["weight_map"]

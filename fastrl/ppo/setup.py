@@ -32,13 +32,13 @@ from fastrl.models.quantised import WITHOUT_FSDP, compute_dtypes, refuse_quantis
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.sharding import name_by_path
 from fastrl.models.utils import check_trainable, evaluating
-from fastrl.models.value_head import HEAD_PREFIX
 from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import launched_accelerator
 from fastrl.run.metrics import check_trackers, open_trackers
 from fastrl.run.precision import kind_of_device, precision_for
 from fastrl.run.processes import Processes
+from fastrl.run.value_head_file import HEAD_PREFIX
 
 # Where accelerate wraps models in DDP, whether or not there are other processes.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))

@@ -18,6 +18,7 @@ _OF_UPLOAD = (
     "ignore_patterns",
     "delete_patterns",
 )
+OPTIONS = (*_OF_REPOSITORY, *_OF_UPLOAD)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -25,12 +26,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         TypeError: an argument that :func:`upload` does not have.
     """
-    known = (*_OF_REPOSITORY, *_OF_UPLOAD)
-    unknown = [name for name in options if name not in known]
+    unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise TypeError(
             f"push_to_hub has no argument {', '.join(map(repr, unknown))}: it takes repo_id, "
-            f"{', '.join(known)}"
+            f"{', '.join(OPTIONS)}"
         )
 
 

@@ -135,7 +135,7 @@ def test_checkpoints_are_the_policys_alone(base, tmp_path):
     assert names - {"README.md"} == {
         "adapter_config.json",
         "adapter_model.safetensors",
-        "model.safetensors",
+        "value_head.safetensors",
     }
     weights = load_file(tmp_path / "tuned" / "adapter_model.safetensors")
     assert not any("score" in name or REWARD_ADAPTER in name for name in weights)

@@ -235,7 +235,7 @@ def test_an_adapter_is_saved_with_the_value_head_alone(inputs, tmp_path):
         base, peft_config=seq2seq_models.lora()
     )
     policy.save_pretrained(tmp_path / "tuned")
-    assert set(load_file(tmp_path / "tuned" / "model.safetensors")) == {
+    assert set(load_file(tmp_path / "tuned" / "value_head.safetensors")) == {
         "v_head.summary.weight",
         "v_head.summary.bias",
     }

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from fastrl import PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from fastrl.alignment import AlignmentConfig, Trainer
 from tests import tiny_models
+from tests.alignment.conftest import make_factory
 from tests.golden import tiny
 from tests.trl import test_ppo_v2
 
@@ -119,6 +121,18 @@ def test_a_supervised_trainer_pushes_fastrls_card_to_a_private_repository(calls,
     assert created == ("create", "org/sft", True)
     assert "supervised fine-tuning (SFT)" in uploaded[3]
     assert 'from_pretrained("org/sft")' in uploaded[3]
+
+
+def test_a_pushed_checkpoint_has_its_value_head(calls, tmp_path):
+    factory = make_factory("reinforcement-learning")
+    args = AlignmentConfig(str(tmp_path), use_cpu=True, report_to="none", hub_model_id="org/x")
+    trainer = Trainer(tiny_models.policy(), args, factory, "ppo")
+    trainer.create_model_card()
+    trainer.save_model(str(tmp_path / "checkpoint-1"))
+    trainer.hub_model_id = "org/x"
+    trainer.push_in_progress = None
+    trainer.push_checkpoint(tmp_path / "checkpoint-1")
+    assert {"model.safetensors", "value_head.safetensors"} <= set(calls[-1][2])
 
 
 def test_the_trainer_of_rewards_by_a_model_pushes_what_it_saves(calls, tmp_path):

@@ -1,0 +1,59 @@
+"""The file of a value head, beside the language model's weights, which other libraries load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastrl.run.files import write_file
+
+HEAD_NAME = "value_head.safetensors"
+HEAD_PREFIX = "v_head."
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
+
+
+def forget_index(folder: Path) -> None:
+    """Called before a whole model is saved: transformers leaves the index of an earlier one."""
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+
+
+def write_value_head(folder: Path, head: dict[str, Tensor], *, of_adapter: bool) -> None:
+    """Writes a value head beside weights that were just saved; removes what an earlier save has
+    left of another.
+
+    Args:
+        head: by names with :data:`HEAD_PREFIX`; {}: the model has none.
+        of_adapter: whether the weights are those of an adapter, not of a whole model.
+    """
+    weights, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
+    if head:
+        save_file(head, folder / HEAD_NAME, metadata={"format": "pt"})
+    else:
+        (folder / HEAD_NAME).unlink(missing_ok=True)
+    if index.exists() and not of_adapter:  # a single file would be read in place of the shards
+        weights.unlink(missing_ok=True)
+    if not weights.is_file():
+        return
+    sizes = _sizes(weights)
+    if of_adapter:
+        if all(name.startswith(HEAD_PREFIX) for name in sizes):  # as it was saved before
+            weights.unlink()
+    elif head:
+        # vLLM and SGLang load every *.safetensors that no index leaves out.
+        record = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": dict.fromkeys(sorted(sizes), WEIGHTS_NAME),
+        }
+        write_file(index, json.dumps(record, indent=2) + "\n")
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """The bytes of each tensor in a safetensors file, from its header."""
+    with file.open("rb") as content:
+        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+    header.pop("__metadata__", None)
+    return {name: x["data_offsets"][1] - x["data_offsets"][0] for name, x in header.items()}
