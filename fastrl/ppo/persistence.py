@@ -21,7 +21,12 @@ from fastrl.run.checkpoints import (
     read_manifest,
     warn_of_another_machine,
 )
-from fastrl.run.model_card import policy_gradient, write_model_card
+from fastrl.run.model_card import (
+    Training,
+    changed_settings,
+    policy_gradient,
+    write_model_card,
+)
 from fastrl.run.state import load_tree, save_tree
 
 
@@ -99,8 +104,10 @@ class Persistence(TrainerState):
         name = model_name or Path(path).absolute().name
         unset = PPOConfig.__dataclass_fields__["model_name"].default
         given = None if self.config.model_name == unset else self.config.model_name
-        method = policy_gradient(self.config.method)
-        write_model_card(path, name, self._unwrapped, method, given)
+        training = Training(
+            policy_gradient(self.config.method), given, changed_settings(self.config)
+        )
+        write_model_card(path, name, self._unwrapped, training)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Uploads model, tokenizer and model card, in one commit.
@@ -111,10 +118,9 @@ class Persistence(TrainerState):
         """
         hub.check_options(kwargs)
         with tempfile.TemporaryDirectory() as folder:
-            if self.accelerator.is_main_process:
-                self.create_model_card(folder, repo_id)
             self.save_pretrained(folder)
             if self.accelerator.is_main_process:
+                self.create_model_card(folder, repo_id)
                 return hub.upload(folder, repo_id, **kwargs)
         return None
 

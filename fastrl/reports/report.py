@@ -14,6 +14,7 @@ from fastrl.reports.doctor import ILLNESS, examine
 from fastrl.run.callbacks import Evaluation, TrainResult
 from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import is_main_process
+from fastrl.run.model_card import complete_card
 from fastrl.run.terminal import plain, run_console
 
 if TYPE_CHECKING:
@@ -126,7 +127,13 @@ def finish_run(
     if not is_main_process():
         save(folder.model)
         return {}
-    folder.write_model(save)
+
+    def save_with_results(model: Path) -> None:
+        save(model)
+        dataset = folder.config.get("job", {}).get("dataset")
+        complete_card(model, dataset, results)
+
+    folder.write_model(save_with_results)
     written = "model, metrics.jsonl, report.png, summary.json"
     if samples:
         folder.write_samples(samples)

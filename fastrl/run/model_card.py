@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_TEMPLATE = """\
----
-library_name: {library}
-{base_line}tags:
-{tags}
----
+from fastrl.run.files import write_file
+from fastrl.run.value_head_file import HEAD_NAME
 
+_TEMPLATE = """\
 # {name}
 
 {what}, trained with fastrl.
@@ -24,20 +26,26 @@ library_name: {library}
 - **Base model:** {base}
 - **Weights:** {weights}
 - **Value head:** {value_head}
+- **Versions:** {versions}
 
-```python
-{snippet}
-```
-{note}"""
-_NOTE = """
-`transformers.AutoModelFor{auto}.from_pretrained` loads the language model alone.
 """
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_KINDS = {
-    "causal": ("A causal language model", "CausalLM"),
-    "seq2seq": ("An encoder–decoder", "Seq2SeqLM"),
-    "reward": ("A reward model (a sequence classifier)", "SequenceClassification"),
+_KINDS = {  # in words, transformers' class, the Hub's task
+    "causal": ("A causal language model", "CausalLM", "text-generation"),
+    "seq2seq": ("An encoder–decoder", "Seq2SeqLM", "text-generation"),
+    "reward": (
+        "A reward model (a sequence classifier)",
+        "SequenceClassification",
+        "text-classification",
+    ),
 }
+# How the names of settings begin that say nothing of the model: places, accounts, logs.
+_NOT_SHOWN = (
+    "output_dir", "model_name", "exp_name", "task_name", "run_name", "tracker_", "project",
+    "accelerator_kwargs", "push_to_hub", "hub_", "report_to", "log", "disable_tqdm", "save_",
+    "resume_from", "dataloader_", "trackio", "use_cpu", "do_train", "do_eval",
+)  # fmt: skip
+_NO_RESULT = re.compile("seconds|runtime|per_second|epoch|step|examples|dropped|prompts")
 
 
 @dataclass(frozen=True)
@@ -83,48 +91,162 @@ def policy_gradient(name: str) -> Method:
     )
 
 
-def model_card(name: str, model: Any, method: Method | None = None, base: str | None = None) -> str:
-    """The text of a README.md.
+@dataclass(frozen=True)
+class Training:
+    """What a model card tells beside the model itself.
+
+    Attributes:
+        method: None: not recorded.
+        base: the model that training began with, if the model itself does not name it.
+        settings: from :func:`changed_settings`.
+        results: numbers by what they are of, such as the last evaluation's.
+        license: None: that of the base, where its card or configuration names one.
+        language: of the texts, as the Hub names it.
+        tags: beside those of the method.
+    """
+
+    method: Method | None = None
+    base: str | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    results: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    license: str | None = None
+    language: str | None = None
+    tags: Sequence[str] = ()
+
+
+def model_card(
+    name: str, model: Any, training: Training | None = None, folder: Path | None = None
+) -> Any:
+    """A README.md, as a ``huggingface_hub.ModelCard``.
 
     Args:
         name: of the repository or folder, which the card's code loads.
         model: of transformers or PEFT, or a fastrl model with its value head, as it is saved.
-        method: of training; None: not recorded.
-        base: the model that training began with, if the model itself does not name it.
+        training: None: nothing of it is known.
+        folder: where the model is saved; a tokenizer there is in the card's code.
     """
+    training = training or Training()
+    method = training.method
     inner = getattr(model, "pretrained_model", model)
     adapters = _adapters(model, inner)
     four_bits = _four_bits(inner, adapters)
     values = getattr(model, "v_head", None) is not None
-    kind = _kind(inner)
     own = _base_of(inner, adapters)
-    base = own or base
-    what, auto = _KINDS[kind]
-    tags = ("fastrl", *(method.tags if method else ()))
-    return _TEMPLATE.format(
-        library="peft" if adapters else "transformers",
-        base_line=f"base_model: {base}\n" if _is_hub_id(base) else "",
-        tags="\n".join(f"- {tag}" for tag in tags),
+    base = own or training.base
+    what, auto, task = _KINDS[_kind(inner)]
+    text = _TEMPLATE.format(
         name=name,
         what=f"{what}, as a {_adapter_name(adapters)}" if adapters else what,
         method=method.title if method else "not recorded",
         base=f"`{base}`" if base else "not recorded",
         weights=_weights(adapters, four_bits),
         value_head=_value_head(model, values),
-        snippet=_snippet(
-            name, model, auto, adapters, own, values, four_bits, _quantised_from(inner)
-        ),
-        note=_NOTE.format(auto=auto) if values and not adapters else "",
+        versions=_versions(bool(adapters)),
+    )
+    using = _using(name, auto, folder)
+    loading = _loading(name, auto, adapters, own, four_bits, _quantised_from(inner), bool(using))
+    text += _code(*loading, *using)
+    if adapters and own and not _is_hub_id(own):
+        text += (
+            f"\n`{own}` is a folder of the machine of the training: upload it too and write its "
+            "id into `adapter_config.json`, or merge the adapter into it (`fastrl merge`).\n"
+        )
+    if values:
+        text += "\nWith its value head, to train it on:\n\n"
+        text += _code(*_with_values(name, type(model).__name__, bool(adapters), own))
+    text += _table("Settings", ("setting", "value"), training.settings)
+    text += _table("Results", ("of", "value"), training.results)
+    return _card(
+        text,
+        library_name="peft" if adapters else "transformers",
+        base_model=base if _is_hub_id(base) else None,
+        pipeline_tag=task,
+        language=training.language,
+        tags=["fastrl", *(method.tags if method else ()), *training.tags],
+        **({"license": training.license} if training.license else license_of(base)),
     )
 
 
 def write_model_card(
-    folder: str | Path, name: str, model: Any, method: Method | None = None, base: str | None = None
+    folder: str | Path, name: str, model: Any, training: Training | None = None
 ) -> None:
     """Writes :func:`model_card` to ``README.md`` in the folder, which is made if there is none."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text(model_card(name, model, method, base), encoding="utf-8")
+    _write(folder, model_card(name, model, training, folder))
+
+
+def complete_card(folder: Path, dataset: Any, results: Mapping[str, Any]) -> None:
+    """Adds to the card in a folder the run's data set, where it is on the Hub, and its results."""
+    with contextlib.suppress(FileNotFoundError):
+        card = read_card(folder)
+        if isinstance(dataset, str) and _is_hub_id(dataset) and not os.path.exists(dataset):
+            card.data.datasets = [dataset]
+        if "## Results" not in card.text:
+            card.text = card.text.rstrip() + "\n" + _table("Results", ("of", "value"), results)
+        _write(folder, _card(card.text, **card.data.to_dict()))
+
+
+def license_card(folder: Path, license: str) -> Any:
+    """The card in a folder, with this license.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    card = read_card(folder)
+    named = {k: x for k, x in card.data.to_dict().items() if not k.startswith("license")}
+    return _card(card.text, license=license, **named)
+
+
+def read_card(folder: str | Path) -> Any:
+    """The ``huggingface_hub.ModelCard`` in a folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    from huggingface_hub import ModelCard
+
+    text = (Path(folder) / "README.md").read_text(encoding="utf-8")
+    return ModelCard(text, ignore_metadata_errors=True)
+
+
+def changed_settings(config: Any) -> dict[str, Any]:
+    """The settings of a dataclass that are not its defaults, without those of places, accounts and
+    logs; plain values alone."""
+    found = {}
+    for x in dataclasses.fields(config):
+        if not x.init or x.name.startswith(_NOT_SHOWN) or x.name.endswith("token"):
+            continue
+        value, default = getattr(config, x.name), x.default
+        if x.default_factory is not dataclasses.MISSING:
+            default = x.default_factory()
+        value, default = (y.value if isinstance(y, enum.Enum) else y for y in (value, default))
+        if value != default and isinstance(value, (str, bool, int, float, list, tuple)):
+            found[x.name] = value
+    return found
+
+
+def license_of(base: str | None) -> dict[str, str]:
+    """The license that the card of a base model names, or its configuration: in its folder, or in
+    the cache of the Hub."""
+    if not base:
+        return {}
+    from huggingface_hub import try_to_load_from_cache
+
+    def place(name: str) -> Path | None:
+        if os.path.isdir(base):
+            return Path(base, name)
+        found = try_to_load_from_cache(base, name) if _is_hub_id(base) else None
+        return Path(found) if isinstance(found, str) else None
+
+    card, config = place("README.md"), place("config.json")
+    named: dict[str, Any] = {}
+    if card is not None and card.is_file():
+        named = read_card(card.parent).data.to_dict()
+    if "license" not in named and config is not None and config.is_file():
+        named = json.loads(config.read_text(encoding="utf-8"))
+    keys = ("license", "license_name", "license_link")
+    return {k: named[k] for k in keys if isinstance(named.get(k), str)}
 
 
 class OwnModelCard:
@@ -148,19 +270,94 @@ class OwnModelCard:
         """Writes ``README.md`` to the output folder.
 
         Args:
+            language: of the texts, as the Hub names it.
+            license: by default that of the base model, where it names one.
+            tags: one or several, beside fastrl's.
             model_name: by default the folder's name; ``hub_model_id`` takes precedence.
             finetuned_from: the base model, if the model does not name one.
-            language, license, tags: arguments of transformers that are not used here.
         """
         if self.accelerator.is_main_process:
             name = getattr(self, "hub_model_id", None) or model_name
-            self.write_card(str(self.args.output_dir), name, finetuned_from)
+            self.write_card(
+                str(self.args.output_dir),
+                name,
+                base=finetuned_from,
+                license=license,
+                language=language,
+                tags=[tags] if isinstance(tags, str) else tags or (),
+            )
 
-    def write_card(self, folder: str, name: str | None = None, base: str | None = None) -> None:
-        """Writes the model card to a folder."""
+    def write_card(self, folder: str, name: str | None = None, **told: Any) -> None:
+        """Writes the model card to a folder.
+
+        Args:
+            told: of :class:`Training`.
+        """
         model = self.accelerator.unwrap_model(self.model)
         name = name or Path(folder).absolute().name
-        write_model_card(folder, name, model, self.method, base)
+        history = getattr(getattr(self, "state", None), "log_history", ())
+        told = {
+            "method": self.method,
+            "settings": changed_settings(self.args),
+            "results": _last_results(history),
+            **told,
+        }
+        write_model_card(folder, name, model, Training(**told))
+
+
+def _last_results(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Those of the last evaluation in a log; without any, the last loss and reward."""
+    for entry in reversed(history):
+        found = {k: x for k, x in entry.items() if k.startswith("eval_")}
+        if found:
+            return found
+    for entry in reversed(history):
+        if "loss" in entry:
+            return {k: entry[k] for k in ("loss", "reward") if k in entry}
+    return {}
+
+
+def _card(text: str, **data: Any) -> Any:
+    from huggingface_hub import ModelCard, ModelCardData
+
+    yaml = ModelCardData(**data).to_yaml()
+    return ModelCard(f"---\n{yaml}\n---\n\n{text.strip()}\n", ignore_metadata_errors=True)
+
+
+def _write(folder: Path, card: Any) -> None:
+    write_file(folder / "README.md", str(card))
+
+
+def _table(title: str, names: tuple[str, str], rows: Mapping[str, Any]) -> str:
+    """A section with a table; "" without rows. Of results numbers alone."""
+    if title == "Results":
+        rows = {
+            k: f"{x:.4g}"
+            for k, x in rows.items()
+            if isinstance(x, (int, float)) and not _NO_RESULT.search(k)
+        }
+    if not rows:
+        return ""
+    lines = [f"| {' | '.join(names)} |", "| --- | --- |"]
+    lines += [f"| `{k}` | {_cell(x)} |" for k, x in rows.items()]
+    return f"\n## {title}\n\n" + "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).replace("|", "\\|").split())
+
+
+def _code(*lines: str) -> str:
+    return "```python\n" + "\n".join(lines) + "\n```\n"
+
+
+def _versions(peft: bool) -> str:
+    distributions = {"fastrl": "fastrl-lm", "transformers": "transformers", "torch": "torch"}
+    found = []
+    for name, distribution in (distributions | ({"peft": "peft"} if peft else {})).items():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(distribution)}")
+    return ", ".join(found)
 
 
 def _kind(inner: Any) -> str:
@@ -231,58 +428,87 @@ def _value_head(model: Any, values: bool) -> str:
     if not values:
         return "none"
     trained = any(p.requires_grad for p in model.v_head.parameters())
-    return "beside the weights, as `v_head.summary.*`" + ("" if trained else "; not trained")
+    return f"beside the weights, in `{HEAD_NAME}`" + ("" if trained else "; not trained")
 
 
-def _snippet(
+def _loading(
     name: str,
-    model: Any,
     auto: str,
     adapters: dict[str, Any],
     own: str | None,
-    values: bool,
     four_bits: dict[str, Any],
     quantised_from: str,
-) -> str:
-    """Code that loads the model."""
-    if values:
-        wrapper = type(model).__name__
-        if not adapters or own:
-            return f'from fastrl import {wrapper}\n\nmodel = {wrapper}.from_pretrained("{name}")'
-        return (
-            f"from fastrl import {wrapper}\nfrom peft import PeftModel\n\n"
-            "# base: the model that the adapter was trained on, which it does not name. The value\n"
-            "# head's weights are in model.safetensors: load them into model.v_head.\n"
-            f'model = {wrapper}.from_pretrained(PeftModel.from_pretrained(base, "{name}"))'
-        )
+    tokenizes: bool,
+) -> Sequence[str]:
+    """Code that loads the model by transformers and PEFT."""
     options = ", num_labels=1" if auto == "SequenceClassification" else ""
-    imported = ""
-    if four_bits:
-        imported = ", BitsAndBytesConfig"
+    names = [f"AutoModelFor{auto}"] if own or not adapters else []
+    names += ["AutoTokenizer"] if tokenizes else []
+    if four_bits and own:
+        names.append("BitsAndBytesConfig")
         options += f', dtype="{quantised_from}", quantization_config=config'
     if not adapters:
-        lines: Sequence[str] = (
-            f"from transformers import AutoModelFor{auto}",
+        return (
+            f"from transformers import {', '.join(names)}",
             "",
             f'model = AutoModelFor{auto}.from_pretrained("{name}")',
         )
-    elif own:
-        lines = (
-            "from peft import PeftModel",
-            f"from transformers import AutoModelFor{auto}" + imported,
-            "",
-            *_config_lines(four_bits),
-            f'base = AutoModelFor{auto}.from_pretrained("{own}"{options})',
-            f'model = PeftModel.from_pretrained(base, "{name}")',
-        )
+    lines = [
+        "from peft import PeftModel",
+        *([f"from transformers import {', '.join(names)}"] if names else ()),
+        "",
+    ]
+    if own:
+        lines += _config_lines(four_bits)
+        lines.append(f'base = AutoModelFor{auto}.from_pretrained("{own}"{options})')
     else:
-        lines = (
-            "from peft import PeftModel",
-            "",
-            "# base: the model that the adapter was trained on, which it does not name.",
-            f'model = PeftModel.from_pretrained(base, "{name}")',
+        lines.append("# base: the model that the adapter was trained on, which it does not name.")
+    return (*lines, f'model = PeftModel.from_pretrained(base, "{name}")')
+
+
+def _using(name: str, auto: str, folder: Path | None) -> Sequence[str]:
+    """Code that calls the model, where a tokenizer is saved with it."""
+    if folder is None or not (folder / "tokenizer_config.json").exists():
+        return ()
+    loads = f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    chat = (folder / "chat_template.jinja").exists()
+    chat = chat or '"chat_template"' in (folder / "tokenizer_config.json").read_text("utf-8")
+    if auto == "SequenceClassification":
+        return (
+            loads,
+            'inputs = tokenizer("A prompt and its response", return_tensors="pt")',
+            'print(model(input_ids=inputs["input_ids"]).logits)',
         )
-    return "\n".join(lines)
+    said = 'inputs = tokenizer("Hello", return_tensors="pt")'
+    if chat:
+        said = (
+            'chat = [{"role": "user", "content": "Hello"}]\n'
+            "inputs = tokenizer.apply_chat_template(\n"
+            '    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True\n'
+            ")"
+        )
+    return (
+        loads,
+        said,
+        'out = model.generate(input_ids=inputs["input_ids"], max_new_tokens=32)',
+        "print(tokenizer.decode(out[0]))",
+    )
+
+
+def _with_values(name: str, wrapper: str, adapts: bool, own: str | None) -> Sequence[str]:
+    """Code that loads the model with its value head."""
+    if not adapts or own:
+        trains = ", is_trainable=True" if adapts else ""
+        loaded = f'model = {wrapper}.from_pretrained("{name}"{trains})'
+        return (f"from fastrl import {wrapper}", "", loaded)
+    return (
+        f"from fastrl import {wrapper}",
+        "from peft import PeftModel",
+        "",
+        "# base: the model that the adapter was trained on, which it does not name. The value",
+        f"# head's weights are in {HEAD_NAME}: load them into model.v_head.",
+        f'model = {wrapper}.from_pretrained(PeftModel.from_pretrained(base, "{name}"))',
+    )
 
 
 def _config_lines(four_bits: dict[str, Any]) -> Sequence[str]:

@@ -1,15 +1,18 @@
 """Model cards say what is so, and their code runs."""
 
+import json
 import re
 import runpy
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2ForSequenceClassification,
+    T5ForConditionalGeneration,
 )
 
 from fastrl import (
@@ -26,7 +29,7 @@ from fastrl import (
 from fastrl.alignment import AlignmentConfig, BatchFactory, DatasLoader, Trainer
 from fastrl.config import METHODS
 from fastrl.models.adapters import REFERENCE_ADAPTER, add_adapter
-from fastrl.run.model_card import SFT, policy_gradient, write_model_card
+from fastrl.run.model_card import SFT, Training, complete_card, policy_gradient, write_model_card
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 
@@ -59,12 +62,19 @@ def card_of(folder):
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
+def data_of(folder):
+    """The card's metadata, as the Hub reads them."""
+    return ModelCard.load(folder / "README.md").data
+
+
 def loaded(folder):
-    """The model that the card's code makes."""
-    (code,) = re.findall(r"```python\n(.*?)```", card_of(folder), re.DOTALL)
-    script = folder.parent / "snippet.py"
-    script.write_text(code)
-    return runpy.run_path(str(script))["model"].eval()
+    """The models that the card's code makes: by transformers and PEFT, and with a value head."""
+    found = []
+    for code in re.findall(r"```python\n(.*?)```", card_of(folder), re.DOTALL):
+        script = folder.parent / "snippet.py"
+        script.write_text(code)
+        found.append(runpy.run_path(str(script))["model"].eval())
+    return found
 
 
 def ppo_trainer(model, **settings):
@@ -88,26 +98,27 @@ def test_the_card_of_a_policy(base, tmp_path, method, adapter):
     trainer = ppo_trainer(model, **({} if method == "PPO" else GROUPS))
     trainer.save_pretrained(tmp_path / "tuned")
     card = card_of(tmp_path / "tuned")
-    assert card.startswith(f"---\nlibrary_name: {'peft' if adapter else 'transformers'}\n")
+    data = data_of(tmp_path / "tuned")
+    assert data.library_name == ("peft" if adapter else "transformers")
+    assert data.pipeline_tag == "text-generation"
+    assert data.base_model is data.license is None
     assert f"- **Base model:** `{base}`" in card
     assert "gpt2" not in card
     assert f"({method})" in card
-    assert f"- {method.lower()}\n" in card
+    assert method.lower() in data.tags
+    assert "| `batch_size` | 2 |" in card
+    assert ("| `advantage` | grpo |" in card) is (method == "GRPO")
+    assert "tracker" not in card
     assert ("LoRA adapter of rank 2" in card) is adapter
-    assert ("v_head.summary" in card) is (method == "PPO")
+    assert ("value_head.safetensors" in card) is (method == "PPO")
     assert ("Value head:** none" in card) is (method == "GRPO")
-    alone = "`transformers.AutoModelForCausalLM.from_pretrained` loads the language model alone"
-    assert (alone in card) is (method == "PPO" and not adapter)
-    found = loaded(tmp_path / "tuned")
+    plain, *with_values = loaded(tmp_path / "tuned")
+    assert len(with_values) == (method == "PPO")
     with torch.no_grad():
-        expected = model.eval()(TOKENS)
-        out = found(TOKENS)
-        if method == "PPO":
-            torch.testing.assert_close(out[2], expected[2], rtol=1e-5, atol=1e-5)
-            out = out[0]
-        else:
-            out = out.logits
-        torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)
+        logits, _, values = model.eval()(TOKENS)
+        torch.testing.assert_close(plain(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
+        for each in with_values:
+            torch.testing.assert_close(each(TOKENS)[2], values, rtol=1e-5, atol=1e-5)
 
 
 def test_the_card_of_an_encoder_decoder(tmp_path, monkeypatch):
@@ -116,13 +127,15 @@ def test_the_card_of_an_encoder_decoder(tmp_path, monkeypatch):
     assert isinstance(model, AutoModelForSeq2SeqLMWithValueHead)
     ppo_trainer(model).save_pretrained(tmp_path / "tuned")
     assert "An encoder–decoder, trained with fastrl" in card_of(tmp_path / "tuned")
-    assert isinstance(loaded(tmp_path / "tuned"), AutoModelForSeq2SeqLMWithValueHead)
+    plain, with_values = loaded(tmp_path / "tuned")
+    assert isinstance(plain, T5ForConditionalGeneration)
+    assert isinstance(with_values, AutoModelForSeq2SeqLMWithValueHead)
 
 
 def test_a_frozen_value_head_is_not_called_trained(tmp_path):
     trainer = ppo_trainer(tiny_models.policy(), **GROUPS)
     trainer.create_model_card(tmp_path)
-    assert "`v_head.summary.*`; not trained" in card_of(tmp_path)
+    assert "`value_head.safetensors`; not trained" in card_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +145,7 @@ def test_a_model_that_names_no_base_has_that_of_the_configuration(tmp_path, name
     ppo_trainer(tiny_models.policy(), **name).create_model_card(tmp_path / "x", "org/tuned")
     card = card_of(tmp_path / "x")
     assert f"- **Base model:** {shown}" in card
-    assert ("base_model: org/base" in card) is bool(name)
+    assert data_of(tmp_path / "x").base_model == (name.get("model_name"))
     assert "# org/tuned" in card
 
 
@@ -147,7 +160,7 @@ def test_an_adapter_on_a_nameless_base_says_that_it_needs_it(tmp_path):
     from peft import get_peft_model
 
     model = get_peft_model(tiny_models.language_model(), lora())
-    write_model_card(tmp_path, "x", model, SFT)
+    write_model_card(tmp_path, "x", model, Training(SFT))
     card = card_of(tmp_path)
     assert "base: the model that the adapter was trained on" in card
     assert 'PeftModel.from_pretrained(base, "x")' in card
@@ -172,7 +185,8 @@ def test_the_card_of_supervised_runs(base, tmp_path, adapter):
     assert "value head:** none" in card.lower()
     with torch.no_grad():
         expected = trainer.model.eval()(TOKENS).logits
-        torch.testing.assert_close(loaded(tmp_path / "sft")(TOKENS).logits, expected)
+        (found,) = loaded(tmp_path / "sft")
+        torch.testing.assert_close(found(TOKENS).logits, expected)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
@@ -194,7 +208,8 @@ def test_the_card_of_a_reward_model(base, tmp_path, adapter):
     card = card_of(tmp_path / "rm")
     assert "A reward model (a sequence classifier)" in card
     assert "reward modelling on preference pairs" in card
-    found = loaded(tmp_path / "rm")
+    assert data_of(tmp_path / "rm").pipeline_tag == "text-classification"
+    (found,) = loaded(tmp_path / "rm")
     with torch.no_grad():
         expected = trainer.model.eval()(TOKENS).logits
         torch.testing.assert_close(found(TOKENS).logits, expected)
@@ -211,4 +226,53 @@ def test_the_card_of_an_aligned_model(base, tmp_path):
     assert "the loss dpo on the task offline-pairwise" in card
     assert "Value head:** none" in card
     assert "- **Base model:** `base`" in card
-    assert loaded(tmp_path / "dpo").config.n_embd == 16
+    assert loaded(tmp_path / "dpo")[0].config.n_embd == 16
+
+
+def test_a_license_is_that_of_the_base_or_the_users_and_never_made_up(base, tmp_path):
+    def of(**training):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        write_model_card(tmp_path / "tuned", "tuned", model, Training(**training))
+        return data_of(tmp_path / "tuned").license
+
+    assert of() is None
+    config = json.loads((tmp_path / base / "config.json").read_text())
+    (tmp_path / base / "config.json").write_text(json.dumps(config | {"license": "mit"}))
+    assert of() == "mit"
+    (tmp_path / base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    assert of() == "apache-2.0"
+    assert of(license="llama3.2") == "llama3.2"
+
+
+def test_a_run_adds_its_results_and_a_data_set_of_the_hub(tmp_path):
+    model = tiny_models.policy()
+    write_model_card(tmp_path, "x", model, Training(SFT))
+    complete_card(tmp_path, "org/prompts", {"reward_after": 0.51234, "seconds": 3.0, "note": "a"})
+    assert data_of(tmp_path).datasets == ["org/prompts"]
+    assert "| `reward_after` | 0.5123 |" in card_of(tmp_path)
+    assert "seconds" not in card_of(tmp_path)
+    write_model_card(tmp_path, "x", model, Training(SFT))
+    (tmp_path / "prompts.jsonl").touch()
+    complete_card(tmp_path, str(tmp_path / "prompts.jsonl"), {})
+    assert data_of(tmp_path).datasets is None
+
+
+def test_no_account_or_place_is_told(base, tmp_path):
+    arguments = SFTConfig(
+        output_dir=str(tmp_path / "secret"),
+        report_to="none",
+        use_cpu=True,
+        hub_token="hf_secret",
+        hub_model_id="org/sft",
+        learning_rate=3e-4,
+    )
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(base),
+        arguments,
+        train_dataset=[{"text": "w3 w4"}] * 2,
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.write_card(str(tmp_path / "card"))
+    card = card_of(tmp_path / "card")
+    assert "secret" not in card
+    assert "| `learning_rate` | 0.0003 |" in card
