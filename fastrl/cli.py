@@ -38,6 +38,9 @@ commands:
   report  a page with the figures, results and samples of runs, overlaid
   doctor  the usual illnesses of a run: what shows them, and what to change
   samples print or export the samples that a run was trained on
+  chat    talk with a trained model in the terminal
+  merge   an adapter becomes a whole model, which any library loads
+  push    upload a model to the Hugging Face Hub, with its card
   replay  draw a sample of a run again, and compare it with the recorded one
   plan    the memory that a run needs, before it is run, and what fits a GPU
   env     versions, devices, and the kernels that would be used
@@ -200,6 +203,9 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "report": ("commands.report", (), "run_report"),
     "doctor": ("commands.doctor", (), "run_doctor"),
     "samples": ("commands.samples", (), "run_samples"),
+    "chat": ("commands.chat", (), "run_chat"),
+    "merge": ("commands.merge", (), "run_merge"),
+    "push": ("commands.push", (), "run_push"),
     "replay": ("commands.replay", (), "run_replay"),
     "plan": ("commands.plan", (), "run_plan"),
     "env": ("commands.env", ("EnvFlags",), "run_env"),
@@ -208,8 +214,10 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 # They parse their arguments themselves: those on runs have no settings, those of a plan depend on
 # its method.
-_PARSE_THEMSELVES = ("report", "doctor", "samples", "replay", "plan", "run-trl", "migrate")
-_ONE_PROCESS = ("demo", "replay", "plan")
+_PARSE_THEMSELVES = (
+    "report", "doctor", "samples", "chat", "merge", "push", "replay", "plan", "run-trl", "migrate",
+)  # fmt: skip
+_ONE_PROCESS = ("demo", "chat", "merge", "push", "replay", "plan")
 _TRAINING = ("sft", "reward", "align", "ppo", "grpo", "run-trl")
 
 if __name__ == "__main__":

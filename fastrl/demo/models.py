@@ -100,6 +100,7 @@ def _save(trainer: Any, folder: RunFolder) -> None:
     def save(model: Path) -> None:
         trainer.model.save_pretrained(model)
         trainer.processing_class.save_pretrained(model)
+        trainer.write_card(str(model))
 
     folder.write_model(save)
 

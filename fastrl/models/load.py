@@ -24,6 +24,7 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -42,7 +43,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 # A remedy, for messages.
-MERGE_ADAPTER = "merge it into its base first (peft: merge_and_unload(), then save_pretrained())"
+MERGE_ADAPTER = "merge it into its base first (fastrl merge FOLDER OUT)"
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -168,6 +169,33 @@ def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
     if missing:
         _refuse_headless(path, missing)
     return model
+
+
+def load_saved(path: str | os.PathLike, **options: Any) -> Any:
+    """Loads a saved model as what it is, whole or as an adapter on its base: a sequence
+    classifier, an encoder–decoder or a causal language model.
+
+    Args:
+        options: as of :func:`load_language_model` and :func:`load_classifier`. ``dtype`` is float32
+            unless given.
+
+    Raises:
+        FileNotFoundError, OSError, ValueError: as those.
+    """
+    checkpoint = _Checkpoint(path, {"dtype": torch.float32} | _renamed(options))
+    base = checkpoint.folder if checkpoint.adapter is None else checkpoint.base()
+    config = _config_of(base, {})
+    named = (getattr(config, "architectures", None) or [""])[0]
+    if checkpoint.adapter is None:
+        classifies = named.endswith("ForSequenceClassification")
+    else:
+        classifies = checkpoint.adapter.task_type == "SEQ_CLS"
+    if classifies:
+        return load_classifier(path, **{"dtype": torch.float32} | options)
+    decoder = not getattr(config, "is_encoder_decoder", False)
+    return load_language_model(
+        path, AutoModelForCausalLM if decoder else AutoModelForSeq2SeqLM, whole=True, **options
+    )
 
 
 def load_tokenizer(

@@ -171,7 +171,7 @@ class PreTrainedModelWrapper(nn.Module):
             )
             if not is_empty(base):
                 verify_record(base, find_file(path, TRUNK_NAME, kwargs))
-            saved_head = _read_value_head(path, kwargs)
+            saved_head = read_value_head(path, kwargs)
         elif isinstance(pretrained_model_name_or_path, nn.Module):
             base, saved_head = pretrained_model_name_or_path, {}
         else:
@@ -372,7 +372,7 @@ class PreTrainedModelWrapper(nn.Module):
         """Loads the weights that :meth:`save_pretrained` wrote into this model."""
         load_weights(self.pretrained_model, folder)
         if self.v_head is not None:
-            self.v_head.load_state_dict(_read_value_head(os.fspath(folder), {}))
+            self.v_head.load_state_dict(read_value_head(os.fspath(folder), {}))
 
     def push_to_hub(self, repo_id: str, state_dict: dict | None = None, **kwargs: Any) -> Any:
         """Uploads the files of :meth:`save_pretrained` and a model card, in one commit.
@@ -397,7 +397,7 @@ def _initialise(head: ValueHead, strategy: str | None, spread: float) -> None:
         raise ValueError(f"unknown v_head_init_strategy {strategy!r}: choose None or 'normal'")
 
 
-def _read_value_head(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
+def read_value_head(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
     """The value head's weights in a checkpoint; {} where it has none.
 
     TRL 0.11 has them among the language model's, and so had fastrl before it wrote a file of their
@@ -410,6 +410,16 @@ def _read_value_head(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
                 if key.startswith(HEAD_PREFIX):
                     weights[key.removeprefix(HEAD_PREFIX)] = tensors.get_tensor(key)
     return weights
+
+
+def with_value_head(model: Any, head: dict[str, Tensor]) -> PreTrainedModelWrapper:
+    """A language model with the weights of a value head, from :func:`read_value_head`."""
+    decodes = not getattr(model.config, "is_encoder_decoder", False)
+    kind = AutoModelForCausalLMWithValueHead if decodes else AutoModelForSeq2SeqLMWithValueHead
+    wrapped = kind(model)
+    assert wrapped.v_head is not None
+    wrapped.v_head.load_state_dict(head)
+    return wrapped
 
 
 def _head_files(path: str, options: dict[str, Any]) -> Iterator[str]:

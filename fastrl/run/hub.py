@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,38 @@ _OF_UPLOAD = (
     "delete_patterns",
 )
 OPTIONS = (*_OF_REPOSITORY, *_OF_UPLOAD)
+# Of a folder in which a trainer also keeps the state of its run; pickles, and hidden files.
+_NOT_UPLOADED = (
+    "checkpoint-*", "training_args.bin", "optimizer*", "scheduler*", "*.pt", "*.pth", ".*",
+)  # fmt: skip
+
+
+def uploaded_files(folder: str | Path) -> dict[str, int]:
+    """The files of a model's folder that :func:`upload_folder` uploads, and their bytes."""
+    found = {x.relative_to(folder): x for x in sorted(Path(folder).rglob("*")) if x.is_file()}
+    return {
+        name.as_posix(): file.stat().st_size
+        for name, file in found.items()
+        if not any(fnmatch(part, x) for part in name.parts for x in _NOT_UPLOADED)
+    }
+
+
+def upload_folder(folder: str | Path, repo_id: str, card: Any, **options: Any) -> Any:
+    """Uploads :func:`uploaded_files` of a folder by :func:`upload`.
+
+    Args:
+        card: in place of the folder's ``README.md``, which stays as it is; None: there is none.
+    """
+    with tempfile.TemporaryDirectory() as holder:
+        for name in uploaded_files(folder):
+            link = Path(holder, name)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(Path(folder, name).absolute())
+        if card is not None:
+            readme = Path(holder, "README.md")
+            readme.unlink(missing_ok=True)
+            readme.write_text(str(card), encoding="utf-8")
+        return upload(holder, repo_id, **options)
 
 
 def check_options(options: Mapping[str, Any]) -> None:

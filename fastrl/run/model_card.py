@@ -103,6 +103,7 @@ class Training:
         license: None: that of the base, where its card or configuration names one.
         language: of the texts, as the Hub names it.
         tags: beside those of the method.
+        datasets: ids on the Hub.
     """
 
     method: Method | None = None
@@ -112,6 +113,7 @@ class Training:
     license: str | None = None
     language: str | None = None
     tags: Sequence[str] = ()
+    datasets: Sequence[str] = ()
 
 
 def model_card(
@@ -162,6 +164,7 @@ def model_card(
         base_model=base if _is_hub_id(base) else None,
         pipeline_tag=task,
         language=training.language,
+        datasets=list(training.datasets) or None,
         tags=["fastrl", *(method.tags if method else ()), *training.tags],
         **({"license": training.license} if training.license else license_of(base)),
     )
@@ -187,15 +190,44 @@ def complete_card(folder: Path, dataset: Any, results: Mapping[str, Any]) -> Non
         _write(folder, _card(card.text, **card.data.to_dict()))
 
 
-def license_card(folder: Path, license: str) -> Any:
-    """The card in a folder, with this license.
+def recorded_training(folder: str | Path) -> Training:
+    """What the card in a folder tells of a training, for the card of a model made of that one."""
+    try:
+        card = read_card(folder)
+    except FileNotFoundError:
+        return Training()
+    data = card.data.to_dict()
+    method = re.search(r"^- \*\*Method:\*\* (.+)$", card.text, re.MULTILINE)
+    tags = [tag for tag in data.get("tags") or () if tag != "fastrl"]
+    return Training(
+        method=Method(method[1], tuple(tags)) if method else None,
+        settings=_rows(card.text, "Settings"),
+        results={k: float(x) for k, x in _rows(card.text, "Results").items()},
+        license=data.get("license"),
+        language=data.get("language"),
+        datasets=data.get("datasets") or (),
+    )
 
-    Raises:
-        FileNotFoundError: there is none.
+
+def card_for_repository(folder: str | Path, repo_id: str, license: str | None = None) -> Any:
+    """The card in a folder, under the name of a repository, which its code loads; None where there
+    is no card.
+
+    Args:
+        license: None: that of the card.
     """
-    card = read_card(folder)
-    named = {k: x for k, x in card.data.to_dict().items() if not k.startswith("license")}
-    return _card(card.text, license=license, **named)
+    try:
+        card = read_card(folder)
+    except FileNotFoundError:
+        return None
+    text, data = card.text, card.data.to_dict()
+    title = re.search(r"^# (.+)$", text, re.MULTILINE)
+    if title and "fastrl" in (data.get("tags") or ()):
+        text = text.replace(title[0], f"# {repo_id}", 1).replace(f'"{title[1]}"', f'"{repo_id}"')
+    if license is not None:
+        data = {k: x for k, x in data.items() if not k.startswith("license")}
+        data["license"] = license
+    return _card(text, **data)
 
 
 def read_card(folder: str | Path) -> Any:
@@ -341,6 +373,12 @@ def _table(title: str, names: tuple[str, str], rows: Mapping[str, Any]) -> str:
     lines = [f"| {' | '.join(names)} |", "| --- | --- |"]
     lines += [f"| `{k}` | {_cell(x)} |" for k, x in rows.items()]
     return f"\n## {title}\n\n" + "\n".join(lines) + "\n"
+
+
+def _rows(text: str, title: str) -> dict[str, str]:
+    """The rows of a section that :func:`_table` has made."""
+    section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(.+?)` \| (.*) \|$", section, re.MULTILINE))
 
 
 def _cell(value: Any) -> str:
