@@ -99,6 +99,7 @@ docs: $(VENV)/.docs
 	$(BIN)/python docs/.api/trl_1x.py
 	$(BIN)/python docs/.api/capabilities.py
 	$(BIN)/python docs/.api/eras.py
+	$(BIN)/python docs/.api/aliases.py
 	$(BIN)/zensical build --clean --strict
 	cp -r benchmarks/plots site/
 

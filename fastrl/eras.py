@@ -392,7 +392,7 @@ def flags_taken(configs: Sequence[type], words: Sequence[str]) -> Iterator[list[
         if not is_one:
             bare = not waiting or waiting[0].startswith("--")
             value = "True" if bare else waiting.pop(0)
-        found.setdefault(config, {})[name] = _read(value)
+        found.setdefault(config, {})[name] = value_of(value)
     before = {config: _FLAGS.get(config, {}) for config in found}
     for config, given in found.items():
         _FLAGS[config] = {**before[config], **given}
@@ -402,7 +402,7 @@ def flags_taken(configs: Sequence[type], words: Sequence[str]) -> Iterator[list[
         _FLAGS.update(before)
 
 
-def _read(text: str) -> Any:
+def value_of(text: str) -> Any:
     """The value that a word stands for."""
     try:
         return ast.literal_eval(text)

@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
+from fastrl.commands.aliases import Alias, Words, aliases_of
 from fastrl.eras import eras_of, flags_taken
 
 _KINDS = {int: "int", float: "float", str: "text", dict: "JSON"}
@@ -28,17 +29,27 @@ class UsageError(ValueError):
     """An error in a command line or a configuration file."""
 
 
-def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, ...]:
+def parse(
+    command: str,
+    kinds: Sequence[Any],
+    arguments: Sequence[str],
+    aliases: Mapping[str, Alias] | None = None,
+) -> tuple[Any, ...]:
     """Parses "[config.yaml] [--flag value ...]" into instances of the dataclasses ``kinds``.
 
     The first of them may name the flags that ``--help`` shows, in ``essentials``: a dict from the
     titles of groups to names. Without it, ``--help`` shows all.
 
-    Settings of other versions are taken as well, see :mod:`fastrl.eras`.
+    Settings of other versions are taken as well, see :mod:`fastrl.eras`, and by other libraries'
+    names, see :mod:`fastrl.commands.aliases`.
+
+    Args:
+        aliases: by default the command's.
 
     Raises:
         UsageError: an unknown flag or setting, a value of the wrong type, a missing one.
-        ValueError: a setting of another version that is not honoured.
+        ValueError: a setting of another version that is not honoured, an alias that is refused, a
+            setting by two names with two values.
         SystemExit: after ``--help`` or ``--help-all``, with 0.
     """
     from transformers import HfArgumentParser
@@ -62,18 +73,32 @@ def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple
     if essentials:
         parser.add_argument("--help-all", action=_Help, help="Show all flags.")
     known = {n: a for n, a in _actions(parser).items() if n not in _HELP_FLAGS}
-    flags = list(arguments)
-    if flags and not flags[0].startswith("-"):
+    spellings = {**_spellings(known), **known}
+    words = Words(
+        aliases_of(command) if aliases is None else aliases,
+        {name: action.dest for name, action in spellings.items()},
+    )
+    for name, alias in words.aliases.items():
+        if alias.setting:
+            vars(known[alias.base]).setdefault("also", []).append((name, alias.key))
+    flags, given = [], list(arguments)
+    if given and not given[0].startswith("-"):
+        path = Path(given.pop(0))
         others = dict.fromkeys(name for kind in kinds for name in eras_of(kind))
-        flags = [*_flags_of(Path(flags[0]), {**others, **_aliases(known), **known}), *flags[1:]]
-    with flags_taken(kinds, flags) as todays:
+        of_aliases = {name: known.get(alias.base) for name, alias in words.aliases.items()}
+        flags = words.read(
+            _flags_of(path, {**others, **of_aliases, **spellings}), place=f"{path}: "
+        )
+    flags += words.read(given)
+    with flags_taken(kinds, [*flags, *words.objects()]) as todays:
         *parsed, unknown = parser.parse_args_into_dataclasses(
             todays, return_remaining_strings=True, look_for_args_file=False
         )
     if unknown:
-        names = [f"--{name.replace('_', '-')}" for name in sorted(known)]
+        names = [f"--{name.replace('_', '-')}" for name in sorted({*known, *words.aliases})]
         name, *_ = unknown[0].split("=")
         raise UsageError(unknown_name("argument", name.replace("_", "-"), names))
+    words.check(parsed)
     return tuple(parsed)
 
 
@@ -99,7 +124,7 @@ def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {action.dest: action for action in reversed(parser._actions)}
 
 
-def _aliases(actions: Mapping[str, argparse.Action]) -> dict[str, argparse.Action]:
+def _spellings(actions: Mapping[str, argparse.Action]) -> dict[str, argparse.Action]:
     """Actions by the other names of settings."""
     return {
         option[2:].replace("-", "_"): action
@@ -160,18 +185,18 @@ def _flags_of(path: Path, known: Mapping[str, argparse.Action | None]) -> list[s
             raise UsageError(f"{path}: {unknown_name('setting', name, known)}")
         if value is not None:  # null leaves the default
             action = known[name]
-            flags += [f"--{name}={value}"] if action is None else _flag(path, action, value)
+            flags += [f"--{name}={value}"] if action is None else _flag(path, name, action, value)
     return flags
 
 
-def _flag(path: Path, action: argparse.Action, value: Any) -> list[str]:
-    flag = action.option_strings[0]
+def _flag(path: Path, name: str, action: argparse.Action, value: Any) -> list[str]:
+    flag = f"--{name}"
     if isinstance(value, list) and action.nargs in ("+", "*"):
         return [flag, *map(str, value)]
     if isinstance(value, (dict, list)):
         if _kind(action) != "JSON":
             what = "a list" if isinstance(value, list) else "a mapping"
-            raise UsageError(f"{path}: {action.dest} takes one value ({_kind(action)}), not {what}")
+            raise UsageError(f"{path}: {name} takes one value ({_kind(action)}), not {what}")
         return [f"{flag}={json.dumps(value)}"]
     if action.nargs == 0:
         return [flag] if value else []
@@ -211,14 +236,19 @@ def _brief(parser: argparse.ArgumentParser, essentials: Mapping[str, Sequence[st
 class _AllFlags(argparse.HelpFormatter):
     """One spelling per flag (underscores work as well), its kind, its choices and its default."""
 
+    all_names = True  # those of other libraries, too
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        flags = ", ".join(flag for flag in action.option_strings if "_" not in flag)
+        also = [name for name, key in getattr(action, "also", ()) if not key and self.all_names]
+        own = [flag for flag in action.option_strings if "_" not in flag]
+        flags = ", ".join([*own, *(f"--{name.replace('_', '-')}" for name in also)])
         return flags if action.nargs == 0 else f"{flags} {_kind(action)}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.nargs == 0 and action.option_strings[0].startswith("--no"):
             return f"The same as --{action.dest.replace('_', '-')} false."
         parts = [action.help or ""]
+        parts += [f"--{x.replace('_', '-')} is its {key}." for x, key in _keys(action)]
         if action.choices and not _are_short(action.choices):
             parts.append(f"One of: {', '.join(map(_as_text, action.choices))}.")
         if action.required:
@@ -230,6 +260,8 @@ class _AllFlags(argparse.HelpFormatter):
 
 class _FlagsThatMatter(_AllFlags):
     """As much of each flag's help as fits in two lines: all, its first sentence or first clause."""
+
+    all_names = False
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=32)
@@ -248,6 +280,11 @@ class _FlagsThatMatter(_AllFlags):
                 break
             text = text.split(stop)[0]
         return text + end
+
+
+def _keys(action: argparse.Action) -> list[tuple[str, str]]:
+    """Names of other libraries for keys of a JSON setting."""
+    return [(name, key) for name, key in getattr(action, "also", ()) if key]
 
 
 def _kind(action: argparse.Action) -> str:

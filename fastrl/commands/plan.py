@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from fastrl.commands.aliases import aliases_of
 from fastrl.commands.flags import parse
 from fastrl.commands.plan_job import FLAGS_OF, PlanJob, check_method
 from fastrl.commands.planned_run import PlannedRun
@@ -74,8 +75,10 @@ def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
     given = list(arguments)
     if given and not given[0].startswith("-") and not given[0].endswith((".yaml", ".yml")):
         given = ["--model", *given]
-    kind = _flags_of(_method(given))
-    job, flags = parse("plan", [PlanJob, kind], given)
+    method = _method(given)
+    kind = _flags_of(method)
+    aliases = aliases_of("plan", method if method in FLAGS_OF else "align")
+    job, flags = parse("plan", [PlanJob, kind], given, aliases)
     if job.mixed_precision:
         if isinstance(flags, PPOConfig):
             given_to_accelerate = json_object(flags.accelerator_kwargs)

@@ -1,0 +1,296 @@
+"""Names of TRL, verl and OpenRLHF for settings of the commands.
+
+:func:`aliases_of` is the one table: flags and YAML files take these names, and the documents list
+them. A name that means something else than the nearest setting is refused with what to set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fastrl.config import parse_json
+from fastrl.eras import value_of
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Alias(NamedTuple):
+    """Another name of a setting.
+
+    Attributes:
+        setting: "a.b" is the key b of the JSON setting a; "": none has this meaning.
+        remedy: what to set where it is refused.
+        where: settings, with the value of each with which the name is refused.
+        values: the setting's value, where it differs; None: nothing is set.
+    """
+
+    setting: str
+    remedy: str = ""
+    where: Mapping[str, Any] = _NONE
+    values: Mapping[Any, str | None] = _NONE
+
+    @property
+    def base(self) -> str:
+        """The setting without a key."""
+        return self.setting.partition(".")[0]
+
+    @property
+    def key(self) -> str:
+        return self.setting.partition(".")[2]
+
+
+def _same(**names: str) -> dict[str, Alias]:
+    """Names, by the setting that they mean."""
+    return {alias: Alias(now) for now, words in names.items() for alias in words.split()}
+
+
+def _refused(remedy: str, names: str) -> dict[str, Alias]:
+    return dict.fromkeys(names.split(), Alias("", remedy))
+
+
+_JOBS = {
+    **_same(
+        model="model_name_or_path pretrain",
+        dataset="dataset_name",
+        dataset_split="dataset_train_split",
+        output="output_dir",
+        learning_rate="lr",
+        dtype="torch_dtype",
+        lora_r="lora_rank",
+    ),
+    "use_peft": Alias(
+        "lora_r",
+        "--lora-r is the adapter's rank, 0 here: set it, such as 16",
+        where={"lora_r": 0},
+        values={True: None, False: "0"},
+    ),
+    **_refused("name the held-out data by --eval-dataset", "dataset_test_split"),
+}
+_FITS = {
+    **_JOBS,
+    **_same(
+        num_train_epochs="epochs num_epochs max_epochs",
+        max_length="max_len",
+        per_device_train_batch_size="micro_train_batch_size",
+    ),
+    **_refused(
+        "--per-device-train-batch-size examples are in a pass of a device, and "
+        "--gradient-accumulation-steps passes in a step",
+        "batch_size train_batch_size",
+    ),
+}
+_ROLLOUTS = {
+    **_JOBS,
+    **_same(
+        dataset="prompt_data",
+        reward="reward_funcs reward_model_name_or_path reward_model_path reward_pretrain",
+        steps="total_training_steps",
+        eval_every="eval_steps",
+        exp_name="run_name",
+        learning_rate="actor_learning_rate",
+        group_size="num_generations n_samples_per_prompt rloo_k",
+        ppo_epochs="num_iterations num_ppo_epochs max_epochs",
+        max_new_tokens="max_completion_length max_response_length response_length generate_max_len",
+        cliprange="epsilon clip_ratio clip_range eps_clip",
+        cliprange_high="clip_ratio_high",
+        ratio_level="importance_sampling_level",
+        loss_aggregate="loss_agg_mode",
+        entropy_coef="entropy_coeff entropy_loss_coef",
+        lam="gae_lambda lambd",
+        advantage="adv_estimator advantage_estimator",
+    ),
+    "epsilon_high": Alias(
+        "cliprange_high",
+        "of cispo --cliprange-high is TRL's epsilon_high less 1: set that",
+        where={"policy_loss": "cispo"},
+    ),
+    "beta": Alias(
+        "init_kl_coef",
+        "it is a coefficient that stays: set --adap-kl-ctrl false, too, or --init-kl-coef, where "
+        "one begins that adapts",
+        where={"adap_kl_ctrl": True},
+    ),
+    "kl_coef": Alias(
+        "init_kl_coef",
+        "it is of a KL in the reward, and stays: set --kl-in reward and --adap-kl-ctrl false, too",
+        where={"adap_kl_ctrl": True, "kl_in": "loss"},
+    ),
+    "kl_loss_coef": Alias(
+        "init_kl_coef",
+        "it is of a KL in the loss, and stays: set --kl-in loss and --adap-kl-ctrl false, too",
+        where={"adap_kl_ctrl": True, "kl_in": "reward"},
+    ),
+    "bf16": Alias("accelerator_kwargs.mixed_precision", values={True: "bf16", False: "no"}),
+    "fp16": Alias("accelerator_kwargs.mixed_precision", values={True: "fp16", False: "no"}),
+    **_refused(
+        "--batch-size completions are in a step of a process (--group-size of them to a prompt), "
+        "--mini-batch-size in a forward and backward pass, and --gradient-accumulation-steps such "
+        "passes in an optimizer step",
+        "per_device_train_batch_size generation_batch_size train_batch_size "
+        "micro_train_batch_size rollout_batch_size ppo_mini_batch_size num_mini_batches "
+        "ppo_micro_batch_size_per_gpu steps_per_generation",
+    ),
+    **_refused(
+        "a run has --steps steps, each on --batch-size completions; a pass over P prompts is "
+        "P × --group-size / --batch-size of them",
+        "num_train_epochs epochs num_epochs total_epochs num_episodes total_episodes max_steps",
+    ),
+    **_refused(
+        "it keeps a prompt's end: --max-prompt-tokens keeps its beginning, and --long-prompts drop "
+        "leaves out prompts that exceed the model's context",
+        "max_prompt_length prompt_max_len",
+    ),
+    **_refused(
+        "--policy-loss and --loss-aggregate say it: TRL's grpo is clip and seq-mean-token-mean, "
+        "its dapo clip and token-mean; --advantage dr_grpo with seq-mean-token-sum-norm is Dr. "
+        "GRPO",
+        "loss_type",
+    ),
+    **_refused(
+        "--advantage grpo divides by the deviation of a group, dr_grpo does not", "scale_rewards"
+    ),
+    **_refused("every step is logged: leave it out", "logging_steps"),
+    **_refused("the ledger keeps every sample: fastrl samples prints them", "log_completions"),
+    **_refused("the rollout engine generates in this process: leave it out", "use_vllm"),
+    **_refused("the learning rate is constant: leave it out", "lr_scheduler_type warmup_steps"),
+    **_refused("set --optim-args weight_decay=0.01", "weight_decay"),
+}
+_ALIASES: dict[str, dict[str, Alias]] = {
+    "sft": _FITS,
+    "reward": _FITS,
+    "align": {
+        **_FITS,
+        **_same(annotator="reward_model_name_or_path reward_model_path reward_funcs"),
+        "beta": Alias("loss_args.beta"),
+        "label_smoothing": Alias("loss_args.label_smoothing"),
+        "max_completion_length": Alias(
+            "max_new_tokens",
+            "of responses that the data have: set --max-length, or cut them in the data set",
+            where={"learning_task.online": False},
+        ),
+        **_refused(
+            "--loss names it, TRL's sigmoid as dpo; --loss ipo is TRL's with --loss-args "
+            "'{\"length_means\": true}'",
+            "loss_type",
+        ),
+    },
+    "ppo": _ROLLOUTS,
+    "grpo": _ROLLOUTS,
+}
+_PLANS = _same(
+    prompt_tokens="max_prompt_length",
+    response_tokens="max_new_tokens max_completion_length max_response_length response_length",
+)
+
+
+def aliases_of(command: str, method: str | None = None) -> dict[str, Alias]:
+    """What a command takes beside its settings.
+
+    Args:
+        method: of a plan: the command that it is of.
+    """
+    if command == "plan":
+        return {**_ALIASES[method or "ppo"], **_PLANS}
+    return _ALIASES.get(command, {})
+
+
+class Words:
+    """The words of a command line, or of a file's settings, without aliases.
+
+    Args:
+        settings: by every name of a setting that the command has itself.
+    """
+
+    def __init__(self, aliases: Mapping[str, Alias], settings: Mapping[str, str]):
+        self.settings = settings
+        self.aliases = {
+            name: alias
+            for name, alias in aliases.items()
+            if name not in settings and alias.base in ("", *settings)
+        }
+        self._objects = {alias.base for alias in self.aliases.values() if alias.key}
+        self._json: dict[str, str] = {}
+        self._keys: dict[str, dict[str, Any]] = {}
+        self._refused: list[tuple[str, Alias]] = []
+
+    def read(self, words: Sequence[str], place: str = "--") -> list[str]:
+        """Words with settings' own names, of one source.
+
+        Args:
+            place: before a name in errors.
+
+        Raises:
+            ValueError: an alias that is refused; two names of a setting with two values.
+        """
+        found: dict[str, tuple[str, Any]] = {}
+        keys: dict[str, dict[str, Any]] = {}
+        left = []
+        for name, texts, own in _flags(words):
+            alias = self.aliases.get(name)
+            setting = self.settings.get(name, "") if alias is None else alias.setting
+            shown = f"{place}{name.replace('_', '-') if place == '--' else name}"
+            value = [value_of(text) for text in texts] or [True]
+            if alias is not None:
+                if not setting:
+                    raise ValueError(f"{shown}: {alias.remedy}")
+                now = alias.values.get(value[0], "")
+                if alias.where and not now:
+                    self._refused.append((shown, alias))
+                if now is None:
+                    continue
+                if now:
+                    value, texts, own = [now], [now], [f"{own[0]}={now}"]
+                own = [own[0].replace(own[0].partition("=")[0], f"--{setting}", 1), *own[1:]]
+            before = found.setdefault(setting, (shown, value)) if setting else (shown, value)
+            if before[0] != shown and before[1] != value:
+                raise ValueError(
+                    f"{before[0]} and {shown} are one setting, and have two values: leave one out"
+                )
+            if alias is not None and alias.key:
+                keys.setdefault(alias.base, {})[alias.key] = (shown, value[0])
+                continue
+            if setting in self._objects:
+                self._json[setting] = " ".join(texts)
+                self._keys.pop(setting, None)
+            left += own
+        for setting, parts in keys.items():
+            held = parse_json(setting, self._json.get(setting)) if setting in found else {}
+            for key, (shown, value) in parts.items():
+                if held.get(key, value) != value:
+                    raise ValueError(
+                        f"{shown} and the {key} of {setting} are one setting, and have two "
+                        "values: leave one out"
+                    )
+                self._keys.setdefault(setting, {})[key] = value
+        return left
+
+    def objects(self) -> Iterator[str]:
+        """Words of the JSON settings whose keys were given by name, which stand last."""
+        for setting, keys in self._keys.items():
+            whole = {**parse_json(setting, self._json.get(setting)), **keys}
+            yield f"--{setting}={json.dumps(whole)}"
+
+    def check(self, parsed: Sequence[Any]) -> None:
+        """
+        Raises:
+            ValueError: a name that means something else with another of the settings.
+        """
+        for shown, alias in self._refused:
+            for name, value in alias.where.items():
+                owner = next(x for x in parsed if hasattr(x, name.partition(".")[0]))
+                if attrgetter(name)(owner) == value:
+                    raise ValueError(f"{shown}: {alias.remedy}")
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Each flag's name, the texts of its value, and its words."""
+    at = [i for i, word in enumerate(words) if word.startswith("--")]
+    yield from (("", [], [word]) for word in words[: at[0] if at else None])
+    for start, end in zip(at, [*at, len(words)][1:], strict=True):
+        flag, is_one, value = words[start].partition("=")
+        texts = [*([value] if is_one else []), *words[start + 1 : end]]
+        yield flag[2:].replace("-", "_"), texts, list(words[start:end])
