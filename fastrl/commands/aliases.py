@@ -12,7 +12,6 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fastrl.config import parse_json
 from fastrl.eras import value_of
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -258,7 +257,7 @@ class Words:
                 self._keys.pop(setting, None)
             left += own
         for setting, parts in keys.items():
-            held = parse_json(setting, self._json.get(setting)) if setting in found else {}
+            held = _object(setting, self._json.get(setting)) if setting in found else {}
             for key, (shown, value) in parts.items():
                 if held.get(key, value) != value:
                     raise ValueError(
@@ -271,7 +270,7 @@ class Words:
     def objects(self) -> Iterator[str]:
         """Words of the JSON settings whose keys were given by name, which stand last."""
         for setting, keys in self._keys.items():
-            whole = {**parse_json(setting, self._json.get(setting)), **keys}
+            whole = {**_object(setting, self._json.get(setting)), **keys}
             yield f"--{setting}={json.dumps(whole)}"
 
     def check(self, parsed: Sequence[Any]) -> None:
@@ -284,6 +283,12 @@ class Words:
                 owner = next(x for x in parsed if hasattr(x, name.partition(".")[0]))
                 if attrgetter(name)(owner) == value:
                     raise ValueError(f"{shown}: {alias.remedy}")
+
+
+def _object(setting: str, text: str | None) -> dict[str, Any]:
+    from fastrl.config import parse_json  # which imports torch
+
+    return parse_json(setting, text)
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str], list[str]]]:

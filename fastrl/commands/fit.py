@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
+from fastrl.commands.job import (
+    TrainingJob,
+    folder_claimed,
+    resume_setting,
+    say_none_held_out,
+)
 from fastrl.commands.memory import RunMemory
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table, numbered
 from fastrl.models.load import load_tokenizer
@@ -305,16 +309,6 @@ def fit(
         samples=pair_samples(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else (),
         show=show,
     )
-
-
-def say_none_held_out(count: int, what: str) -> None:
-    """Prints that there are too few examples to hold out any by default."""
-    if is_main_process():
-        print(
-            f"{count} {what} are too few to hold any out, so nothing is evaluated: set a number "
-            f"with --eval-{what}, or name an --eval-dataset",
-            file=sys.stderr,
-        )
 
 
 def held_out_accuracy(accuracy: float, count: int) -> dict[str, float]:

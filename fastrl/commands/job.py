@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,16 @@ def folder_claimed(
     if not is_main_process():
         return contextlib.nullcontext()
     return folder.claim(resume=resume, overwrite=overwrite)
+
+
+def say_none_held_out(count: int, what: str) -> None:
+    """Prints that there are too few examples to hold out any by default."""
+    if is_main_process():
+        print(
+            f"{count} {what} are too few to hold any out, so nothing is evaluated: set a number "
+            f"with --eval-{what}, or name an --eval-dataset",
+            file=sys.stderr,
+        )
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastrl.commands.aliases import aliases_of
 from fastrl.commands.flags import parse
 from fastrl.commands.plan_job import FLAGS_OF, PlanJob, check_method
-from fastrl.commands.planned_run import PlannedRun
 from fastrl.config import PPOConfig, json_object
-from fastrl.plan.advice import what_fits, what_to_change
-from fastrl.plan.report import Plan, gib, usable
 from fastrl.run.terminal import run_console
+
+if TYPE_CHECKING:
+    from fastrl.commands.planned_run import PlannedRun
+    from fastrl.plan.report import Plan
 
 
 def run_plan(arguments: Sequence[str]) -> None:
@@ -43,6 +44,9 @@ def run_plan(arguments: Sequence[str]) -> None:
 
 def _advice(run: PlannedRun, plan: Plan) -> Iterator[str]:
     """Whether a run fits the GPU, and what can be larger or must change; nothing without a GPU."""
+    from fastrl.plan.advice import what_fits, what_to_change
+    from fastrl.plan.report import gib, usable
+
     gpu = run.job.gpu_gib
     if gpu is None:
         return
@@ -63,6 +67,8 @@ def planned_run(arguments: Sequence[str]) -> PlannedRun:
         FileNotFoundError, ValueError: as :meth:`fastrl.plan.skeleton.Skeleton.read`.
     """
     job, flags = parse_plan(arguments)
+    from fastrl.commands.planned_run import PlannedRun  # not before --help
+
     return PlannedRun(job, job.skeleton(), flags)
 
 

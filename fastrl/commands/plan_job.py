@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.commands.flags import UsageError, unknown_name
 from fastrl.commands.job import TrainingJob, check_adapter, check_weights
-from fastrl.models.utils import need_peft
-from fastrl.plan.report import usable
-from fastrl.plan.skeleton import Skeleton
 from fastrl.settings import check_ranges, setting, setting_like
+
+if TYPE_CHECKING:
+    from fastrl.plan.skeleton import Skeleton
 
 POLICY_GRADIENTS = ("ppo", "grpo")
 FLAGS_OF = {
@@ -80,6 +80,8 @@ class PlanJob:
     as_json: bool = setting("Print the plan as JSON.", False)
 
     def __post_init__(self) -> None:
+        from fastrl.plan.report import usable
+
         check_ranges(self, type(self))
         check_method(self.method)
         if self.gpu_gib is not None and not 0 < self.gpu_gib <= LARGEST_GIB:
@@ -163,6 +165,7 @@ class PlanJob:
             ValueError: what the training commands refuse, see :func:`check_adapter`.
         """
         from fastrl.models.quantised import four_bit_config
+        from fastrl.plan.skeleton import Skeleton
 
         check_adapter(self)
         adapter = None if self.lora_r == 0 else new_adapter(self.lora_r)
@@ -181,6 +184,8 @@ def new_adapter(rank: int) -> Any:
     Raises:
         ImportError: peft is not installed.
     """
+    from fastrl.models.utils import need_peft
+
     need_peft("a plan with an adapter")
     from peft import LoraConfig
 
@@ -192,6 +197,8 @@ def check_method(method: str) -> None:
     Raises:
         UsageError: an unknown method.
     """
+    if method in FLAGS_OF:
+        return
     known = (*FLAGS_OF, *losses())
     if method not in known:
         said = unknown_name("method", method, known)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.commands.checks import check_call
-from fastrl.commands.fit import say_none_held_out
-from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
-from fastrl.commands.memory import RunMemory
+from fastrl.commands.job import (
+    TrainingJob,
+    folder_claimed,
+    resume_setting,
+    say_none_held_out,
+)
 from fastrl.config import PPOConfig, json_object
-from fastrl.data.prompt_ids import token_ids
 from fastrl.data.tables import (
     LONG_PROMPTS,
     MOST_HELD_OUT,
@@ -25,9 +27,6 @@ from fastrl.data.tables import (
     sample_rows,
     take_prompts,
 )
-from fastrl.models.load import load_tokenizer
-from fastrl.models.optimizers import check_optimizer
-from fastrl.rewards.weighted import check_reward_settings
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import process_count
@@ -202,6 +201,8 @@ class PPOJob(TrainingJob):
     samples: int = setting("Completions to show before and after training.", 8, within="[0, inf)")
 
     def __post_init__(self) -> None:
+        from fastrl.rewards.weighted import check_reward_settings
+
         if isinstance(self.reward, str):
             self.reward = [self.reward]
         if not self.reward and self.environment is None:
@@ -317,6 +318,8 @@ class GRPOFlags(PPOFlags):
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     """Trains, saves and reports; returns the change in held-out reward, None without evaluation
     prompts."""
+    from fastrl.models.optimizers import check_optimizer
+
     config = flags.config_for(job)
     check_optimizer(config.optim, arguments=config.optim_args)
     folder = RunFolder(
@@ -333,7 +336,9 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
 
 
 def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -> Comparison | None:
+    from fastrl.commands.memory import RunMemory
     from fastrl.core import set_seed
+    from fastrl.models.load import load_tokenizer
     from fastrl.reports.report import finish_training
     from fastrl.rewards.classifier import ClassifierReward
     from fastrl.rewards.functions import load_function, load_reward
@@ -434,6 +439,8 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
 def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
     """Tokens of the longest prompt, for a plan: of the first few, unless there is a limit."""
+    from fastrl.data.prompt_ids import token_ids
+
     if job.max_prompt_tokens is not None:
         return max(2, job.max_prompt_tokens)
     first = rows.select(range(min(len(rows), _PLANNED_PROMPTS)))[PROMPT]

@@ -5,28 +5,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastrl.commands.align import AlignFlags, AlignJob
-from fastrl.commands.align import make_trainer as make_aligned
 from fastrl.commands.flags import own_parser
-from fastrl.commands.ppo import GRPOJob, PPOJob, make_trainer
 from fastrl.commands.samples import choose, ledger_of, record_table
-from fastrl.config import PPOConfig
-from fastrl.models.load import load_tokenizer
 from fastrl.reports.trainer_folder import open_run
 from fastrl.run.folder import STARTED_IN, RunFolder
 from fastrl.run.ledger import read_facts
 from fastrl.run.terminal import run_console
 
 if TYPE_CHECKING:
+    from fastrl.commands.align import AlignFlags, AlignJob
+    from fastrl.commands.ppo import PPOJob
+    from fastrl.config import PPOConfig
     from fastrl.ppo.replay import Replayed, ReplayedSample
 
-_JOBS = {"ppo": PPOJob, "grpo": GRPOJob, "align": AlignJob}
+_JOBS = {"ppo": ("ppo", "PPOJob"), "grpo": ("ppo", "GRPOJob"), "align": ("align", "AlignJob")}
 
 
 def run_replay(arguments: Sequence[str]) -> int:
@@ -86,15 +85,18 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _replayed(job: PPOJob | AlignJob, folder: RunFolder, step: int) -> Replayed:
-    if isinstance(job, AlignJob):
+    from fastrl.commands import align
+    from fastrl.commands.ppo import make_trainer
+    from fastrl.models.load import load_tokenizer
+    from fastrl.ppo.replay import replay
+
+    if isinstance(job, align.AlignJob):
         from fastrl.alignment.replay import replay as replay_batch
 
         unasked: Any = _Unasked()
         with working_directory(folder, job.model):
-            aligned = make_aligned(job, read_flags(folder, step), unasked)
+            aligned = align.make_trainer(job, read_flags(folder, step), unasked)
         return replay_batch(aligned, folder.path, step)
-
-    from fastrl.ppo.replay import replay
 
     config = read_settings(folder, step)
     with working_directory(folder, job.model):
@@ -123,7 +125,9 @@ def read_job(folder: RunFolder) -> PPOJob | AlignJob:
             "again from run.json: in Python, replay of fastrl.ppo.replay, fastrl.trl.replay or "
             "fastrl.alignment.replay takes a trainer made as for the run"
         )
-    return _made(_JOBS[command], recorded["job"], folder)
+    module, kind = _JOBS[command]
+    found = importlib.import_module(f"fastrl.commands.{module}")
+    return _made(getattr(found, kind), recorded["job"], folder)
 
 
 def read_settings(folder: RunFolder, step: int) -> PPOConfig:
@@ -133,6 +137,7 @@ def read_settings(folder: RunFolder, step: int) -> PPOConfig:
     Raises:
         ValueError: the ledger is of another version of fastrl.
     """
+    from fastrl.config import PPOConfig
     from fastrl.ppo.replay import process_count_of
 
     facts = read_facts(folder.ledger, step, step)[-1]
@@ -146,6 +151,8 @@ def read_settings(folder: RunFolder, step: int) -> PPOConfig:
 
 def read_flags(folder: RunFolder, step: int) -> AlignFlags:
     """As :func:`read_settings`, of ``fastrl align``."""
+    from fastrl.commands.align import AlignFlags
+
     facts = read_facts(folder.ledger, step, step)[-1]["settings"]
     known = {field.name for field in dataclasses.fields(AlignFlags) if field.init}
     known = {name for name in known if not name.endswith("_token")}  # transformers hides these

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -20,16 +20,16 @@ from rich.console import Console
 from fastrl.config import PPOConfig
 from fastrl.core import set_seed
 from fastrl.demo.criterion import KL_CEILING, failures, success, text_statistics
-from fastrl.demo.models import build_tokenizer, train_language_model, train_reward_model
 from fastrl.demo.text import preference_pairs, reviews, split_openings
-from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.ppo import PPOTrainer
 from fastrl.reports.report import finish_training
-from fastrl.rewards.classifier import ClassifierReward
-from fastrl.run.callbacks import TrainResult
 from fastrl.run.folder import RunFolder
 from fastrl.run.terminal import run_console
 from fastrl.settings import check_ranges, setting
+
+if TYPE_CHECKING:  # what follows is imported where it is used: --help needs none of it
+    from fastrl.ppo import PPOTrainer
+    from fastrl.rewards.classifier import ClassifierReward
+    from fastrl.run.callbacks import TrainResult
 
 GENERATION = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
 
@@ -160,6 +160,9 @@ def _run(demo: Demo, size: Size, folder: RunFolder) -> int:
 
 def train_models(demo: Demo, size: Size, folder: RunFolder, console: Console) -> Models:
     """Generates the texts, and trains tokenizer, language model and reward model on them."""
+    from fastrl.demo.models import build_tokenizer, train_language_model, train_reward_model
+    from fastrl.rewards.classifier import ClassifierReward
+
     seed = demo.seed
     begin = time.perf_counter()
     console.rule("1/3  text, tokenizer, and a language model by SFT")
@@ -188,6 +191,9 @@ def improve(
     models: Models, demo: Demo, size: Size, steps: int, folder: RunFolder
 ) -> tuple[PPOTrainer, TrainResult]:
     """Trains the language model by PPO; prompts for training and evaluation are disjoint."""
+    from fastrl.models import AutoModelForCausalLMWithValueHead
+    from fastrl.ppo import PPOTrainer
+
     prompts, held_out = split_openings(size.train_prompts, size.eval_prompts, demo.seed)
     for name, texts in (("prompts", prompts), ("held_out", held_out)):
         folder.write_rows(f"{name}.jsonl", ({"prompt": text} for text in texts))

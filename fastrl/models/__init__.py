@@ -1,12 +1,19 @@
-"""Policies with value heads, references, and the path that scores tokens with them."""
+"""Policies with value heads, references, and the path that scores tokens with them.
 
-from fastrl.models.value_head import (
-    AutoModelForCausalLMWithValueHead,
-    AutoModelForSeq2SeqLMWithValueHead,
-    CausalLMPolicy,
-    PreTrainedModelWrapper,
-    ValueHead,
-)
+Names are imported at their first use: command lines read settings of models without transformers'
+models.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastrl.models.value_head import (
+        AutoModelForCausalLMWithValueHead,
+        AutoModelForSeq2SeqLMWithValueHead,
+        CausalLMPolicy,
+        PreTrainedModelWrapper,
+        ValueHead,
+    )
 
 __all__ = [
     "AutoModelForCausalLMWithValueHead",
@@ -15,3 +22,12 @@ __all__ = [
     "PreTrainedModelWrapper",
     "ValueHead",
 ]
+
+if not TYPE_CHECKING:  # or a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fastrl.models import value_head
+
+        return getattr(value_head, name)

@@ -315,3 +315,23 @@ def test_optional_booleans_take_a_value():
 
     (settings,) = cli.parse("x", [Settings], ["--maybe", "true"])
     assert settings.maybe is True
+
+
+@pytest.mark.parametrize(
+    ("command", "heavy"),
+    [
+        *((name, {"torch", "transformers"}) for name in ("report", "replay")),
+        *(
+            (name, {"transformers.modeling_utils", "torch._inductor", "peft", "datasets"})
+            for name in ("grpo", "plan", "demo")
+        ),
+    ],
+)
+def test_help_imports_no_more_than_flags_need(command, heavy):
+    program = (
+        "import sys; from fastrl.cli import main\n"
+        f"try: main([{command!r}, '--help'])\n"
+        f"except SystemExit: sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
