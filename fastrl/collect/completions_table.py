@@ -12,6 +12,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from fastrl.run.terminal import plain, run_console
+
+_TEXTS = {"prompt": 2, "completion": 4}  # and their shares of a line
+_LINES = 6  # of a text, about
+_NAME, _LONGEST = 9, 20  # characters of a column's name in a line; of what is no number
+
 
 def _as_column(completions: Iterable[Any]) -> list[Any]:
     """Completions of one type: as JSON where some call tools, whose arguments have none in
@@ -33,6 +39,7 @@ class CompletionsTable(dict):
             advantages=deque(maxlen=size),
             extra=defaultdict(lambda: deque(maxlen=size)),
         )
+        self._shown: dict[str, list[Any]] = {}
 
     def columns(self, step: int) -> dict[str, list[Any]]:
         count = len(self["prompt"])
@@ -112,7 +119,61 @@ class CompletionsTable(dict):
         Dataset.from_dict(self.columns(step)).to_parquet(str(path))
 
     def show(self, step: int, most: int | None) -> None:
+        """Prints the first ``most`` as a table as wide as the terminal, texts in a few lines."""
+        from rich import box
+        from rich.table import Table
+
         columns = self.columns(step)
-        for i in range(len(columns["step"]) if most is None else min(most, len(columns["step"]))):
-            row = ", ".join(f"{name}: {values[i]!r}" for name, values in columns.items())
-            tqdm.write(row)
+        if columns == self._shown:  # the log of the whole training has no other
+            return
+        self._shown = columns.copy()
+        del columns["step"]
+        console = run_console()
+        numbers = {
+            name: min(max([min(len(name), _NAME), *(len(_number(x)) for x in values)]), _LONGEST)
+            for name, values in columns.items()
+            if name not in _TEXTS
+        }
+        room = console.width - sum(width + 3 for width in numbers.values()) - 6
+        table = Table(title=f"Step {step}", box=box.SIMPLE_HEAD, show_lines=True, expand=True)
+        for name in columns:
+            if name in _TEXTS:
+                table.add_column(name, ratio=_TEXTS[name], overflow="fold")
+            else:  # long names are folded, numbers are not
+                wide = numbers[name]
+                table.add_column(plain(name), justify="right", width=wide, overflow="fold")
+        for row in list(zip(*columns.values(), strict=True))[:most]:
+            cells = zip(columns, row, strict=True)
+            table.add_row(
+                *(plain(_text(n, x, room) if n in _TEXTS else _number(x)) for n, x in cells)
+            )
+        with console.capture() as shown:
+            console.print(table)
+        tqdm.write(shown.get().rstrip("\n"))
+
+
+def _number(value: Any) -> str:
+    """A number in a few digits, and what functions noted beside them."""
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _text(name: str, value: Any, room: int) -> str:
+    """Of a long prompt its end, of a completion its beginning.
+
+    Args:
+        room: characters of a line, for all texts together.
+    """
+    text = value if isinstance(value, str) else _as_text(value)
+    most = max(_LINES * room * _TEXTS[name] // sum(_TEXTS.values()), _LINES * 8)
+    if len(text) <= most:
+        return text
+    return f"… {text[-most:]}" if name == "prompt" else f"{text[:most]} …"
+
+
+def _as_text(value: Any) -> str:
+    """A chat as a line for each message, other values as they are."""
+    if not (isinstance(value, list) and all(isinstance(x, dict) for x in value)):
+        return str(value)
+    return "\n".join(f"{x.get('role')}: {x.get('content') or x.get('tool_calls')}" for x in value)

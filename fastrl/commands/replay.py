@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fastrl.ppo.replay import Replayed, ReplayedSample
 
 _JOBS = {"ppo": ("ppo", "PPOJob"), "grpo": ("ppo", "GRPOJob"), "align": ("align", "AlignJob")}
+# Where a trainer's class is not a command: what replays its runs.
+_IN_PYTHON = {"GRPOTrainer": "fastrl.trl.replay", "RLOOTrainer": "fastrl.trl.replay"}
 
 
 def run_replay(arguments: Sequence[str]) -> int:
@@ -119,6 +121,11 @@ def read_job(folder: RunFolder) -> PPOJob | AlignJob:
     """
     recorded = folder.config
     command = recorded.get("command")
+    if command in _IN_PYTHON:
+        raise ValueError(
+            f"{folder.name} is of a {command} in a program, which alone can make it again: there, "
+            f"from {_IN_PYTHON[command]} import replay; replay(trainer, {str(folder.path)!r}, STEP)"
+        )
     if command not in _JOBS:
         raise ValueError(
             f"{folder.name} is not a run of fastrl {', '.join(_JOBS)}, which alone can be made "

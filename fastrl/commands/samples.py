@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.commands.flags import UsageError, own_parser
+from fastrl.reports.trainer_folder import open_run
 from fastrl.run.export import KINDS, write_rows
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_ledger
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LENGTH = "length"  # a column that is not in the ledger: tokens of the completion
+_DRAW_NOTHING = ("sft", "reward", "SFTTrainer", "RewardTrainer", "DPOTrainer", "KTOTrainer")
 _ORDERS = {"step": "step", "reward": "reward", "length": LENGTH}
 _SHOWN = ("step", "sample", "reward", LENGTH, "finish_reason", "prompt", "completion")
 _LONGEST = 12  # numbers of a list that are shown
@@ -111,14 +114,21 @@ def ledger_of(run: str) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    folder = RunFolder(run).ledger
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{run} has no ledger: there is no folder {folder}; name the --output of fastrl ppo or "
-            "grpo, which keep one unless --no-ledger is given, of fastrl align --ledger, or the "
-            "output_dir of a trainer with ledger=True"
-        )
-    return folder
+    folder = RunFolder(run)
+    if folder.ledger.is_dir():
+        return folder.ledger
+    command = None
+    with contextlib.suppress(FileNotFoundError):
+        command = open_run(run).config.get("command")
+    if command in _DRAW_NOTHING:
+        raise FileNotFoundError(f"{run} has no ledger: {command} learns from data alone")
+    latest = folder.path / "completions"
+    kept = f"; {latest} has the latest ones of each log, as Parquet" if latest.is_dir() else ""
+    raise FileNotFoundError(
+        f"{run} has no ledger: there is no folder {folder.ledger}; name the --output of fastrl ppo "
+        "or grpo, which keep one unless --no-ledger is given, of fastrl align --ledger, or the "
+        f"output_dir of a trainer with ledger=True{kept}"
+    )
 
 
 def choose(

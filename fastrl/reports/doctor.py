@@ -77,7 +77,8 @@ class Diagnosis:
         """How many checks found nothing, and which could not judge."""
         few = f"; too few steps to judge: {', '.join(self.too_few)}" if self.too_few else ""
         other = "other " if self.findings else ""
-        return f"{len(self.passed)} {other}checks found nothing{few}"
+        checks = "check" if len(self.passed) == 1 else "checks"
+        return f"{len(self.passed)} {other}{checks} found nothing{few}"
 
 
 CHECKS: list[Check] = []

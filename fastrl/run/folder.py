@@ -70,8 +70,9 @@ class RunFolder:
         folder = cls(path)
         if not folder.metrics.is_file():
             raise FileNotFoundError(
-                f"{path} holds no run: there is no metrics.jsonl and no checkpoint of a trainer; "
-                "name the --output of a command, or the output_dir of a trainer"
+                f"{path} holds no run: there is no metrics.jsonl and no trainer_state.json of a "
+                "trainer; name the --output of a command, or the output_dir of a trainer that "
+                "saves checkpoints, or whose program calls trainer.save_state() at its end"
             )
         folder.config = folder.read("run.json")
         return folder

@@ -50,6 +50,34 @@ def test_doctor_and_report_read_a_trainers_folder(tmp_path: Path, capsys: Any) -
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_every_command_reads_an_online_trainers_folder(
+    kind: str, tmp_path: Path, capsys: Any
+) -> None:
+    args: dict[str, Any] = {"max_steps": 2, "logging_steps": 1}
+    saved = {"save_strategy": "steps", "save_steps": 1, "ledger": True}
+    make(tmp_path / "ledger", kind, **args, **saved).train()
+    unsaved = make(tmp_path / "unsaved", kind, **args, save_strategy="no", log_completions=True)
+    unsaved.train()
+    capsys.readouterr()
+
+    def said(command: str, name: str, *words: str) -> str:
+        main([command, str(tmp_path / name), *words])
+        return "".join(capsys.readouterr())
+
+    assert "finish_reason" in said("samples", "ledger")
+    name = {"grpo": "GRPOTrainer", "rloo": "RLOOTrainer"}[kind]
+    assert f"ledger is of a {name} in a program, which alone can make it again: there, from " in (
+        said("replay", "ledger", "--step", "1")
+    )
+    for command in ("report", "doctor"):
+        assert "whose program calls trainer.save_state() at its end" in said(command, "unsaved")
+    assert f"{tmp_path / 'unsaved' / 'completions'} has the latest" in said("samples", "unsaved")
+    unsaved.save_state()
+    assert "report.html" in said("report", "unsaved")
+    assert "check" in said("doctor", "unsaved")
+
+
 LEARNS_NOTHING: dict[str, Any] = {
     "max_steps": 8, "learning_rate": 0.0, "logging_steps": 1, "save_strategy": "steps",
     "save_steps": 8, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
@@ -83,6 +111,17 @@ def test_an_illness_is_found_whoever_trains(kind: str, tmp_path: Path, capsys: A
     capsys.readouterr()
     assert main(["doctor", str(tmp_path)]) == 1
     assert "loss does not fall" in capsys.readouterr().out
+    name = {
+        "sft": "SFTTrainer",
+        "reward": "RewardTrainer",
+        "dpo": "DPOTrainer",
+        "kto": "KTOTrainer",
+    }
+    if kind in name:
+        for command in (["samples"], ["replay", "--step=1"]):
+            assert main([*command, str(tmp_path)]) == 2
+            assert f"{name[kind]} learns from data alone" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 0
 
 
 def test_the_state_with_the_most_steps_is_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from rich.console import Console
 from torch import Tensor
 from transformers import GenerationMixin
 
@@ -550,6 +551,34 @@ def test_trackers_get_one_response_to_each_prompt(monkeypatch: Any) -> None:
     table.report(["tensorboard"], 7, False)
     assert [list(x["completion"]) for x in sent] == [["c0", "c2"], ["c0", "c1", "c2", "c3"]]
     assert list(sent[0]["step"]) == [7, 7]
+
+
+def test_a_table_fits_the_terminal_and_keeps_numbers_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow = Console(highlight=False, width=80)
+    monkeypatch.setattr("fastrl.collect.completions_table.run_console", lambda: narrow)
+    table = CompletionsTable(4)
+    chat = [{"role": "user", "content": "[b]hi\x1b[31m"}]
+    table.add(
+        ["first " + "what is it? " * 80, chat],
+        ["four " * 200 + "last", [{"role": "assistant", "content": "ok"}]],
+        {"a_reward_of_a_long_name": [-0.123456, 1.0], "other": [float("nan"), 12345.678]},
+        [1.5, -0.75],
+    )
+    table.show(7, None)
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) < 20
+    assert all(x in said for x in ("Step 7", "-0.123", "1.23e+04", "nan", "-0.75"))
+    assert "\x1b" not in said
+    assert "first" not in said  # of a prompt the end is shown
+    assert "last" not in said
+    table.show(7, None)
+    assert capsys.readouterr().out == ""
+    table.show(8, 1)
+    assert "-0.75" not in capsys.readouterr().out
 
 
 def test_a_head_in_less_than_float32_is_refused_where_float32_is_asked_for(tmp_path: Path) -> None:
