@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from fastrl.commands import COMMANDS
 from fastrl.commands.flags import UsageError, parse, unknown_name
 from fastrl.run.launcher import (
     check_one_process,
@@ -46,6 +47,7 @@ commands:
   env     versions, devices, and the kernels that would be used
   run-trl run a program that was written for TRL, as it is
   migrate what becomes of such a program, line by line; --write changes it
+  completion  bash, zsh or fish: what completes these commands and their flags
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
@@ -99,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_place = warnings.formatwarning
     warnings.formatwarning = _warning_line
     try:
-        if command not in _COMMANDS:
-            raise UsageError(unknown_name("command", command, _COMMANDS))
+        if command not in COMMANDS:
+            raise UsageError(unknown_name("command", command, COMMANDS))
         if command in _ONE_PROCESS:
             check_one_process(f"fastrl {command}")
         if command in _TRAINING:
@@ -181,7 +183,7 @@ def _is_users(error: BaseException) -> bool:
 
 def _run(command: str, arguments: Sequence[str]) -> int:
     """Runs a command in its own module, which is imported only now."""
-    module, kinds, function = _COMMANDS[command]
+    module, kinds, function = COMMANDS[command]
     found = importlib.import_module(f"fastrl.{module}")
     run = getattr(found, function)
     if command in _PARSE_THEMSELVES:
@@ -192,31 +194,12 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     return status if command == "demo" else 0
 
 
-# Of each command: its module, the dataclasses of its flags, and the function that takes them.
-_COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "demo": ("demo.experiment", ("Demo",), "run_demo"),
-    "sft": ("commands.sft", ("SFTJob", "SFTFlags"), "run_sft"),
-    "reward": ("commands.reward", ("RewardJob", "RewardFlags"), "run_reward"),
-    "align": ("commands.align", ("AlignJob", "AlignFlags"), "run_align"),
-    "ppo": ("commands.ppo", ("PPOJob", "PPOFlags"), "run_ppo"),
-    "grpo": ("commands.ppo", ("GRPOJob", "GRPOFlags"), "run_ppo"),
-    "report": ("commands.report", (), "run_report"),
-    "doctor": ("commands.doctor", (), "run_doctor"),
-    "samples": ("commands.samples", (), "run_samples"),
-    "chat": ("commands.chat", (), "run_chat"),
-    "merge": ("commands.merge", (), "run_merge"),
-    "push": ("commands.push", (), "run_push"),
-    "replay": ("commands.replay", (), "run_replay"),
-    "plan": ("commands.plan", (), "run_plan"),
-    "env": ("commands.env", ("EnvFlags",), "run_env"),
-    "run-trl": ("commands.run_trl", (), "run_trl"),
-    "migrate": ("commands.migrate", (), "run_migrate"),
-}
 # They parse their arguments themselves: those on runs have no settings, those of a plan depend on
 # its method.
 _PARSE_THEMSELVES = (
-    "report", "doctor", "samples", "chat", "merge", "push", "replay", "plan", "run-trl", "migrate",
-)  # fmt: skip
+    *("report", "doctor", "samples", "chat", "merge", "push", "replay", "plan", "run-trl"),
+    *("migrate", "completion"),
+)
 _ONE_PROCESS = ("demo", "chat", "merge", "push", "replay", "plan")
 _TRAINING = ("sft", "reward", "align", "ppo", "grpo", "run-trl")
 

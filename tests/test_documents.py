@@ -55,6 +55,7 @@ from fastrl.alignment import (
     JudgeAnnotator,
     Trainer,
 )
+from fastrl.commands import completion
 from fastrl.learn.preferences import PAIR_LOSSES
 from tests import tables, tiny_models
 from tests.golden import tiny
@@ -306,6 +307,8 @@ def test_shell_lines_are_what_the_tools_take(
                     importlib.import_module("fastrl.commands.migrate").parse_flags(arguments)
                 case ["fastrl", "plan", *arguments]:
                     importlib.import_module("fastrl.commands.plan").parse_plan(arguments)
+                case ["fastrl", "completion", shell, ">", _]:
+                    assert shell in completion.SHELLS
                 case ["fastrl", *arguments]:
                     with pytest.raises(Parsed):
                         assert cli.main(arguments) == 0, f"{page}:{block.line}: {words}"

@@ -14,6 +14,7 @@ import fastrl
 from fastrl import cli
 from fastrl.alignment import Trainer
 from fastrl.alignment.arguments import AlignmentConfig
+from fastrl.commands import COMMANDS
 from fastrl.commands.plan import run_plan
 from fastrl.commands.plan_job import PlanJob
 from fastrl.eras import IDLE, eras_of
@@ -72,13 +73,13 @@ def test_every_setting_of_a_trainer_acts_or_is_refused(surface: str) -> None:
     assert sorted(overwritten & settings - SET.keys() - said) == []
 
 
-@pytest.mark.parametrize("command", [*(x for x, (_, k, _) in cli._COMMANDS.items() if k), "plan"])
+@pytest.mark.parametrize("command", [*(x for x, (_, k, _) in COMMANDS.items() if k), "plan"])
 def test_every_flag_of_a_command_acts(command: str) -> None:
     """Those of its job, and those beside the settings of its trainer."""
     if command == "plan":
         run, kinds = run_plan, [PlanJob]
     else:
-        path, names, function = cli._COMMANDS[command]
+        path, names, function = COMMANDS[command]
         module = importlib.import_module(f"fastrl.{path}")
         run, kinds = getattr(module, function), [getattr(module, name) for name in names]
     own = {each.name for each in dataclasses.fields(kinds[0]) if each.init}
@@ -95,7 +96,7 @@ def _fields(kind: type) -> Any:
 
 @pytest.mark.parametrize("command", cli._PARSE_THEMSELVES)
 def test_every_flag_of_a_command_on_runs_is_read(command: str) -> None:
-    source = inspect.getsource(importlib.import_module(f"fastrl.{cli._COMMANDS[command][0]}"))
+    source = inspect.getsource(importlib.import_module(f"fastrl.{COMMANDS[command][0]}"))
     flags = re.findall(r'add_argument\(\s*"(?:-\w", ")?(?:--)?([\w-]+)"', source)
     unread = [x for x in flags if not re.search(rf"\w\.{x.replace('-', '_')}\b", source)]
     assert unread == []

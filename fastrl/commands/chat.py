@@ -42,12 +42,8 @@ def run_chat(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: no model, an unknown flag, or a number out of range.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command's flags."""
     parser = own_parser("chat", __doc__)
     parser.add_argument("model", metavar="MODEL", help="A model's folder, a run's, or a Hub id.")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="Of a reply [512].")
@@ -56,7 +52,16 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--top-p", type=float, default=1.0, help="Of nucleus sampling [1].")
     parser.add_argument("--system", help="A system message, before the first turn.")
-    flags = parser.parse_args(list(arguments))
+    return parser
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: no model, an unknown flag, or a number out of range.
+    """
+    flags = make_parser().parse_args(list(arguments))
     if flags.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, got {flags.max_new_tokens}")
     if flags.temperature < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import textwrap
@@ -14,6 +15,15 @@ from fastrl.reports.trainer_folder import open_run
 from fastrl.run.terminal import plain, run_console
 
 
+def make_parser() -> argparse.ArgumentParser:
+    parser = own_parser("doctor", __doc__)
+    parser.add_argument(
+        "folder", metavar="RUN", help="A command's --output, or a trainer's output_dir."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
+    return parser
+
+
 def run_doctor(arguments: Sequence[str]) -> int:
     """Examines a run and prints what was found; returns 0 if it is healthy, 1 if it is ill.
 
@@ -22,12 +32,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
         FileNotFoundError: a folder without a run.
         ValueError: a run's file that cannot be read.
     """
-    parser = own_parser("doctor", __doc__)
-    parser.add_argument(
-        "folder", metavar="RUN", help="A command's --output, or a trainer's output_dir."
-    )
-    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
-    flags = parser.parse_args(list(arguments))
+    flags = make_parser().parse_args(list(arguments))
     run = RunCurves.of(open_run(flags.folder))
     diagnosis = examine(run)
     if flags.json:

@@ -52,26 +52,7 @@ def parse(
             setting by two names with two values.
         SystemExit: after ``--help`` or ``--help-all``, with 0.
     """
-    from transformers import HfArgumentParser
-
-    class Parser(HfArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            # argparse shows all spellings of a flag, --batch_size/--batch-size: keep one.
-            short = re.sub(r"--\w+/(--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
-            raise UsageError(f"{short} (see fastrl {command} --help)")
-
-    parser = Parser(
-        list(kinds),
-        prog=f"fastrl {command}",
-        usage=f"fastrl {command} [CONFIG.yaml] [--flag value ...]",
-        formatter_class=_AllFlags,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    essentials = getattr(kinds[0], "essentials", None) if kinds else None
-    parser.add_argument("-h", "--help", action=_Help, essentials=essentials, help="Show this help.")
-    if essentials:
-        parser.add_argument("--help-all", action=_Help, help="Show all flags.")
+    parser = make_parser(command, kinds)
     known = {n: a for n, a in _actions(parser).items() if n not in _HELP_FLAGS}
     spellings = {**_spellings(known), **known}
     words = Words(
@@ -100,6 +81,31 @@ def parse(
         raise UsageError(unknown_name("argument", name.replace("_", "-"), names))
     words.check(parsed)
     return tuple(parsed)
+
+
+def make_parser(command: str, kinds: Sequence[Any]) -> Any:
+    """The parser of a command's dataclasses, see :func:`parse`."""
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            # argparse shows all spellings of a flag, --batch_size/--batch-size: keep one.
+            short = re.sub(r"--\w+/(--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
+            raise UsageError(f"{short} (see fastrl {command} --help)")
+
+    parser = Parser(
+        list(kinds),
+        prog=f"fastrl {command}",
+        usage=f"fastrl {command} [CONFIG.yaml] [--flag value ...]",
+        formatter_class=_AllFlags,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    essentials = getattr(kinds[0], "essentials", None) if kinds else None
+    parser.add_argument("-h", "--help", action=_Help, essentials=essentials, help="Show this help.")
+    if essentials:
+        parser.add_argument("--help-all", action=_Help, help="Show all flags.")
+    return parser
 
 
 def own_parser(command: str, description: str | None) -> argparse.ArgumentParser:
@@ -308,6 +314,29 @@ def _is_bool(action: argparse.Action) -> bool:
 
 def _are_short(choices: Iterable[Any]) -> bool:
     return len("|".join(map(_as_text, choices))) <= _LONGEST_CHOICES
+
+
+def spellings_of(command: str, action: argparse.Action) -> list[str]:
+    """A flag's names, those of other libraries too, with dashes."""
+    own = [x for x in action.option_strings if x.startswith("--") and "_" not in x]
+    also = [
+        name for name, alias in aliases_of(command).items() if own and alias.base == action.dest
+    ]
+    return [*own, *(f"--{name.replace('_', '-')}" for name in also)]
+
+
+def values_of(action: argparse.Action) -> list[str] | None:
+    """What may stand behind a flag, as far as it can be listed: [] of a number; None: a text, which
+    may be a path."""
+    choices = action.choices or getattr(action.help, "choices", ())
+    if choices:
+        return list(map(_as_text, choices() if callable(choices) else choices))
+    if action.nargs == 0:
+        return None  # the next word is no value of it
+    kind = _kind(action)
+    if "|" in kind:
+        return kind.split("|")
+    return None if kind.startswith("text") else []
 
 
 def _has_default(action: argparse.Action) -> bool:

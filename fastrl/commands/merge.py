@@ -41,12 +41,8 @@ def run_merge(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: an argument is missing, or unknown.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command's flags."""
     parser = own_parser("merge", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="An adapter's folder, or that of its run.")
     parser.add_argument("out", metavar="OUT", help="A new folder, for the whole model.")
@@ -56,7 +52,16 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         help="Of the saved weights [float32, in which adapters are trained; what serves often "
         "takes bfloat16].",
     )
-    return parser.parse_args(list(arguments))
+    return parser
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: an argument is missing, or unknown.
+    """
+    return make_parser().parse_args(list(arguments))
 
 
 def save_merged(source: str, out: Path, dtype: str | None) -> None:

@@ -39,12 +39,7 @@ def run_migrate(arguments: Sequence[str]) -> int:
     return 1 if any(x.kind in ("refused", UNKNOWN) for x in findings) else 0
 
 
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: no script, or an unknown flag.
-    """
+def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("migrate", __doc__)
     parser.add_argument("script", metavar="SCRIPT", help="A Python program that imports trl.")
     parser.add_argument(
@@ -54,7 +49,16 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         "as it was is kept beside it.",
     )
     parser.add_argument("--all", action="store_true", help="Show what stays as it is, too.")
-    return parser.parse_args(list(arguments))
+    return parser
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: no script, or an unknown flag.
+    """
+    return make_parser().parse_args(list(arguments))
 
 
 def _print(findings: Sequence[Outcome], path: Path, every: bool) -> None:

@@ -50,12 +50,8 @@ def run_push(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: an argument is missing, or unknown.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command's flags."""
     parser = own_parser("push", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="A model's folder, or that of a run.")
     parser.add_argument("repo", metavar="REPO", help="Where to, such as me/my-model.")
@@ -66,4 +62,13 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="Print files, sizes and card, and upload nothing."
     )
-    return parser.parse_args(list(arguments))
+    return parser
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: an argument is missing, or unknown.
+    """
+    return make_parser().parse_args(list(arguments))

@@ -70,20 +70,23 @@ def run_replay(arguments: Sequence[str]) -> int:
     return 0 if sample.identical else 1
 
 
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: no run, or an unknown flag or value.
-    """
-
+def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("replay", __doc__)
     parser.add_argument("run", metavar="RUN", help="The --output of fastrl ppo, grpo or align.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="From 1.")
     parser.add_argument(
         "--sample", type=int, metavar="I", help="Of the step, from 0; all of them without it."
     )
-    return parser.parse_args(list(arguments))
+    return parser
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: no run, or an unknown flag or value.
+    """
+    return make_parser().parse_args(list(arguments))
 
 
 def _replayed(job: PPOJob | AlignJob, folder: RunFolder, step: int) -> Replayed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from fastrl.commands.flags import UsageError, own_parser
@@ -17,6 +18,20 @@ from fastrl.run.folder import RunFolder
 from fastrl.run.terminal import plain, run_console
 
 
+def make_parser() -> argparse.ArgumentParser:
+    parser = own_parser("report", __doc__)
+    parser.add_argument(
+        "folders", nargs="+", metavar="RUN", help="A command's --output, or a trainer's output_dir."
+    )
+    parser.add_argument(
+        "--output",
+        help="Folder for report.html, and of several runs report.png [the run's own; of several "
+        "runs: report, beside the first].",
+    )
+    parser.add_argument("--samples", type=int, default=8, help="Samples to print [8].")
+    return parser
+
+
 def run_report(arguments: Sequence[str]) -> int:
     """Redraws ``report.png`` of each run, writes ``report.html``, and prints results side by side;
     of a single run also samples before and after training.
@@ -29,17 +44,7 @@ def run_report(arguments: Sequence[str]) -> int:
         FileNotFoundError: a folder without a run.
         ValueError: a run's file that cannot be read.
     """
-    parser = own_parser("report", __doc__)
-    parser.add_argument(
-        "folders", nargs="+", metavar="RUN", help="A command's --output, or a trainer's output_dir."
-    )
-    parser.add_argument(
-        "--output",
-        help="Folder for report.html, and of several runs report.png [the run's own; of several "
-        "runs: report, beside the first].",
-    )
-    parser.add_argument("--samples", type=int, default=8, help="Samples to print [8].")
-    flags = parser.parse_args(list(arguments))
+    flags = make_parser().parse_args(list(arguments))
     runs = [open_run(folder) for folder in flags.folders]
     target = _target(runs, flags.output)
     console = run_console()

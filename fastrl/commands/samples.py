@@ -63,13 +63,7 @@ def run_samples(arguments: Sequence[str]) -> None:
         console.print(f"{found.num_rows} of {count} samples; --top shows more")
 
 
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: no run, or an unknown flag or value.
-    """
-
+def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("samples", __doc__)
     parser.add_argument(
         "run", metavar="RUN", help="A command's --output, or a trainer's output_dir."
@@ -94,7 +88,16 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--export", metavar="FILE", help="Write them to a file: .jsonl, .csv or .parquet."
     )
-    flags = parser.parse_args(list(arguments))
+    return parser
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: no run, or an unknown flag or value.
+    """
+    flags = make_parser().parse_args(list(arguments))
     if flags.top is not None and flags.top < 1:
         raise UsageError(f"--top must be at least 1, got {flags.top}")
     if flags.export is not None and Path(flags.export).suffix not in KINDS:
