@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import os
 import platform
 import warnings
 from pathlib import Path
+
+from filelock import lock_descriptor
 
 from fastrl.run.files import lacks_function
 
@@ -19,7 +20,8 @@ class FolderInUse(OSError):
 
 class FolderLock:
     """Held by at most one process, or one object of a process; the system frees it when the process
-    ends, however it ends. Where the file system has no locks, a warning says that nothing is held.
+    ends, and those that it forked meanwhile, however they end. Where the file system has no locks, a
+    warning says that nothing is held.
 
     Args:
         folder: must exist; its file ``.lock`` says who holds the lock.
@@ -41,19 +43,20 @@ class FolderLock:
         while not self.held:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = _holder(file)
-                os.close(file)
-                raise FolderInUse(
-                    f"output {self.path.parent} is being written by another run{holder}: wait for "
-                    "it, or name another folder"
-                ) from None
+                free = lock_descriptor(file, blocking=False)
             except OSError as error:
                 if not lacks_function(error):
                     os.close(file)
                     raise OSError(error.errno, error.strerror, str(self.path)) from None
                 _warn_of_no_locks()
+                free = True
+            if not free:
+                holder = _holder(file)
+                os.close(file)
+                raise FolderInUse(
+                    f"output {self.path.parent} is being written by another run{holder}: wait for "
+                    "it, or name another folder"
+                )
             if self._is_there(file):
                 self._file = file
             else:  # its holder has removed it since it was opened
@@ -90,7 +93,7 @@ def _warn_of_no_locks() -> None:
 def _holder(file: int) -> str:
     """Who holds the lock, for a message."""
     try:
-        said = json.loads(os.pread(file, 4096, 0))
+        said = json.loads(os.read(file, 4096))
         return f" (process {said['process']} on {said['host']})"
     except (ValueError, KeyError, TypeError):
         return ""

@@ -1,18 +1,21 @@
 """The run folder: what is overwritten, what stays, and that nothing is seen half written."""
 
 import errno
-import fcntl
 import json
 import math
 import os
+import signal
 import stat
+import subprocess
+import sys
+from subprocess import PIPE
 
 import pytest
 
 from fastrl.run.checkpoints import Checkpoints
 from fastrl.run.files import _warn_of_folders
 from fastrl.run.folder import RunFolder
-from fastrl.run.lock import FolderInUse, _warn_of_no_locks
+from fastrl.run.lock import FolderInUse, FolderLock, _warn_of_no_locks
 from fastrl.run.metrics import MetricsFile
 
 
@@ -96,12 +99,42 @@ def test_two_runs_do_not_write_one_folder(tmp_path):
         pass
 
 
+HOLDS = """
+import os, sys
+from pathlib import Path
+from fastrl.run.lock import FolderLock
+
+lock = FolderLock(Path(sys.argv[1]))
+lock.acquire()
+if os.fork() == 0:
+    os.kill(os.getppid(), 9)
+    print("alone", flush=True)
+    sys.stdin.read()
+    os.close(lock._file)
+    os.write(1, b"closed")
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_killed_processs_lock_is_free_once_its_forks_have_let_go_of_it(tmp_path):
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout.readline() == "alone\n"
+        assert process.wait() == -signal.SIGKILL
+        with pytest.raises(FolderInUse, match=f"process {process.pid} on"):
+            FolderLock(tmp_path).acquire()
+        process.stdin.close()
+        assert process.stdout.read() == "closed"
+    FolderLock(tmp_path).acquire()
+
+
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_a_file_system_without_locks_is_warned_of_once(number, tmp_path, monkeypatch, recwarn):
-    def flock(*_):
+    def lock(*_, **__):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr("fastrl.run.lock.lock_descriptor", lock)
     _warn_of_no_locks.cache_clear()
     for name in ("one", "two"):
         with RunFolder(tmp_path / name).claim():
@@ -112,10 +145,10 @@ def test_a_file_system_without_locks_is_warned_of_once(number, tmp_path, monkeyp
 
 
 def test_a_lock_that_fails_for_another_reason_ends_the_run(tmp_path, monkeypatch):
-    def flock(*_):
+    def lock(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr("fastrl.run.lock.lock_descriptor", lock)
     with pytest.raises(OSError, match="Input/output error"), RunFolder(tmp_path / "run").claim():
         pytest.fail("claimed")
 
