@@ -1,32 +1,104 @@
-"""What is installed is what is there."""
+"""What is installed is what is there, and nothing beside it."""
 
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).parents[1]
-HOMES = {"fastrl": ROOT / "fastrl", "fastrl_kernels": ROOT / "kernels/torch-ext/fastrl_kernels"}
+HOMES = {"fastrl": "fastrl", "fastrl_kernels": "kernels/torch-ext/fastrl_kernels"}
+# Each distribution's folder, and its packages.
+DISTRIBUTIONS = {".": ("fastrl", "fastrl_kernels"), "kernels": ("fastrl_kernels",)}
 
 
-def test_every_package_is_listed():
-    tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """What distributions are made of, in a folder named as one of its packages."""
+    clone = tmp_path_factory.mktemp("above") / "fastrl"
+    for path in ("fastrl", "kernels"):
+        shutil.copytree(ROOT / path, clone / path)
+    for path in ("pyproject.toml", "editable.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / path, clone)
+    for package, name in (("fastrl", "new"), ("fastrl", "build"), ("fastrl_kernels", "new")):
+        (clone / HOMES[package] / name).mkdir()
+        (clone / HOMES[package] / name / "__init__.py").touch()
+        (clone / HOMES[package] / "__pycache__").mkdir(exist_ok=True)
+        (clone / HOMES[package] / "__pycache__" / "new.cpython-311.pyc").touch()
+    return clone
+
+
+def build(builder, root, to, version="standard"):
+    (built,) = builder(str(root)).build(directory=str(to), versions=[version])
+    return built
+
+
+def names(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        return {name for name in file.namelist() if ".dist-info/" not in name}
+
+
+@pytest.mark.parametrize("folder", DISTRIBUTIONS)
+def test_a_wheel_has_all_files_of_its_packages_and_so_has_that_of_its_source_archive(
+    folder, clone, tmp_path
+):
     there = {
-        ".".join((name, *path.parent.relative_to(home).parts))
-        for name, home in HOMES.items()
-        for path in home.rglob("__init__.py")
+        f"{package}/{path.relative_to(clone / HOMES[package]).as_posix()}"
+        for package in DISTRIBUTIONS[folder]
+        for path in (clone / HOMES[package]).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
     }
-    assert set(settings["tool"]["setuptools"]["packages"]) == there
+    assert names(build(WheelBuilder, clone / folder, tmp_path)) == there
+    with tarfile.open(build(SdistBuilder, clone / folder, tmp_path)) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert names(build(WheelBuilder, unpacked, tmp_path)) == there
 
 
-def test_every_file_that_is_not_python_is_listed():
-    tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    listed = settings["tool"]["setuptools"]["package-data"]
-    for name, home in HOMES.items():
-        there = {
-            path.relative_to(home).as_posix()
-            for path in home.rglob("*")
-            if path.is_file() and path.suffix not in (".py", ".pyc")
-        }
-        assert there == set(listed[name])
+# Without a site of its own, so that an installed fastrl is none.
+FIND = """
+import site, sys
+from importlib.util import find_spec
+site.addsitedir(sys.argv[1])
+for name in sys.argv[2:]:
+    found = find_spec(name)
+    print(found and (found.origin or "a folder"))
+"""
+
+
+@pytest.mark.parametrize("place", [".", "fastrl/tests"])
+def test_an_editable_install_brings_its_packages_alone_also_to_the_folder_above(
+    place, clone, tmp_path
+):
+    """There the clone's folder has the package's name."""
+    for folder in DISTRIBUTIONS:
+        shutil.unpack_archive(
+            build(WheelBuilder, clone / folder, tmp_path, "editable"), tmp_path / "site", "zip"
+        )
+    (clone / "tests").mkdir(exist_ok=True)
+    asked = [*HOMES, "benchmarks", "kernels", "tests"]
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", FIND, str(tmp_path / "site"), *asked],
+        cwd=clone.parent / place,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    homes = [clone / home / "__init__.py" for home in HOMES.values()]
+    assert [Path(path).resolve() for path in found[:2]] == homes
+    assert found[2:] == ["None"] * 3
+
+
+def test_both_distributions_of_the_kernels_are_one_version_under_one_license():
+    versions = {WheelBuilder(str(ROOT / folder)).metadata.version for folder in DISTRIBUTIONS}
+    assert len(versions) == 1
+    assert (ROOT / "kernels/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
