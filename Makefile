@@ -63,6 +63,7 @@ thorough: $(VENV)/.dev
 	$(BIN)/python -m tests.ptx --selection
 	$(BIN)/python -m tests.headroom
 	$(BIN)/python -m tests.resolution
+	$(BIN)/python -m tests.installs
 
 # Ten minutes on two cores; HEADROOM= takes --light and --full.
 headroom: $(VENV)/.dev

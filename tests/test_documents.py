@@ -314,7 +314,11 @@ def test_shell_lines_are_what_the_tools_take(
                         assert cli.main(arguments) == 0, f"{page}:{block.line}: {words}"
                 case ["make", target]:
                     assert target in targets, f"{page}:{block.line}"
-                case ["pip", "install", "-e", what]:
+                case ["pip", "install", "torch", "--index-url", index]:
+                    assert index == "https://download.pytorch.org/whl/cpu"
+                case ["pip", "install", "./kernels"]:
+                    assert (ROOT / "kernels" / "pyproject.toml").exists()
+                case ["pip", "install", "-e", what] | ["pip", "install", what]:
                     named = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", what)
                     assert named, f"{page}:{block.line}"
                     assert set((named[1] or "peft").split(",")) <= extras, f"{page}:{block.line}"

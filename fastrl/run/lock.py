@@ -20,8 +20,8 @@ class FolderInUse(OSError):
 
 class FolderLock:
     """Held by at most one process, or one object of a process; the system frees it when the process
-    ends, and those that it forked meanwhile, however they end. Where the file system has no locks, a
-    warning says that nothing is held.
+    ends, and those that it forked meanwhile, however they end. Where the file system has no locks,
+    a warning says that nothing is held.
 
     Args:
         folder: must exist; its file ``.lock`` says who holds the lock.
