@@ -77,7 +77,8 @@ def save_merged(source: str, out: Path, dtype: str | None) -> None:
     refuse_quantised(
         model,
         f"the model that {source} is merged into",
-        "serve the adapter beside them, or train one on the whole base to merge it",
+        "serve the adapter beside them; or load it on the whole base, where its log-probs are "
+        "others (from_pretrained(..., quantization_config=None)), and call merge_and_unload()",
     )
     reads_eos.load_from_adapter(model, source)
     merged = model.merge_and_unload(safe_merge=True) if hasattr(model, "peft_config") else model
