@@ -244,7 +244,7 @@ def read_card(folder: str | Path) -> Any:
 
 def changed_settings(config: Any) -> dict[str, Any]:
     """The settings of a dataclass that are not its defaults, without those of places, accounts and
-    logs; plain values alone."""
+    logs; plain values alone, and no paths of this machine."""
     found = {}
     for x in dataclasses.fields(config):
         if not x.init or x.name.startswith(_NOT_SHOWN) or x.name.endswith("token"):
@@ -253,7 +253,8 @@ def changed_settings(config: Any) -> dict[str, Any]:
         if x.default_factory is not dataclasses.MISSING:
             default = x.default_factory()
         value, default = (y.value if isinstance(y, enum.Enum) else y for y in (value, default))
-        if value != default and isinstance(value, (str, bool, int, float, list, tuple)):
+        plain = isinstance(value, (str, bool, int, float, list, tuple))
+        if plain and value != default and not os.path.isabs(str(value)):
             found[x.name] = value
     return found
 

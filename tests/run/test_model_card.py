@@ -95,7 +95,8 @@ def test_the_card_of_a_policy(base, tmp_path, method, adapter):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.add_(tiny.rule(name, tuple(parameter.shape)))
-    trainer = ppo_trainer(model, **({} if method == "PPO" else GROUPS))
+    here = {"query_dataset": str(tmp_path / "prompts.jsonl")}
+    trainer = ppo_trainer(model, **here, **({} if method == "PPO" else GROUPS))
     trainer.save_pretrained(tmp_path / "tuned")
     card = card_of(tmp_path / "tuned")
     data = data_of(tmp_path / "tuned")
@@ -109,6 +110,7 @@ def test_the_card_of_a_policy(base, tmp_path, method, adapter):
     assert "| `batch_size` | 2 |" in card
     assert ("| `advantage` | grpo |" in card) is (method == "GRPO")
     assert "tracker" not in card
+    assert str(tmp_path) not in card
     assert ("LoRA adapter of rank 2" in card) is adapter
     assert ("value_head.safetensors" in card) is (method == "PPO")
     assert ("Value head:** none" in card) is (method == "GRPO")
