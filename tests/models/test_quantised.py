@@ -13,6 +13,7 @@ from fastrl import (
     AutoModelForCausalLMWithValueHead,
     PPOConfig,
     PPOTrainer,
+    cli,
     create_reference_model,
 )
 from fastrl.models import CausalLMPolicy
@@ -452,7 +453,7 @@ def test_a_base_whose_own_files_have_four_bits(load, tmp_path):
     with pytest.raises(ValueError, match="four-bit weights cannot be trained"):
         check_trainable(load_language_model(tmp_path / "base"))
     model = with_adapter(load_language_model(tmp_path / "base"), lora())
-    assert "BitsAndBytesConfig" not in model_card("x", model)
+    assert "BitsAndBytesConfig" not in str(model_card("x", model))
     CausalLMPolicy(model).save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter" / BASE_FILE).exists()
     loaded = load_language_model(tmp_path / "adapter")
@@ -468,6 +469,13 @@ def test_an_adapters_folder_says_how_its_base_was_quantised(policy, load, tmp_pa
         (tmp_path / BASE_FILE).write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=rf"{BASE_FILE} cannot be read.*quantization_config"):
             load_language_model(tmp_path)
+
+
+def test_merging_into_four_bits_is_refused(policy, tmp_path, capsys):
+    policy(dtype=torch.bfloat16).save_pretrained(tmp_path / "tuned")
+    assert cli.main(["merge", str(tmp_path / "tuned"), str(tmp_path / "out")]) == 2
+    assert "cannot have four-bit weights: serve the adapter" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_of_a_whole_base_leaves_no_word_of_an_earlier_one(policy, tmp_path):
@@ -490,7 +498,7 @@ def test_without_bitsandbytes_the_package_is_named(policy, folders, tmp_path, mo
 
 
 def test_the_model_card_says_how_the_base_is_loaded(load, folders):
-    card = model_card("my-adapter", load(dtype=torch.bfloat16))
+    card = str(model_card("my-adapter", load(dtype=torch.bfloat16)))
     assert "on a base in four bits (nf4)" in card
     code = card.split("```python\n")[1].split("```")[0]
     found = {}
