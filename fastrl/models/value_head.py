@@ -357,7 +357,7 @@ class PreTrainedModelWrapper(nn.Module):
             kwargs.setdefault("selected_adapters", self.saved_adapters)
         elif is_main:
             forget_index(folder)
-        self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
+        self.pretrained_model.save_pretrained(save_directory, state_dict={**base}, **kwargs)
         if not is_main:
             return
         if self.is_peft_model:

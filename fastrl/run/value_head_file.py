@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fastrl.run.files import write_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEAD_NAME = "value_head.safetensors"
 HEAD_PREFIX = "v_head."
@@ -31,6 +32,8 @@ def write_value_head(folder: Path, head: dict[str, Tensor], *, of_adapter: bool)
     """
     weights, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
     if head:
+        from safetensors.torch import save_file  # and torch, which cards do without
+
         save_file(head, folder / HEAD_NAME, metadata={"format": "pt"})
     else:
         (folder / HEAD_NAME).unlink(missing_ok=True)

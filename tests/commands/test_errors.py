@@ -440,5 +440,5 @@ def test_layers_are_not_shared_under_an_adapter(folder, tmp_path, capsys):
 
 
 def test_an_unrelated_flag_is_not_suggested(folder, tmp_path, capsys):
-    words = arguments("ppo", folder, tmp_path / "run", use_cpu="true")
-    assert failed(capsys, *words) == "fastrl: error: unknown argument '--use-cpu'"
+    words = arguments("ppo", folder, tmp_path / "run", no_gpus="true")
+    assert failed(capsys, *words) == "fastrl: error: unknown argument '--no-gpus'"
