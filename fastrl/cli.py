@@ -102,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.formatwarning = _warning_line
     try:
         if command not in COMMANDS:
+            instead = _METHODS.get(command.lower())
+            if instead is not None:
+                raise UsageError(f"unknown command {command!r}: it is fastrl {instead}")
             raise UsageError(unknown_name("command", command, COMMANDS))
         if command in _ONE_PROCESS:
             check_one_process(f"fastrl {command}")
@@ -194,6 +197,11 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     return status if command == "demo" else 0
 
 
+# Methods that are no command of their own, and what learns by them.
+_METHODS = {
+    **{name: f"align --loss {name}" for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
+    **{name: f"grpo --advantage {name}" for name in ("rloo", "dr_grpo", "reinforce++")},
+}
 # They parse their arguments themselves: those on runs have no settings, those of a plan depend on
 # its method.
 _PARSE_THEMSELVES = (

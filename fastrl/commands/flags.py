@@ -70,15 +70,20 @@ def parse(
         flags = words.read(
             _flags_of(path, {**others, **of_aliases, **spellings}), place=f"{path}: "
         )
+    for word in given:
+        name = word.partition("=")[0]
+        if name[:1] == "-" and name[1:].replace("-", "_") in {*spellings, *words.aliases}:
+            raise UsageError(f"unknown argument {name!r}: did you mean '-{name}'?")
     flags += words.read(given)
     with flags_taken(kinds, [*flags, *words.objects()]) as todays:
         *parsed, unknown = parser.parse_args_into_dataclasses(
             todays, return_remaining_strings=True, look_for_args_file=False
         )
     if unknown:
-        names = [f"--{name.replace('_', '-')}" for name in sorted({*known, *words.aliases})]
-        name, *_ = unknown[0].split("=")
-        raise UsageError(unknown_name("argument", name.replace("_", "-"), names))
+        name = unknown[0].partition("=")[0].replace("_", "-")
+        # Names of other libraries have words in common with much.
+        near = difflib.get_close_matches(name, [*map(_as_flag, words.aliases)], n=1, cutoff=0.85)
+        raise UsageError(unknown_name("argument", name, [*map(_as_flag, sorted(known)), *near]))
     words.check(parsed)
     return tuple(parsed)
 
@@ -102,7 +107,8 @@ def make_parser(command: str, kinds: Sequence[Any]) -> Any:
         add_help=False,
     )
     essentials = getattr(kinds[0], "essentials", None) if kinds else None
-    parser.add_argument("-h", "--help", action=_Help, essentials=essentials, help="Show this help.")
+    names = ["-h", "--help", *([] if essentials else ["--help-all"])]
+    parser.add_argument(*names, action=_Help, essentials=essentials, help="Show this help.")
     if essentials:
         parser.add_argument("--help-all", action=_Help, help="Show all flags.")
     return parser
@@ -140,6 +146,10 @@ def _spellings(actions: Mapping[str, argparse.Action]) -> dict[str, argparse.Act
     }
 
 
+def _as_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """An error message that suggests the most similar known name."""
     likeness = 0.6 if kind == "command" else 0.7  # a wrong suggestion is worse than none
@@ -147,11 +157,11 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
 
 
-def _flags_of(path: Path, known: Mapping[str, argparse.Action | None]) -> list[str]:
-    """A YAML file's settings as flags, so that both are parsed and checked by the same code.
+def yaml_settings(path: Path) -> dict[Any, Any]:
+    """What a YAML file sets.
 
-    Args:
-        known: None: of another version.
+    Raises:
+        UsageError: another file, or one that is no YAML of settings.
     """
     import yaml
 
@@ -179,13 +189,27 @@ def _flags_of(path: Path, known: Mapping[str, argparse.Action | None]) -> list[s
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8: save it as UTF-8") from error
     except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        if mark is not None and mark.buffer is not None and mark.buffer[mark.pointer] == "\t":
+            raise UsageError(
+                f"{path} has a tab in line {mark.line + 1}, where YAML takes spaces alone"
+            ) from error
         raise UsageError(f"{path} is not valid YAML: {error}") from error
     if settings is None:
-        return []
+        return {}
     if not isinstance(settings, dict):
         raise UsageError(f"{path} must hold settings, one 'name: value' per line")
+    return settings
+
+
+def _flags_of(path: Path, known: Mapping[str, argparse.Action | None]) -> list[str]:
+    """A YAML file's settings as flags, so that both are parsed and checked by the same code.
+
+    Args:
+        known: None: of another version.
+    """
     flags = []
-    for key, value in settings.items():
+    for key, value in yaml_settings(path).items():
         name = str(key).replace("-", "_")
         if name not in known:
             raise UsageError(f"{path}: {unknown_name('setting', name, known)}")
@@ -247,14 +271,14 @@ class _AllFlags(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         also = [name for name, key in getattr(action, "also", ()) if not key and self.all_names]
         own = [flag for flag in action.option_strings if "_" not in flag]
-        flags = ", ".join([*own, *(f"--{name.replace('_', '-')}" for name in also)])
+        flags = ", ".join([*own, *map(_as_flag, also)])
         return flags if action.nargs == 0 else f"{flags} {_kind(action)}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.nargs == 0 and action.option_strings[0].startswith("--no"):
             return f"The same as --{action.dest.replace('_', '-')} false."
         parts = [action.help or ""]
-        parts += [f"--{x.replace('_', '-')} is its {key}." for x, key in _keys(action)]
+        parts += [f"{_as_flag(x)} is its {key}." for x, key in _keys(action)]
         if action.choices and not _are_short(action.choices):
             parts.append(f"One of: {', '.join(map(_as_text, action.choices))}.")
         if action.required:
@@ -322,7 +346,7 @@ def spellings_of(command: str, action: argparse.Action) -> list[str]:
     also = [
         name for name, alias in aliases_of(command).items() if own and alias.base == action.dest
     ]
-    return [*own, *(f"--{name.replace('_', '-')}" for name in also)]
+    return [*own, *map(_as_flag, also)]
 
 
 def values_of(action: argparse.Action) -> list[str] | None:

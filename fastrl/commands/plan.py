@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.commands.aliases import aliases_of
-from fastrl.commands.flags import parse
+from fastrl.commands.flags import parse, yaml_settings
 from fastrl.commands.plan_job import FLAGS_OF, PlanJob, check_method
 from fastrl.config import PPOConfig, json_object
 from fastrl.run.terminal import run_console
@@ -101,6 +102,8 @@ def _method(arguments: Sequence[str]) -> str:
             return argument.partition("=")[2]
         if argument == "--method" and i + 1 < len(arguments):
             return arguments[i + 1]
+    if arguments and arguments[0].endswith((".yaml", ".yml")):
+        return str(yaml_settings(Path(arguments[0])).get("method", PlanJob.method))
     return PlanJob.method
 
 

@@ -454,7 +454,7 @@ def _find_column(table: Dataset, column: str | None) -> str:
         if column is None:
             raise ValueError(
                 f"the data set has none of the columns {', '.join(USUAL_COLUMNS)}: "
-                f"choose a prompt column among {there}"
+                f"choose a prompt column among {there} (prompt_column)"
             )
     elif column not in table.column_names:
         raise ValueError(f"the data set has no column {column!r}: its columns are {there}")

@@ -224,9 +224,9 @@ def samples_table(rows: Sequence[Mapping[str, Any]], count: int = 8) -> Table:
     table = Table(title="Held-out prompts, before and after", box=box.SIMPLE_HEAD, show_lines=True)
     table.add_column("prompt", style="bold", ratio=2)
     table.add_column("before", ratio=4)
-    table.add_column("reward", justify="right")
+    table.add_column("reward", justify="right", no_wrap=True)
     table.add_column("after", ratio=4)
-    table.add_column("reward", justify="right")
+    table.add_column("reward", justify="right", no_wrap=True)
     count = min(count, len(rows))
     for row in (rows[i * len(rows) // count] for i in range(count)):
         old, new = (

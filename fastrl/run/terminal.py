@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,8 +30,10 @@ def plain(text: str) -> Text:
 
 
 def run_console() -> Console:
-    """A console as wide as its terminal, or 120 columns without one."""
+    """A console as wide as its terminal; without one, as COLUMNS says, or 100 columns."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=120)
+    if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
+        return console
+    return Console(highlight=False, width=100)

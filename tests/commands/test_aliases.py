@@ -105,6 +105,13 @@ def test_what_would_differ_is_refused(command: str, words: str, message: str) ->
         parsed(command, *words.split())
 
 
+def test_a_plan_reads_its_method_from_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("model: m\nmethod: grpo\nnum_generations: 4\n")
+    job, flags = parse_plan([str(path)])
+    assert (job.method, flags.group_size, flags.advantage) == ("grpo", 4, "grpo")
+
+
 def test_one_value_by_two_names_is_taken() -> None:
     assert parsed("sft", "--lr", "1e-4", "--learning-rate", "0.0001")[1].learning_rate == 1e-4
 

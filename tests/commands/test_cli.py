@@ -41,10 +41,11 @@ def test_version(capsys):
     assert out.startswith("fastrl 0.")
 
 
-@pytest.mark.parametrize("command", ["demo", "env"])
-def test_command_help_exits_with_zero(capsys, command):
+@pytest.mark.parametrize("command", ["demo", "env", "plan"])
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+def test_command_help_exits_with_zero(capsys, command, flag):
     with pytest.raises(SystemExit) as exit_info:
-        cli.main([command, "--help"])
+        cli.main([command, flag])
     assert exit_info.value.code == 0
     assert f"usage: fastrl {command}" in capsys.readouterr().out
 
@@ -86,6 +87,9 @@ def test_steps_count_ppo_steps_and_names_come_from_the_job():
     ("arguments", "message"),
     [
         (["pop"], "unknown command 'pop': did you mean 'ppo'?"),
+        (["dpo"], "unknown command 'dpo': it is fastrl align --loss dpo"),
+        (["RLOO"], "it is fastrl grpo --advantage rloo"),
+        (["ppo", "-model", "m"], "unknown argument '-model': did you mean '--model'?"),
         (["ppo"], "the following arguments are required: --model, --dataset"),
         (["ppo", *REQUIRED, "--batch-sise", "8"], "did you mean '--batch-size'?"),
         (["ppo", *REQUIRED, "--steps", "many"], "argument --steps: invalid int value: 'many'"),
@@ -117,6 +121,7 @@ def test_user_errors_are_one_line_and_exit_with_two(capsys, arguments, message):
         ("stepz: 3\n", "unknown setting 'stepz': did you mean 'steps'?"),
         ("- steps\n", "must hold settings"),
         ("steps: [\n", "is not valid YAML"),
+        ("steps: 3\n\tbatch_size: 4\n", "config.yml has a tab in line 2, where YAML takes spaces"),
         ("batch-size: 4\nsteps: 1\nbatch_size: 8\n", "sets 'batch_size' twice (line 3)"),
         ("steps: 1.5\n", "argument --steps: invalid int value: '1.5'"),
         ("model: [a, b]\n", "model takes one value (text), not a list"),

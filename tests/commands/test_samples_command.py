@@ -160,8 +160,9 @@ def test_a_damaged_file_is_named(capsys, tmp_path):
     assert f"{path} is damaged" in err
 
 
-def test_a_sample_does_not_control_the_terminal(capsys, tmp_path):
+def test_a_sample_does_not_control_the_terminal(capsys, tmp_path, monkeypatch):
     r"""Control characters are shown as in Python; an exported file has them as they are."""
+    monkeypatch.setenv("COLUMNS", "120")
     text = "\x1b]0;title\x07\x1b[31mred \x9b1m\x00\r\x7f [b]ä\tand\nmore"
     shown = r"\x1b]0;title\x07\x1b[31mred \x9b1m\x00\r\x7f [b]ä"
     ledger = Ledger(tmp_path / "ledger")
