@@ -119,7 +119,7 @@ class BatchMaker(ABC):
             examples = [{"input_ids": s, "attention_mask": torch.ones_like(s)} for s in sequences]
             collated = self.collator(examples)
             return {name: collated[name] for name in ("input_ids", "attention_mask")}
-        padding = padding_token(map(len, sequences), self.tokenizer)
+        padding = padding_token(map(len, sequences), self.tokenizer, self.vocab_size)
         return pad(sequences, padding, side or self.tokenizer.padding_side)
 
 
@@ -228,9 +228,14 @@ def pad(sequences: Sequence[Tensor], pad_token_id: int | None, side: str) -> dic
     return {"input_ids": input_ids, "attention_mask": real.long()}
 
 
-def padding_token(lengths: Iterable[int], tokenizer: Any) -> int | None:
+def padding_token(
+    lengths: Iterable[int], tokenizer: Any, vocab_size: int | None = None
+) -> int | None:
     """The id that pads samples of these lengths, which masks leave out: that of the tokenizer's pad
     token, or of its EOS where it has none, as GPT-2's. None where it has neither and needs none.
+
+    Args:
+        vocab_size: of the model; 0 stands for a pad token that was added behind its vocabulary.
 
     Raises:
         ValueError: lengths differ and the tokenizer has neither.
@@ -243,7 +248,7 @@ def padding_token(lengths: Iterable[int], tokenizer: Any) -> int | None:
             f"{type(tokenizer).__name__} has no pad token and no EOS, and the samples differ in "
             "length: set tokenizer.pad_token to a token of its own before making the trainer"
         )
-    return found
+    return 0 if found is not None and vocab_size is not None and found >= vocab_size else found
 
 
 def check_token_lists(

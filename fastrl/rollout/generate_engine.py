@@ -159,7 +159,9 @@ class GenerateEngine:
 
     def _padding(self, prompts: Sequence[Tensor]) -> int | None:
         lengths = [len(p) for p in prompts] if self.batch_size > 1 else []
-        return padding_token(lengths, self.tokenizer)
+        return padding_token(
+            lengths, self.tokenizer, self.model.config.get_text_config().vocab_size
+        )
 
     def _extend(
         self,

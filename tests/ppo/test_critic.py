@@ -485,13 +485,22 @@ def test_what_cannot_be_a_critic_is_refused(critic, settings, error, message) ->
         critic_trainer(critic(), **settings)
 
 
-def test_a_critic_need_not_know_the_token_of_padding() -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.add_special_tokens({"pad_token": "<new>"})
-    critic = classifier(vocab_size=len(tokenizer) - 1)
-    config = PPOConfig(batch_size=BATCH, mini_batch_size=2)
-    trainer = PPOTrainer(config, make_policy(), None, tokenizer, critic=critic)
-    assert math.isfinite(trainer.step(**make_batch())["ppo/loss/total"])
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_a_token_of_padding_may_be_added_that_no_model_knows(padding_free: bool) -> None:
+    """As TRL's own script does; masks leave it out."""
+    found = []
+    for added in (False, True):
+        tokenizer = tiny.tokenizer()
+        if added:
+            tokenizer.add_special_tokens({"pad_token": "<new>"})
+        settings = {"padding_free": padding_free, "rollout_backend": "generate"}
+        config = PPOConfig(batch_size=BATCH, mini_batch_size=2, **settings)
+        trainer = PPOTrainer(config, make_policy(), None, tokenizer, critic=classifier())
+        batch = make_batch()
+        greedy = {"do_sample": False, "max_new_tokens": 4, "batch_size": BATCH}
+        replies = trainer.generate(batch["queries"], **greedy)
+        found.append(([x.tolist() for x in replies], trainer.step(**batch)["ppo/loss/total"]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
