@@ -24,7 +24,7 @@ def run_merge(arguments: Sequence[str]) -> int:
         ValueError: a whole model without ``--dtype``; an output that is not empty; an adapter that
             was trained on four-bit weights.
     """
-    flags = parse_flags(arguments)
+    flags = make_parser().parse_args(list(arguments))
     out = Path(flags.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{flags.out} is there and not empty: name a new folder")
@@ -53,15 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
         "takes bfloat16].",
     )
     return parser
-
-
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: an argument is missing, or unknown.
-    """
-    return make_parser().parse_args(list(arguments))
 
 
 def save_merged(source: str, out: Path, dtype: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from fastrl.commands.flags import own_parser
@@ -20,7 +21,7 @@ def run_push(arguments: Sequence[str]) -> int:
         FileNotFoundError: no model in the folder.
         ValueError: a name that no repository can have; ``--private`` of a public repository.
     """
-    flags = parse_flags(arguments)
+    flags = make_parser().parse_args(list(arguments))
     from huggingface_hub.utils import validate_repo_id
 
     from fastrl.models.load import base_folder, is_adapter, model_folder
@@ -30,7 +31,7 @@ def run_push(arguments: Sequence[str]) -> int:
     card = card_for_repository(folder, flags.repo, flags.license)
     for name, size in uploaded_files(folder).items():
         console.print(plain(f"{size:>14,}  {name}"), soft_wrap=True)
-    if is_adapter(folder) and (base := base_folder(folder)).startswith(("/", ".", "~")):
+    if is_adapter(folder) and os.path.isdir(base := base_folder(folder)):
         console.print(
             plain(
                 f"warning: the adapter's base is a folder here, {base}, which nobody else has: "
@@ -63,12 +64,3 @@ def make_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="Print files, sizes and card, and upload nothing."
     )
     return parser
-
-
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: an argument is missing, or unknown.
-    """
-    return make_parser().parse_args(list(arguments))

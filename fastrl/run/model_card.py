@@ -157,7 +157,7 @@ def model_card(
         text += "\nWith its value head, to train it on:\n\n"
         text += _code(*_with_values(name, type(model).__name__, bool(adapters), own))
     text += _table("Settings", ("setting", "value"), training.settings)
-    text += _table("Results", ("of", "value"), training.results)
+    text += _results(training.results)
     return _card(
         text,
         library_name="peft" if adapters else "transformers",
@@ -186,7 +186,7 @@ def complete_card(folder: Path, dataset: Any, results: Mapping[str, Any]) -> Non
         if isinstance(dataset, str) and _is_hub_id(dataset) and not os.path.exists(dataset):
             card.data.datasets = [dataset]
         if "## Results" not in card.text:
-            card.text = card.text.rstrip() + "\n" + _table("Results", ("of", "value"), results)
+            card.text = card.text.rstrip() + "\n" + _results(results)
         _write(folder, _card(card.text, **card.data.to_dict()))
 
 
@@ -362,18 +362,19 @@ def _write(folder: Path, card: Any) -> None:
 
 
 def _table(title: str, names: tuple[str, str], rows: Mapping[str, Any]) -> str:
-    """A section with a table; "" without rows. Of results numbers alone."""
-    if title == "Results":
-        rows = {
-            k: f"{x:.4g}"
-            for k, x in rows.items()
-            if isinstance(x, (int, float)) and not _NO_RESULT.search(k)
-        }
+    """A section with a table; "" without rows."""
     if not rows:
         return ""
     lines = [f"| {' | '.join(names)} |", "| --- | --- |"]
     lines += [f"| `{k}` | {_cell(x)} |" for k, x in rows.items()]
     return f"\n## {title}\n\n" + "\n".join(lines) + "\n"
+
+
+def _results(numbers: Mapping[str, Any]) -> str:
+    """The section of numbers that say something of the model, in four digits."""
+    numbers = {k: x for k, x in numbers.items() if isinstance(x, (int, float))}
+    shown = {k: f"{x:.4g}" for k, x in numbers.items() if not _NO_RESULT.search(k)}
+    return _table("Results", ("of", "value"), shown)
 
 
 def _rows(text: str, title: str) -> dict[str, str]:

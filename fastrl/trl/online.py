@@ -39,12 +39,10 @@ from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import context_length, modes_kept
 from fastrl.overrides import overridden
 from fastrl.ref_model import Follow, RefModel
-from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.generation_kwargs import neutral_kwargs
 from fastrl.rollout.sampling_params import end_tokens
-from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Lists
 from fastrl.run.metric_means import Parts, mean_of
@@ -56,11 +54,12 @@ from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.sharded import ShardedTrainer
-from fastrl.trainers.supervised import check_one_gpu, settings_of, trained_identity
+from fastrl.trainers.supervised import check_one_gpu, settings_of
 from fastrl.trl.group_loaders import GroupLoaders
 from fastrl.trl.judged import Judged
 from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.methods import LOGPROBS, OnlineMethods, OwnLogprobs
+from fastrl.trl.online_checkpoints import OnlineCheckpoints
 from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.planning import PlansMemory, plan_online
 from fastrl.trl.policy import (
@@ -79,6 +78,7 @@ from fastrl.trl.rollout_correction import RolloutCorrection
 
 class OnlineTrainer(
     OnlineMethods,
+    OnlineCheckpoints,
     GroupLoaders,
     PlansMemory,
     OwnModelCard,
@@ -713,84 +713,6 @@ class OnlineTrainer(
         super().log(logs, start_time)
         if self.processes.is_main:
             self._noted.show(self.state.global_step)
-
-    # Checkpoints.
-
-    def identity(self) -> dict[str, Any]:
-        return {**super().identity(), **trained_identity(self)}
-
-    def own_settings(self) -> dict[str, Any]:
-        code = identities_of(zip(self.reward_func_names, self.reward_funcs, strict=True))
-        return {**super().own_settings(), "reward_funcs": self.reward_func_names, **code}
-
-    def own_state(self) -> dict[str, Any]:
-        if self._ledger is not None:  # what it holds is not drawn again
-            self._ledger.flush()
-        return {
-            **super().own_state(),
-            "online": {
-                "step": self._step,
-                "generations": self._generations["train"],
-                "uses": self.uses,
-                "buffer": None if self._buffer is None else [x.state() for x in self._buffer],
-                "table": self._logs.state() if self.log_completions else None,
-                "further": None if self._further is None else self._further.state_dict(),
-                "responder": {"rooms": self._sampler.rooms()},
-                "reuses": self._scorer.reuses,
-                "reference": self._follow.state(),
-            },
-        }
-
-    def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
-        super().begin_training(resumed)
-        self._step, self._buffer, self._generations["train"] = 0, None, 0
-        own = None if resumed is None else resumed["own"]["online"]
-        if self._ledger is not None:
-            self._ledger.begin(0 if own is None else own["generations"])
-        if own is None:
-            return
-        self._step, self._scorer.reuses = own["step"], own["reuses"]
-        self._generations["train"] = own["generations"]
-        if own["buffer"] is not None:
-            self._buffer = [SampledResponses.of_state(x) for x in own["buffer"]]
-        if own.get("table"):
-            self._logs.load(own["table"])
-        self._sampler.reserve(own["responder"]["rooms"])
-        if self._further is not None and own.get("further"):
-            self._further.load_state_dict(own["further"])
-        self._follow.load(own["reference"])
-
-    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Where responses are sampled next, without the metrics since the last log.
-
-        Raises:
-            BadCheckpoint: in the midst of responses that the processes have sampled.
-        """
-        own, args = states[0]["online"], self.args
-        uses = own["uses"]
-        if own["step"] % uses:
-            raise BadCheckpoint(
-                f"the checkpoint is {own['step'] % uses} of {uses} batches into what each process "
-                "has sampled: resume it with as many processes, or from a checkpoint between two "
-                f"generations (save_steps × {args.gradient_accumulation_steps} a multiple of "
-                f"{uses})"
-            )
-        online = {**own, "step": 0, "buffer": None}
-        return {**super().joined_state(states), "online": online}
-
-    def own_mark(self) -> dict[str, Any]:
-        made = self._generations["train"]
-        further = None if self._further is None else self._further.state_dict()
-        kept = self._step, made, self._buffer, self._sampler.rooms(), further
-        return {**super().own_mark(), "online": kept}
-
-    def own_rewind(self, mark: Mapping[str, Any]) -> None:
-        super().own_rewind(mark)
-        self._step, made, self._buffer, rooms, further = mark["online"]
-        if self._further is not None:
-            self._further.load_state_dict(further)
-        self._generations["train"] = made
-        self._sampler.reserve(rooms)
 
 
 def asked_of(rows: Sequence[Mapping[str, Any]]) -> Prompts:
