@@ -113,6 +113,7 @@ class Chat:
             print("fastrl: the conversation is longer than the model's context: /clear forgets it")
             return
         own = self.model.generation_config
+        own.max_length = None  # --max-new-tokens says it; other settings of the model act
         sampling = {"do_sample": False}
         if flags.temperature > 0:
             # top_k=0: transformers' default would cut the distribution to 50 tokens.

@@ -104,9 +104,9 @@ class Persistence(TrainerState):
         name = model_name or Path(path).absolute().name
         unset = PPOConfig.__dataclass_fields__["model_name"].default
         given = None if self.config.model_name == unset else self.config.model_name
-        training = Training(
-            policy_gradient(self.config.method), given, changed_settings(self.config)
-        )
+        settings = changed_settings(self.config)
+        settings.pop("steps", None)  # a plan of samples, which no run goes by
+        training = Training(policy_gradient(self.config.method), given, settings)
         write_model_card(path, name, self._unwrapped, training)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
