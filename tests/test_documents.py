@@ -297,7 +297,8 @@ def test_shell_lines_are_what_the_tools_take(
                 case ["vllm", "serve", *_] | ["python", "convert_hf_to_gguf.py", *_]:
                     pass  # programs of others
                 case ["fastrl", "chat" | "merge" | "push" as command, *arguments]:
-                    importlib.import_module(f"fastrl.commands.{command}").parse_flags(arguments)
+                    home = importlib.import_module(f"fastrl.commands.{command}")
+                    home.make_parser().parse_args(list(arguments))
                 case ["fastrl", "samples" | "replay" as command, folder, *arguments]:
                     assert folder.startswith("runs/"), folder
                     importlib.import_module(f"fastrl.commands.{command}").parse_flags(
