@@ -50,6 +50,8 @@ RENAMES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("RLOOConfig", {"rloo_k": 4, "kl_coef": 0.5}, {"num_generations": 4, "beta": 0.5}),
     ("RLOOConfig", {"response_length": 9, "cliprange": 0.3},
      {"max_completion_length": 9, "epsilon": 0.3}),
+    ("RLOOConfig", {"num_ppo_epochs": 3, "num_mini_batches": 2},
+     {"num_iterations": 3, "steps_per_generation": 2}),
     ("ModelConfig", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
 ]  # fmt: skip
 

@@ -111,13 +111,24 @@ def test_responses_end_at_the_stop_token(tmp_path: Path) -> None:
     assert lengths[1] < lengths[0]
 
 
-@pytest.mark.parametrize(("minibatches", "steps"), [(1, 4), (2, 8)])
+def test_responses_without_an_end_lose_their_penalty(tmp_path: Path) -> None:
+    settings = {"total_episodes": 4, "stop_token": None, "response_length": 1}
+    scores = []
+    for penalty in (None, 100.0):
+        trainer = made(tmp_path / str(penalty), missing_eos_penalty=penalty, **settings)
+        (row,) = trainer.train().history
+        scores.append(row["ppo/mean_scores"])
+    assert scores[0] - scores[1] == pytest.approx(100, abs=1e-3)  # none of one token ends
+
+
+@pytest.mark.parametrize(("minibatches", "epochs"), [(1, 4), (2, 4), (1, 3)])
 def test_a_batch_is_learned_from_in_its_mini_batches(
-    minibatches: int, steps: int, tmp_path: Path
+    minibatches: int, epochs: int, tmp_path: Path
 ) -> None:
-    trainer = made(tmp_path, num_mini_batches=minibatches, total_episodes=4)
+    given = {"num_mini_batches": minibatches, "num_ppo_epochs": epochs}
+    trainer = made(tmp_path, total_episodes=4, **given)
     (row,) = trainer.train().history
-    assert row["ppo/optimizer_steps"] == steps  # of four epochs
+    assert row["ppo/optimizer_steps"] == minibatches * epochs
     config = trainer.ppo.config
     assert (config.batch_size, config.adap_kl_ctrl, config.init_kl_coef) == (4, False, 0.05)
     assert (config.vf_coef, config.temperature, config.max_grad_norm) == (0.1, 0.7, None)
