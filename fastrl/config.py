@@ -165,7 +165,8 @@ class PPOConfig:
     )
     micro_batch_tokens: int | None = setting(
         "Tokens of a forward and backward pass, at most: mini-batches that have more are computed "
-        "in parts, to the same result. None: a mini-batch at a time.",
+        "in parts, to the same result. None: a mini-batch at a time; the commands choose what a "
+        "GPU holds.",
         None,
         within="(0, inf)",
     )

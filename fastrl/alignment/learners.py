@@ -285,7 +285,8 @@ class PolicyLearner:
         return self._model, self.reference.model
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
-        passes = DeferredGradients(model, self.accelerator, self._tokens.most is not None)
+        most = self._tokens.most = self.args.micro_batch_tokens  # set until training begins
+        passes = DeferredGradients(model, self.accelerator, most is not None)
         policy = TrainedPolicy(model, self._tokens, passes)
         return policy, self._scored_reference if self.loss.compares else None
 

@@ -37,6 +37,7 @@ from fastrl.collect.ledger import GenerationLedger
 from fastrl.data.vocabulary import check_examples
 from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
+from fastrl.plan.passes import PassSize
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import Follow
@@ -321,20 +322,44 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             self._ledger.begin(self.factory.taken)
         self._show_batches()
 
-    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
+    def plan(
+        self, prompt_tokens: int, response_tokens: int, passes: PassSize | None = None
+    ) -> Plan:
         """What training on such prompts and responses needs of memory, phase by phase; online with
         their rollouts, and without the annotator: from a rehearsal without memory, in which nothing
         of this trainer is run or changed.
 
         Args:
             prompt_tokens, response_tokens: of the longest, at least 2.
+            passes: plans with these; by default as the settings say.
 
         Returns:
             a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
         """
         skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
         device, task = self.args.device.type, self.factory.task
-        return plan_alignment(type(self), skeleton, self.args, *lengths, self.loss, device, task)
+        args = self.args if passes is None else passes.of(self.args)
+        return plan_alignment(type(self), skeleton, args, *lengths, self.loss, device, task)
+
+    def tokens_of(self, prompt_tokens: int, response_tokens: int) -> tuple[int, int]:
+        """Tokens of a mini-batch of such texts, and of what a pass does not split: a text, for a
+        reward model the texts of an example, or the batch of a loss with its own gradient."""
+        sample, texts = prompt_tokens + response_tokens, self.factory.task.generations
+        whole = self.factory.batch_size * texts * sample
+        if self.loss.backward is not None:
+            return whole, whole
+        return whole, sample * (texts if self.loss.learns == "reward model" else 1)
+
+    def limit_passes(self, passes: PassSize) -> None:
+        """Limits how much is computed at a time, as ``micro_batch_tokens`` and
+        ``gradient_checkpointing`` do.
+
+        Raises:
+            ValueError: as for ``micro_batch_tokens``.
+        """
+        if passes.tokens is not None:
+            self._check_passes(passes.tokens)
+        passes.set_in(self.args)
 
     def evaluate(
         self,

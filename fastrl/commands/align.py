@@ -224,7 +224,7 @@ def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any
         results=_results,
         evaluations=getattr(trainer.evaluation, "judged", ()),
         show=job.samples,
-        make_plan=lambda: trainer.plan(*_longest(job, flags)),
+        lengths=lambda: _longest(job, flags),
     )
 
 

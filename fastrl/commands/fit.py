@@ -31,8 +31,6 @@ from fastrl.settings import setting
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from fastrl.plan.report import Plan
-
 
 _TRAINING = (
     "num_train_epochs",
@@ -248,7 +246,7 @@ def fit(
     results: Callable[[dict[str, float]], dict[str, float]],
     evaluations: Sequence[Any] = (),
     show: int = 0,
-    make_plan: Callable[[], Plan] | None = None,
+    lengths: Callable[[], tuple[int, ...]],
 ) -> dict[str, Any]:
     """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` holds.
 
@@ -258,7 +256,7 @@ def fit(
         results: picks from an evaluation's metrics what ``summary.json`` records.
         evaluations: a list to which the trainer adds the samples of each evaluation.
         show: how many samples to print.
-        make_plan: plans the memory of the run.
+        lengths: tokens of the longest texts, for a plan of memory.
     """
     from fastrl.reports.report import finish_run, pair_samples
     from fastrl.run.transformers_callbacks import recording
@@ -271,7 +269,8 @@ def fit(
         checkpoint = find_trainer_checkpoint(resume, trainer.checkpoints, trainer.processes)
     held_out = trainer.eval_dataset is not None
     trainer.run_folder, trainer.saves_when_it_fails = folder, True
-    memory = None if make_plan is None else RunMemory(job.plan, trainer.args.device, make_plan)
+    is_open = flags.micro_batch_tokens is None
+    memory = RunMemory(job.plan, trainer.args.device, trainer, lengths, is_open)
     with recording(trainer, folder, description, flags.trackers, evaluations):
         if checkpoint is None:
             if is_main_process():
@@ -281,8 +280,7 @@ def fit(
         before = trainer.kept.get("before", {})
         after = results(trainer.evaluate()) if held_out else {}
 
-    if memory is not None:
-        memory.end()
+    memory.end()
 
     def save(model: Path) -> None:
         trainer.save_model(str(model))

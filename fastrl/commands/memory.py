@@ -1,4 +1,4 @@
-"""The memory of a run: planned as it begins, and beside what was measured as it ends."""
+"""The memory of a run: passes that fit, a plan as it begins, and beside it what was measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from fastrl.plan.passes import LimitedTrainer, fit_passes
 from fastrl.plan.report import GIB, Plan, gib
-from fastrl.run.launcher import process_count
+from fastrl.run.launcher import is_main_process, process_count
 
 
 def longest_text(rows: Any, *columns: str) -> int:
@@ -25,28 +26,47 @@ def most_in_a_pass(tokens: int, micro_batch_tokens: int | None, texts: int) -> i
 
 
 class RunMemory:
-    """Prints a run's plan and, on a GPU, what it took.
+    """Fits a run's passes to its GPU where nobody has said how large they are; prints its plan and,
+    on a GPU, what it took.
 
     Args:
-        asked: whether to; None: on a GPU.
+        asked: whether to print; None: on a GPU.
         device: of the run.
-        make_plan: plans the run; an error of it is told, and the run goes on.
+        trainer: is planned; an error of that is told, and the run goes on.
+        lengths: what the trainer's ``plan`` takes.
+        is_open: whether nobody has said how large passes are.
     """
 
-    def __init__(self, asked: bool | None, device: Any, make_plan: Callable[[], Plan]):
+    def __init__(
+        self,
+        asked: bool | None,
+        device: Any,
+        trainer: LimitedTrainer,
+        lengths: Callable[[], tuple[int, ...]],
+        is_open: bool,
+    ):
         self.device = torch.device(device)
-        on_gpu = self.device.type == "cuda"
-        wanted = on_gpu if asked is None else asked
+        on_gpu, alone = self.device.type == "cuda", process_count() == 1
+        is_open = is_open and on_gpu
+        wanted = (on_gpu if asked is None else asked) and alone
         self.plan: Plan | None = None
-        if not wanted or process_count() > 1:
+        if not is_open and not wanted:
             return
         try:
-            self.plan = make_plan()
+            if is_open:
+                passes, plan = fit_passes(trainer, *lengths())
+                if any(passes):
+                    _say(f"{passes}: set --micro-batch-tokens to choose otherwise")
+            else:
+                plan = trainer.plan(*lengths())
         except Exception as error:  # the run itself may be sound
             line = " ".join(str(error).split())
             # A ValueError says what is wrong with settings; others are named.
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            print(f"no plan of memory: {kind}{line}", file=sys.stderr)
+            _say(f"no plan of memory: {kind}{line}")
+            return
+        self.plan = plan if wanted else None
+        if self.plan is None:
             return
         said = self.plan.line()
         if on_gpu:
@@ -56,7 +76,7 @@ class RunMemory:
                 said += ", which may not fit: fastrl plan names what to change"
             torch.cuda.reset_peak_memory_stats(self.device)
         for line in (said, *(f"a guess: {guess}" for guess in self.plan.guesses)):
-            print(line, file=sys.stderr)
+            _say(line)
 
     def end(self) -> None:
         """Prints what was measured beside the plan."""
@@ -68,4 +88,9 @@ class RunMemory:
             measured = torch.cuda.max_memory_allocated(self.device)
             off = self.plan.peak / measured - 1
             said = f"measured memory: {gib(measured)}; planned {gib(self.plan.peak)} ({off:+.1%})"
-        print(said, file=sys.stderr)
+        _say(said)
+
+
+def _say(line: str) -> None:
+    if is_main_process():
+        print(line, file=sys.stderr)

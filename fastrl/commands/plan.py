@@ -27,9 +27,20 @@ def run_plan(arguments: Sequence[str]) -> None:
         FileNotFoundError: a folder without a model's configuration.
         ValueError: settings that the method's trainer refuses.
     """
-    run, console = planned_run(arguments), run_console()
+    from fastrl.models.asked_once import answers_kept
+
+    with answers_kept():  # one run, with a few changes
+        _print_plan(planned_run(arguments))
+
+
+def _print_plan(run: PlannedRun) -> None:
+    console = run_console()
+    gpu = run.job.gpu_gib
     with console.status("planning") if not run.job.as_json else nullcontext():
-        plan = run.plan()
+        if gpu is None:
+            plan = run.plan()
+        else:
+            run, plan = run.fitted(gpu)
     if run.job.as_json:
         print(json.dumps({**plan.as_json(), "advice": list(_advice(run, plan))}, indent=1))
         return

@@ -25,6 +25,7 @@ from fastrl.plan.memory import (
     PARAMETERS,
     REFERENCE,
 )
+from fastrl.plan.passes import PassSize, choose_passes
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 
@@ -78,6 +79,20 @@ class PlannedRun:
         return plan_alignment(
             Trainer, self.skeleton, self.flags, *lengths, job.method, device, job.task
         )
+
+    def fitted(self, gpu_gib: float) -> tuple[PlannedRun, Plan]:
+        """The run and its plan, as its command begins it on a GPU: with passes that fit, where
+        nobody has said how large they are."""
+        if self.flags.micro_batch_tokens is not None:
+            return self, self.plan()
+        passes, plan = choose_passes(
+            lambda passes: self._with_passes(passes).plan(), self._tokens, self._unsplit, gpu_gib
+        )
+        plan.settings["chosen_for_this_GPU"] = str(passes)
+        return self._with_passes(passes), plan
+
+    def _with_passes(self, passes: PassSize) -> PlannedRun:
+        return dataclasses.replace(self, flags=passes.of(self.flags))
 
     def _check_lengths(self) -> None:
         """
@@ -149,6 +164,11 @@ class PlannedRun:
     def _example(self) -> int:
         """Tokens of what is scored together, at most: a sample, or a pair."""
         return (1 + self.job.learns_pairs) * self._sample
+
+    @property
+    def _unsplit(self) -> int:
+        """Tokens that a pass takes together, at least."""
+        return self._example if self.job.learns_a_reward_model else self._sample
 
     @property
     def _tokens(self) -> int:

@@ -370,7 +370,9 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     memory = RunMemory(
         job.plan,
         trainer.current_device,
-        lambda: trainer.plan(longest_prompt(job, train_rows, tokenizer), job.max_new_tokens),
+        trainer,
+        lambda: (longest_prompt(job, train_rows, tokenizer), job.max_new_tokens),
+        config.micro_batch_tokens is None,
     )
     for reward in rewards:
         if isinstance(reward, ClassifierReward):

@@ -70,7 +70,7 @@ def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, A
         description="reward",
         title=f"{job.model}: rewards from {job.dataset}",
         results=results,
-        make_plan=lambda: trainer.plan(_longest(trainer, flags)),
+        lengths=lambda: (_longest(trainer, flags),),
     )
 
 

@@ -72,5 +72,5 @@ def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
         description="SFT",
         title=f"{job.model}: SFT on {job.dataset}",
         results=results,
-        make_plan=lambda: trainer.plan(longest_text(trainer.train_dataset, "input_ids")),
+        lengths=lambda: (longest_text(trainer.train_dataset, "input_ids"),),
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastrl.data.batch import pad
 from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import ModelPass, Padded, Padding, TokenBatch
+from fastrl.models.asked_once import asked_once
 from fastrl.models.attention import hidden_window, replaced, why_not_replaceable
 from fastrl.models.packed_attention import PackedAttention
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
@@ -75,6 +76,7 @@ def runs_packed(
     return not anywhere(said)
 
 
+@asked_once
 @torch.no_grad()
 def why_not_packed(
     model: nn.Module,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fastrl_kernels
+from fastrl.models.asked_once import asked_once
 from fastrl.models.products import has_own_forward
 from fastrl.models.scoring import (
     ScoringRequest,
@@ -187,6 +188,7 @@ def _scored(
         return results(model(**inputs, **head.options))
 
 
+@asked_once
 @torch.no_grad()
 def choose_head(model: Any, inputs: Inputs, tolerance: float = 1e-3) -> Head:
     """The first head that reproduces the model's own log-probs, entropies and hidden states.

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -69,6 +70,9 @@ class _Shape:
         return cls(tuple(x.shape), x.stride(), offset, x.dtype, nbytes, source)
 
 
+_SHAPES: dict[Any, Any] = {}  # of results, by operation and shapes of arguments; for all rehearsals
+
+
 class Phantoms(TorchDispatchMode):
     """Context in which large tensors are phantoms, in this thread.
 
@@ -83,15 +87,14 @@ class Phantoms(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.run_for_real: set[str] = set()
-        self._shapes: dict[Any, Any] = {}  # of results, by operation and shapes of arguments
         self._live: dict[int, int] = {}  # phantoms' keys in the log, by their addresses
         self._real: dict[int, int] = {}  # those of other tensors
         self._count = 0
 
     def is_phantom(self, x: Tensor) -> bool:
-        if x.is_sparse:
-            return self.is_phantom(x._values())
-        return x.layout == torch.strided and x.untyped_storage().data_ptr() in self._live
+        if x.layout == torch.strided:
+            return x.untyped_storage().data_ptr() in self._live
+        return x.is_sparse and self.is_phantom(x._values())
 
     def is_kind(self, tensors: Iterable[Any], kind: str, since: str | None = None) -> None:
         """Says of tensors what they are for, see :meth:`MemoryLog.is_kind`."""
@@ -141,7 +144,6 @@ class Phantoms(TorchDispatchMode):
     def _on_phantoms(
         self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
-        schema = func._schema
         if func in _TRUE:
             return torch.ones((), dtype=torch.bool)
         if func is aten.all.dim or func is aten.all.dims:
@@ -152,10 +154,10 @@ class Phantoms(TorchDispatchMode):
             return self._like(_Shape.of(whole))
         if _only_a_view(func):
             return func(*args, **kwargs)
-        if schema.is_mutable:
+        if func._schema.is_mutable:
             return self._written(func, args, kwargs)
-        if not any("Tensor" in str(x.type) for x in schema.returns):
-            return func(*args, **kwargs)  # a number, read from zeros
+        if _returns_a_number(func):
+            return func(*args, **kwargs)  # read from zeros
         own = self._summed_in_place(func, args)
         if own is not None:
             return own
@@ -166,9 +168,9 @@ class Phantoms(TorchDispatchMode):
         if func in _INDEXED:
             args = _with_numbered_places(args)
         key = func, tuple(map(_key, args)), tuple((k, _key(x)) for k, x in kwargs.items())
-        if key not in self._shapes:
+        if key not in _SHAPES:
             try:
-                self._shapes[key] = _shapes(func, args, kwargs)
+                _SHAPES[key] = _shapes(func, args, kwargs)
             except (NotImplementedError, RuntimeError):
                 self.run_for_real.add(str(func))
                 return self._noted(func(*args, **kwargs), given)
@@ -184,7 +186,7 @@ class Phantoms(TorchDispatchMode):
                 shape.size, shape.stride, source.storage_offset() + shape.offset
             )
 
-        found = self._shapes[key]
+        found = _SHAPES[key]
         return tuple(map(real, found)) if isinstance(found, tuple) else real(found)
 
     def _written(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -365,6 +367,12 @@ def _shapes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return tuple(map(shape, out)) if isinstance(out, (list, tuple)) else shape(out)
 
 
+@cache
+def _returns_a_number(func: Any) -> bool:
+    return not any("Tensor" in str(x.type) for x in func._schema.returns)
+
+
+@cache
 def _only_a_view(func: Any) -> bool:
     return func.is_view or func in _VIEWS or func.namespace == "prim"
 

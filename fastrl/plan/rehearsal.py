@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from fastrl.models.asked_once import answers_kept
 from fastrl.models.host_memory import counted_by
 from fastrl.plan.memory import (
     CASTS,
@@ -144,6 +145,7 @@ def rehearsal(device: str = "cpu") -> Iterator[Rehearsal]:
         stack.enter_context(random_state_kept())
         stack.enter_context(_own_accelerate())
         stack.enter_context(_quiet())
+        stack.enter_context(answers_kept())
         if device != "cpu":
             stack.enter_context(standing_for(device))
             stack.enter_context(counted_by(found.log.outside))

@@ -64,7 +64,7 @@ def plan_ppo(
     skeleton.check_tokens(prompt_tokens=prompt_tokens, response_tokens=response_tokens)
     if critic is None and config.critic is not None:
         critic = Skeleton.read(config.critic, str(skeleton.dtype))
-    rehearsed = dataclasses.replace(_shortened(config, response_tokens), critic=None)
+    rehearsed = dataclasses.replace(_shortened(config, prompt_tokens, response_tokens), critic=None)
     with rehearsal(device) as found:
         base = skeleton.build()
         own_values = config.needs_values and critic is None
@@ -113,12 +113,13 @@ def _critic(skeleton: Skeleton) -> Any:
     return skeleton.build(AutoModelForSequenceClassification)
 
 
-def _shortened(config: PPOConfig, response: int) -> PPOConfig:
+def _shortened(config: PPOConfig, prompt: int, response: int) -> PPOConfig:
     """The settings of a rehearsal: an optimizer step of whole groups, whose mini-batches have no
     more samples than some full passes."""
     mini, steps = config.mini_batch_size, config.gradient_accumulation_steps
-    if config.micro_batch_tokens is not None:  # a prompt may be there once for all of its responses
-        enough = -(-PASSES * config.micro_batch_tokens // response)
+    if config.micro_batch_tokens is not None:
+        least = prompt // config.group_size + response  # a group may have its prompt once
+        enough = -(-PASSES * config.micro_batch_tokens // least)
         fewer = -(-enough // config.group_size) * config.group_size
         mini = min(mini, fewer)
     unit = math.lcm(mini * steps, config.group_size)

@@ -32,6 +32,7 @@ from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded, score_head
 from fastrl.models.utils import evaluating, need_peft, without_dropout
 from fastrl.overrides import overridden
+from fastrl.plan.passes import PassSize
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.metric_means import mean_of
@@ -224,18 +225,24 @@ class RewardTrainer(SupervisedTrainer):
         self.can_return_loss = True  # of pairs, for evaluation
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
 
-    def plan(self, tokens: int) -> Plan:
+    def plan(self, tokens: int, passes: PassSize | None = None) -> Plan:
         """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
         without memory, in which nothing of this trainer is run or changed.
 
         Args:
             tokens: of the longest text of a pair, at least 2.
+            passes: plans with these; by default as the settings say.
 
         Returns:
             a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
         """
         skeleton, device = Skeleton.of(self.model), self.args.device.type
-        return plan_reward(type(self), skeleton, self.args, tokens, device)
+        args = self.args if passes is None else passes.of(self.args)
+        return plan_reward(type(self), skeleton, args, tokens, device)
+
+    def tokens_of(self, tokens: int) -> tuple[int, int]:
+        """Tokens of a batch of such pairs, and of one, which a pass does not split."""
+        return self.args.per_device_train_batch_size * 2 * tokens, 2 * tokens
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)

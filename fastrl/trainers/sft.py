@@ -37,6 +37,7 @@ from fastrl.models.prompt_learning import virtual_tokens
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.overrides import overridden
+from fastrl.plan.passes import PassSize
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.metric_means import mean_of
@@ -312,18 +313,24 @@ class SFTTrainer(SupervisedTrainer):
         self.count_learned_tokens()  # by which the loss is divided
         self.scorer = TokenScorer()
 
-    def plan(self, tokens: int) -> Plan:
+    def plan(self, tokens: int, passes: PassSize | None = None) -> Plan:
         """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
         without memory, in which nothing of this trainer is run or changed.
 
         Args:
             tokens: of the longest text, at least 2.
+            passes: plans with these; by default as the settings say.
 
         Returns:
             a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
         """
         skeleton, device = Skeleton.of(self.model), self.args.device.type
-        return plan_sft(type(self), skeleton, self.args, tokens, device)
+        args = self.args if passes is None else passes.of(self.args)
+        return plan_sft(type(self), skeleton, args, tokens, device)
+
+    def tokens_of(self, tokens: int) -> tuple[int, int]:
+        """Tokens of a batch of such texts, and of one, which a pass does not split."""
+        return self.args.per_device_train_batch_size * tokens, tokens
 
     def prepare_model(self, model: Any) -> Any:
         """The model, checked, with an adapter if there is a peft_config."""

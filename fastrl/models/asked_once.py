@@ -1,0 +1,50 @@
+"""Checks that are asked once of each kind of model, where one run is rehearsed again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_answers: ContextVar[dict[Any, Any] | None] = ContextVar("fastrl_answers", default=None)
+
+
+def asked_once(
+    check: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Any, P], T]:
+    """A check of a model, whose answer stands for all models of that kind within
+    :func:`answers_kept`: those of the same class, configuration and shapes of weights."""
+
+    @wraps(check)
+    def asked(model: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        answers = _answers.get()
+        if answers is None:
+            return check(model, *args, **kwargs)
+        key = check, _kind(model)
+        if key not in answers:
+            answers[key] = check(model, *args, **kwargs)
+        answer: T = answers[key]
+        return answer
+
+    return asked
+
+
+@contextmanager
+def answers_kept() -> Iterator[None]:
+    """Context in which a check's answers are kept, also those of contexts within. What they depend
+    on beside the model, such as autocast, has to be the same throughout."""
+    before = _answers.get()
+    token = _answers.set({} if before is None else before)
+    try:
+        yield
+    finally:
+        _answers.reset(token)
+
+
+def _kind(model: Any) -> tuple[Any, ...]:
+    weights = tuple((name, x.shape, x.dtype) for name, x in model.named_parameters())
+    return type(model), model.training, model.config.to_json_string(), weights
