@@ -1,52 +1,19 @@
 """`python -m benchmarks fits`: what fits in 24 and 80 GiB, by `fastrl plan`, written into
 `docs/memory.md` between its markers. Nothing else writes figures there.
-
-The models' configurations are kept here, so that no hub is asked.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.public_models import write_config
 from benchmarks.report import BEGIN, END, table
 
-# What their config.json say of sizes.
-_QWEN = {"model_type": "qwen2", "vocab_size": 151936, "num_key_value_heads": 2}
-_QWEN |= {"tie_word_embeddings": True, "max_position_embeddings": 32768}
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-1.5B": _QWEN
-    | {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-    },
-    "Qwen/Qwen2.5-3B": _QWEN
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-    },
-    "meta-llama/Llama-3.1-8B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 131072,
-    },
-}
 _FULL = "--method ppo --batch-size 64 --mini-batch-size 4 --gradient-checkpointing true"
 _ADAPTER = (
     "--method grpo --lora-r 16 --dtype bfloat16 --batch-size 64 --mini-batch-size 1 "
@@ -99,8 +66,7 @@ def planned(command: str) -> list[str]:
 
     name, *flags = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
-        run = planned_run([folder, *flags])
+        run = planned_run([write_config(name, Path(folder)), *flags])
     plan, gpu = run.plan(), run.job.gpu_gib
     trained = f"LoRA {run.job.lora_r}" if run.job.lora_r else "all weights"
     on = ", four bits" if run.job.load_in_4bit else ""

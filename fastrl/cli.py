@@ -36,6 +36,7 @@ commands:
   align   learn from preferences, as data or live: DPO, KTO, ORPO and others
   ppo     PPO on your model, prompts and reward
   grpo    PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
+  recipes settings of whole runs for public models and GPUs of 8, 24 and 80 GB
   report  a page with the figures, results and samples of runs, overlaid
   doctor  the usual illnesses of a run: what shows them, and what to change
   samples print or export the samples that a run was trained on
@@ -206,7 +207,7 @@ _METHODS = {
 # its method.
 _PARSE_THEMSELVES = (
     *("report", "doctor", "samples", "chat", "merge", "push", "replay", "plan", "run-trl"),
-    *("migrate", "completion"),
+    *("migrate", "completion", "recipes"),
 )
 _ONE_PROCESS = ("demo", "chat", "merge", "push", "replay", "plan")
 _TRAINING = ("sft", "reward", "align", "ppo", "grpo", "run-trl")

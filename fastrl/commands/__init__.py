@@ -8,6 +8,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "align": ("commands.align", ("AlignJob", "AlignFlags"), "run_align"),
     "ppo": ("commands.ppo", ("PPOJob", "PPOFlags"), "run_ppo"),
     "grpo": ("commands.ppo", ("GRPOJob", "GRPOFlags"), "run_ppo"),
+    "recipes": ("commands.recipes", (), "run_recipes"),
     "report": ("commands.report", (), "run_report"),
     "doctor": ("commands.doctor", (), "run_doctor"),
     "samples": ("commands.samples", (), "run_samples"),

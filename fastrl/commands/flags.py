@@ -16,6 +16,7 @@ from typing import Any, NoReturn, get_origin
 
 from fastrl.commands.aliases import Alias, Words, aliases_of
 from fastrl.eras import eras_of, flags_taken
+from fastrl.recipes import Recipe, recipes
 
 _KINDS = {int: "int", float: "float", str: "text", dict: "JSON"}
 _LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
@@ -40,6 +41,9 @@ def parse(
     The first of them may name the flags that ``--help`` shows, in ``essentials``: a dict from the
     titles of groups to names. Without it, ``--help`` shows all.
 
+    Flags win over the file, and both over the recipe that ``--recipe`` names, see
+    :mod:`fastrl.recipes`.
+
     Settings of other versions are taken as well, see :mod:`fastrl.eras`, and by other libraries'
     names, see :mod:`fastrl.commands.aliases`.
 
@@ -63,13 +67,20 @@ def parse(
         if alias.setting:
             vars(known[alias.base]).setdefault("also", []).append((name, alias.key))
     flags, given = [], list(arguments)
+    others = dict.fromkeys(name for kind in kinds for name in eras_of(kind))
+    of_aliases = {name: known.get(alias.base) for name, alias in words.aliases.items()}
+    names = {**others, **of_aliases, **spellings}
+    recipe = early_value("recipe", given) if "recipe" in known else None
+    if recipe is not None:
+        found = recipe_of(command, recipe)
+        settings = yaml_settings(found.path)
+        if command == "plan":  # its data and its reward are no part of a plan
+            settings = {name: value for name, value in settings.items() if name in names}
+            settings |= {"method": planned_method(found), "gpu_gib": found.gpu_gib, **found.plan}
+        flags = words.read(_flags_of(found.path, settings, names), place=f"recipe {recipe}: ")
     if given and not given[0].startswith("-"):
         path = Path(given.pop(0))
-        others = dict.fromkeys(name for kind in kinds for name in eras_of(kind))
-        of_aliases = {name: known.get(alias.base) for name, alias in words.aliases.items()}
-        flags = words.read(
-            _flags_of(path, {**others, **of_aliases, **spellings}), place=f"{path}: "
-        )
+        flags += words.read(_flags_of(path, yaml_settings(path), names), place=f"{path}: ")
     for word in given:
         name = word.partition("=")[0]
         if name[:1] == "-" and name[1:].replace("-", "_") in {*spellings, *words.aliases}:
@@ -202,14 +213,51 @@ def yaml_settings(path: Path) -> dict[Any, Any]:
     return settings
 
 
-def _flags_of(path: Path, known: Mapping[str, argparse.Action | None]) -> list[str]:
+def early_value(name: str, arguments: Sequence[str]) -> str | None:
+    """The value of a setting that says how the others are parsed: of the last of its flags, or of
+    the YAML file; None where it is not given."""
+    found = None
+    if arguments and arguments[0].endswith((".yaml", ".yml")):
+        found = yaml_settings(Path(arguments[0])).get(name)
+    for word, value in zip(arguments, [*arguments[1:], None], strict=True):
+        flag, is_one, own = word.partition("=")
+        if flag == f"--{name}" and (is_one or value is not None):
+            found = own if is_one else value
+    return None if found is None else str(found)
+
+
+def recipe_of(command: str, name: str) -> Recipe:
+    """The recipe of that name.
+
+    Raises:
+        UsageError: an unknown one, or one of another command; a plan takes all.
+    """
+    known = recipes()
+    if name not in known:
+        raise UsageError(f"{unknown_name('recipe', name, known)} (see fastrl recipes)")
+    found = known[name]
+    if command not in (found.command, "plan"):
+        raise UsageError(
+            f"the recipe {name} is of another command: fastrl {found.command} --recipe {name}"
+        )
+    return found
+
+
+def planned_method(recipe: Recipe) -> str:
+    """The method of a recipe's plan: its command, or its loss of preference learning."""
+    return str(yaml_settings(recipe.path).get("loss", recipe.command))
+
+
+def _flags_of(
+    path: Path, settings: Mapping[Any, Any], known: Mapping[str, argparse.Action | None]
+) -> list[str]:
     """A YAML file's settings as flags, so that both are parsed and checked by the same code.
 
     Args:
         known: None: of another version.
     """
     flags = []
-    for key, value in yaml_settings(path).items():
+    for key, value in settings.items():
         name = str(key).replace("-", "_")
         if name not in known:
             raise UsageError(f"{path}: {unknown_name('setting', name, known)}")

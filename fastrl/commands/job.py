@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
+from fastrl.recipes import recipes
 from fastrl.run.checkpoints import LATEST
 from fastrl.run.folder import STARTED_IN, RunFolder
 from fastrl.run.launcher import is_main_process
@@ -69,6 +70,12 @@ class TrainingJob:
     dataset: str = setting(
         "The data: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
         ".json, .csv, .tsv, .parquet or .txt."
+    )
+    recipe: str | None = setting(
+        "A recipe by its name, see fastrl recipes: settings of a whole run. Those of a YAML file "
+        "and flags beside it win.",
+        None,
+        choices=recipes,
     )
     output: str = setting("Folder for the model, the metrics and the report.", "runs/fit")
     dataset_split: str = setting("Split of a Hub data set.", "train")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.commands.aliases import aliases_of
-from fastrl.commands.flags import parse, yaml_settings
+from fastrl.commands.flags import early_value, parse, planned_method, recipe_of
 from fastrl.commands.plan_job import FLAGS_OF, PlanJob, check_method
 from fastrl.config import PPOConfig, json_object
 from fastrl.run.terminal import run_console
@@ -108,14 +107,10 @@ def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
 
 def _method(arguments: Sequence[str]) -> str:
     """The method that is asked for, before the flags are parsed, which it determines."""
-    for i, argument in enumerate(arguments):
-        if argument.startswith("--method="):
-            return argument.partition("=")[2]
-        if argument == "--method" and i + 1 < len(arguments):
-            return arguments[i + 1]
-    if arguments and arguments[0].endswith((".yaml", ".yml")):
-        return str(yaml_settings(Path(arguments[0])).get("method", PlanJob.method))
-    return PlanJob.method
+    if (method := early_value("method", arguments)) is not None:
+        return method
+    recipe = early_value("recipe", arguments)
+    return PlanJob.method if recipe is None else planned_method(recipe_of("plan", recipe))
 
 
 def _flags_of(method: str) -> Any:

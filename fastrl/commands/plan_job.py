@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.commands.flags import UsageError, unknown_name
 from fastrl.commands.job import TrainingJob, check_adapter, check_weights
+from fastrl.recipes import recipes
 from fastrl.settings import check_ranges, setting, setting_like
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ class PlanJob:
     model: str = setting(
         "The model: a directory (a run's, or of an adapter) or a Hub id. Only its configuration is "
         "read."
+    )
+    recipe: str | None = setting(
+        "Plan a recipe, see fastrl recipes, for its device. Flags beside it win.",
+        None,
+        choices=recipes,
     )
     method: str = setting(
         "ppo, grpo, sft, reward, or a loss of preference learning, such as dpo. Further flags are "

@@ -31,6 +31,7 @@ _NOT_REHEARSED: dict[str, Any] = {
     "warmup_steps": 0,
     "dataset_num_proc": None,
     "evaluation_strategy": None,
+    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # of the run's tokenizer
 }
 
 
