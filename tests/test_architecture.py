@@ -34,7 +34,7 @@ LAYERS = (
     {"alignment"},
     {"trl"},
     {"reports", "scripts"},
-    {"programs"},
+    {"programs", "recipes"},
     {"demo", "commands"},
     {"cli"},
     {"__main__", "run_trl"},

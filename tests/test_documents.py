@@ -296,7 +296,7 @@ def test_shell_lines_are_what_the_tools_take(
                     assert all(folder.startswith("runs/") for folder in folders), folders
                 case ["vllm", "serve", *_] | ["python", "convert_hf_to_gguf.py", *_]:
                     pass  # programs of others
-                case ["fastrl", "chat" | "merge" | "push" as command, *arguments]:
+                case ["fastrl", "chat" | "merge" | "push" | "recipes" as command, *arguments]:
                     home = importlib.import_module(f"fastrl.commands.{command}")
                     home.make_parser().parse_args(list(arguments))
                 case ["fastrl", "samples" | "replay" as command, folder, *arguments]:

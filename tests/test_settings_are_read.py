@@ -87,7 +87,7 @@ def test_every_flag_of_a_command_acts(command: str) -> None:
         theirs = {each.name for base in flags.__mro__[1:] for each in _fields(base)}
         own |= {each.name for each in _fields(flags)} - theirs
     read, _ = read_by((run,), None, *kinds)
-    assert sorted(own - read) == []
+    assert sorted(own - read - {"recipe"}) == []  # which gives the others, as they are parsed
 
 
 def _fields(kind: type) -> Any:

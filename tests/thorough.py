@@ -34,6 +34,8 @@ _WHOLE = (
 )
 _EACH_VALUE = {
     "alignment/test_losses.py::test_a_loss_and_its_gradients_are_those_of_its_formula",
+    "commands/test_recipes.py::test_a_recipe_is_settings_of_its_command",
+    "commands/test_recipes.py::test_what_no_recipe_is_is_refused",
     "kernels/test_judge.py::test_an_op_that_rounds_as_its_formula_passes",
     "kernels/test_kl.py::test_penalty_and_both_gradients_are_as_exact_as_pytorch",
     "kernels/test_kl.py::test_rewards_and_all_gradients_are_as_exact_as_pytorch",
@@ -84,6 +86,7 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "commands/test_four_bits.py::test_a_run_is_resumed": (),
     "commands/test_four_bits.py::test_each_command_trains_on_a_four_bit_base": 1,
     "commands/test_ppo_job.py::test_grpo_leaves_a_plain_model_and_a_report": 1,
+    "commands/test_recipes.py::test_a_plan_is_what_the_plan_of_today_is": ("sft-qwen3-0.6b-8gb",),
     "commands/test_replay_command.py::"
     "test_a_run_resumed_with_other_settings_is_replayed_with_those_of_each_step": (),
     "commands/test_resumed_jobs.py::test_a_checkpoint_that_is_refused_leaves_no_folder": ("sft",),

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
@@ -219,7 +220,7 @@ def early_value(name: str, arguments: Sequence[str]) -> str | None:
     found = None
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         found = yaml_settings(Path(arguments[0])).get(name)
-    for word, value in zip(arguments, [*arguments[1:], None], strict=True):
+    for word, value in zip_longest(arguments, arguments[1:]):
         flag, is_one, own = word.partition("=")
         if flag == f"--{name}" and (is_one or value is not None):
             found = own if is_one else value

@@ -36,7 +36,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         return sorted(filter(None, ran.stdout.split("\n")))
 
     assert offered("") == sorted(COMMANDS)
-    assert offered("re") == ["replay", "report", "reward"]
+    assert offered("re") == ["recipes", "replay", "report", "reward"]
     assert offered("grpo", "--num-g") == ["--num-generations"]
     assert offered("sft", "--dataset_te") == ["--dataset-text-field"]
     assert offered("ppo", "--policy-loss", "c") == ["cispo", "clip"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
-from benchmarks.recipes import planned
+from benchmarks.recipes import PAGE, planned, rendered
 from fastrl import cli
 from fastrl.commands import COMMANDS
 from fastrl.commands.flags import parse, yaml_settings
@@ -130,6 +130,11 @@ def test_a_plan_is_what_the_plan_of_today_is(name: str) -> None:
     assert planned(recipes()[name]) == pytest.approx(recipes()[name].planned, rel=0.02), (
         "python -m benchmarks recipes writes it anew"
     )
+
+
+def test_the_documents_have_what_the_result_files_say() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert rendered(text) == text, "python -m benchmarks recipes --only writes it anew"
 
 
 @pytest.fixture(scope="module")
