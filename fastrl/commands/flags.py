@@ -307,7 +307,8 @@ def _brief(parser: argparse.ArgumentParser, essentials: Mapping[str, Sequence[st
     count = len(actions) - len(_HELP_FLAGS)
     formatter.add_text(
         f"[...] is a flag's default. --help-all shows all {count} flags and says more of these. A "
-        "YAML file may hold any of them as name: value; flags beside it win."
+        "YAML file may hold any of them as name: value, and --recipe names one of fastrl's (see "
+        "fastrl recipes); flags beside it win."
     )
     return formatter.format_help()
 
