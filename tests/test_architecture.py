@@ -265,6 +265,7 @@ WRITES = {
 # They write to the folder that they are given, for run/ or for a user; these names are those of
 # transformers, TRL, and the callables that run/ takes.
 SAVES = {"save", "_save", "save_model", "save_pretrained", "save_to_json", "push_to_hub"}
+SAVES |= {"write_model"}  # what save_model of ours calls
 SAVES |= {"mount_point"}  # of the rewards' sandbox: a folder in memory, which ends with its program
 SAVES |= {"save_beside_adapter"}  # of the data room: what a reward model has learned to read
 FILES = {"run.json", "metrics.jsonl", "samples.jsonl", "summary.json"}

@@ -576,8 +576,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
     def ready_batch(self, batch: Any) -> Any:
         return batch  # batches stay on the host; the loss moves what a model reads
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = Path(output_dir or str(self.args.output_dir))
+    def write_model(self, folder: Path) -> None:
         # DeepSpeed gathers weights from all processes.
         engine: Any = self.deepspeed
         weights = None if engine is None else self.accelerator.get_state_dict(engine)
@@ -585,8 +584,6 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             folder.mkdir(parents=True, exist_ok=True)
             self.learner.save(self.accelerator.unwrap_model(self.model), str(folder), weights)
             self.processing_class.save_pretrained(str(folder))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def push_checkpoint(self, folder: Path) -> None:
         head = folder / HEAD_NAME  # transformers sends the files that it knows

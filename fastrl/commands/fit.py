@@ -284,9 +284,6 @@ def fit(
 
     def save(model: Path) -> None:
         trainer.save_model(str(model))
-        if is_main_process():
-            trainer.processing_class.save_pretrained(model)
-            trainer.write_card(str(model))
 
     return finish_run(
         folder,

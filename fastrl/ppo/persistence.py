@@ -23,6 +23,7 @@ from fastrl.run.checkpoints import (
 )
 from fastrl.run.model_card import (
     Training,
+    card_beside,
     changed_settings,
     policy_gradient,
     write_model_card,
@@ -83,17 +84,11 @@ class Persistence(TrainerState):
             of_critic = self.critic.gathered(keep=self.processes.is_main)
         if not self.accelerator.is_main_process:
             return
-        card = Path(save_directory) / "README.md"
-        own = card.read_bytes() if card.exists() else None
-        self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
-        if self.critic is not None:
-            self.critic.save_pretrained(save_directory, of_critic, self.tokenizer)
-        self.tokenizer.save_pretrained(save_directory)
-        # PEFT writes a card of its own.
-        if own is None:
-            self.create_model_card(save_directory)
-        else:
-            card.write_bytes(own)
+        with card_beside(save_directory, lambda: self.create_model_card(save_directory)):
+            self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
+            if self.critic is not None:
+                self.critic.save_pretrained(save_directory, of_critic, self.tokenizer)
+            self.tokenizer.save_pretrained(save_directory)
 
     def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
         """Writes ``README.md``: the model's kind, how it was trained, and how to load it.

@@ -8,7 +8,7 @@ import enum
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -179,6 +179,19 @@ def write_model_card(
     _write(folder, model_card(name, model, training, folder))
 
 
+@contextlib.contextmanager
+def card_beside(folder: str | Path, write: Callable[[], None]) -> Iterator[None]:
+    """Context in which a model is saved to a folder, where PEFT writes a card of its own: the card
+    that was there stays, and where there was none it is written."""
+    card = Path(folder) / "README.md"
+    own = card.read_bytes() if card.exists() else None
+    yield
+    if own is None:
+        write()
+    else:
+        card.write_bytes(own)
+
+
 def complete_card(folder: Path, dataset: Any, results: Mapping[str, Any]) -> None:
     """Adds to the card in a folder the run's data set, where it is on the Hub, and its results."""
     with contextlib.suppress(FileNotFoundError):
@@ -283,12 +296,26 @@ def license_of(base: str | None) -> dict[str, str]:
 
 
 class OwnModelCard:
-    """Mixin for transformers' Trainer: writes fastrl's model card in place of transformers'."""
+    """Mixin for transformers' Trainer: writes fastrl's model card in place of transformers' and
+    PEFT's."""
 
     args: Any
     accelerator: Any
     model: Any
+    push_to_hub: Callable[..., Any]
+    write_model: Callable[[Path], None]
     method: Method | None = None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves model and tokenizer, and a model card where there is none; called by users, uploads
+        them where ``push_to_hub`` asks for it."""
+        folder = Path(output_dir or self.args.output_dir)
+        with contextlib.ExitStack() as stack:
+            if self.args.should_save:
+                stack.enter_context(card_beside(folder, lambda: self.write_card(str(folder))))
+            self.write_model(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def create_model_card(
         self,

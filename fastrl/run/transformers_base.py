@@ -26,8 +26,9 @@ class OpenTrainer(transformers.Trainer):
     """transformers' Trainer, with public names for its private parts.
 
     :meth:`begin_at`, :meth:`ready_batch`, :meth:`train_sampler`, :meth:`before_update`,
-    :meth:`concluding`, :meth:`save_checkpoint`, :meth:`write_learned`, :meth:`load_weights`,
-    :meth:`load_best_weights` and :meth:`load_optimizer` are for subclasses to override.
+    :meth:`concluding`, :meth:`save_checkpoint`, :meth:`write_model`, :meth:`write_learned`,
+    :meth:`load_weights`, :meth:`load_best_weights` and :meth:`load_optimizer` are for subclasses to
+    override.
     """
 
     # The loop. Of these no callback is told.
@@ -125,6 +126,10 @@ class OpenTrainer(transformers.Trainer):
         exported: Any = [x for x in having_state if isinstance(x, ExportableState)]
         known: Any = self.state.stateful_callbacks
         known |= TrainerState(stateful_callbacks=exported).stateful_callbacks
+
+    def write_model(self, folder: Path) -> None:
+        """Writes what :meth:`save_model` does, but for the card; uploads nothing."""
+        super().save_model(str(folder), _internal_call=True)
 
     def write_learned(self, folder: Path) -> None:
         """Writes weights, and the state of optimizer and schedule."""

@@ -80,10 +80,9 @@ class LowMemoryTrainer(OpenTrainer):
                 self.optimizer = kept
         return self.optimizer
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
+    def write_model(self, folder: Path) -> None:
+        super().write_model(folder)
         if self.args.should_save:
-            folder = output_dir or str(self.args.output_dir)
             save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
     def load_optimizer(self, checkpoint: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -339,10 +340,9 @@ class RewardTrainer(SupervisedTrainer):
                 )
         return pairs
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
+    def write_model(self, folder: Path) -> None:
+        super().write_model(folder)
         if self.args.should_save:
-            folder = output_dir or str(self.args.output_dir)
             reads_eos.save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
     def sizes(self, dataset: Any) -> Iterable[int]:

@@ -72,20 +72,17 @@ class ShardedTrainer(OpenTrainer):
 
             self.note_prepared(fsdp2_prepare_model(self.accelerator, self.model))
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def write_model(self, folder: Path) -> None:
         model = self._plain_model
         if not is_spread(model):
-            super().save_model(output_dir, _internal_call)
+            super().write_model(folder)
             return
         state = gathered_state_dict(model, keep=self.args.should_save)
         if self.args.should_save:
-            folder = output_dir or str(self.args.output_dir)
             model.save_pretrained(folder, state_dict=state)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
-            torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def write_learned(self, folder: Path) -> None:
         model = self._plain_model

@@ -179,7 +179,6 @@ def test_the_card_of_supervised_runs(base, tmp_path, adapter):
         peft_config=lora() if adapter else None,
     )
     trainer.save_model()
-    trainer.create_model_card(model_name="sft")
     card = card_of(tmp_path / "sft")
     assert "supervised fine-tuning (SFT)" in card
     assert ("LoRA adapter" in card) is adapter
@@ -189,6 +188,9 @@ def test_the_card_of_supervised_runs(base, tmp_path, adapter):
         expected = trainer.model.eval()(TOKENS).logits
         (found,) = loaded(tmp_path / "sft")
         torch.testing.assert_close(found(TOKENS).logits, expected)
+    (tmp_path / "sft" / "README.md").write_text("# Mine\n")
+    trainer.save_model()
+    assert card_of(tmp_path / "sft") == "# Mine\n"
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
@@ -206,7 +208,6 @@ def test_the_card_of_a_reward_model(base, tmp_path, adapter):
         peft_config=lora("SEQ_CLS") if adapter else None,
     )
     trainer.save_model()
-    trainer.create_model_card()
     card = card_of(tmp_path / "rm")
     assert "A reward model (a sequence classifier)" in card
     assert "reward modelling on preference pairs" in card
@@ -223,7 +224,6 @@ def test_the_card_of_an_aligned_model(base, tmp_path):
     arguments = {"output_dir": str(tmp_path / "dpo"), "report_to": "none", "use_cpu": True}
     trainer = Trainer(base, AlignmentConfig(**arguments), factory, "dpo")
     trainer.save_model()
-    trainer.create_model_card()
     card = card_of(tmp_path / "dpo")
     assert "the loss dpo on the task offline-pairwise" in card
     assert "Value head:** none" in card
