@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # One more than CI has cores: some tests wait for processes.
 JOBS ?= 3
 
-.PHONY: help demo test thorough headroom resolve faults processes lint format docs aot emulated counts gpu bench trl-parity hub clean
+.PHONY: help demo test thorough headroom resolve faults processes serving lint format docs aot emulated counts gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
@@ -16,6 +16,7 @@ help:
 	@echo "make resolve  that what make installs resolves for every Python and processor, CUDA and CPU"
 	@echo "make faults  kill runs of every trainer at many instants, and resume them"
 	@echo "make processes  train on two and on four processes, by each launcher"
+	@echo "make serving  what is saved, loaded by transformers, PEFT and vLLM, and compared"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the documentation, in site/: open site/index.html"
@@ -79,6 +80,10 @@ faults: $(VENV)/.dev
 processes: export PROCESSES = 2,4
 processes: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/processes $(PYTEST)
+
+# SERVING='--vllm PYTHON' takes an environment that has vLLM, in place of two minutes and 4 GB.
+serving: $(VENV)/.dev
+	$(BIN)/python -m tests.serving $(SERVING)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
