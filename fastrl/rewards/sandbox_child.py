@@ -84,8 +84,11 @@ def isolate(job: dict[str, Any]) -> None:
     failed = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
     if failed:
         raise OSError(failed, os.strerror(failed), "uid_map")
-    with suppress(OSError):  # /proc/sys may be read-only: namespaces of its own, within these
-        put("/proc/sys/user/max_user_namespaces", "0")
+    # Namespaces of its own within these; memory and messages that outlast a process. /proc/sys may
+    # be read-only, and older kernels keep the last two for the machine's root.
+    for limit in ("user/max_user_namespaces", "kernel/shmall", "kernel/msgmni"):
+        with suppress(OSError):
+            put(f"/proc/sys/{limit}", "0")
     os.umask(0o022)
     call("mount", b"none", b"/", None, REC | PRIVATE, None)
     call("mount", b"tmpfs", NEW_ROOT.encode(), b"tmpfs", NOSUID | NODEV, b"size=1m,mode=0755")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from typing import Any
 
 from fastrl.rewards import timed_worker
@@ -35,11 +36,12 @@ class TimedChild:
         atexit.register(self._end)
 
     def ask(self, seconds: float, **question: Any) -> dict[str, Any] | None:
-        """The child's answer; None where it took longer than ``seconds``.
+        """The child's answer; None where it took longer than ``seconds``, or was ended by another
+        signal, of which a warning says: it had no memory or no stack left.
 
         Raises:
             ImportError: the child does not start.
-            RuntimeError: it ended otherwise.
+            RuntimeError: it ended by itself.
         """
         with self._lock:
             child = self._started()
@@ -55,10 +57,13 @@ class TimedChild:
                 return answer
             ended = child.wait()
             self._end()
+        said = f"the process in which {self.what} judges ended"
+        at = f"at {json.dumps(question)[:200]}"
+        if ended >= 0:
+            raise RuntimeError(f"{said} by itself (exit code {ended}) {at}")
         if ended != -signal.SIGALRM:
-            raise RuntimeError(
-                f"the process in which {self.what} judges ended by itself (exit code {ended}) at "
-                f"{json.dumps(question)[:200]}"
+            warnings.warn(
+                f"{said} by signal {-ended}, as if it had taken too long, {at}", stacklevel=2
             )
         return None
 

@@ -3,7 +3,7 @@
 ``python timed_worker.py FILE`` reads a JSON object a line and writes one a line: what the function
 that FILE's ``make_judge()`` returns says to the line's fields. A line that takes longer than its
 ``seconds`` ends the process, in the midst of a product of long integers or of a regular expression
-too. It needs the standard library and what FILE imports.
+too; its memory is limited. It needs the standard library and what FILE imports.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import runpy
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
+
+MEMORY = 2 << 30  # bytes of address space
 
 
 def main() -> None:
@@ -26,6 +30,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)
+    with suppress(ValueError, OSError):  # of systems that have no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
     def answer(found: dict[str, Any]) -> None:
         answers.write(json.dumps(found) + "\n")

@@ -172,9 +172,20 @@ ATTACKS = {
     "assert not os.environ.keys() & {{'SECRET_TOKEN', 'USER'}}",
     "writes": "import os\nfor path in ('/x', '/usr/lib/x', os.__file__, {outside!r} + '/x'):\n"
     " try: open(path, 'w').write('x'); raise SystemExit(path)\n except OSError: pass",
-    "connects": "import socket\nfor address in (('127.0.0.1', {port}), ('8.8.8.8', 53)):\n"
-    " s = socket.socket(); s.settimeout(1)\n try: s.connect(address); raise SystemExit(1)\n"
-    " except OSError: pass",
+    "deletes": "import json, os, shutil\ncached = os.path.dirname(json.__cached__)\n"
+    "was = os.path.exists(cached)\nfor path in ('/tmp', '/dev', cached, {outside!r}):\n"
+    " shutil.rmtree(path, ignore_errors=True)\n"
+    "assert os.path.exists('/tmp') and os.path.exists(cached) == was",
+    "connects": "import socket\n"
+    "for address in (('127.0.0.1', {port}), ('8.8.8.8', 53), {abstract!r}):\n"
+    " s = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)\n"
+    " s.settimeout(1)\n try: s.connect(address); raise SystemExit(1)\n except OSError: pass",
+    "runs programs": "import subprocess\nfor path in ('/bin/sh', '/usr/bin/env', 'python3'):\n"
+    " try: subprocess.run([path, '-c', '']); raise SystemExit(path)\n except OSError: pass",
+    "asks for more": "import os, resource\nfor name in ('CPU', 'AS', 'FSIZE', 'NPROC', 'NOFILE'):\n"
+    " try:\n  resource.setrlimit(getattr(resource, 'RLIMIT_' + name), (-1, -1))\n"
+    "  raise SystemExit(name)\n except ValueError: pass\n"
+    "try: os.nice(-1); raise SystemExit(1)\nexcept OSError: pass",
     "kills": "import os, signal\nfor pid in (os.getppid(), 1, {pid}):\n"
     " try: os.kill(pid, signal.SIGKILL)\n except OSError: pass",
     "starts processes": "import os, time\ntry:\n for _ in range(20):\n"
@@ -190,9 +201,17 @@ BOUND = {
     "daemonises": "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
     "  time.sleep(600)\n  raise SystemExit\nos._exit(1)",
     "sleeps": "import time; time.sleep(600)",
+    "stops": "import os, signal\nfor pid in (os.getppid(), os.getpid()):\n"
+    " os.kill(pid, signal.SIGSTOP)",
+    "crashes": "import ctypes; ctypes.string_at(0)",
+    "starts threads": "import threading, time\nwhile True:\n try: threading.Thread(\n"
+    "  target=time.sleep, args=(600,)).start()\n except RuntimeError: pass",
     "allocates": "x = bytearray(10 << 30)",
+    "allocates slowly": "x = []\nwhile True: x.append(bytes(1 << 16))",
     "fills files": "for i in range(9999):\n with open(f'{i}', 'wb') as f: f.write(bytes(1 << 24))",
+    "makes folders": "import os\nfor i in range(10**6): os.mkdir(str(i))",
     "prints": "while True: print('16' * 10_000)",
+    "prints errors": "import sys\nwhile True: print('16' * 10_000, file=sys.stderr)",
     "closes its streams": "import os, time\nfor fd in range(3): os.close(fd)\ntime.sleep(600)",
 }
 
@@ -202,19 +221,23 @@ def test_nothing_is_reached_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        (tmp_path / "kept").touch()
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as own:
             known = {
                 "outside": str(tmp_path),
                 "home": os.path.expanduser("~"),
                 "pid": bystander.pid,
+                "abstract": f"\0fastrl {os.getpid()}",
             }
             known["port"] = server.getsockname()[1]
+            own.bind(known["abstract"])
+            own.listen()
             programs = [x.format(**known) + "\nprint(16)" for x in ATTACKS.values()]
             reward = make_code_reward(seconds=5)
             scores = reward(completions=programs, tests=[ECHO] * len(programs))
         assert dict(zip(ATTACKS, scores, strict=True)) == dict.fromkeys(ATTACKS, 1.0)
         assert bystander.poll() is None
-        assert not list(tmp_path.iterdir())
+        assert [x.name for x in tmp_path.iterdir()] == ["kept"]
     finally:
         bystander.kill()
         bystander.wait()
@@ -231,6 +254,25 @@ def test_hostile_programs_end_and_leave_nothing(tmp_path: Path, monkeypatch: Any
     assert score(stays, ECHO) == 1.0
     assert not list(tmp_path.iterdir())
     assert alive_below(os.getpid()) == before
+
+
+HOARDS = """
+import ctypes, os
+held = 0
+try:
+    while True:
+        held += os.write(os.memfd_create("x"), bytes(1 << 20))
+except OSError:
+    print(held <= 64 << 20)
+libc = ctypes.CDLL(None)
+print(libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600), libc.msgget(0, 0o1600))
+"""
+
+
+@needs_isolation
+@pytest.mark.skipif(os.geteuid() != 0, reason="others may not limit what System V has")
+def test_memory_that_no_process_has_is_bounded() -> None:
+    assert score(HOARDS, [{"input": "", "output": "True\n-1 -1"}], disk_mib=1) == 1.0
 
 
 def alive_below(process: int) -> set[int]:

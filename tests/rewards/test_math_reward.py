@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
 import threading
 import time
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 
 from fastrl import GRPOConfig
 from fastrl.rewards import math_reward as module
+from fastrl.rewards import timed_worker
 from fastrl.rewards.functions import load_reward
 from fastrl.rewards.math_reward import math_reward
 from fastrl.rewards.timed import TimedChild
 from fastrl.trl.reward_functions import RewardFunctions
 from tests.patience import PATIENCE
+from tests.rewards.test_ready_rewards import HOSTILE
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
@@ -97,6 +100,43 @@ def test_an_answer_that_takes_too_long_is_wrong_in_every_thread(
     assert found == [0.0, 1.0]
     assert time.monotonic() - begin > 2  # it did take too long
     assert judged([r"\boxed{4}"], [ENDLESS]) == [None]
+
+
+BOXES = {
+    "tower": r"\boxed{10^{10^{10}}}",
+    "braces": r"\boxed{" + "{" * 20_000 + "4" + "}" * 20_000 + "}",
+    "open boxes": r"\boxed{" * 100_000,
+    "a program": r"\boxed{\text{__import__('os').abort()}}",
+    "digits": r"\boxed{" + "9" * 100_000 + "}",
+    "dollars": "$" * 1_000_000,
+}
+
+
+@needs_math_verify
+def test_hostile_responses_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS", 1)
+    for response in (HOSTILE | BOXES).values():
+        (reward,) = judged([response], ["4"])
+        assert reward in (0.0, None)  # None: the solution took a second, on a slow machine
+    # What they may take is known.
+    child = module._PROCESS._started()
+    assert resource.prlimit(child.pid, resource.RLIMIT_AS)[1] == timed_worker.MEMORY
+
+
+CRASHES = """
+import os, signal
+def make_judge():
+    return lambda how: os.kill(os.getpid(), signal.SIGSEGV) if how == "signal" else os._exit(3)
+"""
+
+
+def test_a_judge_that_crashes_is_as_one_that_takes_too_long(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(CRASHES)
+    child = TimedChild(str(tmp_path / "judge.py"), "a judge")
+    with pytest.warns(UserWarning, match="a judge judges ended by signal 11"):
+        assert child.ask(PATIENCE, how="signal") is None
+    with pytest.raises(RuntimeError, match=r"by itself \(exit code 3\) at"):
+        child.ask(PATIENCE, how="exit")
 
 
 @needs_math_verify
