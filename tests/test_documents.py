@@ -11,6 +11,7 @@ ids, runs' folders and data files are small stand-ins. What stands before a bloc
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -465,6 +466,20 @@ def test_the_api_pages_have_every_public_name() -> None:
         assert pkgutil.resolve_name(name) is not None
 
 
+@pytest.mark.parametrize(
+    "config", [PPOConfig, fastrl.GRPOConfig, fastrl.SFTConfig, fastrl.ModelConfig, AlignmentConfig]
+)
+def test_the_api_has_each_setting_with_its_default_and_none_of_its_helpers(config: Any) -> None:
+    text = runpy.run_path(str(DOCS / ".api" / "settings.py"))["tables"](config)
+    assert not re.search(r"setting\w*\(|refused\(|idle\(|MISSING|<[a-z]", text)
+    rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+    common = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for field in dataclasses.fields(config):
+        if field.init and field.name not in common and field.metadata.get("help"):
+            default = field.default if field.default_factory is dataclasses.MISSING else None
+            assert default is None or f" | `{default!r}` | " in rows[field.name], field.name
+
+
 def test_the_table_of_losses_of_pairs_is_the_codes() -> None:
     text = (DOCS / "preferences.md").read_text(encoding="utf-8")
     for name, row in PAIR_LOSSES.items():
@@ -478,7 +493,7 @@ def test_what_works_where_is_what_the_signatures_and_settings_have() -> None:
     assert render(text) == text, "python docs/.api/capabilities.py writes it anew"
 
 
-def test_every_page_is_in_the_navigation_and_every_picture_is_there() -> None:
+def test_every_page_is_in_the_navigation_and_every_picture_is_there_and_described() -> None:
     def pages(entry: Any) -> Iterator[str]:
         if isinstance(entry, str):
             yield entry
@@ -490,8 +505,10 @@ def test_every_page_is_in_the_navigation_and_every_picture_is_there() -> None:
     assert sorted(pages(site["nav"])) == sorted(path.name for path in DOCS.glob("*.md"))
     for page in (*PAGES, "benchmarks/README.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
+        assert "<img" not in text, page
+        for said, picture in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text):
             assert (ROOT / page).parent.joinpath(picture).is_file(), f"{page}: {picture}"
+            assert len(said.split()) > 2, f"{page}: say what {picture} shows"
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:

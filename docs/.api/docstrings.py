@@ -1,32 +1,45 @@
 """Tells griffe, which reads the API's docstrings, what it cannot know by itself.
 
-A dataclass's field may have its sentence in the helper that makes it, as in
-``gamma: float = _help("Discount γ.", 1.0)``: such fields become the class's attributes. A name may
-stand in Sphinx's form, :class:`fastrl.PPOConfig`. Several arguments may share a description, over
-more than one line.
+A configuration, whose fields have their sentences in the helper that makes them, gets a table of
+its settings in place of a signature. In a long signature the types of described arguments stand
+with the descriptions. A name may stand in Sphinx's form, :class:`fastrl.PPOConfig`. Several
+arguments may share a description, over more than one line.
 """
 
-import ast
+import dataclasses
+import pkgutil
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+sys.path.insert(0, str(Path(__file__).parent))
+from settings import settings, tables  # beside this file
+
 _ROLE = re.compile(r":(?:class|func|meth|attr|mod|data):`~?([^`]+)`")
 _SHARED = re.compile(r"^( +)((?:\w+,\s+)+\w+): ", re.MULTILINE)
+_LONG = 8  # arguments
 
 
 class Docstrings(griffe.Extension):
-    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        lines = []
-        for attribute in cls.attributes.values():
-            sentence, default = _field(attribute)
-            if sentence:
-                lines.append(f"    {attribute.name}: {sentence}")
-                if attribute.name in cls.parameters:
-                    cls.parameters[attribute.name].default = default
-        if lines and cls.docstring:
-            cls.docstring.value += "\n".join(["\n\nAttributes:", *lines])
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        if cls.docstring and cls.name.endswith(("Config", "Arguments")):
+            config = pkgutil.resolve_name(cls.path)
+            if dataclasses.is_dataclass(config) and settings(config):
+                said, raises = re.split(r"\n*(?=^Raises:|\Z)", cls.docstring.value, 1, re.M)
+                cls.docstring.value = f"{said}\n\n{tables(config)}\n\n{raises}"
+                every = griffe.Parameter("settings", kind=griffe.ParameterKind.var_keyword)
+                init = griffe.Function("__init__", parameters=griffe.Parameters(every), parent=cls)
+                cls.set_member("__init__", init)
+                return
+        if cls.docstring and "__init__" in cls.members:
+            _move_types(cls.members["__init__"], cls.docstring)
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        if func.docstring:
+            _move_types(func, func.docstring)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
@@ -35,16 +48,14 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = text.replace("][,", "]\\[,")  # or Markdown sees a link
 
 
-def _field(attribute: griffe.Attribute) -> tuple[str, str | None]:
-    """The sentence and the default of a field that has them in its helper."""
-    made_by = ast.parse(str(attribute.value or "None"), mode="eval").body
-    if attribute.docstring or not isinstance(made_by, ast.Call) or not made_by.args:
-        return "", None
-    sentence, *default = made_by.args
-    if not isinstance(sentence, ast.Constant) or not isinstance(sentence.value, str):
-        return "", None
-    if not default:
-        return sentence.value, None
-    # A name is that of a function which makes the default.
-    called = "()" if isinstance(default[0], ast.Name) else ""
-    return sentence.value, ast.unparse(default[0]) + called
+def _move_types(function: Any, docstring: griffe.Docstring) -> None:
+    """Of a long signature, the types of arguments that are described, to their descriptions."""
+    if len(function.parameters) <= _LONG:
+        return
+    for parameter in function.parameters:
+        name, said = parameter.name, parameter.annotation
+        text = re.sub(
+            rf"^( +)({name}): ", lambda m: f"{m[1]}{m[2]} ({said}): ", docstring.value, 1, re.M
+        )
+        if said is not None and text != docstring.value:
+            docstring.value, parameter.annotation = text, None
