@@ -108,6 +108,7 @@ docs: $(VENV)/.docs
 	$(BIN)/python docs/.api/aliases.py
 	$(BIN)/zensical build --clean --strict
 	cp -r benchmarks/plots site/
+	@echo "Open $(CURDIR)/site/index.html; its search needs no server."
 
 aot: $(VENV)/.dev
 	$(BIN)/python -m tests.aot --triton all

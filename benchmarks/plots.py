@@ -1,108 +1,196 @@
-"""Plots of results: by how much fastrl is faster, and the peak memory."""
+"""Plots of results: the time that each side takes, and its peak memory."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+from xml.sax.saxutils import escape
 
-from benchmarks.cases import Entry, faster, own
+from benchmarks.cases import EAGER, OURS, Entry, duration, faster, own, phase_of, size
 from benchmarks.results import Result
 
-COLOURS = ("#999999", "#cc7722", "#669944", "#aa4466", "#8866bb", "#33aaaa", "#555555", "#ccaa33")
-OUR_COLOUR = "#2266aa"
+# Of each library or way, in every plot; all are legible on white and on black.
+COLOURS = {
+    "fastrl": "#2f81d6",
+    "trl": "#cf4f86",
+    "eager": "#8b949e",
+    "torch.compile": "#e08a2b",
+    "sdpa": "#b0733f",
+    "product": "#6e7f57",
+    "liger-kernel": "#9a6fd0",
+    "cut-cross-entropy": "#1f9e94",
+    "torchrl": "#5da13c",
+    "vllm": "#bd9a00",
+    "generate": "#8b949e",
+    "continuous batching": "#b0733f",
+}
+STYLE = """svg { color: #1f2328; font: 11px system-ui, sans-serif; }
+@media (prefers-color-scheme: dark) { svg { color: #d8dee6; } }
+text { fill: currentColor; } .bold { font-weight: 600; } .faint { opacity: 0.65; }
+.grid { stroke: currentColor; opacity: 0.15; }"""
+WIDTH, LABELS, VALUES, ROW = 720, 176, 92, 16
+_COMPARABLE = 40  # lengths differ by no more where bars can be compared by eye
 
 
-def plots(folder: Path, results: list[Result], benchmarks: Iterable[str]) -> list[Path]:
-    """An SVG of each benchmark that comes out the same from the same figures: by how much fastrl is
-    the faster, and the peak memory; files that are there and no longer made go."""
-    import matplotlib
+class Case(NamedTuple):
+    """A group of rows."""
 
+    title: str
+    entry: Entry
+    sides: list[str]
+
+
+class Row(NamedTuple):
+    case: Case
+    side: str
+    top: float
+
+    def __hash__(self) -> int:
+        return hash(self.top)
+
+
+class Panel(NamedTuple):
+    """A column of a plot.
+
+    Attributes:
+        values: of a side of a case; None where there is none.
+        words: a value with its unit.
+        steps: where a logarithmic axis has ticks, and the units of one from 0.
+        note: what is written behind a value.
+    """
+
+    title: str
+    values: Callable[[Case, str], float | None]
+    words: Callable[[float], str]
+    steps: tuple[float, ...]
+    note: Callable[[Case, str], str]
+
+
+def plots(
+    folder: Path, results: list[Result], titles: dict[str, str], headlines: Iterable[str]
+) -> list[tuple[Path, str]]:
+    """An SVG of the headlines and one of each benchmark, the same from the same figures, each with
+    its description; files that are there and no longer made go."""
+    found = {
+        benchmark: [
+            entry
+            for result in results
+            if result["benchmark"] == benchmark
+            for entry in result["entries"]
+            if entry["main"] and not entry["red"] and len(entry["sides"]) > 1
+        ]
+        for benchmark in titles
+    }
+    shown = {
+        name: [Case(f"{e['name']}, {e['label']}", e, list(e["sides"])) for e in entries]
+        for name, entries in found.items()
+    }
+    first = [(titles[name], found[name][0]) for name in headlines if found.get(name)]
+    shown["headlines"] = [
+        Case(f"{title}: {e['name']}, {e['label']}", e, list(e["sides"])[:2]) for title, e in first
+    ]
     made = []
-    # Ids from the content and text as text: nothing depends on the run.
-    style = {"svg.hashsalt": "fastrl", "svg.fonttype": "none", "font.size": 9}
-    with matplotlib.rc_context(style | {"axes.axisbelow": True}):
-        for benchmark in benchmarks:
-            found = [
-                entry
-                for result in results
-                if result["benchmark"] == benchmark
-                for entry in result["entries"]
-                if entry["main"] and not entry["red"] and len(entry["sides"]) > 1
-            ]
-            if found:
-                made.append(_plot(folder / f"{benchmark}.svg", found))
-    for path in folder.glob("*.svg"):
-        if path not in made:
-            path.unlink()
+    for name, cases in shown.items():
+        if cases:
+            path = folder / f"{name}.svg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sides = list(dict.fromkeys(side for case in cases for side in case.sides))
+            said = f"{titles.get(name, 'fastrl beside others')}, on {folder.name}: time and peak "
+            said += f"memory of {', '.join(sides[:-1])} and {sides[-1]}"
+            path.write_text(plot(cases, said), encoding="utf-8")
+            made.append((path, said))
+    for old in folder.glob("*.svg"):
+        if old not in dict(made):
+            old.unlink()
     return made
 
 
-def _plot(path: Path, entries: list[Entry]) -> Path:
-    from matplotlib.figure import Figure  # no pyplot: nothing is shown, nothing stays open
-
-    base = own(entries[0])
-    names = list(dict.fromkeys(name for e in entries for name in e["sides"] if name != base))
-    colours = dict(zip(names, COLOURS * len(names), strict=False)) | {base: OUR_COLOUR}
-    speed, memory = [], []
-    for entry in entries:
-        title = f"{entry['name']}\n{entry['label']}"
-        others = [name for name in entry["sides"] if name != base]
-        speed.append((title, {n: statistics.median(faster(entry, n)) for n in others}))
-        peaks = {n: s["memory"].get("peak", 0) / 2**20 for n, s in entry["sides"].items()}
-        memory.append((title, {n: max(peak, 1e-3) for n, peak in peaks.items() if peak}))
-    panels = [(speed, f"faster than {base} by" if entries[0]["baseline"] else "fastrl faster by")]
-    panels += [(memory, "peak memory [MiB]")] if any(bars for _, bars in memory) else []
-    heights = [0.8 + sum(0.3 * len(bars) + 0.2 for _, bars in groups) for groups, _ in panels]
-    figure = Figure(figsize=(8, sum(heights) + 0.9 * len(panels)), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.15)
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    # Bars of a ratio begin where both are as fast: those to the left are of the faster peers.
-    for axis, (groups, label), begin in zip(axes, panels, (1.0, None), strict=False):
-        _bars(axis, groups, colours, begin)
-        axis.set_xlabel(label)
-    axes[0].axvline(1.0, color=OUR_COLOUR)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(
-        path, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": "fastrl"}
+def plot(cases: list[Case], said: str) -> str:
+    """The SVG: a row for each side of each case, a column for the time and one for the memory."""
+    panels = [Panel("time", _seconds, duration, tuple(10.0**i for i in range(-6, 4)), _speedup)]
+    if any(_memory(case, side) for case in cases for side in case.sides):
+        steps = tuple(2.0**i for i in range(0, 41, 5))
+        panels.append(Panel("peak memory", _memory, size, steps, lambda case, side: ""))
+    drawn, rows, y = [], [], 24.0
+    for case in cases:
+        drawn.append(_text(0, y + 12, case.title, "bold"))
+        for i, side in enumerate(case.sides, start=1):
+            rows.append(Row(case, side, y + i * ROW + 2))
+            drawn.append(_text(LABELS - 8, rows[-1].top + 12, side, anchor="end"))
+        y += (len(case.sides) + 1) * ROW + 10
+    wide = (WIDTH - LABELS) / len(panels)
+    for i, panel in enumerate(panels):
+        drawn += _column(panel, rows, LABELS + i * wide, wide - VALUES - 20, y)
+    base = own(cases[0].entry)
+    meant = "speed-up of fastrl" if base == OURS else f"speed-up over {base}"
+    drawn.append(_text(0, y + 14, f"×: {meant}", "faint"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 20:g}" role="img">\n'
+        f"<title>{escape(said)}</title>\n<style>{STYLE}</style>\n" + "\n".join(drawn) + "\n</svg>\n"
     )
-    text = path.read_text()
-    path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
-    return path
 
 
-def _bars(
-    axes: Any,
-    groups: list[tuple[str, dict[str, float]]],
-    colours: dict[str, str],
-    begin: float | None,
-) -> None:
-    """A group of horizontal bars for each title, from the top down, each with its name's colour,
-    from ``begin`` or the axis on."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+def _column(panel: Panel, rows: list[Row], left: float, wide: float, bottom: float) -> list[str]:
+    """Bars from 0 where their lengths can be compared, dots on a logarithmic axis elsewhere."""
+    found = {row: v for row in rows if (v := panel.values(row.case, row.side)) is not None}
+    low, high = min(found.values()), max(found.values())
+    bars = high <= _COMPARABLE * low
+    if bars:
+        unit = max(step for step in panel.steps if step <= high)
+        step = next(unit * k for k in (0.5, 1, 2, 4, 5, 10, 20) if unit * k * 3.5 >= high)
+        ticks = [step * i for i in range(int(high / step) + 1)]
+    else:  # from the one below all to the one above
+        ticks = [x for x in panel.steps if x * panel.steps[1] > low * panel.steps[0]]
+        ticks = ticks[: sum(x < high for x in ticks) + 1]
 
-    ticks, row, named = [], 0.0, set()
-    for title, bars in groups:
-        ticks.append((row + (len(bars) - 1) / 2, title))
-        for name, value in bars.items():
-            label = name if name not in named else None
-            named.add(name)
-            width = value if begin is None else value - begin
-            axes.barh(row, width, left=begin or 0, height=0.8, color=colours[name], label=label)
-            written = f" {value:.0f}" if value >= 1000 else f" {value:.3g}"
-            axes.annotate(written, (max(value, begin or 0), row), va="center", fontsize=8)
-            row += 1
-        row += 0.7
-    axes.set_yticks([y for y, _ in ticks], [title for _, title in ticks])
-    axes.invert_yaxis()
-    values = [value for _, bars in groups for value in bars.values()]
-    low, high = min(*values, 1.0) / 1.5, max(*values, 1.0) * 2
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    steps = (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
-    axes.xaxis.set_major_locator(LogLocator(subs=steps, numticks=100))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+    def place(value: float) -> float:
+        share = value / high if bars else math.log(value / ticks[0], ticks[-1] / ticks[0])
+        return left + wide * share
+
+    drawn = [_text(left, 12, f"{panel.title}{'' if bars else ' (log scale)'}", "bold")]
+    for tick in ticks[:: math.ceil(len(ticks) * 38 / wide)]:
+        x = place(tick)
+        lines = "".join(f"M{x:.1f} {row.top:g}v{ROW}" for row in rows)
+        drawn.append(f'<path class="grid" d="{lines}"/>')
+        drawn.append(_text(x, bottom + 14, panel.words(tick) if tick else "0", "faint", "middle"))
+    for row, value in found.items():
+        x, colour = place(value), colour_of(row.case.entry, row.side)
+        drawn.append(
+            f'<path d="M{left:g} {row.top + 3:g}H{x:.1f}v10H{left:g}z" fill="{colour}"/>'
+            if bars
+            else f'<circle cx="{x:.1f}" cy="{row.top + 8:g}" r="4.5" fill="{colour}"/>'
+        )
+        words = panel.words(value) + panel.note(row.case, row.side)
+        drawn.append(_text(x + 8, row.top + 12, words))
+    return drawn
+
+
+def colour_of(entry: Entry, side: str) -> str:
+    """The colour of a side's library, whose name it begins with; ways beside a baseline are
+    fastrl's own."""
+    name = OURS if entry["baseline"] else side
+    return next((c for key, c in COLOURS.items() if name.startswith(key)), COLOURS[EAGER])
+
+
+def _seconds(case: Case, side: str) -> float:
+    return statistics.median(phase_of(case.entry["sides"][side]))
+
+
+def _memory(case: Case, side: str) -> float | None:
+    return case.entry["sides"][side]["memory"].get("peak")
+
+
+def _speedup(case: Case, side: str) -> str:
+    if side == own(case.entry):
+        return ""
+    ratio = statistics.median(faster(case.entry, side))
+    return f", {ratio:.0f}×" if ratio >= 1000 else f", {ratio:.3g}×"
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    named = f' class="{kind}"' if kind else ""
+    placed = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    return f'<text x="{x:.1f}" y="{y:g}"{named}{placed}>{escape(text)}</text>'

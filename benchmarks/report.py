@@ -79,8 +79,9 @@ def run(args: argparse.Namespace) -> int:
     folder = args.root / "benchmarks"
     sections = []
     for device, results in devices.items():
-        made = plots(folder / "plots" / device, results, TITLES)
-        sections.append(section(device, results, [path.relative_to(folder) for path in made]))
+        made = plots(folder / "plots" / device, results, TITLES, HEADLINES)
+        pictures = [(path.relative_to(folder), said) for path, said in made]
+        sections.append(section(device, results, pictures))
     predict.fill_file(args.results)
     predicted = predict.section(predict.read(args.results / predict.FILE))
     parts = [INTRODUCTION.read_text().rstrip(), missing(devices), *sections, predicted]
@@ -153,10 +154,10 @@ def _headline(result: Result, entry: Entry, mark: str) -> list[str]:
     return [title, taken[0], peer, taken[1], spread(faster(entry, peer), ".2f"), share]
 
 
-def section(device: str, results: list[Result], pictures: list[Path]) -> str:
+def section(device: str, results: list[Result], pictures: list[tuple[Path, str]]) -> str:
     """All there is on a device."""
     parts = [f"## {device}"]
-    parts += [f"![{path.stem}]({path})" for path in pictures]
+    parts += [f"![{said}]({path})" for path, said in pictures]
     for benchmark, title in TITLES.items():
         found = [result for result in results if result["benchmark"] == benchmark]
         if not found:

@@ -28,7 +28,7 @@ class Docstrings(griffe.Extension):
         if cls.docstring and cls.name.endswith(("Config", "Arguments")):
             config = pkgutil.resolve_name(cls.path)
             if dataclasses.is_dataclass(config) and settings(config):
-                said, raises = re.split(r"\n*(?=^Raises:|\Z)", cls.docstring.value, 1, re.M)
+                said, raises = re.split(r"\n*(?=\nRaises:|\Z)", cls.docstring.value, maxsplit=1)
                 cls.docstring.value = f"{said}\n\n{tables(config)}\n\n{raises}"
                 every = griffe.Parameter("settings", kind=griffe.ParameterKind.var_keyword)
                 init = griffe.Function("__init__", parameters=griffe.Parameters(every), parent=cls)
@@ -53,9 +53,8 @@ def _move_types(function: Any, docstring: griffe.Docstring) -> None:
     if len(function.parameters) <= _LONG:
         return
     for parameter in function.parameters:
-        name, said = parameter.name, parameter.annotation
-        text = re.sub(
-            rf"^( +)({name}): ", lambda m: f"{m[1]}{m[2]} ({said}): ", docstring.value, 1, re.M
-        )
-        if said is not None and text != docstring.value:
-            docstring.value, parameter.annotation = text, None
+        described = re.search(rf"^ +{parameter.name}(?=: )", docstring.value, re.MULTILINE)
+        if described and parameter.annotation is not None:
+            before, behind = docstring.value[: described.end()], docstring.value[described.end() :]
+            docstring.value = f"{before} ({parameter.annotation}){behind}"
+            parameter.annotation = None

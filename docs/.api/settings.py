@@ -21,7 +21,7 @@ _SIGNS = {"[0, inf)": "≥ 0", "(0, inf)": "> 0", "[1, inf)": "≥ 1"}
 
 def settings(config: Any) -> list[dataclasses.Field[Any]]:
     """Those that a class of this project declares and that its constructor takes."""
-    own = [c.__dict__.get("__annotations__", {}) for c in config.__mro__ if _is_ours(c)]
+    own = [inspect.get_annotations(c) for c in config.__mro__ if _is_ours(c)]
     every = (x for x in dataclasses.fields(config) if x.init and "help" in x.metadata)
     return [x for x in every if any(x.name in names for names in own)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import report, results, terminal
+from benchmarks import plots, report, results, terminal
 from benchmarks.cases import EAGER, OURS, Case, Goal, rooflines
 from benchmarks.harness import Measurement, Run
 from benchmarks.markdown import table
@@ -186,12 +187,36 @@ def test_plots_show_the_figures_are_the_same_every_time_and_old_ones_go(checkout
     folder = checkout.root / "benchmarks" / "plots" / "cpu-2core"
     first = {path.name: path.read_text() for path in folder.iterdir()}
     assert set(first) == {"ops.svg"}
-    assert "<dc:date>" not in first["ops.svg"]
-    assert ">5<" in first["ops.svg"].replace(" ", "")
+    assert ">2 s, 5×</text>" in first["ops.svg"]
     (folder / "gone.svg").write_text("old")
     _, details = write(checkout)
     assert {path.name: path.read_text() for path in folder.iterdir()} == first
-    assert "![ops](plots/cpu-2core/ops.svg)" in details
+    said = "Single ops, on cpu-2core: time and peak memory of fastrl and eager"
+    assert f"![{said}](plots/cpu-2core/ops.svg)" in details
+    assert f"<title>{said}</title>" in first["ops.svg"]
+
+
+def test_bars_begin_at_0_and_lengths_that_differ_too_much_are_dots(checkout) -> None:
+    def times(seconds: float) -> str:
+        write(checkout, a_result(seconds=seconds))
+        plot = (checkout.root / "benchmarks" / "plots" / "cpu-2core" / "ops.svg").read_text()
+        return plot[plot.index(">time") : plot.index(">peak memory")]
+
+    bars = re.findall(r'd="M([\d.]+) \S+H([\d.]+)v10\S+ fill="(\S+)"', times(1.0))
+    (start, ours, blue), (same, theirs, grey) = bars
+    assert start == same
+    assert float(theirs) - float(start) == pytest.approx(2 * (float(ours) - float(start)), abs=0.2)
+    assert (blue, grey) == (plots.COLOURS[OURS], plots.COLOURS[EAGER])
+    assert times(0.01).count("<circle") == 2
+    assert times(0.01).startswith(">time (log scale)<")
+
+
+def test_every_side_of_a_plot_has_its_librarys_colour() -> None:
+    for path in results.RESULTS.glob("*/*.json"):
+        found = report.read(path)
+        for entry in found["entries"] if found and found["benchmark"] in report.TITLES else ():
+            for side in entry["sides"] if entry["main"] and not entry["baseline"] else ():
+                assert side.startswith(tuple(plots.COLOURS)), side
 
 
 def test_two_results_are_compared_by_their_ratios(checkout, capsys) -> None:
