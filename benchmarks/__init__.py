@@ -17,7 +17,7 @@ into a result file. To read it once from end to end: `test_ops.py`, then `harnes
     memory.py            the peak of a call, and its launches
     harness.py           a session, and a case's way from gate to figures
     results.py           result files; old_results.py reads those of older forms
-    terminal.py, report.py, plots.py   what is shown
+    terminal.py, report.py, plots.py, curves.py   what is shown
     gpu.py, tunables.py, profilers.py  on a GPU, unattended
 """
 

@@ -1,5 +1,5 @@
-"""`python -m benchmarks report`, `predict`, `fits`, `recipes`, `gpu`; what measures is `pytest
-benchmarks`."""
+"""`python -m benchmarks report`, `predict`, `fits`, `recipes`, `curves`, `gpu`; what measures is
+`pytest benchmarks`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ COMMANDS = {
     "predict": "count what each op should take on a GPU, and write it beside peers' figures",
     "fits": "plan what fits in 24 and 80 GiB, and write it into the documents",
     "recipes": "plan the memory of every recipe, and write it beside them and into the documents",
+    "curves": "keep and draw what a run of `fastrl demo` measured at each step",
     "gpu": "on an NVIDIA GPU, unattended: the tests, then all that can be measured",
 }
 

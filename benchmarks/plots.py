@@ -116,21 +116,18 @@ def plot(cases: list[Case], said: str) -> str:
         panels.append(Panel("peak memory", _memory, size, steps, lambda case, side: ""))
     drawn, rows, y = [], [], 24.0
     for case in cases:
-        drawn.append(_text(0, y + 12, case.title, "bold"))
+        drawn.append(text(0, y + 12, case.title, "bold"))
         for i, side in enumerate(case.sides, start=1):
             rows.append(Row(case, side, y + i * ROW + 2))
-            drawn.append(_text(LABELS - 8, rows[-1].top + 12, side, anchor="end"))
+            drawn.append(text(LABELS - 8, rows[-1].top + 12, side, anchor="end"))
         y += (len(case.sides) + 1) * ROW + 10
     wide = (WIDTH - LABELS) / len(panels)
     for i, panel in enumerate(panels):
         drawn += _column(panel, rows, LABELS + i * wide, wide - VALUES - 20, y)
     base = own(cases[0].entry)
     meant = "speed-up of fastrl" if base == OURS else f"speed-up over {base}"
-    drawn.append(_text(0, y + 14, f"×: {meant}", "faint"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 20:g}" role="img">\n'
-        f"<title>{escape(said)}</title>\n<style>{STYLE}</style>\n" + "\n".join(drawn) + "\n</svg>\n"
-    )
+    drawn.append(text(0, y + 14, f"×: {meant}", "faint"))
+    return document(y + 20, said, drawn)
 
 
 def _column(panel: Panel, rows: list[Row], left: float, wide: float, bottom: float) -> list[str]:
@@ -150,12 +147,12 @@ def _column(panel: Panel, rows: list[Row], left: float, wide: float, bottom: flo
         share = value / high if bars else math.log(value / ticks[0], ticks[-1] / ticks[0])
         return left + wide * share
 
-    drawn = [_text(left, 12, f"{panel.title}{'' if bars else ' (log scale)'}", "bold")]
+    drawn = [text(left, 12, f"{panel.title}{'' if bars else ' (log scale)'}", "bold")]
     for tick in ticks[:: math.ceil(len(ticks) * 38 / wide)]:
         x = place(tick)
         lines = "".join(f"M{x:.1f} {row.top:g}v{ROW}" for row in rows)
         drawn.append(f'<path class="grid" d="{lines}"/>')
-        drawn.append(_text(x, bottom + 14, panel.words(tick) if tick else "0", "faint", "middle"))
+        drawn.append(text(x, bottom + 14, panel.words(tick) if tick else "0", "faint", "middle"))
     for row, value in found.items():
         x, colour = place(value), colour_of(row.case.entry, row.side)
         drawn.append(
@@ -164,7 +161,7 @@ def _column(panel: Panel, rows: list[Row], left: float, wide: float, bottom: flo
             else f'<circle cx="{x:.1f}" cy="{row.top + 8:g}" r="4.5" fill="{colour}"/>'
         )
         words = panel.words(value) + panel.note(row.case, row.side)
-        drawn.append(_text(x + 8, row.top + 12, words))
+        drawn.append(text(x + 8, row.top + 12, words))
     return drawn
 
 
@@ -190,7 +187,15 @@ def _speedup(case: Case, side: str) -> str:
     return f", {ratio:.0f}×" if ratio >= 1000 else f", {ratio:.3g}×"
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+def document(high: float, said: str, drawn: list[str]) -> str:
+    """An SVG of the width of all, whose text has the colour that the reader's scheme asks for."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {high:g}" role="img">'
+    parts = [head, f"<title>{escape(said)}</title>", f"<style>{STYLE}</style>", *drawn, "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    """A line of text from, to or around a point, of a class of the style."""
     named = f' class="{kind}"' if kind else ""
     placed = f' text-anchor="{anchor}"' if anchor != "start" else ""
-    return f'<text x="{x:.1f}" y="{y:g}"{named}{placed}>{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:g}"{named}{placed}>{escape(words)}</text>'

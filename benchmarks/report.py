@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, old_results, predict
+from benchmarks import ROOT, curves, old_results, predict
 from benchmarks.cases import (
     OURS,
     Entry,
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         made = plots(folder / "plots" / device, results, TITLES, HEADLINES)
         pictures = [(path.relative_to(folder), said) for path, said in made]
         sections.append(section(device, results, pictures))
+    curves.draw(args.results, folder / "plots")
     predict.fill_file(args.results)
     predicted = predict.section(predict.read(args.results / predict.FILE))
     parts = [INTRODUCTION.read_text().rstrip(), missing(devices), *sections, predicted]

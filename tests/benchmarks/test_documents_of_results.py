@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import plots, report, results, terminal
+from benchmarks import curves, plots, report, results, terminal
 from benchmarks.cases import EAGER, OURS, Case, Goal, rooflines
 from benchmarks.harness import Measurement, Run
 from benchmarks.markdown import table
@@ -217,6 +217,27 @@ def test_every_side_of_a_plot_has_its_librarys_colour() -> None:
         for entry in found["entries"] if found and found["benchmark"] in report.TITLES else ():
             for side in entry["sides"] if entry["main"] and not entry["baseline"] else ():
                 assert side.startswith(tuple(plots.COLOURS)), side
+
+
+def test_the_curves_of_a_run_are_kept_and_drawn_from_the_file(checkout, tmp_path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines: list[dict] = [{"step": 0, "eval/reward_mean": 0.0, "eval/reward_sem": 0.1, "eval/kl": 0}]
+    lines += [{"step": i, "ppo/mean_scores": i / 2, "objective/kl": 0.1} for i in (1, 2)]
+    lines += [{"step": 2, "eval/reward_mean": 1.0, "eval/reward_sem": 0.1, "eval/kl": 1}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "run.json").write_text('{"settings": {"ppo_steps": 2}}')
+    plots_folder = checkout.root / "benchmarks" / "plots"
+    plots_folder.mkdir()
+    told = ["--results", str(checkout.results), "--plots", str(plots_folder)]
+    assert command.main(["curves", str(folder), *told]) == 0
+    drawn = (plots_folder / "demo.svg").read_text()
+    top, bottom = curves.TOP, curves.TOP + curves.HIGH
+    assert f'<circle cx="{curves.LEFT}.0" cy="{bottom}.0"' in drawn, "0 of 0 to 1 at step 0"
+    assert f'<circle cx="{curves.LEFT + curves.WIDE}.0" cy="{top}.0"' in drawn
+    (plots_folder / "demo.svg").unlink()
+    write(checkout, a_result())
+    assert (plots_folder / "demo.svg").read_text() == drawn
 
 
 def test_two_results_are_compared_by_their_ratios(checkout, capsys) -> None:
