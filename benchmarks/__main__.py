@@ -1,5 +1,4 @@
-"""`python -m benchmarks report`, `predict`, `fits`, `recipes`, `curves`, `gpu`; what measures is
-`pytest benchmarks`."""
+"""`python -m benchmarks report` and its kin, see COMMANDS; what measures is `pytest benchmarks`."""
 
 from __future__ import annotations
 
