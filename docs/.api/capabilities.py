@@ -23,14 +23,14 @@ _BLOCK = re.compile(
     r"^(<!-- capabilities -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)", re.MULTILINE
 )
 _YOURS = "*the samples are yours*"
-_NO_RUN = "*keeps no run*"
+_NO_RUN = "*has no run folder*"
 _NO_SAMPLES = "*nothing is sampled*"
 _NO_BASELINE = "*a group is its own baseline*"
 _NO_ADVANTAGES = "*has no advantages*"
-_ANNOTATORS = "*the judgement is an annotator's*"
-_NO_RATIO = "*preferences have no ratio to a sampler, and PPO's is of tokens*"
-_SCORES = "*scores are of whole responses*"
-_NO_DROPOUT = "*always off: it would be a ratio to the policy that sampled*"
+_ANNOTATORS = "*the annotator judges*"
+_NO_RATIO = "*preferences have no ratio to a sampler, and PPO's ratio is per token*"
+_SCORES = "*responses are scored as a whole*"
+_NO_DROPOUT = "*always off, so that ratios to the sampling policy stay exact*"
 _OWN = "`register_policy_loss`, `group_advantage`"
 _ONLY_TRAIN = "In train(): "  # how help of settings begins that step() does not read
 
@@ -117,26 +117,26 @@ class Capability(NamedTuple):
 
 _SAMPLED_BY_NONE = {"pairs": _NO_SAMPLES, "texts": _NO_SAMPLES}
 CAPABILITIES = (
-    Capability("a plan of the memory", ("plan",), {}),
+    Capability("a memory plan", ("plan",), {}),
     Capability(
-        "going on from a checkpoint, bit for bit",
+        "resuming from a checkpoint, bit for bit",
         ("resume", "save_checkpoint", "resume_from_checkpoint"),
         {},
     ),
     Capability("offloading", ("offload_optimizer", "activation_offloading"), {}),
-    Capability("steps that are not finite", ("on_nonfinite",), {}),
+    Capability("handling of non-finite steps", ("on_nonfinite",), {}),
     Capability(
-        "passes of at most so many tokens",
+        "a limit on the tokens per pass",
         ("micro_batch_tokens",),
         {},
     ),
     Capability(
-        "a reference that is shared, or in host memory",
+        "a shared or offloaded reference",
         ("reference", "num_shared_layers"),
         {"texts": "*has none*"},
     ),
     Capability(
-        "a reference that follows",
+        "a moving reference",
         ("sync_ref_every", "sync_ref_model"),
         {"texts": "*has none*"},
     ),
@@ -154,33 +154,33 @@ CAPABILITIES = (
         },
     ),
     Capability(
-        "samples in trackers or a table",
+        "samples in trackers or tables",
         ("log_with", "log_completions"),
         _SAMPLED_BY_NONE,
     ),
     Capability(
         "`fastrl report` and `fastrl doctor`",
         ("output_dir",),
-        {"step": _NO_RUN, "train": "of commands, and of a `JsonlCallback`"},
+        {"step": _NO_RUN, "train": "with commands or a `JsonlCallback`"},
     ),
     Capability(
-        "limits and retries of rewards",
+        "reward timeouts and retries",
         ("reward_timeout", "reward_retries", "reward_batch_size"),
         {
             "step": "*the rewards are yours*",
-            "align": "of an annotator's `Rewards`",
+            "align": "in an annotator's `Rewards`",
             "pairs": _NO_SAMPLES,
             "texts": _NO_SAMPLES,
         },
     ),
     Capability(
-        "rewards of tokens",
+        "token rewards",
         (),
         {
             "step": "a tensor for each response",
             "train": "a list for each response",
-            "grpo": "*added up: a group compares responses*",
-            "rloo": "*added up: a group compares responses*",
+            "grpo": "*summed: a group compares responses*",
+            "rloo": "*summed: a group compares responses*",
             "align": _SCORES,
             **_SAMPLED_BY_NONE,
         },
@@ -191,27 +191,27 @@ CAPABILITIES = (
         {"step": "*the rewards are yours*", "align": _ANNOTATORS, **_SAMPLED_BY_NONE},
     ),
     Capability(
-        "groups without spread are drawn anew",
+        "resampling of groups without spread",
         ("dynamic_sampling_rounds",),
-        {"step": _YOURS, "align": "*a tie is learned as one*", **_SAMPLED_BY_NONE},
+        {"step": _YOURS, "align": "*ties are learned as ties*", **_SAMPLED_BY_NONE},
     ),
     Capability(
         "tools and environments",
         ("tools", "environment_factory", "response_masks"),
-        {"align": "*judges whole texts*", **_SAMPLED_BY_NONE},
+        {"align": "*whole texts are judged*", **_SAMPLED_BY_NONE},
     ),
     Capability(
-        "responses of another sampler",
+        "responses from another sampler",
         ("rollout_func", "rollout", "engine"),
         _SAMPLED_BY_NONE,
     ),
     Capability(
-        "its correction",
+        "correction for that sampler",
         ("sampler_correction", "vllm_importance_sampling_correction"),
         {"align": _NO_RATIO, **_SAMPLED_BY_NONE},
     ),
     Capability(
-        "masks of responses that are off-policy",
+        "masking of off-policy responses",
         ("off_policy_mask_threshold",),
         {"align": _NO_RATIO, **_SAMPLED_BY_NONE},
     ),
@@ -227,14 +227,14 @@ CAPABILITIES = (
             "step": _OWN,
             "train": _OWN,
             "grpo": _OWN,
-            "rloo": "*is one loss*",
+            "rloo": "*has a single loss*",
             "pairs": "`loss_of_pairs` (DPO)",
             "align": "`loss_of_pairs`, a `Loss`",
-            "texts": "*a likelihood*",
+            "texts": "*the loss is the likelihood*",
         },
     ),
     Capability(
-        "a critic of its own",
+        "a separate critic",
         ("critic",),
         {
             "grpo": _NO_BASELINE,

@@ -21,7 +21,7 @@ _BLOCK = re.compile(
 _WHAT = {
     RENAMED: "`{}`",
     KEPT: "honoured; today: {}",
-    IDLE: "changes nothing: {}",
+    IDLE: "no effect: {}",
     REFUSED: "refused: {}",
 }
 _ALL = "all of transformers' `TrainingArguments`"

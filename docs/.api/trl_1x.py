@@ -32,8 +32,8 @@ _BLOCK = re.compile(
 
 _CLASSIC = "transformers' default, as in TRL's classic trainers"
 _NEW_TOKENS = "new tokens beside an adapter are refused: TRL trains their embeddings"
-_LIMITS = "at most the limits of model and tokenizer, too"
-_PADDING = "no multiple: TRL's `auto` is one on Neuron alone"
+_LIMITS = "also limited by the model and the tokenizer"
+_PADDING = "no multiple: TRL's `auto` pads to one on Neuron only"
 _OF_PREFERENCES = {
     "pad_to_multiple_of": _PADDING,
     "max_length": _LIMITS,
@@ -41,33 +41,34 @@ _OF_PREFERENCES = {
     "precompute_ref_log_probs": "refused with FSDP and DeepSpeed",
 }
 _ONLINE = {
-    "pad_to_multiple_of": "changes nothing: batches have no padding",
-    "remove_unused_columns": "changes nothing: all columns go to the reward functions",
-    "generation_kwargs": "for the rollout engine, or `model.generate` where it cannot run the "
-    "model",
-    "log_completions": "rows are printed as lines, and saved in `completions/`",
-    "num_generations": "at least 2, in evaluation alone, too",
+    "pad_to_multiple_of": "no effect: batches have no padding",
+    "remove_unused_columns": "no effect: all columns go to the reward functions",
+    "generation_kwargs": "for the rollout engine, or for `model.generate` if the engine cannot run "
+    "the model",
+    "log_completions": "rows are printed as lines and saved in `completions/`",
+    "num_generations": "at least 2, even for evaluation only",
 }
 # How a setting differs, by trainer; those of "all" hold wherever there is such a setting.
 DIFFERENT: dict[str, dict[str, str]] = {
     "all": {
-        "bf16": "unset, it is on for float32 weights on GPUs that can, else off; TRL's is on",
+        "bf16": "if unset, on for float32 weights on GPUs that support it, else off; on in TRL",
     },
     "SFT": {
         "learning_rate": _CLASSIC,
         "logging_steps": _CLASSIC,
         "gradient_checkpointing": _CLASSIC,
-        "padding_free": "with any attention that it is right for, to the same loss; `max_length` "
-        "holds, which TRL refuses beside it",
+        "padding_free": "with any attention for which it is correct, with the same loss; "
+        "`max_length` applies, which TRL refuses with it",
         "pad_to_multiple_of": _PADDING,
-        "completion_only_loss": "on is TRL's unset: texts without prompts are learned whole",
+        "completion_only_loss": "on means what unset means in TRL: texts without prompts are "
+        "learned whole",
         "max_length": _LIMITS,
         "truncation_mode": "`keep_start` of a prompt with its completion keeps the completion",
-        "dataset_kwargs": "`add_special_tokens` and `append_concat_token` too, as before TRL 0.13",
-        "router_aux_loss_coef": "unset, it is the model's own if its configuration has "
+        "dataset_kwargs": "also `add_special_tokens` and `append_concat_token`, as before TRL 0.13",
+        "router_aux_loss_coef": "if unset, the model's own if its configuration has "
         "`output_router_logits`",
         "chat_template_path": _NEW_TOKENS,
-        "packing": "with any attention that can keep texts apart; else refused",
+        "packing": "with any attention that can keep texts apart; otherwise refused",
     },
     "Reward": {
         "learning_rate": _CLASSIC,
@@ -86,31 +87,31 @@ DIFFERENT: dict[str, dict[str, str]] = {
     "GRPO": {
         **_ONLINE,
         "top_entropy_quantile": "0 is refused",
-        "vllm_importance_sampling_correction": "of the `logprobs` that a `rollout_func` returns, "
-        "without `use_vllm`, too; fastrl's own engine needs none",
+        "vllm_importance_sampling_correction": "also applies without `use_vllm`, to the `logprobs` "
+        "that a `rollout_func` returns; fastrl's own engine needs no correction",
     },
     "RLOO": {
         **_ONLINE,
-        "mask_truncated_completions": "to the same gradient; the logged loss lacks the constant "
-        "that responses without a token add in TRL",
+        "mask_truncated_completions": "with the same gradient; the logged loss lacks the constant "
+        "that responses without tokens add in TRL",
     },
 }
 
 _OVERRIDE = "refused: override `compute_loss`; the loss is computed with the LM head"
 _OPTIMIZERS = "refused: pass `optimizers=(optimizer, None)`, or name it by `optim`"
 _ROLLOUTS = "refused: converse in a `rollout_func`, whose `env_mask` marks the policy's tokens"
-_REWARDS = "functions (async, too), sequence classifiers or their paths, one or a list"
-_TOKENIZER = "a tokenizer, no processor of images"
+_REWARDS = "functions (also async), sequence classifiers or their paths, one or a list"
+_TOKENIZER = "a tokenizer, not an image processor"
 # The same of arguments; a sentence that begins with "refused" is checked by the tests.
 ARGUMENTS: dict[str, dict[str, str]] = {
     "SFT": {
         "processing_class": f"{_TOKENIZER}; one without a pad token is refused",
         "compute_loss_func": _OVERRIDE,
         "optimizer_cls_and_kwargs": _OPTIMIZERS,
-        "formatting_func": "of a row, or of a batch of rows, a list of texts",
+        "formatting_func": "takes a row, or a batch of rows and returns a list of texts",
     },
     "Reward": {
-        "model": "one with several labels is trained, with a warning: TRL refuses it",
+        "model": "one with several labels is trained with a warning; TRL refuses it",
         "processing_class": f"{_TOKENIZER}; one without a pad token is refused",
         "optimizer_cls_and_kwargs": _OPTIMIZERS,
     },
@@ -215,18 +216,18 @@ def settings_table(method: str) -> str:
     if refused:
         lines += [
             "",
-            "| refused, but for TRL's default | default | instead |",
+            "| refused unless left at TRL's default | default | instead |",
             "| --- | --- | --- |",
         ]
         lines += [f"| `{s.name}` | `{s.theirs}` | {s.remedy} |" for s in refused]
     if idle:
         lines += [
             "",
-            "| taken with a warning, changes nothing | default | as |",
+            "| accepted with a warning, no effect | default | because |",
             "| --- | --- | --- |",
         ]
         lines += [f"| `{s.name}` | `{s.theirs}` | {s.instead} |" for s in idle]
-    lines += ["", f"**Here alone**: {', '.join(f'`{n}`' for n in own_settings(method))}."]
+    lines += ["", f"**Only in fastrl**: {', '.join(f'`{n}`' for n in own_settings(method))}."]
     return "\n".join(lines) + "\n"
 
 
