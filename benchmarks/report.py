@@ -41,11 +41,11 @@ TITLES = {
     "grpo": "A GRPO step",
     "sft": "Supervised fine-tuning",
     "dpo": "Direct preference optimization",
-    "scripts": "Scripts of TRL 1.x, with fastrl's trainers or fastrl's rollouts",
+    "scripts": "TRL 1.x scripts with fastrl's trainers or rollouts",
     "rollout": "Rollouts",
-    "ref_model": "PPO's reference, by the way it is kept",
-    "run": "What a run writes, beside its steps",
-    "plan": "Plans of memory, beside the profiler's sum of allocations",
+    "ref_model": "Kinds of PPO's reference",
+    "run": "Cost of what a run writes",
+    "plan": "Memory plans and the profiler's sum of allocations",
     "ops": "Single ops",
 }
 HEADLINES = ("ppo", "grpo", "sft", "dpo", "rollout")  # in the project's README
@@ -136,10 +136,10 @@ def brief(devices: dict[str, list[Result]]) -> str:
         found = list(dict.fromkeys(processor(result) for result, _ in shown))
         marks = {name: f"({i})" if len(found) > 1 else "" for i, name in enumerate(found, start=1)}
         rows = [_headline(result, entry, marks[processor(result)]) for result, entry in shown]
-        head = ("measured", "fastrl", "beside", "", "faster by", "memory, of the peer's")
+        head = ("benchmark", "fastrl", "peer", "", "speed-up", "memory, relative to the peer's")
         if rows:
             where = ", ".join(f"{mark} {name}".strip() for name, mark in marks.items())
-            where = f"On {where}, medians of rounds in turns (range):"
+            where = f"On {where}; medians of alternating rounds (range):"
             parts.append(f"{where}\n\n{table(head, rows)}")
     return "\n\n".join([*parts, missing(devices)]).rstrip()
 
