@@ -83,6 +83,9 @@ def fit_passes(
     Returns:
         the passes, and the memory that the run will need, which may be more than there is; None
         with several processes.
+
+    Raises:
+        ValueError: no GPU here, and no ``gpu_gib``; lengths that ``trainer.plan`` refuses.
     """
     whole, example = trainer.tokens_of(*lengths)
     if process_count() > 1:
@@ -91,6 +94,8 @@ def fit_passes(
         trainer.limit_passes(passes)
         return passes, None
     if gpu_gib is None:
+        if not torch.cuda.is_available():
+            raise ValueError("no GPU here: say how much memory the run will have, by gpu_gib")
         gpu_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     passes, plan = choose_passes(
         lambda passes: trainer.plan(*lengths, passes=passes), whole, example, gpu_gib

@@ -194,6 +194,7 @@ def test_commands_limit_passes_on_a_gpu_where_nobody_has(
 ):
     gpu = SimpleNamespace(total_memory=10_000 * MIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(memory, "process_count", lambda: processes)
