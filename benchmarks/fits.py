@@ -8,6 +8,7 @@ import argparse
 import shlex
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from benchmarks import ROOT
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     rows, blocks = [], []
     for i, command in enumerate(COMMANDS, start=1):
         rows.append([str(i), *planned(command)])
-        blocks.append(f"fastrl plan {command}  # {i}")
+        lines = textwrap.wrap(f"fastrl plan {command}", 90, break_on_hyphens=False)
+        blocks.append(f"# {i}\n" + " \\\n    ".join(lines))
     head = ("", "model", "method", "peak", "in", "GPU", "fits, or the cheapest change that does")
     made = table(head, rows)
     commands = "```bash\n" + "\n".join(blocks) + "\n```"
