@@ -51,6 +51,7 @@ class Registry(Mapping[str, Any]):
 
 # Of the responses to a prompt; the functions are fastrl.learn.baselines'.
 _OURS = ("grpo", "dr_grpo", "rloo")
+_OTHERS = ("gae", "reinforce++")  # PPOConfig's, of no group
 _GROUPS: dict[str, Callable[..., Any] | None] = dict.fromkeys(_OURS)
 
 
@@ -69,9 +70,11 @@ def group_advantage(name: str) -> Callable[[F], F]:
     with fewer than two that do, are 0 in their place.
 
     Raises:
-        TypeError: a function that takes something else.
+        TypeError: it is called with the function itself; a function that takes something else.
         ValueError: the name of one of fastrl's. One's own is replaced.
     """
+    if not isinstance(name, str):
+        raise TypeError('write @group_advantage("name"), with the name that settings take')
 
     def add(function: F) -> F:
         _add_advantage(name, function)
@@ -81,7 +84,7 @@ def group_advantage(name: str) -> Callable[[F], F]:
 
 
 def _add_advantage(name: str, function: Callable[..., Any]) -> None:
-    if name in _OURS and _GROUPS[name] is not None:
+    if name in _OTHERS or (name in _OURS and _GROUPS[name] is not None):
         raise ValueError(f"there is an advantage {name!r} already: choose another name")
     check_takes(function, "rewards", "counts")
     _GROUPS[name] = function

@@ -146,11 +146,6 @@ class AlignJob(FitJob):
         options = parse_json("loss_args", self.loss_args)
         if name == "ppo":  # its policy is the one that is sampled
             options.setdefault("temperature", self.temperature)
-        if ":" in name:
-            from fastrl.rewards.functions import load_function
-
-            own: Any = load_function(name)
-            return make_loss(own, **options)
         return make_loss(name, **options)
 
     def sampling(self) -> Any:

@@ -55,7 +55,7 @@ def compared(
             f"{getattr(function, '__name__', 'the advantage')} returned {shown} for rewards "
             f"{tuple(groups.shape)}: return an advantage for each, as a tensor"
         )
-    return torch.where(counts & (counts.sum(-1, keepdim=True) > 1), found, 0.0)
+    return torch.where(counts & (counts.sum(-1, keepdim=True) > 1), found.float(), 0.0)
 
 
 def centred(rewards: Tensor, counts: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl.registry import Registry
 from fastrl.run.processes import Processes
 from fastrl_kernels.argument_types import check_takes
 from fastrl_kernels.checks import check_choice
@@ -114,7 +115,7 @@ class PairObjective:
         return beta * (side.means if self.reads == "p" else side.ratio)
 
 
-PAIR_LOSSES: dict[str, PairObjective] = {}
+_ROWS: dict[str, PairObjective] = {}
 _OURS = {"sigmoid", "sft"}  # names that DPOTrainer has beside the rows
 
 
@@ -145,10 +146,21 @@ def loss_of_pairs(
         if named in _OURS:
             raise ValueError(f"there is a loss {named} already: give yours another name")
         row = PairObjective(named, function, reads, formula, source, defaults, **traits)
-        PAIR_LOSSES[named] = row
+        _ROWS[named] = row
         return row
 
     return add
+
+
+def _add(name: str, found: Callable[..., Tensor]) -> None:
+    """Adds what a user's file has under a name: a row, or a function that has no decorator."""
+    if isinstance(found, PairObjective):
+        _ROWS[name] = found
+    else:
+        loss_of_pairs(name=name)(found)
+
+
+PAIR_LOSSES = Registry(_ROWS, _add)
 
 
 def _by_op(kind: str, *sides: Side, length_means: bool = False, **options: Any) -> Tensor:
@@ -164,7 +176,7 @@ def _op(
 ) -> None:
     """Makes one of them a row, under its name there or another."""
     function, options = partial(_by_op, kind or name), {"beta": 0.1, **defaults}
-    PAIR_LOSSES[name] = PairObjective(name, function, reads, formula, source, options)
+    _ROWS[name] = PairObjective(name, function, reads, formula, source, options)
 
 
 # Papers with their equations are in that function's documentation.

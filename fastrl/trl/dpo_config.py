@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,10 +22,35 @@ _TRLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def loss_types() -> list[str]:
-    """The losses that compare with a reference, and "sft", which stands beside them."""
-    rows = [name for name, row in PAIR_LOSSES.items() if row.reads != "p"]
-    return [*dict.fromkeys((*_TRLS, *rows, "sft"))]
+class LossTypes(Mapping[str, tuple[PairObjective, dict[str, Any]]]):
+    """Rows by DPOTrainer's names, each with the options that its name fixes: the losses that read a
+    reference, those of users among them or named as "file.py:function"."""
+
+    def __getitem__(self, name: str) -> tuple[PairObjective, dict[str, Any]]:
+        row, fixed = _TRLS.get(name, (name, {}))
+        return PAIR_LOSSES[row], fixed
+
+    def __iter__(self) -> Iterator[str]:
+        rows = (name for name, row in PAIR_LOSSES.items() if row.reads != "p")
+        return iter(dict.fromkeys((*_TRLS, *rows)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, name: object) -> bool:
+        """
+        Raises:
+            ValueError: a loss without a reference.
+        """
+        if name not in _TRLS and name in PAIR_LOSSES and PAIR_LOSSES[str(name)].reads == "p":
+            raise ValueError(
+                f"loss_type {name!r} reads no reference, and DPOTrainer compares with one: train "
+                f"by it with fastrl align --loss {name}, or with fastrl.alignment.Trainer"
+            )
+        return name in _TRLS or name in PAIR_LOSSES
+
+
+LOSS_TYPES: Mapping[str, Any] = ChainMap({"sft": None}, LossTypes())  # type: ignore[arg-type]
 
 
 @dataclass
@@ -40,9 +67,10 @@ class DPOConfig(PreferenceConfig):
         choices=TRUNCATIONS,
     )
     loss_type: list[str] = setting(
-        f"One or several of {', '.join(loss_types())}; their weighted sum is learned.",
+        f"One or several of {', '.join(LOSS_TYPES)}, or of yours, file.py:function; their weighted "
+        "sum is learned.",
         lambda: ["sigmoid"],
-        choices=loss_types,
+        choices=LOSS_TYPES,
     )
     loss_weights: list[float] | None = setting("Of each loss; None: 1.", None, within="(-inf, inf)")
     ld_alpha: float | None = setting(
@@ -67,7 +95,7 @@ class DPOConfig(PreferenceConfig):
             self.loss_type = [self.loss_type]
         super().__post_init__()
         if not self.loss_type:
-            raise ValueError(f"loss_type is empty: name some of {', '.join(loss_types())}")
+            raise ValueError(f"loss_type is empty: name some of {', '.join(LOSS_TYPES)}")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ValueError(
                 f"loss_weights has {len(self.loss_weights)} weights and loss_type "
@@ -110,9 +138,8 @@ class DPOConfig(PreferenceConfig):
 
     def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
         """The row of a loss but "sft", and its options."""
-        name, fixed = _TRLS.get(loss_type, (loss_type, {}))
+        row, fixed = LOSS_TYPES[loss_type]
         given: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
         given |= {"tau": self.discopop_tau, "divergence": self.f_divergence_type}
         given |= {"divergence_alpha": self.f_alpha_divergence_coef, **fixed}
-        row = PAIR_LOSSES[name]
         return row, {option: given[option] for option in row.options.keys() & given.keys()}

@@ -99,7 +99,16 @@ class LossTypes(Mapping[str, LossType]):
         return len(list(iter(self)))
 
     def __contains__(self, name: object) -> bool:
+        """
+        Raises:
+            ValueError: TRL's name of another loss than the one that is registered by it.
+        """
         if name in LOSS_TYPES:
+            if LOSS_TYPES[str(name)].kind != name and name in POLICY_LOSSES:
+                raise ValueError(
+                    f"loss_type {name!r} is TRL's {LOSS_TYPES[str(name)].formula}, and a policy "
+                    "loss of yours has that name: register yours by another"
+                )
             return True
         return name in POLICY_LOSS_NAMES and PolicyLoss(str(name)).is_registered
 

@@ -123,7 +123,7 @@ def test_rows_shorter_than_the_longest_allowed_are_planned(loss, most, folder, t
             "beta of the loss dpo must be a number of 0",
         ),
         ({"loss": "hinge", "loss-args": '{"label_smoothing": 0.1}'}, "has no coefficient 'label_"),
-        ({"loss": "weights.py:half"}, "is no loss: derive a dataclass from PairwiseLoss or Loss"),
+        ({"loss": "weights.py:half"}, "half must take chosen, rejected, in this order"),
         ({"task": "online-pairwise"}, "pass --annotator or --judge, one of the two"),
         ({"annotator": "rewards.py:length"}, "leave out --annotator and --judge"),
         ({"reweighter": "heavy"}, "unknown reweighter 'heavy'"),

@@ -25,7 +25,7 @@ from fastrl.reports import report
 from fastrl.rewards.functions import load_function
 from fastrl.rollout import RolloutOutput, SamplingParams
 from fastrl.rollout.backends import EngineBackend
-from fastrl.trl.dpo_config import loss_types
+from fastrl.trl.dpo_config import LOSS_TYPES
 from tests import tables, tiny_models
 from tests.golden import tiny
 
@@ -294,7 +294,7 @@ def squared(chosen, rejected, beta=0.1):
 """
 # Settings of DPOTrainer beside its loss_type, and the framework's loss with its coefficients.
 PAIRS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    **{x: ({}, x, {}) for x in loss_types() if x not in ("aot", "aot_unpaired", "sft")},
+    **{x: ({}, x, {}) for x in LOSS_TYPES if x not in ("aot", "aot_unpaired", "sft")},
     "sigmoid": ({}, "dpo", {}),
     "ipo": ({}, "ipo", {"length_means": True}),
     "squared": ({}, "squared", {}),

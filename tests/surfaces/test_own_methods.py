@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import fastrl
+from fastrl.alignment import PairwiseLoss, make_loss
 from fastrl.learn.baselines import compared
-from fastrl.learn.preferences import Side, loss_of_pairs
+from fastrl.learn.preferences import PAIR_LOSSES, Side, loss_of_pairs
 from fastrl.models import CausalLMPolicy
 from fastrl_kernels import PolicyLoss, linear_ppo_loss, ppo_loss
 from tests import tables, tiny_models
@@ -76,8 +78,12 @@ def test_a_loss_in_plain_torch_is_the_tables(level: str) -> None:
 def test_bad_losses_and_names() -> None:
     with pytest.raises(ValueError, match="there is a policy loss 'clip' already"):
         fastrl.register_policy_loss("clip")(leaky)
-    with pytest.raises(ValueError, match="there is an advantage 'grpo' already"):
-        fastrl.group_advantage("grpo")(lambda rewards, counts: rewards)
+    for taken in ("grpo", "gae", "reinforce++"):
+        with pytest.raises(ValueError, match=f"there is an advantage '{re.escape(taken)}' already"):
+            fastrl.group_advantage(taken)(lambda rewards, counts: rewards)
+    for decorator in (fastrl.register_policy_loss, fastrl.group_advantage, loss_of_pairs):
+        with pytest.raises(TypeError, match="write @"):
+            decorator(leaky)
     for add, wanted in (
         (fastrl.register_policy_loss("few"), "log_ratio, advantages, cliprange"),
         (fastrl.group_advantage("few"), "rewards, counts"),
@@ -85,8 +91,11 @@ def test_bad_losses_and_names() -> None:
     ):
         with pytest.raises(TypeError, match=f"must take {wanted}, in this order: too many"):
             add(lambda alone: alone)
+    counts = torch.ones(1, 2).bool()
     with pytest.raises(ValueError, match=r"returned list for rewards \(1, 2\): return"):
         compared(lambda rewards, counts: [0.0], *torch.ones(2, 1, 2).bool().unbind())
+    found = compared(lambda rewards, counts: rewards.double(), torch.ones(1, 2), counts)
+    assert found.dtype == torch.float32
     side = Side(torch.zeros(3), torch.ones(3), torch.zeros(3))
     for returned, shown in ((None, "NoneType"), (torch.zeros(()), r"\(\)")):
         with tables.kept():
@@ -109,6 +118,44 @@ def test_bad_losses_and_names() -> None:
         fastrl.PPOConfig(policy_loss="leaky")
     with pytest.raises(FileNotFoundError, match=r"there is no file nowhere\.py"):
         fastrl.PPOConfig(policy_loss="nowhere.py:leaky")
+    fastrl.register_policy_loss("dapo")(leaky)
+    with pytest.raises(ValueError, match=r"'dapo' is TRL's .*: register yours by another"):
+        fastrl.GRPOConfig("x", loss_type="dapo")
+
+
+PAIRS = """
+import torch
+from fastrl.alignment import loss_of_pairs
+
+def plain(chosen, rejected, beta=0.1):
+    return -torch.nn.functional.logsigmoid(beta * (chosen.ratio - rejected.ratio))
+
+@loss_of_pairs(reads="p")
+def alone(chosen, rejected):
+    return -chosen.means
+
+def mean(chosen, rejected):
+    return plain(chosen, rejected).mean()
+"""
+
+
+def test_a_loss_of_pairs_is_named_by_its_file_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PAIRS)
+    mine = f"{tmp_path / 'mine.py'}:"
+    chosen, rejected = (Side(torch.randn(3), torch.ones(3), torch.randn(3)) for _ in "wl")
+    config = fastrl.DPOConfig("x", loss_type=f"{mine}plain", beta=0.3)
+    row, options = config.objective(config.loss_type[0])
+    trainers = make_loss(f"{mine}plain", beta=0.3)
+    assert isinstance(trainers, PairwiseLoss)
+    wanted = PAIR_LOSSES["dpo"](chosen, rejected, beta=0.3)
+    for found in (row(chosen, rejected, **options), trainers.losses(chosen, rejected)):
+        torch.testing.assert_close(found, wanted)
+    assert not make_loss(f"{mine}alone").compares
+    with pytest.raises(ValueError, match=r"alone' reads no reference, .* fastrl align --loss"):
+        fastrl.DPOConfig("x", loss_type=f"{mine}alone")
+    for make in (make_loss, lambda name: fastrl.DPOConfig("x", loss_type=name)):
+        with pytest.raises(ValueError, match=r"mean' returned \(\) for 1 pairs: return a"):
+            make(f"{mine}mean")
 
 
 @pytest.mark.filterwarnings("ignore:the KL estimate is negative")

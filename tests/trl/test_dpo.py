@@ -314,7 +314,7 @@ def test_pad_token_is_the_tokenizers_and_the_models(tmp_path):
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a loss": ({"loss_type": "sigmoidal"}, "unknown loss_type 'sigmoidal'"),
-    "no reference": ({"loss_type": "simpo"}, "unknown loss_type 'simpo'"),
+    "no reference": ({"loss_type": "simpo"}, "loss_type 'simpo' reads no reference"),
     "weights": ({"loss_weights": [1.0, 2.0]}, "loss_weights has 2 weights and loss_type 1"),
     "ld_alpha": ({"ld_alpha": 1.5}, "ld_alpha must lie in"),
     "a divergence": ({"f_divergence_type": "tv"}, "unknown f_divergence_type 'tv'"),

@@ -8,6 +8,7 @@ from typing import Any
 from fastrl.alignment.losses.base import LOSSES, Loss
 from fastrl.alignment.losses.pairwise import loss_of_row
 from fastrl.learn.preferences import PAIR_LOSSES, PairObjective
+from fastrl.user_code import load_function
 
 for _name, _row in PAIR_LOSSES.items():
     if _name not in LOSSES and _row.reads != "batch":
@@ -17,15 +18,16 @@ for _name, _row in PAIR_LOSSES.items():
 def make_loss(kind: str | type[Loss] | PairObjective, **coefficients: Any) -> Loss:
     """Makes a loss from its name, its class, or its row of the table of pair losses.
 
+    Args:
+        kind: a name may be "file.py:name" or "module:name", of a class, a row, or a function of two
+            sides.
+
     Raises:
         ValueError: an unknown loss or coefficient, or a coefficient out of range.
-        TypeError: a class that is no loss.
+        TypeError: a class that is no loss, a function that takes something else than two sides.
+        ImportError, FileNotFoundError: a name, module or file that does not exist.
     """
-    made: Any = kind
-    if isinstance(kind, str):
-        made = LOSSES.get(kind, PAIR_LOSSES.get(kind))
-        if made is None:
-            raise ValueError(f"unknown loss {kind!r}: choose one of {', '.join(LOSSES)}")
+    made = _named(kind) if isinstance(kind, str) else kind
     if isinstance(made, PairObjective):
         made = loss_of_row(made)
     if not (isinstance(made, type) and issubclass(made, Loss)):
@@ -41,3 +43,13 @@ def make_loss(kind: str | type[Loss] | PairObjective, **coefficients: Any) -> Lo
                 f"{', '.join(own) or 'none'}"
             )
     return made(**coefficients)
+
+
+def _named(name: str) -> Any:
+    if ":" in name and isinstance(own := load_function(name), type):
+        return own
+    if name in LOSSES:
+        return LOSSES[name]
+    if name not in PAIR_LOSSES:
+        raise ValueError(f"unknown loss {name!r}: choose one of {', '.join(LOSSES)}")
+    return PAIR_LOSSES[name]

@@ -85,9 +85,11 @@ def register_policy_loss(
     it on every device.
 
     Raises:
-        TypeError: a function that takes something else.
+        TypeError: it is called with the function itself; a function that takes something else.
         ValueError: the name of a row of this package. One's own is replaced.
     """
+    if not isinstance(name, str):
+        raise TypeError('write @register_policy_loss("name"), with the name that settings take')
     if name in POLICY_LOSSES and POLICY_LOSSES[name].function is None:
         raise ValueError(f"there is a policy loss {name!r} already: choose another name")
 
