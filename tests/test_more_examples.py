@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from fastrl import AutoModelForSeq2SeqLMWithValueHead, DPOConfig, GRPOConfig
-from tests import tiny_models
+from tests import tables, tiny_models
 from tests.golden import tiny
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -29,6 +29,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the KL estimate is negative"),
     pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _tables():
+    """What examples register ends with their test."""
+    with tables.kept():
+        yield
 
 
 def run(name):
@@ -175,3 +182,35 @@ def test_a_dpo_script(tmp_path, capsys):
     assert found["eval_rewards/accuracies"] > 0.55  # in two hundred steps 0.74
     assert "accuracy on 128 held-out pairs" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_an_own_policy_loss_keeps_ratios_near_one(tmp_path):
+    rows = run("own_policy_loss")["train"](str(tmp_path), steps=4)
+    clip, spo = (sum(r["ppo/policy/approxkl"] for r in rows[name]) for name in ("clip", "spo"))
+    assert 0 < spo < 0.7 * clip
+
+
+def test_an_own_advantage_learns_otherwise_than_grpos(tmp_path):
+    logs = run("own_advantage")["train"](str(tmp_path), steps=20)
+    (first, last), (others_first, others_last) = (
+        [log["reward"] for log in logs[name]] for name in ("ranks", "grpo")
+    )
+    assert first < last
+    assert others_first < others_last
+    assert (first, last) != (others_first, others_last)
+
+
+def test_an_own_reward_reads_its_column(tmp_path):
+    logs = run("own_reward")["train"](str(tmp_path), steps=20)
+    assert logs[0]["rewards/wanted/mean"] < logs[1]["rewards/wanted/mean"]
+
+
+def test_an_own_environment_is_asked_more_often(tmp_path):
+    logs = run("own_environment")["train"](str(tmp_path), steps=20)
+    assert logs[0]["tools/call_frequency"] + 0.3 < logs[1]["tools/call_frequency"]
+    assert logs[0]["reward"] < logs[1]["reward"]
+
+
+def test_an_own_loss_of_pairs_keeps_the_preferred_likely(tmp_path):
+    logs = run("own_pair_loss")["train"](str(tmp_path), steps=20)
+    assert logs["dpo"][-1]["rewards/chosen"] < logs["dpop"][-1]["rewards/chosen"]
