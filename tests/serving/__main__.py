@@ -83,19 +83,11 @@ def ask_vllm(python: str, world: World, kinds: Sequence[str]) -> dict[tuple[str,
         if is_adapter(folder) or kind == "PPOTrainer of 0.1":
             jobs[str(merged), classifies] = [(kind, "merged, vLLM", "")]
     asked, answered = world.folder / "asked.json", world.folder / "answered.json"
-    asked.write_text(
-        json.dumps(
-            [
-                {
-                    "folder": folder,
-                    "adapters": [x for _, _, x in of if x],
-                    "classifies": classifies,
-                    "ids": IDS,
-                }
-                for (folder, classifies), of in jobs.items()
-            ]
-        )
-    )
+    given = [
+        {"folder": x, "adapters": [a for _, _, a in of if a], "classifies": classifies, "ids": IDS}
+        for (x, classifies), of in jobs.items()
+    ]
+    asked.write_text(json.dumps(given))
     subprocess.run([python, in_vllm.__file__, asked, answered], check=True)
     found = json.loads(answered.read_text())
     return {
@@ -127,7 +119,7 @@ def print_table(rows: dict[str, Row]) -> list[str]:
             found = row.get(column, "")
             bad = found not in ("", "refused") and failed(found)
             wrong += [f"{kind}, {column}: {found}"] if bad else []
-            text = f"{found:.0e}" if isinstance(found, float) else found
+            text = f"{found:.1g}" if isinstance(found, float) else found
             cells.append(f"{'FAILED' if bad else text:<{max(len(column), 7)}}")
         print(" | ".join([f"{kind:<{widest}}", *cells]))
     return wrong

@@ -50,8 +50,8 @@ def difference(said: Tensor, found: Tensor) -> float:
 
 
 def pushed(folder: Path) -> str:
-    """ "ok" where a dry run names the weights, no pickle and fastrl's card, which names the
-    repository; else what it says."""
+    """What a dry run says; "ok" where that names the weights, no pickle, and the repository in
+    fastrl's card."""
     shown = run("push", folder, "me/tuned", "--dry-run")
     weights = [x.name for x in folder.glob("*.safetensors")]
     good = all(name in shown for name in weights) and ".bin" not in shown and "# me/tuned" in shown
