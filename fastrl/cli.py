@@ -31,6 +31,7 @@ Reinforcement learning from rewards and preferences for language models.
 
 commands:
   demo    train a small model on film reviews, improve it with PPO, in minutes
+  new     a folder with a script, a recipe and a reward, which trains at once
   sft     supervised fine-tuning of your language model on texts
   reward  train a reward model on preference pairs
   align   learn from preferences, as data or live: DPO, KTO, ORPO and others
@@ -206,10 +207,10 @@ _METHODS = {
 # They parse their arguments themselves: those on runs have no settings, those of a plan depend on
 # its method.
 _PARSE_THEMSELVES = (
-    *("report", "doctor", "samples", "chat", "merge", "push", "replay", "plan", "run-trl"),
-    *("migrate", "completion", "recipes"),
+    *("new", "report", "doctor", "samples", "chat", "merge", "push", "replay", "plan"),
+    *("run-trl", "migrate", "completion", "recipes"),
 )
-_ONE_PROCESS = ("demo", "chat", "merge", "push", "replay", "plan")
+_ONE_PROCESS = ("demo", "new", "chat", "merge", "push", "replay", "plan")
 _TRAINING = ("sft", "reward", "align", "ppo", "grpo", "run-trl")
 
 if __name__ == "__main__":

@@ -201,7 +201,10 @@ def test_an_own_advantage_learns_otherwise_than_grpos(tmp_path):
 
 
 def test_an_own_reward_reads_its_column(tmp_path):
-    logs = run("own_reward")["train"](str(tmp_path), steps=20)
+    example = run("own_reward")
+    said = ["blue red", "blue", ""]
+    assert example["wanted"](said, said, None, colour=["blue", "", "red"]) == [0.5, None, 0.0]
+    logs = example["train"](str(tmp_path), steps=20)
     assert logs[0]["rewards/wanted/mean"] < logs[1]["rewards/wanted/mean"]
 
 

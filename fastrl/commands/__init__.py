@@ -2,6 +2,7 @@
 
 # Of each command: its module, the dataclasses of its flags, and the function that takes them.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "new": ("commands.new", (), "run_new"),
     "demo": ("demo.experiment", ("Demo",), "run_demo"),
     "sft": ("commands.sft", ("SFTJob", "SFTFlags"), "run_sft"),
     "reward": ("commands.reward", ("RewardJob", "RewardFlags"), "run_reward"),

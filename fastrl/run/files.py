@@ -9,7 +9,7 @@ import functools
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,14 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = False) -> None:
     part.replace(path)
     if sync:
         sync_file(path.parent)
+
+
+def write_files(folder: Path, contents: Mapping[str, str]) -> None:
+    """Writes files by their paths in a folder, with the folders that these need."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, content)
 
 
 def cache_file(path: Path, content: bytes) -> None:
