@@ -78,6 +78,7 @@ _FENCE = re.compile(
     r"(?P<text>.*?)^(?P=indent)```[ ]*$",
     re.MULTILINE | re.DOTALL,
 )
+_INCLUDED = re.compile(r'^--8<-- "([^"]+):(\w+)"\n', re.MULTILINE)
 _NOTE = re.compile(r"<!-- (gpu|run|file|needs)(?:: (\S+))? -->")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # stand-ins are odd models
@@ -91,7 +92,8 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    """Of a page, those in its own text; what it includes has tests of its own."""
+    """Of a page, those in its own text, with what these include; other text that it includes has
+    tests of its own."""
     text = (ROOT / page).read_text(encoding="utf-8")
     found = []
     for match in _FENCE.finditer(text):
@@ -99,8 +101,17 @@ def blocks(page: str) -> list[Block]:
         lines = (line.removeprefix(indent) for line in match["text"].splitlines(keepends=True))
         notes = dict(_NOTE.findall(match["notes"]))
         line = text.count("\n", 0, match.start("kind")) + 1
-        found.append(Block(match["kind"], "".join(lines), notes, line))
+        text_of_block = _INCLUDED.sub(included, "".join(lines))
+        found.append(Block(match["kind"], text_of_block, notes, line))
     return found
+
+
+def included(asked: re.Match[str]) -> str:
+    """A part of a file, as the pages' builder includes it."""
+    text = (ROOT / asked[1]).read_text(encoding="utf-8")
+    part = text.partition(f"[start:{asked[2]}]\n")[2].partition(f"# --8<-- [end:{asked[2]}]")[0]
+    assert part, f"{asked[1]} has no part {asked[2]}"
+    return part
 
 
 EVERY = [(page, block) for page in PAGES for block in blocks(page)]
@@ -307,6 +318,10 @@ def test_shell_lines_are_what_the_tools_take(
                     )
                 case ["fastrl", "run-trl", script, *_] | ["fastrl.run_trl", script, *_]:
                     assert script.endswith(".py")
+                case ["fastrl", "new", *arguments]:
+                    importlib.import_module("fastrl.commands.new").make_parser().parse_args(
+                        arguments
+                    )
                 case ["fastrl", "migrate", *arguments]:
                     importlib.import_module("fastrl.commands.migrate").parse_flags(arguments)
                 case ["fastrl", "plan", *arguments]:
