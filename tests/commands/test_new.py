@@ -42,7 +42,7 @@ def test_the_script_the_recipe_and_the_test_run(here, monkeypatch, capsys):
     assert Path("runs/train/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a b", ".a", "ä", "a\n", "-a", None])
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a b", ".a", "ä", "a\n", "-a", None])
 def test_a_bad_name_writes_nothing(name, here, capsys):
     assert cli.main(["new"] if name is None else ["new", name]) == 2
     assert "NAME" in capsys.readouterr().err
