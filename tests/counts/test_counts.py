@@ -25,7 +25,7 @@ def test_a_goal_is_kept(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_documents_say_what_processes_exchange() -> None:
     text = (Path(__file__).parents[2] / "docs" / "processes.md").read_text()
-    said = re.search(r"Counted: (\d+) bytes\s+for a token, on (\d+) × (\d+) samples", text)
+    said = re.search(r"(\d+) bytes per token, on (\d+) × (\d+) samples", text)
     assert said is not None
     counted, *shape = map(int, said.groups())
     assert shape == [of_processes.PROCESSES, SAMPLES // of_processes.PROCESSES]
