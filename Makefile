@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # One more than CI has cores: some tests wait for processes.
 JOBS ?= 3
 
-.PHONY: help demo test thorough headroom resolve faults processes serving lint format docs aot emulated counts gpu bench trl-parity hub clean
+.PHONY: help demo test thorough headroom resolve notebooks faults processes serving lint format docs aot emulated counts gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
@@ -14,6 +14,7 @@ help:
 	@echo "make thorough  what make test leaves out, and all kernels' options (PART=WORD: a part of it)"
 	@echo "make headroom  that what is judged is as exact on other inputs and instruction sets"
 	@echo "make resolve  that what make installs resolves for every Python and processor, CUDA and CPU"
+	@echo "make notebooks  run the notebooks of examples/, and keep their outputs in them"
 	@echo "make faults  kill runs of every trainer at many instants, and resume them"
 	@echo "make processes  train on two and on four processes, by each launcher"
 	@echo "make serving  what is saved, loaded by transformers, PEFT and vLLM, and compared"
@@ -65,6 +66,7 @@ thorough: $(VENV)/.dev
 	$(BIN)/python -m tests.headroom
 	$(BIN)/python -m tests.resolution
 	$(BIN)/python -m tests.installs
+	$(BIN)/python -m tests.notebooks
 
 # Ten minutes on two cores; HEADROOM= takes --light and --full.
 headroom: $(VENV)/.dev
@@ -72,6 +74,10 @@ headroom: $(VENV)/.dev
 
 resolve: $(VENV)/.dev
 	$(BIN)/python -m tests.resolution
+
+# Six minutes on two cores; NOTEBOOKS= takes names.
+notebooks: $(VENV)/.dev
+	$(BIN)/python -m tests.notebooks --write $(NOTEBOOKS)
 
 faults: export FAULTS = all
 faults: $(VENV)/.dev
@@ -106,6 +112,8 @@ docs: $(VENV)/.docs
 	$(BIN)/python docs/.api/capabilities.py
 	$(BIN)/python docs/.api/eras.py
 	$(BIN)/python docs/.api/aliases.py
+	$(BIN)/python docs/.api/notebooks.py
+	$(BIN)/python docs/.api/tutorial.py
 	$(BIN)/zensical build --clean --strict
 	cp -r benchmarks/plots site/
 	@echo "Open $(CURDIR)/site/index.html; its search needs no server."

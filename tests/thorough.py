@@ -31,6 +31,7 @@ _WHOLE = (
     "ppo/test_bandit.py",
     "ppo/test_golden.py",
     "surfaces/test_one_method.py",
+    "test_notebooks.py",
 )
 _EACH_VALUE = {
     "alignment/test_losses.py::test_a_loss_and_its_gradients_are_those_of_its_formula",
