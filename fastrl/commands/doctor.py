@@ -53,7 +53,7 @@ def _print(run: RunCurves, diagnosis: Diagnosis) -> None:
     for finding in diagnosis.findings:
         where = "" if finding.stage is None else f" ({finding.stage})"
         console.print(plain(f"{finding.severity}: {finding.name}{where}"), style="bold")
-        for text in (finding.figures, f"→ {finding.advice}"):
+        for text in (finding.figures, f"→ {finding.advice}", f"more: {finding.page}"):
             shown = textwrap.fill(
                 text, console.width - 2, initial_indent="  ", subsequent_indent="    "
             )

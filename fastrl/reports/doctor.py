@@ -26,7 +26,8 @@ class Finding:
         advice: what to change.
         severity: "illness": training does not do what it is for, or its result cannot be used; or
             "note": worth a look.
-        name, metrics: of the check, which :func:`examine` fills in.
+        name, metrics, page: of the check, which :func:`examine` fills in; the page of the documents
+            says more.
         stage: of the run in which it was found; None: the run itself.
     """
 
@@ -35,6 +36,7 @@ class Finding:
     severity: str = ILLNESS
     name: str = ""
     metrics: tuple[str, ...] = ()
+    page: str = ""
     stage: str | None = None
 
 
@@ -51,6 +53,11 @@ class Check:
     metrics: tuple[str, ...]
     least: int
     find: Callable[[RunCurves], Finding | None]
+
+    @property
+    def page(self) -> str:
+        """Where the documents say more: a heading of the FAQ has the check's name."""
+        return f"docs/faq.md#{self.name.lower().replace(' ', '-')}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,11 @@ def examine(run: RunCurves) -> Diagnosis:
             elif (found := each.find(part)) is None:
                 passed.append(each.name + where)
             else:
-                findings.append(replace(found, name=each.name, metrics=each.metrics, stage=stage))
+                findings.append(
+                    replace(
+                        found, name=each.name, metrics=each.metrics, page=each.page, stage=stage
+                    )
+                )
     findings.sort(key=lambda finding: finding.severity != ILLNESS)
     return Diagnosis(tuple(_in_words_of(run, x) for x in findings), tuple(passed), tuple(too_few))
 

@@ -210,6 +210,16 @@ def test_the_documents_list_every_check():
     assert set(rows) - {"finding", "---"} == {check.name for check in CHECKS}
 
 
+def test_the_page_of_each_finding_is_there():
+    root = Path(__file__).parents[2]
+    found = examine(record(changes={"reward/std": 0.0})).findings
+    assert [x.page for x in found] == ["docs/faq.md#equal-scores"]
+    for check in CHECKS:
+        page, _, anchor = check.page.partition("#")
+        headings = re.findall(r"^#+ (.+)$", (root / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
+
+
 def test_what_was_recorded_too_few_times_is_not_judged():
     rows = [ppo(step, random.Random(0)) for step in (1, 2)]
     for row in rows:
