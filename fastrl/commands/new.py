@@ -39,7 +39,7 @@ def run_new(arguments: Sequence[str]) -> None:
         UsageError: no name, or one that is no name of a folder; one that is there already.
     """
     flags = make_parser().parse_args(list(arguments))
-    name = flags.name
+    name: str = flags.name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         raise UsageError(
             f"NAME is {name!r}: name a folder to be made here, of letters, digits, - and _, which "
