@@ -4,7 +4,8 @@ A copy of this tree, in a folder named fastrl, is installed from its wheel, from
 and editable, by pip and by uv, into environments of their own; the kernels alone, too. In the
 folder above the copy, in the copy and in another one, the packages are imported, mypy finds a wrong
 argument, and the program says its help. Other packages are this environment's; with ``--whole``
-they are installed as well, torch first. PART=WORD draws one way.
+they are installed as well, torch first, as another version's ``--python`` needs: the demo runs,
+and it is told how long they took to install, and how much there is. PART=WORD draws one way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -76,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--what", action="append", choices=sorted({way.what for way in WAYS}))
     parser.add_argument("--by", action="append", choices=("pip", "uv"))
     parser.add_argument("--whole", action="store_true", help="other packages, too (a GB each)")
+    parser.add_argument("--python", default=sys.executable, help="of the environments [this one]")
     args = parser.parse_args(argv)
     asked = [x for x in WAYS if x.what in (args.what or x.what) and x.by in (args.by or x.by)]
     failed, ways = 0, asked if args.what or args.by else drawn(asked, "installs")
     for way in ways:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                check(way, Path(folder), args.whole)
-                said = "found from everywhere"
+                said = f"found from everywhere{check(way, Path(folder), args.python, args.whole)}"
             except Failed as error:
                 failed, said = failed + 1, str(error)
         print(f"{way.what} by {way.by}: {said}", flush=True)
@@ -91,15 +93,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def check(way: Way, folder: Path, whole: bool) -> None:
-    """
+def check(way: Way, folder: Path, base: str, whole: bool) -> str:
+    """What a whole environment took; "" of one without other packages.
+
+    Args:
+        base: the Python of which the environment is made.
+
     Raises:
         Failed: says what, and where.
     """
     clone, other = folder / "fastrl", folder / "other"
     shutil.copytree(ROOT, clone, ignore=_LEFT_OUT)
     other.mkdir()
-    python = install(way, clone, folder / "venv", whole)
+    begin = time.monotonic()
+    python = install(way, clone, folder / "venv", base, whole)
+    seconds = time.monotonic() - begin
     program = _ALONE if way.what == "kernels" else _WHOLE
     (folder / "mypy.ini").write_text(_MYPY, encoding="utf-8")
     for place in (folder, clone, other):
@@ -114,11 +122,19 @@ def check(way: Way, folder: Path, whole: bool) -> None:
     find = f"from importlib.util import find_spec; print(*map(find_spec, {_NOT_FOUND}))"
     if str(clone) in (said := run([python, "-c", find], other)):
         raise Failed(f"more than the packages can be imported: {said}")
+    if not whole:
+        return ""
+    if program.command:
+        run([python.with_name("fastrl"), "demo", "--quick", "--output", other / "demo"], other)
+    size = sum(x.lstat().st_size for x in (folder / "venv").rglob("*")) / 1e6
+    versions = "import platform, torch; print(platform.python_version(), torch.__version__)"
+    found = run([python, "-c", versions], other).strip()
+    return f"; {seconds:.0f} s, {size:,.0f} MB, Python and torch {found}"
 
 
-def install(way: Way, clone: Path, venv: Path, whole: bool) -> Path:
+def install(way: Way, clone: Path, venv: Path, base: str, whole: bool) -> Path:
     """The interpreter of a new environment that has what is there."""
-    run([sys.executable, "-m", "venv", venv], clone)
+    run([base, "-m", "venv", venv], clone)
     python = venv / "bin" / "python"
     if way.by == "pip":
         command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
