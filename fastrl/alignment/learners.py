@@ -71,6 +71,9 @@ class Learner(Protocol):
     def views(self, model: nn.Module) -> tuple[Any, Any]:
         """The policy and the reference that a loss is called with."""
 
+    def limit_passes(self, most: int | None) -> None:
+        """Called where the arguments' ``micro_batch_tokens`` has changed since :meth:`place`."""
+
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
         """Called with batches while the model is still as training begins; ``last`` says that no
         more will come."""
@@ -145,6 +148,9 @@ class RewardLearner:
         passes = DeferredGradients(model, self.accelerator, most is not None)
         device = self.accelerator.device
         return RewardModel(model, device, self._padding_free, self._padded_on, passes, most), None
+
+    def limit_passes(self, most: int | None) -> None:
+        """It is read in each call of :meth:`views`."""
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
         """Records in the model whether it reads EOS, see :mod:`fastrl.data.reads_eos`."""
@@ -285,10 +291,13 @@ class PolicyLearner:
         return self._model, self.reference.model
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
-        most = self._tokens.most = self.args.micro_batch_tokens  # set until training begins
+        most = self.args.micro_batch_tokens
         passes = DeferredGradients(model, self.accelerator, most is not None)
         policy = TrainedPolicy(model, self._tokens, passes)
         return policy, self._scored_reference if self.loss.compares else None
+
+    def limit_passes(self, most: int | None) -> None:
+        self._tokens.most = most
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
         if not isinstance(self._scored_reference, CachedReference) or self._scored_reference.closed:

@@ -351,15 +351,8 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         return whole, sample * (texts if self.loss.learns == "reward model" else 1)
 
     def limit_passes(self, passes: PassSize) -> None:
-        """Limits how much is computed at a time, as ``micro_batch_tokens`` and
-        ``gradient_checkpointing`` do.
-
-        Raises:
-            ValueError: as for ``micro_batch_tokens``.
-        """
-        if passes.tokens is not None:
-            self._check_passes(passes.tokens)
-        passes.set_in(self.args)
+        super().limit_passes(passes)
+        self.learner.limit_passes(passes.tokens)
 
     def evaluate(
         self,

@@ -15,7 +15,7 @@ from fastrl.run.launcher import process_count
 
 Settings = TypeVar("Settings")
 
-# Tokens of a pass: with so many a GPU is busy, and more would not make it faster. PassSize of fewer
+# Tokens of a pass: with so many a GPU is busy, and more would not make it faster. Passes of fewer
 # than the second number cost more than computing activations again.
 _MOST, _ENOUGH = 16384, 2048
 

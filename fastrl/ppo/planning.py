@@ -12,11 +12,15 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from fastrl.config import PPOConfig, json_object
+from fastrl.learn.scorer import Scorer
+from fastrl.learn.update import Update
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
 from fastrl.plan.memory import ACTIVATIONS
+from fastrl.plan.passes import PassSize
 from fastrl.plan.rehearsal import LOADING, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens
+from fastrl.ppo.critic import CriticLearner
 from fastrl.rollout import SamplingParams
 from fastrl.rollout.backends import EngineBackend
 from fastrl.rollout.rehearsed_engine import RehearsedEngine
@@ -35,6 +39,51 @@ _NOT_REHEARSED: dict[str, Any] = {
     "critic": None,  # is built, not read
     "critic_warmup_steps": 0,
 }
+
+
+class MemoryPlanning:
+    """The methods of a ``PPOTrainer`` that say what it will need of memory, and bound it."""
+
+    config: PPOConfig
+    current_device: Any
+    critic: CriticLearner | None
+    scorer: Scorer
+    update: Update
+    _unwrapped: Any
+
+    def plan(
+        self, prompt_tokens: int, response_tokens: int, passes: PassSize | None = None
+    ) -> Plan:
+        """What a step with such prompts and responses needs of memory, rollouts included, phase by
+        phase: from a rehearsal without memory, in which nothing of this trainer is run or changed.
+
+        Args:
+            prompt_tokens, response_tokens: of the longest, at least 2.
+            passes: plans with these; by default as the settings say.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        kind = torch.device(self.current_device).type
+        skeleton = Skeleton.of(self._unwrapped)
+        lengths = prompt_tokens, response_tokens
+        critic = None if self.critic is None else Skeleton.of(self.critic.unwrapped)
+        config = self.config if passes is None else passes.of(self.config)
+        return plan_ppo(type(self), skeleton, config, *lengths, kind, critic=critic)
+
+    def tokens_of(self, prompt_tokens: int, response_tokens: int) -> tuple[int, int]:
+        """Tokens of a mini-batch of such samples, and of a sample, which a pass does not split."""
+        sample = prompt_tokens + response_tokens
+        return self.config.mini_batch_size * sample, sample
+
+    def limit_passes(self, passes: PassSize) -> None:
+        """Limits how much is computed at a time, as ``micro_batch_tokens`` and
+        ``gradient_checkpointing`` do; but a sample that has more tokens gets a pass of its own."""
+        self.scorer.limit = self.scorer.limit._replace(tokens=passes.tokens)
+        for learner in self.update.learners:
+            gradient = learner.gradient
+            gradient.rules = gradient.rules._replace(micro_batch_tokens=passes.tokens)
+        self.update.activations.recomputed |= passes.recomputed
 
 
 def plan_ppo(

@@ -46,15 +46,12 @@ from fastrl.models.products import Products
 from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating, warn_of_fp16, warn_of_lost_updates
 from fastrl.overrides import overridden
-from fastrl.plan.passes import PassSize
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.ppo import method, stats
 from fastrl.ppo.classic import ClassicMethods
 from fastrl.ppo.critic import CriticLearner, checked_critic
 from fastrl.ppo.loop import Loop, Numbers
 from fastrl.ppo.persistence import Persistence
-from fastrl.ppo.planning import plan_ppo
+from fastrl.ppo.planning import MemoryPlanning
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
 from fastrl.ppo.setup import (
@@ -89,7 +86,7 @@ _MIXED_PRECISION = (
 _LOOP_COLUMNS = ("label", "query", "response")
 
 
-class PPOTrainer(ClassicMethods, Persistence):
+class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
     """Proximal policy optimisation of a language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
@@ -693,40 +690,6 @@ class PPOTrainer(ClassicMethods, Persistence):
         )
         with self.computing():
             return loop.run()
-
-    def plan(
-        self, prompt_tokens: int, response_tokens: int, passes: PassSize | None = None
-    ) -> Plan:
-        """What a step with such prompts and responses needs of memory, rollouts included, phase by
-        phase: from a rehearsal without memory, in which nothing of this trainer is run or changed.
-
-        Args:
-            prompt_tokens, response_tokens: of the longest, at least 2.
-            passes: plans with these; by default as the settings say.
-
-        Returns:
-            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
-        """
-        kind = torch.device(self.current_device).type
-        skeleton = Skeleton.of(self._unwrapped)
-        lengths = prompt_tokens, response_tokens
-        critic = None if self.critic is None else Skeleton.of(self.critic.unwrapped)
-        config = self.config if passes is None else passes.of(self.config)
-        return plan_ppo(type(self), skeleton, config, *lengths, kind, critic=critic)
-
-    def tokens_of(self, prompt_tokens: int, response_tokens: int) -> tuple[int, int]:
-        """Tokens of a mini-batch of such samples, and of a sample, which a pass does not split."""
-        sample = prompt_tokens + response_tokens
-        return self.config.mini_batch_size * sample, sample
-
-    def limit_passes(self, passes: PassSize) -> None:
-        """Limits how much is computed at a time, as ``micro_batch_tokens`` and
-        ``gradient_checkpointing`` do; but a sample that has more tokens gets a pass of its own."""
-        self.scorer.limit = self.scorer.limit._replace(tokens=passes.tokens)
-        for learner in self.update.learners:
-            gradient = learner.gradient
-            gradient.rules = gradient.rules._replace(micro_batch_tokens=passes.tokens)
-        self.update.activations.recomputed |= passes.recomputed
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
         """Makes a shuffled loader of whole batches of ``batch_size / group_size`` samples.

@@ -19,6 +19,7 @@ from fastrl.models.optimizers import (
 )
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.utils import warn_of_fp16, warn_of_lost_updates
+from fastrl.plan.passes import PassSize
 from fastrl.run.precision import precision_for, refuse_fp16_twice, shared_precision
 from fastrl.run.transformers_base import OpenTrainer
 
@@ -46,6 +47,11 @@ class LowMemoryTrainer(OpenTrainer):
         self._offloading = activation_offloading(
             self.args.activation_offloading, self.args.device, self.is_fsdp_enabled
         )
+
+    def limit_passes(self, passes: PassSize) -> None:
+        """Limits how much is computed at a time, as ``micro_batch_tokens`` and
+        ``gradient_checkpointing`` do; until training begins."""
+        passes.set_in(self.args)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self._says_precision and self.is_world_process_zero():

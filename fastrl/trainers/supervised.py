@@ -33,7 +33,6 @@ from fastrl.models.optimizers import check_optimizer, optimizer_name
 from fastrl.models.products import Products
 from fastrl.models.sharding import spread
 from fastrl.models.utils import NO_LIMIT, check_trainable, context_length, model_identity
-from fastrl.plan.passes import PassSize
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.deepspeed import refuse_zero3
 from fastrl.run.launcher import wait_at_most
@@ -394,11 +393,6 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
                 return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         finally:
             self._part, self._of_batch = None, 1.0
-
-    def limit_passes(self, passes: PassSize) -> None:
-        """Limits how much is computed at a time, as ``micro_batch_tokens`` and
-        ``gradient_checkpointing`` do."""
-        passes.set_in(self.args)
 
     def _passes(self, inputs: Any) -> list[tuple[Any, float]]:
         """The parts of a batch, and their shares of it; as many as any process has, others with a

@@ -123,18 +123,23 @@ class DPOConfig(PreferenceConfig):
                 f"by sigmoid, {', '.join(smoothed)}",
                 stacklevel=3,
             )
-        together = [name for name, (row, _) in rows.items() if row.reads == "batch"]
-        if self.use_weighting and together:
+        together = self.read_together
+        sorting = [name for name in together if name != "sft"]
+        if self.use_weighting and sorting:
             raise ValueError(
-                f"use_weighting weighs pairs, and {', '.join(together)} sorts them: leave one of "
+                f"use_weighting weighs pairs, and {', '.join(sorting)} sorts them: leave one of "
                 "the two out"
             )
-        together += [name for name in self.loss_type if name == "sft"]
         if self.micro_batch_tokens is not None and together:
             raise ValueError(
                 f"micro_batch_tokens splits batches, and {', '.join(together)} reads all of one "
                 "together: leave it out, and lower per_device_train_batch_size"
             )
+
+    @property
+    def read_together(self) -> list[str]:
+        """Losses that read all of a batch."""
+        return [x for x in self.loss_type if x == "sft" or self.objective(x)[0].reads == "batch"]
 
     def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
         """The row of a loss but "sft", and its options."""

@@ -31,15 +31,19 @@ class KTOConfig(PreferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_kl = LOSSES[self.loss_type].has_kl
-        if has_kl and self.train_sampling_strategy != "sequential":
+        if self.read_together and self.train_sampling_strategy != "sequential":
             raise ValueError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r} would take completions "
                 "away from the batch whose KL they estimate: leave it at 'sequential', or choose "
                 "loss_type='apo_zero_unpaired', which estimates none"
             )
-        if has_kl and self.micro_batch_tokens is not None:
+        if self.read_together and self.micro_batch_tokens is not None:
             raise ValueError(
                 f"micro_batch_tokens splits batches, and the KL of {self.loss_type} is one of the "
                 "whole batch: leave it out, and lower per_device_train_batch_size"
             )
+
+    @property
+    def read_together(self) -> list[str]:
+        """Losses that read all of a batch."""
+        return [self.loss_type] if LOSSES[self.loss_type].has_kl else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from fastrl.plan.passes import PassSize
 from fastrl.plan.rehearsal import OPTIMIZER_STEPS, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens
@@ -20,19 +21,34 @@ class PlansMemory:
     model: Any
     args: Any
     memory_plan: ClassVar[Callable[..., Plan]]  # such as plan_online
+    texts_of_an_example = 1
 
-    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
+    def plan(
+        self, prompt_tokens: int, response_tokens: int, passes: PassSize | None = None
+    ) -> Plan:
         """What training on such prompts and responses needs of memory, phase by phase: from a
         rehearsal without memory, in which nothing of this trainer is run or changed.
 
         Args:
             prompt_tokens, response_tokens: of the longest, at least 2.
+            passes: plans with these; by default as the settings say.
 
         Returns:
             a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
         """
         skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
-        return self.memory_plan(type(self), skeleton, self.args, *lengths, self.args.device.type)
+        args = self.args if passes is None else passes.of(self.args)
+        return self.memory_plan(type(self), skeleton, args, *lengths, self.args.device.type)
+
+    def tokens_of(self, prompt_tokens: int, response_tokens: int) -> tuple[int, int]:
+        """Tokens of a batch of such texts, and of what a pass does not split: an example."""
+        example = self.texts_of_an_example * (prompt_tokens + response_tokens)
+        whole = self.args.per_device_train_batch_size * example
+        return whole, whole if self.reads_whole_batches() else example
+
+    def reads_whole_batches(self) -> bool:
+        """Whether a loss reads all of a batch, so that passes cannot split it."""
+        return False
 
 
 def plan_preference(

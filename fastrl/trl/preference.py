@@ -209,6 +209,13 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
             rows = self._with_ref_logprobs(rows, training)
         return rows
 
+    @property
+    def texts_of_an_example(self) -> int:  # type: ignore[override]
+        return len(self.id_columns) - 1
+
+    def reads_whole_batches(self) -> bool:
+        return bool(self.args.read_together)
+
     def sizes(self, dataset: Any) -> Iterable[int]:
         if is_stream(dataset):
             return ()
@@ -220,7 +227,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
         return (len(sides) * max(sides) for sides in lengths)
 
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
-        mask, sides = inputs["attention_mask"], len(self.id_columns) - 1
+        mask, sides = inputs["attention_mask"], self.texts_of_an_example
         count, width = len(mask) // sides, mask.shape[1]
         lengths = mask.sum(-1).view(sides, count).sum(0).tolist()
         sizes = lengths if self._is_padding_free() else [sides * width] * count

@@ -6,9 +6,14 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fastrl import (
     AutoModelForCausalLMWithValueHead,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
@@ -24,6 +29,7 @@ from fastrl.plan.memory import ACTIVATIONS, PARAMETERS, Peak
 from fastrl.plan.passes import PassSize, choose_passes, fit_passes
 from fastrl.plan.report import CONTEXT_BYTES, GAPS, GIB, Plan
 from fastrl.plan.skeleton import blank_tokenizer, words
+from fastrl.rollout import rehearsed_engine
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -79,7 +85,6 @@ def _model(kind=LlamaForCausalLM, **more):
 def _ppo(tmp_path):
     config = PPOConfig(
         batch_size=64,
-        rollout_backend="generate",
         mini_batch_size=64,
         ppo_epochs=1,
         accelerator_kwargs={"cpu": True},
@@ -92,7 +97,6 @@ def _ppo(tmp_path):
     def train():
         draws = torch.Generator().manual_seed(1)
         lengths = torch.randint(4, 33, (64,), generator=draws).tolist()
-        lengths[5] = 90  # with its prompt more than any pass has: it gets one of its own
         texts = [torch.randint(2, 64, (n,), generator=draws) for n in lengths]
         trainer.step(
             [x[:3] for x in texts],
@@ -141,11 +145,49 @@ def _alignment(tmp_path):
     return trainer, trainer.model, (16, 16), trainer.train
 
 
+def _dpo(tmp_path):
+    rows = [
+        {"prompt": [2] * (1 + i % 5), "chosen": [3] * (1 + i % 9), "rejected": [4, 5, 3]}
+        for i in range(64)
+    ]
+    ids = [{f"{name}_ids": x for name, x in row.items()} for row in rows]
+    args = _settings(DPOConfig, tmp_path, gradient_checkpointing=False)
+    trainer = DPOTrainer(
+        _model(), args=args, train_dataset=Dataset.from_list(ids),
+        processing_class=blank_tokenizer(),
+    )  # fmt: skip
+    return trainer, trainer.model, (16, 16), trainer.train
+
+
+def _grpo(tmp_path):
+    args = _settings(
+        GRPOConfig, tmp_path, gradient_checkpointing=False, max_completion_length=16, beta=0.1,
+        loss_type="grpo",
+    )  # fmt: skip
+    rows = Dataset.from_dict({"prompt": [words(1 + i % 9) for i in range(8)]})
+    trainer = GRPOTrainer(
+        _model(), lambda completion_ids, **_: [float(sum(x) % 7) for x in completion_ids],
+        args=args, train_dataset=rows, processing_class=blank_tokenizer(),
+    )  # fmt: skip
+    return trainer, trainer.model, (16, 16), trainer.train
+
+
+def _counted(model):
+    """The tokens of each forward to come, and the calls of a layer."""
+    sizes, layers = [], []
+    table = getattr(model, "pretrained_model", model).get_input_embeddings()
+    table.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
+    layer = next(x for x in model.modules() if isinstance(x, LlamaDecoderLayer))
+    layer.register_forward_pre_hook(lambda *_: layers.append(1))
+    return sizes, layers
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("made", [_ppo, _sft, _reward, _alignment])
+@pytest.mark.parametrize("made", [_ppo, _sft, _reward, _alignment, _dpo, _grpo])
 def test_a_trainer_learns_the_same_in_passes_that_fit(made, tmp_path, monkeypatch):
     monkeypatch.setattr(passes, "_MOST", 512)
     monkeypatch.setattr(passes, "_ENOUGH", 256)
+    monkeypatch.setattr(rehearsed_engine, "copied_bytes", lambda _: 4)  # 128 MiB in earnest
     trained = []
     for fitted in (False, True):
         trainer, model, lengths, train = made(tmp_path)
@@ -155,7 +197,11 @@ def test_a_trainer_learns_the_same_in_passes_that_fit(made, tmp_path, monkeypatc
             found, plan = fit_passes(trainer, *lengths, gpu_gib=gib_with(room))
             assert plan.peak <= room
             assert found.recomputed or found.tokens < 512
+            sizes, layers = _counted(model)
         train()
+        if fitted:
+            assert max(sizes) <= (found.tokens or 4096)
+            assert (len(layers) > len(sizes)) == found.recomputed
         trained.append(dict(model.named_parameters()))
     whole, limited = trained
     assert any(not torch.equal(x, before[name]) for name, x in whole.items())
