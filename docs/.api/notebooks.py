@@ -21,9 +21,11 @@ def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
     pictures: dict[str, bytes] = {}
 
     def parts() -> Iterator[str]:
+        heading = name
         for cell in notebook["cells"]:
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
+                heading = ([heading] + re.findall(r"^#+ (.+)", source, re.MULTILINE))[-1]
                 links = re.sub(r"\]\(\.\./\.\./docs/", "](../", source)
                 yield re.sub(r"\]\((\w+)\.ipynb", r"](\1.md", links)
                 continue
@@ -33,7 +35,7 @@ def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
                 if "image/png" in data:
                     picture = f"{name}_{len(pictures)}.png"
                     pictures[picture] = base64.b64decode(data["image/png"])
-                    yield f"![]({picture})"
+                    yield f"![{heading}: figure {len(pictures)}]({picture})"
                 else:
                     text = "".join(output.get("text") or data["text/plain"])
                     yield f"```text\n{text.rstrip()}\n```"
