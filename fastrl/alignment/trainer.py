@@ -323,7 +323,11 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self._show_batches()
 
     def plan(
-        self, prompt_tokens: int, response_tokens: int, passes: PassSize | None = None
+        self,
+        prompt_tokens: int,
+        response_tokens: int,
+        passes: PassSize | None = None,
+        device: str | None = None,
     ) -> Plan:
         """What training on such prompts and responses needs of memory, phase by phase; online with
         their rollouts, and without the annotator: from a rehearsal without memory, in which nothing
@@ -332,12 +336,13 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         Args:
             prompt_tokens, response_tokens: of the longest, at least 2.
             passes: plans with these; by default as the settings say.
+            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
 
         Returns:
             a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
         """
         skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
-        device, task = self.args.device.type, self.factory.task
+        device, task = device or self.args.device.type, self.factory.task
         args = self.args if passes is None else passes.of(self.args)
         return plan_alignment(type(self), skeleton, args, *lengths, self.loss, device, task)
 

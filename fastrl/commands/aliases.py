@@ -126,9 +126,10 @@ _ROLLOUTS = {
     "bf16": Alias("accelerator_kwargs.mixed_precision", values={True: "bf16", False: "no"}),
     "fp16": Alias("accelerator_kwargs.mixed_precision", values={True: "fp16", False: "no"}),
     **_refused(
-        "--batch-size completions are in a step of a process (--group-size of them to a prompt), "
-        "--mini-batch-size in a forward and backward pass, and --gradient-accumulation-steps such "
-        "passes in an optimizer step",
+        "sizes count completions, --group-size of them to a prompt: --batch-size in a step of a "
+        "process (TRL's per_device_train_batch_size × steps_per_generation), --mini-batch-size in "
+        "a forward and backward pass (TRL's per_device_train_batch_size); "
+        "--gradient-accumulation-steps such passes are in an optimizer step",
         "per_device_train_batch_size generation_batch_size train_batch_size "
         "micro_train_batch_size rollout_batch_size ppo_mini_batch_size num_mini_batches "
         "ppo_micro_batch_size_per_gpu steps_per_generation",

@@ -20,6 +20,7 @@ from fastrl.eras import eras_of, flags_taken
 from fastrl.recipes import Recipe, recipes
 
 _KINDS = {int: "int", float: "float", str: "text", dict: "JSON"}
+_FIRST = {"plan": "MODEL|CONFIG.yaml"}  # what a command takes before its flags, beside a YAML file
 _LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
 _LINES = 2  # of a flag in --help
 _RAGGED = 8  # characters that a line may lose because it breaks at words
@@ -113,7 +114,7 @@ def make_parser(command: str, kinds: Sequence[Any]) -> Any:
     parser = Parser(
         list(kinds),
         prog=f"fastrl {command}",
-        usage=f"fastrl {command} [CONFIG.yaml] [--flag value ...]",
+        usage=f"fastrl {command} {_FIRST.get(command, '[CONFIG.yaml]')} [--flag value ...]",
         formatter_class=_AllFlags,
         allow_abbrev=False,
         add_help=False,

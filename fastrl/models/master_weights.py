@@ -47,6 +47,11 @@ class MasterWeights(torch.optim.Optimizer):
         self._stepped = False
 
     @property
+    def masters(self) -> list[Tensor]:
+        """Those that there are."""
+        return list(self._masters.values())
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.inner.param_groups
 

@@ -153,7 +153,11 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
         now = max(phase.by_kind[KV_CACHE] for phase in with_keys)
         most = int((now + left) / GIB * 10) / 10  # rounded down
         if most * GIB > now:
-            yield f"keys and values take {gib(now)}, and can take {run.kv_cache_flag} {most:g}"
+            then = " then" if grown else ""
+            yield (
+                f"keys and values{then} take {gib(now)}; {run.kv_cache_flag} can be up to "
+                f"{most:g}, for longer responses or more of them at a time"
+            )
 
 
 def _growth(plan: Plan, kind: str, gpu_gib: float) -> float:

@@ -56,7 +56,7 @@ class LimitedTrainer(Protocol):
 
     @property
     def plan(self) -> Callable[..., Plan]:
-        """Of the lengths of texts, its memory; with ``passes=`` that with these."""
+        """Of the lengths of texts, its memory; with other ``passes=``, for another ``device=``."""
 
     @property
     def tokens_of(self) -> Callable[..., tuple[int, int]]:
@@ -98,7 +98,10 @@ def fit_passes(
             raise ValueError("no GPU here: say how much memory the run will have, by gpu_gib")
         gpu_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     passes, plan = choose_passes(
-        lambda passes: trainer.plan(*lengths, passes=passes), whole, example, gpu_gib
+        lambda passes: trainer.plan(*lengths, passes=passes, device="cuda"),
+        whole,
+        example,
+        gpu_gib,
     )
     trainer.limit_passes(passes)
     return passes, plan

@@ -23,7 +23,7 @@ def usable(gib: float) -> int:
     return int((gib * GIB - CONTEXT_BYTES) * (1 - GAPS))
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """The memory of a run.
 
@@ -63,6 +63,9 @@ class Plan:
 
     def fits(self, gpu_gib: float) -> bool:
         return self.peak <= usable(gpu_gib)
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.title} on {self.device}: {self.line()}>"
 
     def line(self) -> str:
         """The plan in one line."""

@@ -52,7 +52,11 @@ class MemoryPlanning:
     _unwrapped: Any
 
     def plan(
-        self, prompt_tokens: int, response_tokens: int, passes: PassSize | None = None
+        self,
+        prompt_tokens: int,
+        response_tokens: int,
+        passes: PassSize | None = None,
+        device: str | None = None,
     ) -> Plan:
         """What a step with such prompts and responses needs of memory, rollouts included, phase by
         phase: from a rehearsal without memory, in which nothing of this trainer is run or changed.
@@ -60,11 +64,12 @@ class MemoryPlanning:
         Args:
             prompt_tokens, response_tokens: of the longest, at least 2.
             passes: plans with these; by default as the settings say.
+            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
 
         Returns:
             a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
         """
-        kind = torch.device(self.current_device).type
+        kind = device or torch.device(self.current_device).type
         skeleton = Skeleton.of(self._unwrapped)
         lengths = prompt_tokens, response_tokens
         critic = None if self.critic is None else Skeleton.of(self.critic.unwrapped)

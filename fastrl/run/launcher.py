@@ -48,14 +48,9 @@ def check_one_process(what: str) -> None:
 
 def connect_cpus() -> None:
     """Has accelerate connect several processes on a machine without GPUs, too; it would take each
-    for a run of its own. To be called before accelerate looks. Warns of a launcher that has started
-    a single process in place of several."""
+    for a run of its own. To be called before accelerate looks."""
     import torch
 
-    # What accelerate launch sets for a number above 1, and what it then leaves to torchrun.
-    told = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
-    if told and process_count() == 1 and "WORLD_SIZE" not in os.environ:
-        _warn_of_a_single_process()
     if process_count() > 1 and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
@@ -86,17 +81,18 @@ def leave_group() -> None:
 
 @functools.cache
 def _warn_of_a_single_process() -> None:
-    """Once: it is found in several places."""
+    """Once, however many trainers a program makes."""
     warnings.warn(
         "accelerate launch was told to start several processes, and has started one, as it does "
         "with --cpu or without GPUs: give --multi_gpu in place of --cpu, which starts them on "
         "CPUs, too, or use torchrun --nproc-per-node",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
 def check_found(accelerator: Accelerator) -> None:
-    """Compares what accelerate has found with what a launcher was told.
+    """Compares what accelerate has found with what a launcher was told; warns of a launcher that
+    has started a single process in place of several.
 
     Raises:
         ValueError: a launcher has started several processes, and accelerate takes each for a single
@@ -106,6 +102,10 @@ def check_found(accelerator: Accelerator) -> None:
     from accelerate.utils import DistributedType
 
     count = process_count()
+    # What accelerate launch sets for a number above 1, and what it then leaves to torchrun.
+    told = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
+    if told and count == 1 and "WORLD_SIZE" not in os.environ:
+        _warn_of_a_single_process()
     if accelerator.num_processes == 1 < count:
         raise ValueError(
             f"{count} processes were started, and accelerate takes each for a run of its own: each "

@@ -226,20 +226,21 @@ class RewardTrainer(SupervisedTrainer):
         self.can_return_loss = True  # of pairs, for evaluation
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
 
-    def plan(self, tokens: int, passes: PassSize | None = None) -> Plan:
+    def plan(self, tokens: int, passes: PassSize | None = None, device: str | None = None) -> Plan:
         """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
         without memory, in which nothing of this trainer is run or changed.
 
         Args:
             tokens: of the longest text of a pair, at least 2.
             passes: plans with these; by default as the settings say.
+            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
 
         Returns:
             a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
         """
-        skeleton, device = Skeleton.of(self.model), self.args.device.type
         args = self.args if passes is None else passes.of(self.args)
-        return plan_reward(type(self), skeleton, args, tokens, device)
+        device = device or self.args.device.type
+        return plan_reward(type(self), Skeleton.of(self.model), args, tokens, device)
 
     def tokens_of(self, tokens: int) -> tuple[int, int]:
         """Tokens of a batch of such pairs, and of one, which a pass does not split."""

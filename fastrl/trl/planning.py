@@ -24,7 +24,11 @@ class PlansMemory:
     texts_of_an_example = 1
 
     def plan(
-        self, prompt_tokens: int, response_tokens: int, passes: PassSize | None = None
+        self,
+        prompt_tokens: int,
+        response_tokens: int,
+        passes: PassSize | None = None,
+        device: str | None = None,
     ) -> Plan:
         """What training on such prompts and responses needs of memory, phase by phase: from a
         rehearsal without memory, in which nothing of this trainer is run or changed.
@@ -32,13 +36,16 @@ class PlansMemory:
         Args:
             prompt_tokens, response_tokens: of the longest, at least 2.
             passes: plans with these; by default as the settings say.
+            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
 
         Returns:
             a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
         """
         skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
         args = self.args if passes is None else passes.of(self.args)
-        return self.memory_plan(type(self), skeleton, args, *lengths, self.args.device.type)
+        return self.memory_plan(
+            type(self), skeleton, args, *lengths, device or self.args.device.type
+        )
 
     def tokens_of(self, prompt_tokens: int, response_tokens: int) -> tuple[int, int]:
         """Tokens of a batch of such texts, and of what a pass does not split: an example."""

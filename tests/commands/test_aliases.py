@@ -93,7 +93,7 @@ def test_yaml_takes_them_and_flags_win(tmp_path: Path) -> None:
         ("ppo", "--beta 0.1", "--beta: it is a coefficient that stays: set --adap-kl-ctrl"),
         ("grpo", "--kl_coef 0.1", "--kl-coef: it is of a KL in the reward"),
         ("grpo", "--epsilon-high 5 --policy-loss cispo", "--epsilon-high: of cispo"),
-        ("grpo", "--per-device-train-batch-size 8", "--batch-size completions are in a step"),
+        ("grpo", "--per-device-train-batch-size 8", "sizes count completions"),
         ("grpo", "--num-train-epochs 3", "--num-train-epochs: a run has --steps steps"),
         ("sft", "--use-peft", "--use-peft: --lora-r is the adapter's rank"),
         ("sft", "--use-peft false --lora-r 8", "--use-peft and --lora-r are one setting"),

@@ -193,7 +193,7 @@ def test_a_trainer_learns_the_same_in_passes_that_fit(made, tmp_path, monkeypatc
         trainer, model, lengths, train = made(tmp_path)
         before = {name: x.detach().clone() for name, x in model.named_parameters()}
         if fitted:
-            room = int(0.97 * trainer.plan(*lengths, passes=PassSize(512)).peak)
+            room = int(0.97 * trainer.plan(*lengths, passes=PassSize(512), device="cuda").peak)
             found, plan = fit_passes(trainer, *lengths, gpu_gib=gib_with(room))
             assert plan.peak <= room
             assert found.recomputed or found.tokens < 512
@@ -214,7 +214,8 @@ class Told:
 
     limited = None
 
-    def plan(self, *lengths, passes=None):
+    def plan(self, *lengths, passes=None, device=None):
+        assert device == "cuda"
         kinds = {ACTIVATIONS: (passes.tokens or 65536) * MIB}
         return Plan("", "cuda", {"update": Peak(kinds[ACTIVATIONS], kinds)})
 
