@@ -102,6 +102,11 @@ class PPOv2Trainer:
         if (value_model is None) is self.has_values:
             what = "needs a value_model" if self.has_values else "has no value_model"
             raise TypeError(f"{own} {what}: a sequence classifier of one label")
+        if value_model is reward_model:
+            raise ValueError(
+                "value_model and reward_model are one object, and the value model is trained while "
+                "the rewards stay: load it twice"
+            )
         warn_of_idle(self.args, stacklevel=2)
         if self.args.full_determinism:
             enable_full_determinism(self.args.seed)
