@@ -256,8 +256,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     model, tokenizer = tiny_models.language_model(), tiny.tokenizer()
     with pytest.raises(TypeError, match="PPOv2Trainer needs a value_model"):
         PPOv2Trainer(args, tokenizer, model, None, reward_model("gpt2"), prompts())
+    both = reward_model("gpt2")
     with pytest.raises(ValueError, match="are one object"):
-        both = reward_model("gpt2")
         PPOv2Trainer(args, tokenizer, model, None, both, prompts(), both)
     texts = Dataset.from_dict({"text": ["w3"]})
     with pytest.raises(ValueError, match="train_dataset needs a column input_ids of prompts"):
