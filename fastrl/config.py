@@ -149,7 +149,8 @@ class PPOConfig:
     )
     master_weights: bool = setting(
         "Where trainable weights are bfloat16 or float16: step float32 copies of them, and round "
-        "the weights from these, so that no small step is lost; 4 bytes more for each weight.",
+        "the weights from these, so that no small step is lost; with Adam, whose moments are then "
+        "float32, 12 bytes for each weight in place of 4.",
         True,
     )
     offload_optimizer: bool = setting(

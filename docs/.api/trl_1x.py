@@ -129,6 +129,12 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
 }
 
+# Settings that TRL does not have, and whose defaults do something else than TRL.
+ON_BY_DEFAULT = {
+    "master_weights": "bfloat16 weights have float32 masters and moments, 12 bytes a weight with "
+    "AdamW; TRL has bfloat16 moments alone, 4 bytes, and loses small steps, as `False` does",
+}
+
 
 class Setting(NamedTuple):
     """A setting of TRL's."""
@@ -198,6 +204,7 @@ def own_settings(method: str) -> list[str]:
     others |= set(trl_names()["settings"][method])
     config = getattr(fastrl, f"{method}Config")
     refused = refusals(config)
+    others |= ON_BY_DEFAULT.keys()
     names = [f.name for f in dataclasses.fields(config)]
     return [name for name in names if name not in others and name not in refused]
 
@@ -213,6 +220,9 @@ def settings_table(method: str) -> str:
     for s in differing:
         ours = "the same" if s.ours == s.theirs else f"`{s.ours}`"
         lines.append(f"| `{s.name}` | `{s.theirs}` | {ours} | {s.note} |")
+    fields = getattr(fastrl, f"{method}Config").__dataclass_fields__
+    for name, note in ON_BY_DEFAULT.items():
+        lines.append(f"| `{name}` | none | `{default_of(fields[name])}` | {note} |")
     if refused:
         lines += [
             "",

@@ -3,12 +3,14 @@ optimizer state in host memory."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from fastrl.eras import MASTERS
 from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizers import (
@@ -84,6 +86,8 @@ class LowMemoryTrainer(OpenTrainer):
             )
             if kept is not own:
                 self.optimizer = kept
+                if not self.args.offload_optimizer and self.is_world_process_zero():
+                    tqdm.write(MASTERS, file=sys.stderr)
         return self.optimizer
 
     def write_model(self, folder: Path) -> None:

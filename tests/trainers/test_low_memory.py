@@ -84,7 +84,10 @@ def test_small_steps_move_as_many_weights_in_bf16_as_in_float32(
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_optimizer_is_kept_once_however_often_a_trainer_trains(
-    offload: bool, make_sft: Make, monkeypatch: pytest.MonkeyPatch
+    offload: bool,
+    make_sft: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def on_a_gpu(optimizer: Any, **how: Any) -> Any:
         return keep_state(optimizer, **{**how, "device": torch.device("cuda")})
@@ -99,6 +102,10 @@ def test_an_optimizer_is_kept_once_however_often_a_trainer_trains(
     assert kept.on_host is offload
     assert not isinstance(kept.inner, MasterWeights)
     assert {float(x["step"]) for x in kept.state.values()} == {4.0}
+    assert capsys.readouterr().err.count("12 bytes a weight in place of 4") == (not offload)
+    floats = [x for own in kept.state.values() for x in own.values() if x.dim()]
+    taken = sum(x.numel() * x.element_size() for x in floats)
+    assert taken == 12 * sum(p.numel() for p in trainer.model.parameters())
 
 
 def test_preference_learning_has_masters_too(make_trainer: Make) -> None:
