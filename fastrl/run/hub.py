@@ -21,9 +21,13 @@ _OF_UPLOAD = (
     "delete_patterns",
 )
 OPTIONS = (*_OF_REPOSITORY, *_OF_UPLOAD)
-# Of a folder in which a trainer also keeps the state of its run; pickles, and hidden files.
+# Of a folder in which a trainer keeps more than its model: texts of its data and of the policy
+# (tables, reports), the state and the logs of the run, pickles, hidden files.
 _NOT_UPLOADED = (
-    "checkpoint-*", "training_args.bin", "optimizer*", "scheduler*", "*.pt", "*.pth", ".*",
+    "completions", "ledger", "*.parquet", "*.jsonl", "report.html", "report.png",
+    "checkpoint-*", "process-*", "manifest.json", "trainer_state.json", "*_results.json",
+    "runs", "logs", "events.out.tfevents*",
+    "training_args.bin", "optimizer*", "scheduler*", "*.pt", "*.pth", ".*",
 )  # fmt: skip
 
 

@@ -95,16 +95,25 @@ def test_a_merged_reward_model_keeps_its_head_and_what_it_reads(tmp_path):
         torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=0, atol=1e-4)
 
 
+NO_MODEL = (  # of the folder of a trainer
+    "training_args.bin", "trainer_state.json", "all_results.json", "manifest.json",
+    "completions/completions_00001.parquet", "ledger/steps-000001-000002.parquet",
+    "process-0/state.json", "logs/metrics.txt", "samples.jsonl", "report.html",
+)  # fmt: skip
+
+
 def test_a_dry_run_tells_what_is_pushed_and_reaches_nothing(tuned, capsys, monkeypatch):
     run, _ = tuned
-    (run / "model" / "training_args.bin").write_bytes(b"x")
+    for name in NO_MODEL:
+        (run / "model" / name).parent.mkdir(exist_ok=True)
+        (run / "model" / name).write_bytes(b"x")
     monkeypatch.setattr(hub, "upload", lambda *_, **__: pytest.fail("uploaded"))
     before = (run / "model" / "README.md").read_text()
     words = ["push", str(run), "me/tuned", "--license", "apache-2.0", "--dry-run"]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "value_head.safetensors" in out
-    assert "training_args.bin" not in out
+    assert [name for name in NO_MODEL if name in out] == []
     assert "# me/tuned" in out
     assert 'PeftModel.from_pretrained(base, "me/tuned")' in out
     assert "license: apache-2.0" in out
