@@ -8,8 +8,11 @@ import torch
 from accelerate.utils import DistributedType
 
 from fastrl import cli
-from fastrl.run.launcher import _warn_of_a_single_process, connect_cpus, launched_accelerator
+from fastrl.run.launcher import _warn_of_a_single_process, launched_accelerator
 from fastrl.run.processes import OneProcess, SeveralProcesses
+from tests.trainers.conftest import make_sft
+
+__all__ = ["make_sft"]  # a fixture
 
 
 def found(monkeypatch, kind, count):
@@ -49,18 +52,22 @@ def test_sequences_and_layers_in_parts_are_refused(monkeypatch):
         launched_accelerator()
 
 
-def test_a_launcher_that_starts_one_process_for_several_is_warned_of(monkeypatch):
+@pytest.mark.parametrize("door", ["command", "program"])
+def test_a_launcher_that_starts_one_process_for_several_is_warned_of(door, monkeypatch, make_sft):
     """``accelerate launch --cpu --num_processes 2`` sets this."""
+    find = launched_accelerator if door == "command" else make_sft
     _warn_of_a_single_process.cache_clear()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    connect_cpus()
+    find()
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.warns(
         UserWarning, match="several processes, and has started one.*--multi_gpu in place of --cpu"
     ):
-        connect_cpus()
+        find()
+    find()
+    _warn_of_a_single_process.cache_clear()
     monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun's
-    connect_cpus()
+    find()
 
 
 @pytest.mark.parametrize(
