@@ -24,7 +24,7 @@ from fastrl.run.checkpoints import (
 from fastrl.run.model_card import (
     Training,
     card_beside,
-    changed_settings,
+    card_settings,
     policy_gradient,
     write_model_card,
 )
@@ -99,7 +99,7 @@ class Persistence(TrainerState):
         name = model_name or Path(path).absolute().name
         unset = PPOConfig.__dataclass_fields__["model_name"].default
         given = None if self.config.model_name == unset else self.config.model_name
-        settings = changed_settings(self.config)
+        settings = card_settings(self.config)
         settings.pop("steps", None)  # a plan of samples, which no run goes by
         training = Training(policy_gradient(self.config.method), given, settings)
         write_model_card(path, name, self._unwrapped, training)

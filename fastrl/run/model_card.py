@@ -16,6 +16,7 @@ from typing import Any
 
 from fastrl.run.files import write_file
 from fastrl.run.value_head_file import HEAD_NAME
+from fastrl.settings import idle_settings
 
 _TEMPLATE = """\
 # {name}
@@ -39,11 +40,18 @@ _KINDS = {  # in words, transformers' class, the Hub's task
         "text-classification",
     ),
 }
-# How the names of settings begin that say nothing of the model: places, accounts, logs.
+# Settings that decide what was trained, at their defaults, too.
+_DECIDE = (
+    "loss_type", "beta", "num_generations", "learning_rate", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "num_train_epochs", "advantage", "policy_loss", "init_kl_coef",
+    "batch_size", "ppo_epochs",
+)  # fmt: skip
+# How the names of settings begin that say nothing of the model: places, accounts, logs, memory.
 _NOT_SHOWN = (
     "output_dir", "model_name", "exp_name", "task_name", "run_name", "tracker_", "project",
     "accelerator_kwargs", "push_to_hub", "hub_", "report_to", "log", "disable_tqdm", "save_",
-    "resume_from", "dataloader_", "trackio", "use_cpu", "do_train", "do_eval",
+    "resume_from", "dataloader_", "trackio", "use_cpu", "do_train", "do_eval", "activation_",
+    "gradient_checkpointing", "remove_unused",
 )  # fmt: skip
 _NO_RESULT = re.compile("seconds|runtime|per_second|epoch|step|examples|dropped|prompts")
 
@@ -98,7 +106,7 @@ class Training:
     Attributes:
         method: None: not recorded.
         base: the model that training began with, if the model itself does not name it.
-        settings: from :func:`changed_settings`.
+        settings: from :func:`card_settings`.
         results: numbers by what they are of, such as the last evaluation's.
         license: None: that of the base, where its card or configuration names one.
         language: of the texts, as the Hub names it.
@@ -156,7 +164,8 @@ def model_card(
     if values:
         text += "\nWith its value head, to train it on:\n\n"
         text += _code(*_with_values(name, type(model).__name__, bool(adapters), own))
-    text += _table("Settings", ("setting", "value"), training.settings)
+    settings = {**training.settings, **_lora_settings(adapters)}
+    text += _table("Settings", ("setting", "value"), settings)
     text += _results(training.results)
     return _card(
         text,
@@ -255,19 +264,27 @@ def read_card(folder: str | Path) -> Any:
     return ModelCard(text, ignore_metadata_errors=True)
 
 
-def changed_settings(config: Any) -> dict[str, Any]:
-    """The settings of a dataclass that are not its defaults, without those of places, accounts and
-    logs; plain values alone, and no paths of this machine."""
+def card_settings(config: Any) -> dict[str, Any]:
+    """The settings of a dataclass that decide what was trained, and others that are not their
+    defaults, without those of places, accounts and logs and those that change nothing; plain values
+    alone, and no paths of this machine."""
+    always = set(_DECIDE)
+    if getattr(config, "max_steps", 0) > 0:
+        always.remove("num_train_epochs")
+    idle = idle_settings(config)
     found = {}
     for x in dataclasses.fields(config):
-        if not x.init or x.name.startswith(_NOT_SHOWN) or x.name.endswith("token"):
+        hidden = x.name.startswith(_NOT_SHOWN) or x.name.endswith("token") or x.name in idle
+        if hidden or not x.init:
             continue
         value, default = getattr(config, x.name), x.default
         if x.default_factory is not dataclasses.MISSING:
             default = x.default_factory()
         value, default = (y.value if isinstance(y, enum.Enum) else y for y in (value, default))
         plain = isinstance(value, (str, bool, int, float, list, tuple))
-        if plain and value != default and not os.path.isabs(str(value)):
+        # What is unset may have become False or an empty list.
+        changed = value != default and (value or default)
+        if plain and (changed or x.name in always) and not os.path.isabs(str(value)):
             found[x.name] = value
     return found
 
@@ -347,6 +364,10 @@ class OwnModelCard:
                 tags=[tags] if isinstance(tags, str) else tags or (),
             )
 
+    def card_settings(self) -> dict[str, Any]:
+        """Those that the card names."""
+        return card_settings(self.args)
+
     def write_card(self, folder: str, name: str | None = None, **told: Any) -> None:
         """Writes the model card to a folder.
 
@@ -358,7 +379,7 @@ class OwnModelCard:
         history = getattr(getattr(self, "state", None), "log_history", ())
         told = {
             "method": self.method,
-            "settings": changed_settings(self.args),
+            "settings": self.card_settings(),
             "results": _last_results(history),
             **told,
         }
@@ -456,6 +477,17 @@ def _adapter_name(adapters: dict[str, Any]) -> str:
     kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in adapters.values()}
     names = {"LORA": "LoRA"}
     return " and ".join(sorted(names.get(kind, kind) for kind in kinds)) + " adapter"
+
+
+def _lora_settings(adapters: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for config in adapters.values():
+        if isinstance(getattr(config, "lora_alpha", None), (int, float)):
+            targets = config.target_modules or ()
+            targets = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+            found |= {"lora_r": config.r, "lora_alpha": config.lora_alpha}
+            found["lora_target_modules"] = targets
+    return found
 
 
 def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:

@@ -313,6 +313,9 @@ class OnlineTrainer(
             self.temperature,
         )
 
+    def card_settings(self) -> dict[str, Any]:
+        return {"reward_funcs": ", ".join(self.reward_func_names), **super().card_settings()}
+
     @property
     def rollout_func(self) -> Any:
         """What answers prompts in the place of sampling; None: nothing does. It may be set."""

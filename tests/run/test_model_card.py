@@ -32,6 +32,7 @@ from fastrl.models.adapters import REFERENCE_ADAPTER, add_adapter
 from fastrl.run.model_card import SFT, Training, complete_card, policy_gradient, write_model_card
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
+from tests.trl.test_online import make as make_online
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 
@@ -257,6 +258,36 @@ def test_a_run_adds_its_results_and_a_data_set_of_the_hub(tmp_path):
     (tmp_path / "prompts.jsonl").touch()
     complete_card(tmp_path, str(tmp_path / "prompts.jsonl"), {})
     assert data_of(tmp_path).datasets is None
+
+
+@pytest.mark.filterwarnings("ignore:settings that change nothing")
+def test_the_settings_of_a_card_are_those_that_decided_what_was_trained(tmp_path):
+    def settings(**given):
+        trainer = make_online(tmp_path, peft_config=lora(), **given)
+        trainer.write_card(str(tmp_path / "card"))
+        rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", card_of(tmp_path / "card"), re.MULTILINE)
+        return dict(rows)
+
+    known = settings(num_train_epochs=2)
+    shown = settings(max_steps=1, use_vllm=True, temperature=0.5, gradient_checkpointing=True)
+    decided = {
+        "reward_funcs": "small_tokens",
+        "loss_type": "dapo",
+        "beta": "0.0",
+        "num_generations": "4",
+        "learning_rate": known["learning_rate"],
+        "per_device_train_batch_size": known["per_device_train_batch_size"],
+        "gradient_accumulation_steps": "1",
+        "lora_r": "2",
+        "lora_alpha": "8",
+        "lora_target_modules": "c_attn",
+    }
+    assert decided.items() <= known.items()
+    assert decided.items() <= shown.items()
+    assert known["num_train_epochs"] == "2"
+    assert (shown["max_steps"], shown["temperature"]) == ("1", "0.5")
+    nothing = {"use_vllm", "bf16", "debug", "num_train_epochs", "activation_checkpointing"}
+    assert nothing & shown.keys() == set()
 
 
 def test_no_account_or_place_is_told(base, tmp_path):
