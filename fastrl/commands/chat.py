@@ -48,7 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help="A model's folder, a run's, or a Hub id.")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="Of a reply [512].")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0 takes the likeliest token [1]."
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="0 takes the likeliest token [1]. The model's generation_config.json decides neither "
+        "this nor top-p and top-k (none, as in training), but the rest, such as penalties.",
     )
     parser.add_argument("--top-p", type=float, default=1.0, help="Of nucleus sampling [1].")
     parser.add_argument("--system", help="A system message, before the first turn.")
@@ -116,7 +120,7 @@ class Chat:
         own.max_length = None  # --max-new-tokens says it; other settings of the model act
         sampling = {"do_sample": False}
         if flags.temperature > 0:
-            # top_k=0: transformers' default would cut the distribution to 50 tokens.
+            # top_k=0: as in training; the model's file, or transformers' 50, would cut it.
             more = {"temperature": flags.temperature, "top_p": flags.top_p, "top_k": 0}
             sampling = {"do_sample": True, **more}
         config = GenerationConfig(
