@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fastrl.commands.flags import own_parser
-from fastrl.programs.migrate import AS_IT_IS, THERE, UNKNOWN, Outcome, read_program, rewritten
+from fastrl.commands.flags import own_parser, yaml_settings
+from fastrl.programs.migrate import (
+    AS_IT_IS,
+    THERE,
+    UNKNOWN,
+    Outcome,
+    read_config,
+    read_program,
+    rewritten,
+)
 from fastrl.run.files import free_name, write_file
 from fastrl.run.terminal import plain, run_console
 
 
 def run_migrate(arguments: Sequence[str]) -> int:
-    """Prints what fastrl makes of each name and setting of TRL's in a program; with ``--write``
-    changes what is safe.
+    """Prints what fastrl makes of each name and setting of TRL's in a program, and in YAML files
+    that its parser reads; with ``--write`` changes what is safe in the program.
 
     Returns:
         1 where something is refused or not there, else 0.
 
     Raises:
-        UsageError: no script, or an unknown flag.
-        FileNotFoundError: no such script.
-        ValueError: it does not parse; names the line.
+        UsageError: no script, an unknown flag, or a file that is no YAML of settings.
+        FileNotFoundError: no such script or file.
+        ValueError: the script does not parse, names the line; or has no configuration to read YAML.
     """
     flags = parse_flags(arguments)
     path = Path(flags.script)
@@ -33,15 +41,25 @@ def run_migrate(arguments: Sequence[str]) -> int:
         findings = read_program(source)
     except SyntaxError as error:
         raise ValueError(f"{path} does not parse: line {error.lineno}: {error.msg}") from error
-    _print(findings, path, flags.all)
+    read = {path: findings}
+    for config in map(Path, flags.config):
+        yaml_settings(config)  # refuses what is none
+        read[config] = read_config(config.read_text(encoding="utf-8"), source)
+    _print(read, flags.all)
     if flags.write:
         _write(path, source, findings)
-    return 1 if any(x.kind in ("refused", UNKNOWN) for x in findings) else 0
+    return 1 if any(x.kind in ("refused", UNKNOWN) for each in read.values() for x in each) else 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("migrate", __doc__)
     parser.add_argument("script", metavar="SCRIPT", help="A Python program that imports trl.")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG.yaml",
+        nargs="*",
+        help="Settings that the program's parser reads (--config), which are read too.",
+    )
     parser.add_argument(
         "--write",
         action="store_true",
@@ -61,13 +79,16 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     return make_parser().parse_args(list(arguments))
 
 
-def _print(findings: Sequence[Outcome], path: Path, every: bool) -> None:
-    console = run_console()
-    shown = [x for x in findings if every or x.kind != AS_IT_IS]
-    for x in shown:
-        text = f": {x.text}" if x.text else ""
-        console.print(plain(f"{path}:{x.line}: {x.name}: {x.kind}{text}"), soft_wrap=True)
-    console.print(f"{len(findings) - len(shown)} more as they are" if not every else "")
+def _print(read: Mapping[Path, Sequence[Outcome]], every: bool) -> None:
+    console, left = run_console(), 0
+    for path, findings in read.items():
+        shown = [x for x in findings if every or x.kind != AS_IT_IS]
+        left += len(findings) - len(shown)
+        for x in shown:
+            text = f": {x.text}" if x.text else ""
+            console.print(plain(f"{path}:{x.line}: {x.name}: {x.kind}{text}"), soft_wrap=True)
+    if not every:
+        console.print(f"{left} more as they are, which --all shows")
 
 
 def _write(path: Path, source: str, findings: list[Outcome]) -> None:

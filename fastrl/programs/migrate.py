@@ -20,6 +20,7 @@ _BITS = ("load_in_8bit", "load_in_4bit")
 AS_IT_IS, DEFAULT, UNKNOWN = "as it is", "another default", "not there"
 THERE = "with fastrl run-trl alone"
 _TODAY = "today: "
+_LINE = 100  # characters
 
 
 class Outcome(NamedTuple):
@@ -73,6 +74,45 @@ def read_program(source: str) -> list[Outcome]:
     return sorted(found, key=lambda x: (x.line, x.name))
 
 
+def read_config(settings: str, program: str) -> list[Outcome]:
+    """Findings of a YAML file of settings that a program's parser reads, by the configurations that
+    the program names.
+
+    Args:
+        settings: the file's text, a mapping.
+
+    Raises:
+        ValueError: the program names no configuration.
+    """
+    import yaml
+
+    tree, renamed = ast.parse(program), of_its_time(program)
+    aliases, nodes = _aliases(tree), list(ast.walk(tree))
+    used = {getattr(node, "id", getattr(node, "attr", "")) for node in nodes}
+    names = [renamed.get(name, name) for shown, name in aliases.items() if shown in used]
+    kinds = {name: kind for name in names if dataclasses.is_dataclass(kind := find(name))}
+    if not kinds:
+        raise ValueError("the program names no configuration of TRL's, which would read settings")
+    own = {
+        getattr(part.target, "id", "")
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+        for part in node.body
+        if isinstance(part, ast.AnnAssign)
+    }
+    found = []
+    mapping = yaml.compose(settings, Loader=yaml.SafeLoader)
+    for key, _ in mapping.value if mapping is not None else ():
+        line, setting = key.start_mark.line + 1, str(key.value).replace("-", "_")
+        if setting in own or setting == "env":
+            found.append(Outcome(line, setting, AS_IT_IS))
+            continue
+        every = [_of_setting(name, kind, setting, line) for name, kind in kinds.items()]
+        known = [x for x in every if x.kind != UNKNOWN]
+        found.append((known or every)[0])
+    return found
+
+
 def rewritten(source: str, findings: list[Outcome]) -> str:
     """The program with all edits of its findings."""
     lines = source.splitlines(keepends=True)
@@ -122,8 +162,19 @@ def _of_import_from(node: ast.ImportFrom, renamed: dict[str, str]) -> Iterator[O
         homes[module].append(own if own == shown else f"{own} as {shown}")
     if known:
         indent = " " * node.col_offset
-        text = f"\n{indent}".join(f"from {x} import {', '.join(y)}" for x, y in homes.items())
+        is_spread = node.lineno != node.end_lineno
+        lines = [_import_line(x, names, indent, is_spread) for x, names in homes.items()]
+        text = f"\n{indent}".join(lines)
         yield Outcome(node.lineno, str(node.module), RENAMED, "now fastrl", _whole(node, text))
+
+
+def _import_line(module: str, names: list[str], indent: str, is_spread: bool) -> str:
+    """An import, with a name on each line where the program has it so, or one line is too long."""
+    line = f"from {module} import {', '.join(names)}"
+    if len(names) > 1 and (is_spread or len(indent + line) > _LINE):
+        inner = "".join(f"{indent}    {name},\n" for name in names)
+        return f"from {module} import (\n{inner}{indent})"
+    return line
 
 
 def _of_import(node: ast.Import) -> Iterator[Outcome]:
@@ -212,23 +263,13 @@ def _of_trainer(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
 
 
 def _of_config(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
-    declared = {field.name for field in dataclasses.fields(kind) if field.init}
-    eras, idle, refused = eras_of(kind), idle_settings(kind), refusals(kind)
-    given = {keyword.arg for keyword in node.keywords}
+    eras, given = eras_of(kind), {keyword.arg for keyword in node.keywords}
     for keyword in node.keywords:
         if keyword.arg is None:  # **settings
             continue
-        full, line = f"{name}({keyword.arg}=)", keyword.value.lineno
-        if keyword.arg in eras:
-            yield _of_era(node, keyword, full, eras[keyword.arg], given)
-        elif keyword.arg in refused:
-            yield Outcome(line, full, REFUSED, refused[keyword.arg][1])
-        elif keyword.arg in idle:
-            yield Outcome(line, full, IDLE, idle[keyword.arg][1])
-        elif keyword.arg in declared:
-            yield Outcome(line, full, AS_IT_IS)
-        else:
-            yield Outcome(line, full, UNKNOWN, "no version of TRL that fastrl knows has it")
+        outcome = _of_setting(name, kind, keyword.arg, keyword.value.lineno)
+        era = eras.get(keyword.arg)
+        yield outcome if era is None else _of_era(node, keyword, outcome.name, era, given)
     for setting, theirs in DEFAULTS.get(name, {}).items():
         ours = kind.__dataclass_fields__[setting].default
         if setting not in given and ours != theirs and None not in given:
@@ -236,17 +277,36 @@ def _of_config(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
             yield Outcome(node.lineno, f"{name}({setting}=)", DEFAULT, text)
 
 
+def _of_setting(name: str, kind: Any, setting: str, line: int) -> Outcome:
+    """What becomes of a configuration's setting, whatever its value."""
+    era, idle, refused = eras_of(kind).get(setting), idle_settings(kind), refusals(kind)
+    full = f"{name}({setting}=)"
+    if era is not None:
+        return _outcome(line, full, era)
+    if setting in refused:
+        return Outcome(line, full, REFUSED, refused[setting][1])
+    if setting in idle:
+        return Outcome(line, full, IDLE, idle[setting][1])
+    if any(field.name == setting and field.init for field in dataclasses.fields(kind)):
+        return Outcome(line, full, AS_IT_IS)
+    return Outcome(line, full, UNKNOWN, "no version of TRL that fastrl knows has it")
+
+
+def _outcome(line: int, full: str, era: Era) -> Outcome:
+    if era.kind == RENAMED and full.endswith(f"({era.today}=)"):
+        return Outcome(line, full, AS_IT_IS, "some of its values have other names now")
+    return Outcome(line, full, era.kind, era.today)
+
+
 def _of_era(
     node: ast.Call, keyword: ast.keyword, full: str, era: Era, given: set[str | None]
 ) -> Outcome:
-    line, edit = keyword.value.lineno, None
-    if era.kind == RENAMED and era.today == keyword.arg:
-        return Outcome(line, full, AS_IT_IS, "some of its values have other names now")
-    if era.kind == RENAMED and era.today not in given:
-        edit = _of_value(node, keyword, era)
-    elif era.kind == IDLE:
-        edit = _without(node, keyword)
-    return Outcome(line, full, era.kind, era.today, edit)
+    outcome = _outcome(keyword.value.lineno, full, era)
+    if outcome.kind == RENAMED and era.today not in given:
+        return outcome._replace(edit=_of_value(node, keyword, era))
+    if outcome.kind == IDLE:
+        return outcome._replace(edit=_without(node, keyword))
+    return outcome
 
 
 def _of_value(

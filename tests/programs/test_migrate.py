@@ -106,12 +106,15 @@ def test_what_others_have_renamed_is_changed() -> None:
         'model.push_to_hub("c", use_temp_dir=False)\n'
     )
     changed = rewritten(program, read_program(program)).splitlines()
-    assert changed[:3] == [
+    assert changed[:6] == [
         "from transformers import BitsAndBytesConfig",
         "from transformers import TrainingArguments",
-        "from transformers.utils import is_torch_xpu_available as is_xpu_available, "
-        "is_torch_npu_available as is_npu_available",
+        "from transformers.utils import (",
+        "    is_torch_xpu_available as is_xpu_available,",
+        "    is_torch_npu_available as is_npu_available,",
+        ")",
     ]
+    changed[2:6] = ["\n".join(changed[2:6])]
     assert changed[3] == 'args = TrainingArguments("out", eval_strategy="no")'
     assert changed[4] == 'data = load_dataset("a", token=True)'
     assert changed[6] == (
@@ -183,6 +186,45 @@ def test_what_is_safe_is_changed() -> None:
         'from_pretrained("a", quantization_config=BitsAndBytesConfig(load_in_8bit=True))' in changed
     )
     assert read_program(changed) == []
+
+
+def test_an_import_keeps_its_lines() -> None:
+    program = "if x:\n    from trl import (\n        SFTConfig,\n        SFTTrainer as T,\n    )\n"
+    changed = rewritten(program, read_program(program))
+    assert changed == program.replace("trl", "fastrl")
+
+
+PARSED = """\
+from trl import GRPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+class Mine(ScriptArguments):
+    own: int = 1
+parser = TrlParser((Mine, GRPOConfig, ModelConfig))
+"""
+
+
+def test_settings_of_a_file_are_told_by_the_configurations_that_the_program_reads(
+    tmp_path: Path, capsys: Any
+) -> None:
+    script, settings = tmp_path / "p.py", tmp_path / "c.yaml"
+    script.write_text(PARSED)
+    settings.write_text(
+        "# all of it\nbeta: 0.1\nown: 2\nuse-vllm: true\ntorch_dtype: auto\nmax_seq_length: 8\n"
+        "vllm_structured_outputs_regex: x\nenv: {A: b}\n"
+    )
+    assert main(["migrate", str(script), str(settings)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    told = [x.partition("c.yaml:")[2].split(": ")[:3] for x in said if "c.yaml:" in x]
+    assert told == [
+        ["4", "GRPOConfig(use_vllm=)", "changes nothing"],
+        ["5", "ModelConfig(torch_dtype=)", "renamed"],
+        ["6", "GRPOConfig(max_seq_length=)", "not there"],
+        ["7", "GRPOConfig(vllm_structured_outputs_regex=)", "refused"],
+    ]
+    assert main(["migrate", str(script), str(settings), "--all"]) == 1
+    assert "c.yaml:2: GRPOConfig(beta=): as it is" in capsys.readouterr().out
+    script.write_text("import trl\n")
+    assert main(["migrate", str(script), str(settings)]) == 2
+    assert "names no configuration" in capsys.readouterr().err
 
 
 def test_defaults_are_those_of_trl() -> None:
