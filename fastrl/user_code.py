@@ -150,7 +150,8 @@ def load_function(name: str) -> Callable[..., Any]:
     """Loads the function of "module:function" or "path/to/file.py:function".
 
     Errors of the function, and of its file as it is loaded, name it. A file is run once, however
-    many of its functions are named: what they share is the same for all.
+    many of its functions are named: what they share is the same for all. It imports files beside
+    it as a program does, but for those with the name of an installed module.
 
     Raises:
         ValueError: not a function's name.
@@ -201,6 +202,9 @@ def _load_file(path: Path) -> Any:
         raise ImportError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    # Its neighbours, which it may import now or in a call; last, so that they hide no package.
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
     with running(str(path)):
         spec.loader.exec_module(module)
     _files[key] = module

@@ -1,8 +1,10 @@
 """What is shown of an error in a function that a user has named."""
 
 import asyncio
+import csv
 import inspect
 import json
+import sys
 
 import pytest
 
@@ -91,6 +93,20 @@ def test_a_file_that_cannot_be_read_is_at_fault_itself(tmp_path, source, message
     file = tmp_path / "broken_functions.py"
     file.write_text(source)
     assert fault(f"{file}:f").message == f"{file} raised {message.format(file=file)}"
+
+
+def test_a_file_imports_its_neighbours_which_hide_no_module(tmp_path, monkeypatch):
+    (tmp_path / "beside_one.py").write_text("NUMBER = 3\n")
+    (tmp_path / "beside_two.py").write_text("NUMBER = 4\n")
+    (tmp_path / "csv.py").write_text("1 / 0\n")
+    (tmp_path / "with_neighbours.py").write_text(
+        "import csv\nfrom beside_one import NUMBER\n"
+        "def f():\n    import beside_two\n    return [NUMBER, beside_two.NUMBER, csv.__file__]\n"
+    )
+    monkeypatch.delitem(sys.modules, "csv", raising=False)
+    assert load_function(f"{tmp_path}/with_neighbours.py:f")() == [3, 4, csv.__file__]
+    assert load_function(f"{tmp_path}/with_neighbours.py:f")
+    assert sys.path.count(str(tmp_path)) == 1
 
 
 def test_an_async_function_stays_one_and_its_error_is_its_own(file):
