@@ -37,6 +37,7 @@ from fastrl.models.flash_attention import need_flash_attention
 from fastrl.models.utils import need_peft
 from fastrl.run.files import NO_PICKLE
 from fastrl.run.launcher import is_main_process
+from fastrl.run.model_card import names_a_folder
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -372,6 +373,11 @@ class _Checkpoint:
             raise FileNotFoundError(
                 f"the adapter in {self.folder} was trained on {name}, but {error}: {_MEND_BASE}"
             ) from error
+        if not os.path.isdir(base) and names_a_folder(self.folder, name):
+            raise FileNotFoundError(
+                f"the adapter in {self.folder} was trained on the folder {name}, which is not here: "
+                f"{_MEND_BASE}"
+            )
         if os.path.isdir(base) and is_adapter(base):
             raise ValueError(
                 f"the adapter in {self.folder} was trained on {base}, which is an adapter itself: "

@@ -264,6 +264,17 @@ def read_card(folder: str | Path) -> Any:
     return ModelCard(text, ignore_metadata_errors=True)
 
 
+def names_a_folder(folder: str | Path, base: str) -> bool:
+    """Whether the card beside an adapter says that its base was a folder, not an id of the Hub."""
+    try:
+        card = read_card(folder)
+    except FileNotFoundError:
+        return False
+    data = card.data.to_dict()
+    by_fastrl = "fastrl" in (data.get("tags") or ())
+    return by_fastrl and "base_model" not in data and f"**Base model:** `{base}`" in card.text
+
+
 def card_settings(config: Any) -> dict[str, Any]:
     """The settings of a dataclass that decide what was trained, and others that are not their
     defaults, without those of places, accounts and logs and those that change nothing; plain values

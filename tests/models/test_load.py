@@ -28,16 +28,20 @@ from fastrl import (
     PPOTrainer,
 )
 from fastrl.alignment import ModelJudge
+from fastrl.models import load
 from fastrl.models.load import (
+    base_folder,
     load_classifier,
     load_language_model,
     load_reward_model,
+    load_saved,
     load_tokenizer,
     model_folder,
     own_storage,
     with_adapter,
 )
 from fastrl.rewards.classifier import ClassifierReward
+from fastrl.run.model_card import SFT, Training, write_model_card
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 from tests.weights import aligned
@@ -208,6 +212,20 @@ def test_a_relative_base_is_found_from_the_working_directory_or_named(base, tmp_
     rebase(folder, "lora")
     with pytest.raises(ValueError, match="which is an adapter itself: merge it"):
         load_language_model(folder)
+
+
+def test_a_base_that_was_a_folder_and_is_gone_is_not_asked_of_the_hub(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = adapter("base", "lora")
+    write_model_card(folder, "lora", load_language_model(folder), Training(SFT))
+    base.rename("elsewhere")
+    monkeypatch.setattr(load, "_config_of", lambda *_: pytest.fail("asked the Hub"))
+    with pytest.raises(FileNotFoundError, match=r"the folder base, which is not here: write"):
+        load_saved(folder)
+    rebase(folder, "org/base")  # uploaded
+    assert base_folder(folder) == "org/base"
+    rebase(folder, "elsewhere")
+    assert base_folder(folder) == "elsewhere"
 
 
 def rebase(folder, name):
