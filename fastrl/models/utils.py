@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
+import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,18 @@ from fastrl.models.sharding import whole
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _CHUNK = 1 << 20  # weights at a time
 NO_LIMIT = 10**9  # tokens: a longest text of so many is none. Tokenizers without a limit say 10^30
+
+
+def cache_argument(model: Any) -> str:
+    """The name by which a model's forward takes its cache: from transformers 5.24 on ``cache``."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    taken = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in taken else "past_key_values"
+
+
+def cache_of(output: Any) -> Any:
+    """The cache that a model's forward returned, likewise."""
+    return output.cache if hasattr(output, "cache") else output.past_key_values
 
 
 def need_peft(what: str) -> None:

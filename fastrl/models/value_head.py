@@ -30,7 +30,7 @@ from fastrl.models.load import (
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
-from fastrl.models.utils import hidden_width, is_empty
+from fastrl.models.utils import cache_argument, cache_of, hidden_width, is_empty
 from fastrl.run import hub
 from fastrl.run.model_card import write_model_card
 from fastrl.run.value_head_file import (
@@ -215,11 +215,11 @@ class PreTrainedModelWrapper(nn.Module):
 
         inputs["output_hidden_states"] = True
         if past_key_values is not None:
-            inputs["past_key_values"] = past_key_values
+            inputs[cache_argument(self.pretrained_model)] = past_key_values
         with self._starting_at(boundary), replaced(self.pretrained_model, attention):
             out = self.pretrained_model(**inputs)
         classic = (out.logits.float(), out.loss, self._values(last_hidden(out)))
-        return (*classic, out.past_key_values) if return_past_key_values else classic
+        return (*classic, cache_of(out)) if return_past_key_values else classic
 
     def _values(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [...]; 0 without a value head."""

@@ -16,7 +16,7 @@ from fastrl.models.attention import Variant, attached, attending
 from fastrl.models.flash_attention import asks_for_flash_attention
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.products import PackedProducts, has_own_forward, is_packed
-from fastrl.models.utils import evaluating
+from fastrl.models.utils import cache_argument, cache_of, evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.rollout.attention import (
     CachedAttention,
@@ -55,6 +55,7 @@ class ModelRunner:
         self.autocast = autocast
         self.attends_by_flash = asks_for_flash_attention(self.language_model)
         self._cache = SlotCache()
+        self._cache_argument = cache_argument(self.language_model)
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
         self._product = _head_product(self.language_model)
@@ -146,8 +147,8 @@ class ModelRunner:
                 position_ids=positions,
                 # Without a mask some models search the tokens for padding.
                 attention_mask=torch.ones_like(tokens),
-                past_key_values=self._cache,
                 use_cache=True,
+                **{self._cache_argument: self._cache},
             ).logits
 
     def _before_head(self, head: Any, hidden: Tensor) -> Tensor:
@@ -215,9 +216,11 @@ class ModelRunner:
         are kept so."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with evaluating(self.model), self.autocast():
-            cache = self.language_model(
-                input_ids=token, attention_mask=torch.ones_like(token), use_cache=True
-            ).past_key_values
+            cache = cache_of(
+                self.language_model(
+                    input_ids=token, attention_mask=torch.ones_like(token), use_cache=True
+                )
+            )
         layers = []
         for layer in cache.layers:
             keys, values = layer.keys, layer.values

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl import RolloutEngine, SamplingParams
+from fastrl.models.utils import cache_argument
 from fastrl.rollout.decode_step import DecodeStep
 from fastrl.rollout.model_runner import AutocastWeightCache
 from fastrl_kernels import gemm
@@ -47,6 +48,24 @@ def test_results_are_autocasts(family, monkeypatch):
     cached = engine_of(model).generate(PROMPTS, PARAMS)
     monkeypatch.setattr(AutocastWeightCache, "in_place", lambda *_: contextlib.nullcontext())
     assert_same(cached, engine_of(model).generate(PROMPTS, PARAMS))
+
+
+def test_a_cache_goes_to_a_model_by_the_name_of_its_argument():
+    """``cache`` from transformers 5.24 on."""
+    model = tiny_models.policy("llama")
+    expected = engine_of(model).generate(PROMPTS, PARAMS)
+    inner = model.pretrained_model
+    now = cache_argument(inner)
+
+    class Newer(type(inner)):
+        def forward(self, input_ids, cache=None, **given):
+            assert "past_key_values" not in given
+            return super().forward(input_ids, **{now: cache}, **given)
+
+    inner.__class__ = Newer
+    assert_same(engine_of(model).generate(PROMPTS, PARAMS), expected)
+    *_, past = model(input_ids=torch.tensor([PROMPTS[0].tolist()]), return_past_key_values=True)
+    assert model(input_ids=torch.tensor([[5]]), past_key_values=past)[0].shape[1] == 1
 
 
 def test_copies_are_written_anew_in_their_places_after_an_update():
