@@ -46,6 +46,8 @@ _ONLINE = {
     "generation_kwargs": "for the rollout engine, or for `model.generate` if the engine cannot run "
     "the model",
     "log_completions": "rows are printed as lines and saved in `completions/`",
+    "num_completions_to_print": "responses to as many prompts as there are, in their order, where "
+    "TRL draws rows at random",
     "num_generations": "at least 2, even for evaluation only",
 }
 # How a setting differs, by trainer; those of "all" hold wherever there is such a setting.

@@ -96,10 +96,8 @@ class CompletionsTable(dict):
         """
         columns = self.columns(step)
         if unique:
-            first: dict[str, int] = {}
-            for i, prompt in enumerate(columns["prompt"]):
-                first.setdefault(str(prompt), i)
-            columns = {name: [x[i] for i in first.values()] for name, x in columns.items()}
+            first = [i for i, turn in enumerate(_turns(columns["prompt"])) if not turn]
+            columns = {name: [x[i] for i in first] for name, x in columns.items()}
         for name in ("wandb", "trackio"):
             if name not in trackers or importlib.util.find_spec(name) is None:
                 continue
@@ -119,7 +117,8 @@ class CompletionsTable(dict):
         Dataset.from_dict(self.columns(step)).to_parquet(str(path))
 
     def show(self, step: int, most: int | None) -> None:
-        """Prints the first ``most`` as a table as wide as the terminal, texts in a few lines."""
+        """Prints ``most`` as a table as wide as the terminal, texts in a few lines: of as many
+        prompts as there are, in their order."""
         from rich import box
         from rich.table import Table
 
@@ -142,14 +141,25 @@ class CompletionsTable(dict):
             else:  # long names are folded, numbers are not
                 wide = numbers[name]
                 table.add_column(plain(name), justify="right", width=wide, overflow="fold")
-        for row in list(zip(*columns.values(), strict=True))[:most]:
-            cells = zip(columns, row, strict=True)
+        turns, rows = _turns(columns["prompt"]), list(zip(*columns.values(), strict=True))
+        for i in sorted(sorted(range(len(rows)), key=lambda i: turns[i])[:most]):
+            cells = zip(columns, rows[i], strict=True)
             table.add_row(
                 *(plain(_text(n, x, room) if n in _TEXTS else _number(x)) for n, x in cells)
             )
         with console.capture() as shown:
             console.print(table)
         tqdm.write(shown.get().rstrip("\n"))
+
+
+def _turns(prompts: Iterable[Any]) -> list[int]:
+    """How often each prompt has been there before it."""
+    seen: defaultdict[str, int] = defaultdict(int)
+    turns = []
+    for prompt in map(str, prompts):
+        turns.append(seen[prompt])
+        seen[prompt] += 1
+    return turns
 
 
 def _number(value: Any) -> str:

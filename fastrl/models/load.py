@@ -375,8 +375,8 @@ class _Checkpoint:
             ) from error
         if not os.path.isdir(base) and names_a_folder(self.folder, name):
             raise FileNotFoundError(
-                f"the adapter in {self.folder} was trained on the folder {name}, which is not here: "
-                f"{_MEND_BASE}"
+                f"the adapter in {self.folder} was trained on the folder {name}, which is not "
+                f"here: {_MEND_BASE}"
             )
         if os.path.isdir(base) and is_adapter(base):
             raise ValueError(

@@ -28,7 +28,6 @@ from fastrl import (
     PPOTrainer,
 )
 from fastrl.alignment import ModelJudge
-from fastrl.models import load
 from fastrl.models.load import (
     base_folder,
     load_classifier,
@@ -219,7 +218,7 @@ def test_a_base_that_was_a_folder_and_is_gone_is_not_asked_of_the_hub(base, tmp_
     folder = adapter("base", "lora")
     write_model_card(folder, "lora", load_language_model(folder), Training(SFT))
     base.rename("elsewhere")
-    monkeypatch.setattr(load, "_config_of", lambda *_: pytest.fail("asked the Hub"))
+    monkeypatch.setattr("fastrl.models.load._config_of", lambda *_: pytest.fail("asked the Hub"))
     with pytest.raises(FileNotFoundError, match=r"the folder base, which is not here: write"):
         load_saved(folder)
     rebase(folder, "org/base")  # uploaded

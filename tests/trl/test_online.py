@@ -553,6 +553,17 @@ def test_trackers_get_one_response_to_each_prompt(monkeypatch: Any) -> None:
     assert list(sent[0]["step"]) == [7, 7]
 
 
+def test_a_table_shows_several_prompts_first(capsys: pytest.CaptureFixture[str]) -> None:
+    table = CompletionsTable(6)
+    said = [f"said{i}" for i in range(6)]
+    table.add(["a", "a", "a", "b", "b", "c"], said, {"reward": map(float, range(6))})
+    for step, (most, shown) in enumerate([(2, [0, 3]), (4, [0, 1, 3, 5]), (None, [*range(6)])]):
+        table._shown = {}
+        table.show(step, most)
+        found = re.findall(r"said\d", capsys.readouterr().out)
+        assert found == [said[i] for i in shown]
+
+
 def test_a_table_fits_the_terminal_and_keeps_numbers_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
