@@ -177,11 +177,15 @@ class EngineBackend(RolloutBackend):
             origin = "" if given else " (here of the model's generation_config)"
             warnings.warn(
                 f"the rollout engine does not know the argument {argument} of generate{origin}: "
-                "rollouts go through model.generate, which is slower",
+                f"rollouts go through model.generate, which is slower{_INSTEAD.get(argument, '')}",
                 stacklevel=6,
             )
 
 
+_INSTEAD = {  # what the engine knows in the place of an argument
+    "stop_strings": "; it knows stop=[[13, 198], ...], the token ids that end a response, such as "
+    "[tokenizer.encode(text, add_special_tokens=False)]"
+}
 _GENERATE = GenerationMixin.generate  # as it is before a program replaces it
 
 
