@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastrl.core import flatten_dict
-from fastrl.registry import GROUP_ADVANTAGES, POLICY_LOSS_NAMES
+from fastrl.registry import GROUP_ADVANTAGES, POLICY_LOSS_NAMES, learns_as_clip, own_functions
 from fastrl.settings import check_ranges, check_types, setting
 from fastrl_kernels.policy_losses import RATIO_LEVELS
 from fastrl_kernels.types import AGGREGATES
@@ -56,7 +56,8 @@ _READ_WITH = (
         "policy_loss",
         ("vespo",),
     ),
-    (("cliprange_high",), "policy_loss", ("clip", "cispo")),
+    (("cliprange_high",), "policy_loss", ("clip", "cispo")),  # and those of users
+    (("lam", "vf_coef", "cliprange_value"), "advantage", ("gae",)),
     (
         ("sampler_correction_min", "sampler_correction_max"),
         "sampler_correction",
@@ -533,6 +534,7 @@ class PPOConfig:
             )
         self.total_ppo_epochs = math.ceil(self.steps / self.batch_size)
         self._warn_of_unread()
+        self._warn_of_no_difference()
 
     @property
     def needs_values(self) -> bool:
@@ -593,7 +595,7 @@ class PPOConfig:
         unread = []
         for names, by, values in _READ_WITH:
             own = getattr(self, by)
-            if own not in values:
+            if own not in values and not (by == "policy_loss" and own_functions(own)):
                 unread += [(name, f"{by}={own!r}, not {' or '.join(values)}") for name in names]
         if self.overlong_buffer is None:
             unread.append(("overlong_penalty", "overlong_buffer is None"))
@@ -607,6 +609,21 @@ class PPOConfig:
         ]
         if given:
             warnings.warn(f"settings that nothing reads: {', '.join(given)}", stacklevel=4)
+
+    def _warn_of_no_difference(self) -> None:
+        """Warns of a policy loss that learns as the default does, as all ratios are 1."""
+        one_step = self.ppo_epochs == 1 and self.backward_batch_size == self.batch_size
+        high = self.cliprange if self.cliprange_high is None else self.cliprange_high
+        if one_step and self.policy_loss != "clip":
+            if self.policy_loss == "vespo" and self.sampler_correction != "off":
+                return  # its ratio is one to the sampler
+            if learns_as_clip(self.policy_loss, (self.cliprange, high)):
+                warnings.warn(
+                    f"policy_loss={self.policy_loss!r} makes no difference here: with ppo_epochs=1 "
+                    "and one optimizer step for each batch all ratios are 1, where it has the "
+                    "gradient of 'clip': raise ppo_epochs (4, say) or lower mini_batch_size",
+                    stacklevel=4,
+                )
 
     def _check_policy_loss(self) -> None:
         if self.delta is not None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
+
+import torch
 
 from fastrl.user_code import load_function
 from fastrl_kernels.argument_types import check_takes
-from fastrl_kernels.policy_losses import POLICY_LOSSES, register_policy_loss
+from fastrl_kernels.policy_losses import POLICY_LOSSES, register_policy_loss, registered_loss
 
 __all__ = [
     "GROUP_ADVANTAGES",
     "POLICY_LOSS_NAMES",
     "Registry",
     "group_advantage",
+    "learns_as_clip",
+    "own_functions",
     "register_policy_loss",
+    "try_policy_loss",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,3 +100,82 @@ GROUP_ADVANTAGES = Registry(_GROUPS, _add_advantage)
 POLICY_LOSS_NAMES = Registry(
     POLICY_LOSSES, lambda name, function: register_policy_loss(name)(function)
 )
+
+
+def own_functions(
+    policy_loss: str | None = None, advantage: str | None = None
+) -> list[tuple[str, Callable[..., Any]]]:
+    """Those of a user's among the entries that settings name, and what each is in words."""
+    row, function = POLICY_LOSSES.get(policy_loss or ""), _GROUPS.get(advantage or "")
+    found = [("policy loss", policy_loss, row.function if row else None)]
+    found.append(("advantage", advantage, None if advantage in _OURS else function))
+    return [(f"the {kind} {name}", own) for kind, name, own in found if own is not None]
+
+
+# Of tokens within clip ranges and beyond, of both signs of the advantage.
+_LOG_RATIOS = torch.linspace(-0.8, 0.9, 8).repeat(4)
+_ADVANTAGES = torch.tensor([1.5, -1.5, 0.5, -0.5]).repeat_interleave(8)
+
+
+def try_policy_loss(kind: str, cliprange: tuple[float, float]) -> None:
+    """Computes a user's policy loss of a few tokens, two or three times for each function.
+
+    Raises:
+        ValueError: a token's loss depends on the others'; the gradient of all is 0; as
+            :func:`fastrl_kernels.policy_losses.registered_loss`.
+    """
+    row = POLICY_LOSSES.get(kind)
+    if row is not None and row.function is not None:
+        _trial(kind, row.function, cliprange)
+
+
+@lru_cache
+def _trial(kind: str, function: Callable[..., Any], cliprange: tuple[float, float]) -> None:
+    def losses(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = _LOG_RATIOS[:count].clone(), _ADVANTAGES[:count].clone()
+        return registered_loss(kind, *tokens, cliprange)
+
+    def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+    few, every = 11, len(_LOG_RATIOS)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            whole, slope = losses(every)
+            alone = same(whole[:few], losses(few)[0])
+            # One that draws, or counts its calls, differs from itself.
+            alone = alone or not same(whole, losses(every)[0])
+        except RuntimeError:  # such as of tensors on a GPU: the first update raises others
+            return
+    if not alone:
+        raise ValueError(
+            f"the policy loss {kind!r} gives a token another loss among other tokens: compute it "
+            "element by element, without means, sums or deviations over tokens, as those of all "
+            "responses, or of a part of them, stand in one row"
+        )
+    if not slope.any():
+        raise ValueError(
+            f"the policy loss {kind!r} has the gradient 0 for every token, and nothing would be "
+            "learned: compute it from log_ratio, and detach no more than a weight of it"
+        )
+
+
+def learns_as_clip(kind: str, cliprange: tuple[float, float]) -> bool:
+    """Whether a policy loss has the gradient of "clip", -A, where all ratios are 1."""
+    if kind == "cispo":  # whose ratio has a bound, which may be less
+        return cliprange[1] >= 0
+    row = POLICY_LOSSES[kind]
+    return row.function is None or _is_clip_at_one(kind, row.function, cliprange)
+
+
+@lru_cache
+def _is_clip_at_one(
+    kind: str, function: Callable[..., Any], cliprange: tuple[float, float]
+) -> bool:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            ones = torch.zeros_like(_ADVANTAGES)
+            _, slope = registered_loss(kind, ones, _ADVANTAGES.clone(), cliprange)
+    except RuntimeError:
+        return False
+    return torch.allclose(slope, -_ADVANTAGES, rtol=1e-4, atol=1e-6)

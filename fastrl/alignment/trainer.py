@@ -30,8 +30,10 @@ from fastrl.alignment.learners import make_learner
 from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
 from fastrl.alignment.losses.base import output_of
+from fastrl.alignment.losses.pairwise import RowLoss
 from fastrl.alignment.planning import plan_alignment
 from fastrl.alignment.records import collected_of, deciding, joined_at_main, sampling_of
+from fastrl.alignment.reweighter import ByFunction
 from fastrl.collect.completions_table import CompletionsTable
 from fastrl.collect.ledger import GenerationLedger
 from fastrl.data.vocabulary import check_examples
@@ -318,6 +320,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
                     "processes": self.processes.count,
                 },
                 sampling_of(self.factory),
+                self.own_code(),
             )
             self._ledger.begin(self.factory.taken)
         self._show_batches()
@@ -456,12 +459,26 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
     def own_settings(self) -> dict[str, Any]:
         factory = self.factory
         return {
+            **super().own_settings(),
             "loss": repr(self.loss),
             "reweighter": type(self.reweighter).__name__,
             **{name: getattr(factory, name) for name in ("epochs", "examples", "seed", "shuffle")},
             "params": repr(factory.params) if factory.task.online else None,
             **(identities_of([("the annotator", factory.annotator)]) if factory.annotator else {}),
         }
+
+    def own_code(self) -> dict[str, Any]:
+        loss, reweighter = self.loss, self.reweighter
+        named: list[tuple[str, Any]] = []
+        if isinstance(loss, RowLoss) and loss.row.is_own:
+            named.append((f"the loss {loss.name}", loss.row.function))
+        elif _is_users(loss):
+            named.append((f"the loss {loss.name}", loss))
+        if isinstance(reweighter, ByFunction):
+            named.append(("the reweighter", reweighter.function))
+        elif reweighter is not None and _is_users(reweighter):
+            named.append(("the reweighter", reweighter))
+        return identities_of(named)
 
     def own_state(self) -> dict[str, Any]:
         judged = getattr(self.evaluation, "judged", ())
@@ -617,6 +634,10 @@ class _Epoch(IterableDataset):
 
     def __len__(self) -> int:
         return self._length
+
+
+def _is_users(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] != "fastrl"
 
 
 def _refuse_sizes(

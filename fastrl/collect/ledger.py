@@ -14,6 +14,7 @@ from fastrl.collect.responses import Collected
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 
+CODE = "code"  # a fact: hashes of users' functions, by their names
 NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
 
 
@@ -23,7 +24,7 @@ class GenerationLedger:
     Args:
         folder: of the run.
         temperature: of the policy.
-        settings, generation_kwargs: on which the responses depend.
+        settings, generation_kwargs, code: as of :func:`note_settings`.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class GenerationLedger:
         temperature: float,
         settings: Mapping[str, Any],
         generation_kwargs: Mapping[str, Any],
+        code: Mapping[str, str],
     ):
         self.ledger, self.temperature = Ledger(folder.ledger), temperature
-        note_settings(self.ledger, settings, generation_kwargs)
+        note_settings(self.ledger, settings, generation_kwargs, code)
 
     def begin(self, generations: int) -> None:
         """Goes on behind so many generations; what lies behind them is put aside."""
@@ -64,14 +66,22 @@ class GenerationLedger:
 
 
 def note_settings(
-    ledger: Ledger, settings: Mapping[str, Any], generation_kwargs: Mapping[str, Any]
+    ledger: Ledger,
+    settings: Mapping[str, Any],
+    generation_kwargs: Mapping[str, Any],
+    code: Mapping[str, str],
 ) -> None:
-    """Has a ledger say what its samples depend on."""
+    """Has a ledger say what its samples depend on.
+
+    Args:
+        code: hashes of users' functions by which the run learns.
+    """
     recorded = recordable(generation_kwargs)
     ledger.facts |= {
         "settings": recordable(settings),
         "generation_kwargs": recorded,
         NOT_JSON: sorted(generation_kwargs.keys() - recorded.keys()),
+        CODE: dict(code),
     }
 
 

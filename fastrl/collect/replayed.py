@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from fastrl.collect.ledger import CODE
 from fastrl.rollout import RolloutOutput
 from fastrl.run.machine import differences, machine, other_draws, remedies, versions
 
@@ -81,6 +83,27 @@ class Replayed:
     @property
     def identical(self) -> bool:
         return all(sample.identical for sample in self.samples)
+
+
+def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], own: Mapping[str, str]) -> None:
+    """Warns of users' functions that are not those that the updates of the run were done with.
+
+    Args:
+        recorded: facts of a ledger.
+        own: hashes, as of :func:`fastrl.collect.ledger.note_settings`.
+    """
+    changed = {
+        f"{name}: {hash_} → {own.get(name)}": None
+        for facts in recorded
+        for name, hash_ in facts.get(CODE, {}).items()
+        if own.get(name) != hash_
+    }
+    if changed:
+        warnings.warn(
+            f"the code is not that of the run ({', '.join(changed)}): updates are not the run's, "
+            "and what is drawn after them may differ",
+            stacklevel=3,
+        )
 
 
 def compared(

@@ -264,6 +264,7 @@ def fit(
     settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}
     resume = settings.pop("resume_from_checkpoint")
     folder.config |= {"title": title, **job.record(), "settings": settings}
+    folder.config["code"] = trainer.own_code()
     checkpoint = None
     if resume:
         checkpoint = find_trainer_checkpoint(resume, trainer.checkpoints, trainer.processes)

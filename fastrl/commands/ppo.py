@@ -259,6 +259,12 @@ class PPOFlags(PPOConfig):
         aliases=["--report-to"],
     )
 
+    def _warn_of_unread(self) -> None:
+        """The trainer's settings do."""
+
+    def _warn_of_no_difference(self) -> None:
+        """Likewise."""
+
     def config_for(self, job: PPOJob) -> PPOConfig:
         """The trainer's settings; names and lengths that are not given come from the job."""
         fields = {f.name: f.default for f in dataclasses.fields(self) if f.init}

@@ -48,7 +48,7 @@ def run_replay(arguments: Sequence[str]) -> int:
     ledger = ledger_of(flags.run)
     row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # is there
     folder = open_run(flags.run)
-    found = _replayed(read_job(folder), folder, flags.step)
+    found = _replayed(folder, flags.step)
     console = run_console()
     source = f"checkpoint-{found.begun_at}" if found.begun_at else "the run's beginning"
     plural = "" if found.walked == 1 else "s"
@@ -89,23 +89,24 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     return make_parser().parse_args(list(arguments))
 
 
-def _replayed(job: PPOJob | AlignJob, folder: RunFolder, step: int) -> Replayed:
+def _replayed(folder: RunFolder, step: int) -> Replayed:
     from fastrl.commands import align
     from fastrl.commands.ppo import make_trainer
     from fastrl.models.load import load_tokenizer
     from fastrl.ppo.replay import replay
 
-    if isinstance(job, align.AlignJob):
-        from fastrl.alignment.replay import replay as replay_batch
+    with working_directory(folder):
+        job = read_job(folder)
+        if isinstance(job, align.AlignJob):
+            from fastrl.alignment.replay import replay as replay_batch
 
-        unasked: Any = _Unasked()
-        with working_directory(folder, job.model):
+            unasked: Any = _Unasked()
             aligned = align.make_trainer(job, read_flags(folder, step), unasked)
+        else:
+            config = read_settings(folder, step)
+            trainer = make_trainer(job, config, load_tokenizer(job.check_model()))
+    if isinstance(job, align.AlignJob):
         return replay_batch(aligned, folder.path, step)
-
-    config = read_settings(folder, step)
-    with working_directory(folder, job.model):
-        trainer = make_trainer(job, config, load_tokenizer(job.check_model()))
     return replay(trainer, folder, step, progress=True)
 
 
@@ -174,11 +175,11 @@ def read_flags(folder: RunFolder, step: int) -> AlignFlags:
 
 
 @contextlib.contextmanager
-def working_directory(folder: RunFolder, model: str) -> Iterator[None]:
-    """Context in the working directory of a run, by which the paths of its model and of an
-    adapter's base are found. Where it is gone this process stays in its own, with a warning if the
-    model is not there either."""
-    here = os.getcwd()
+def working_directory(folder: RunFolder) -> Iterator[None]:
+    """Context in the working directory of a run, by which the paths of its model, of an adapter's
+    base and of users' files are found. Where it is gone this process stays in its own, with a
+    warning if the model is not there either."""
+    here, model = os.getcwd(), folder.config.get("job", {}).get("model", "")
     there = folder.config.get(STARTED_IN, here)
     if not Path(there).is_dir():
         if not Path(model).exists():

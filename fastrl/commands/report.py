@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
+from fastrl.commands import COMMANDS
 from fastrl.commands.flags import UsageError, own_parser
+from fastrl.reports.panels import COLOURS
 from fastrl.reports.report import (
     results_table,
     samples_table,
@@ -16,6 +21,17 @@ from fastrl.reports.report import (
 from fastrl.reports.trainer_folder import open_run
 from fastrl.run.folder import RunFolder
 from fastrl.run.terminal import plain, run_console
+
+# As COMMANDS, of what programs make.
+_CONFIGS = {
+    "train": ("config", ("PPOConfig",)),
+    "SFTTrainer": ("trainers.sft", ("SFTConfig",)),
+    "RewardTrainer": ("trainers.reward", ("RewardConfig",)),
+    **{
+        f"{name}Trainer": (f"trl.{name.lower()}_config", (f"{name}Config",))
+        for name in ("GRPO", "RLOO", "DPO", "KTO")
+    },
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -45,19 +61,50 @@ def run_report(arguments: Sequence[str]) -> int:
         ValueError: a run's file that cannot be read.
     """
     flags = make_parser().parse_args(list(arguments))
-    runs = [open_run(folder) for folder in flags.folders]
+    console, folders = run_console(), []
+    for folder in flags.folders:
+        if len(flags.folders) > 1 and _is_report(folder):
+            console.print(plain(f"left out: {folder}, which holds a report of several runs"))
+        else:
+            folders.append(folder)
+    runs = [open_run(folder) for folder in folders]
     target = _target(runs, flags.output)
-    console = run_console()
     for run in runs:
         console.print(plain(f"drawn: {write_report(run)}"), soft_wrap=True)
+    if len(runs) > len(COLOURS):
+        console.print(plain(f"{len(runs)} runs share {len(COLOURS)} colours"))
     if len(runs) > 1:
         console.print(plain(f"drawn: {write_overlay(runs, target)}"), soft_wrap=True)
-    console.print(plain(f"page:  {write_page(runs, target)}"), soft_wrap=True)
+    console.print(plain(f"page:  {write_page(runs, target, defaults_of)}"), soft_wrap=True)
     samples = runs[0].samples()
     if len(runs) == 1 and samples and flags.samples > 0:
         console.print(samples_table(samples, flags.samples))
     console.print(results_table(runs))
     return 0
+
+
+def defaults_of(folder: RunFolder) -> dict[str, Any]:
+    """The defaults of the settings that a run has in its ``run.json``, or a trainer in its
+    checkpoint."""
+    command = str(folder.config.get("command"))
+    module, names = {**COMMANDS, **_CONFIGS}.get(command, ("", ()))[:2]
+    kinds = [getattr(importlib.import_module(f"fastrl.{module}"), name) for name in names]
+    found = {}
+    for field in (field for kind in kinds for field in dataclasses.fields(kind)):
+        made: Any = field.default_factory
+        found[field.name] = field.default if made is dataclasses.MISSING else made()
+    return found
+
+
+def _is_report(path: str) -> bool:
+    """Whether it is a folder that has what this command writes of several runs, and no run."""
+    if not RunFolder(path).page.is_file():
+        return False
+    try:
+        open_run(path)
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _target(runs: Sequence[RunFolder], output: str | None) -> RunFolder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,43 @@ class Advantages(Protocol):
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
         """Statistics of a batch's scores [B], of which NaN are missing; 0-d tensors."""
+
+
+def check_estimates(
+    found: Any, rewards: Tensor, mask: Tensor, *, finite: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a ``compute_advantages`` returned: values, advantages and returns, [B, T-1] each.
+
+    Args:
+        rewards, mask: that it was given, [B, T-1].
+        finite: whether its numbers are read, for which the host waits.
+
+    Raises:
+        TypeError, ValueError: something else; with a gradient; numbers that are not finite where
+            the mask and the sample's rewards are.
+    """
+    said = "compute_advantages must return (values, advantages, returns)"
+    if not isinstance(found, tuple | list) or len(found) != 3:
+        got = f"{type(found).__name__}" + (f" of {len(found)}" if hasattr(found, "__len__") else "")
+        raise TypeError(f"{said}, got a {got}")
+    known = (mask & rewards.isfinite()) if finite else mask
+    for name, each in zip(("values", "advantages", "returns"), found, strict=True):
+        if not isinstance(each, Tensor) or each.shape != rewards.shape:
+            shown = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            raise ValueError(
+                f"{said}, each {tuple(rewards.shape)} as its arguments are; {name} are {shown}"
+            )
+        if each.requires_grad:
+            raise ValueError(f"{said}, which are constants; {name} have a gradient: detach them")
+        if finite and not (each.isfinite() | ~known).all():
+            row, column = ((~each.isfinite()) & known).nonzero()[0].tolist()
+            raise ValueError(
+                f"{said} that are finite where the mask is True; {name}[{row}, {column}] is "
+                f"{float(each[row, column]):g}, and the reward there is "
+                f"{float(rewards[row, column]):g}"
+            )
+    values, advantages, returns = found
+    return values, advantages, returns
 
 
 class PerToken:

@@ -46,16 +46,33 @@ def compared(
         groups, counts: what :func:`grouped` returns.
 
     Raises:
-        ValueError: the function returns no tensor, or one of another shape.
+        ValueError: a user's function returns no tensor, one of another shape, one with a gradient,
+            or one that is not finite where rewards are.
     """
     found = function(groups, counts)
+    name = f"the advantage {getattr(function, '__name__', type(function).__name__)}"
     if not isinstance(found, Tensor) or found.shape != groups.shape:
         shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
-            f"{getattr(function, '__name__', 'the advantage')} returned {shown} for rewards "
-            f"{tuple(groups.shape)}: return an advantage for each, as a tensor"
+            f"{name} returned {shown} for rewards {tuple(groups.shape)}: return an advantage for "
+            "each, as a tensor"
         )
-    return torch.where(counts & (counts.sum(-1, keepdim=True) > 1), found.float(), 0.0)
+    if found.requires_grad:
+        raise ValueError(
+            f"{name} returned advantages with a gradient: they are constants, detach them"
+        )
+    compares = counts & (counts.sum(-1, keepdim=True) > 1)
+    if function not in _OURS:  # reading it waits for the device
+        wrong = compares & groups.isfinite().all(-1, keepdim=True) & ~found.isfinite()
+        if wrong.any():
+            group, i = wrong.nonzero()[0].tolist()
+            rewards = ", ".join(f"{x:g}" for x in groups[group].tolist())
+            raise ValueError(
+                f"{name} returned {float(found[group, i]):g} for response {i} of group {group}, "
+                f"whose rewards less the first one's are {rewards}: let it return a number, 0 "
+                "where nothing is to be learned"
+            )
+    return torch.where(compares, found.float(), 0.0)
 
 
 def centred(rewards: Tensor, counts: Tensor) -> Tensor:
@@ -81,5 +98,6 @@ def deviation(x: Tensor, counts: Tensor) -> Tensor:
     return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
 
 
-for _name, _function in {"grpo": standardised, "dr_grpo": centred, "rloo": leave_one_out}.items():
+_OURS = (standardised, centred, leave_one_out)
+for _name, _function in zip(("grpo", "dr_grpo", "rloo"), _OURS, strict=True):
     group_advantage(_name)(_function)

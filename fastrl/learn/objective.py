@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.models.scoring import PolicyObjective
+from fastrl.registry import try_policy_loss
 
 _LEAST_WEIGHT = 1e-8  # of another sampler, in a ratio; as in TRL
 
@@ -39,7 +40,7 @@ class TokenObjective(NamedTuple):
 
         Raises:
             ValueError: a ``delta``, temperatures, powers or decays out of range, or of another
-                kind.
+                kind; as :func:`fastrl.registry.try_policy_loss`.
         """
         low = float("inf") if kind == "cispo" else cliprange[0]
         loss = fastrl_kernels.PolicyLoss(
@@ -51,6 +52,7 @@ class TokenObjective(NamedTuple):
             (settings.vespo_lambda_pos, settings.vespo_lambda_neg),
         )
         loss.check(None)
+        try_policy_loss(kind, cliprange)
         return cls(loss, (low, cliprange[1]), settings.top_entropy_quantile)
 
     def lengths(self, counts: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ is the preferred response, l the other, h = r_w - r_l; ℓ(x) = -log σ(x), ε =
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -86,6 +86,11 @@ class PairObjective:
     source: str
     defaults: dict[str, Any]
     implied: Callable[[Side], Tensor] | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a user's."""
+        return self.name not in _OURS
 
     @property
     def options(self) -> dict[str, Any]:
@@ -250,15 +255,28 @@ def mismatched_kl(side: Side, processes: Processes, share: float) -> Tensor:
     return processes.sums(side.ratio.mean() * share)
 
 
-def try_on_a_pair(loss: Callable[[Side, Side], Tensor]) -> None:
-    """Computes a loss, so that what takes its options checks them.
+def try_on_a_pair(name: str, loss: Callable[[Side, Side], Tensor]) -> None:
+    """Computes a loss of a few pairs, so that what takes its options checks them.
 
     Raises:
-        ValueError, TypeError: an option that it cannot have.
+        ValueError, TypeError: an option that it cannot have; a loss whose gradient by the log-probs
+            is 0 for all of them.
     """
-    one = torch.ones(1)
-    side = Side(-one, one.long(), -one)
-    loss(side, side)
+    numbers = torch.tensor([[-4.0, -2.0, -3.0, -1.0], [-1.0, -3.0, -2.0, -4.0]])
+    with torch.enable_grad():
+        chosen, rejected = (
+            Side(x.clone().requires_grad_(), torch.full((4,), 3), ref)
+            for x, ref in zip(numbers, numbers.flip(0) - 0.5, strict=True)
+        )
+        found, leaves = loss(chosen, rejected), [chosen.sums, rejected.sums]
+        slopes: Sequence[Tensor | None] = [None]
+        if found.requires_grad:
+            slopes = torch.autograd.grad(found.sum(), leaves, allow_unused=True)
+    if not any(slope is not None and slope.any() for slope in slopes):
+        raise ValueError(
+            f"the loss {name!r} does not depend on the policy's log-probs, and nothing would be "
+            "learned: compute it from sums, means or ratio of both sides, and detach none of them"
+        )
 
 
 def losses_by_preference(

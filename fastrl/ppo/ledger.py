@@ -78,17 +78,18 @@ def open_ledger(
     folder: Path | None,
     config: PPOConfig,
     generation_kwargs: Mapping[str, Any],
+    code: Mapping[str, str],
 ) -> SampleLedger | None:
     """The ledger that a run keeps.
 
     Args:
         asked: of ``PPOTrainer.train``.
         folder: in the run's output, if there is one.
-        config, generation_kwargs: of the run; what its samples depend on is noted.
+        config, generation_kwargs, code: of the run; what its samples depend on is noted.
     """
     place = folder if asked is True else asked or None
     if place is None:
         return None
     ledger = place if isinstance(place, Ledger) else Ledger(place)
-    note_settings(ledger, config.to_dict(), generation_kwargs)
+    note_settings(ledger, config.to_dict(), generation_kwargs, code)
     return SampleLedger(ledger, config.temperature)

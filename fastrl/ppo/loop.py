@@ -209,6 +209,7 @@ class Loop:
             saving.ledger_folder,
             config,
             self.generation_kwargs,
+            trainer.own_code,
         )
         self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
         if config.critic_warmup_steps >= self.begun_at + steps:
@@ -359,6 +360,11 @@ class Loop:
             **self._settings(),
             **self.saving.settings(),
         }
+
+    @property
+    def code(self) -> dict[str, str]:
+        """Hashes of users' functions."""
+        return {**self._code_of_users, **self.trainer.own_code}
 
     def _settings(self) -> dict[str, Any]:
         """Settings of the run that may differ in the one that resumes it, as JSON has them."""

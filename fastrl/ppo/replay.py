@@ -19,11 +19,12 @@ from fastrl.collect.replayed import (
     difference,
     recorded_rollout,
     warn_of_another_machine,
+    warn_of_other_code,
 )
 from fastrl.ppo.setup import precision_of
 from fastrl.ppo.state import deciding
 from fastrl.rollout import RolloutOutput
-from fastrl.run.checkpoints import Checkpoints, step_of
+from fastrl.run.checkpoints import CODE_DIFFERS, Checkpoints, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
 from fastrl.run.machine import differences
@@ -89,6 +90,7 @@ def replay(
     begun_at = _load_checkpoint(trainer, run, step)
     recorded = read_facts(ledger, begun_at + 1, step)
     _warn_of_other_settings(recorded)
+    warn_of_other_code(recorded, trainer.own_code)
     walked = read_facts(ledger, begun_at + 1, step - 1) if begun_at + 1 < step else []
     shared = any(process_count_of(facts) > 1 for facts in walked)
     tolerance = _rounding(trainer) if shared else 0.0
@@ -126,6 +128,7 @@ def _load_checkpoint(trainer: PPOTrainer, run: RunFolder, step: int) -> int:
         with warnings.catch_warnings():
             # What is random in reward functions does not matter: they are not called.
             warnings.filterwarnings("ignore", r"resume: the run had \d+ process")
+            warnings.filterwarnings("ignore", CODE_DIFFERS)  # the ledger says it of each step
             trainer.load_checkpoint(checkpoint)
         return step_of(checkpoint)
     if trainer.current_step:

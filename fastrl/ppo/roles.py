@@ -53,6 +53,10 @@ class Stepping(Resumable, Protocol):
     experience: LastExperience | None
 
     @property
+    def own_code(self) -> dict[str, str]:
+        """Hashes of users' functions by which it learns."""
+
+    @property
     def weights_version(self) -> int:
         """Steps of the optimizer so far."""
 
@@ -74,6 +78,10 @@ class Run(Protocol):
 
     callbacks: list[TrainCallback]
     ledger: SampleLedger | None
+
+    @property
+    def code(self) -> dict[str, str]:
+        """Hashes of users' functions."""
 
     @property
     def last_step(self) -> int:

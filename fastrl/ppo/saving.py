@@ -103,6 +103,7 @@ class SavedInFolder:
     @contextlib.contextmanager
     def opened(self, loop: Run) -> Iterator[bool]:
         self._loop = loop
+        self.folder.config["code"] = loop.code
         is_main = self.processes.is_main
         with contextlib.ExitStack() as stack:
             with self.processes.together():

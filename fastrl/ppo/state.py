@@ -31,6 +31,8 @@ from fastrl.models.utils import checksum, model_identity
 from fastrl.ppo.critic import CriticLearner, check_states_critic
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ref_model import RefModel
+from fastrl.registry import own_functions
+from fastrl.rewards.identity import identities_of
 from fastrl.run.checkpoints import (
     BadCheckpoint,
     check_identity,
@@ -98,7 +100,7 @@ class TrainerState:
         return {
             **critic,
             "identity": self._identity,
-            "config": deciding(self.config.to_dict()),
+            "config": self._settings,
             "step": self.current_step,
             "optimizer_steps": self.update.gradient.engine.steps,
             "policy": trained_weights(self._unwrapped),
@@ -151,6 +153,16 @@ class TrainerState:
         self.update.gradient.engine.steps = state["optimizer_steps"]
         self._restore_random_state(_processes_of(state), state["random"])
         _apply_changed_settings(self, state["config"])
+
+    @cached_property
+    def own_code(self) -> dict[str, str]:
+        """Hashes of users' functions by which it learns, as they were when it was made."""
+        return identities_of(own_functions(self.config.policy_loss, self.config.advantage))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What a run that resumes with other ones gets a warning of."""
+        return {**deciding(self.config.to_dict()), **self.own_code}
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -269,7 +281,7 @@ def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _apply_changed_settings(trainer: TrainerState, before: Mapping[str, Any]) -> None:
     """Warns of settings that are not those of the checkpoint, and sets a new learning rate."""
-    changed = warn_of_changed_settings(before, deciding(trainer.config.to_dict()))
+    changed = warn_of_changed_settings(before, trainer._settings)
     if "learning_rate" in changed and trainer.lr_scheduler is None:
         set_learning_rate(trainer.optimizer, trainer.config.learning_rate)
     if trainer.critic is not None and {"learning_rate", "critic_learning_rate"} & {*changed}:

@@ -22,6 +22,7 @@ from fastrl.data.batch import make_batches
 from fastrl.data.choose_padding import choose_padding
 from fastrl.data.prompts import PromptStream
 from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.advantages import check_estimates
 from fastrl.learn.engine import Engine
 from fastrl.learn.experience import Experience, LastExperience
 from fastrl.learn.kl import make_kl_penalty, warn_of_negative_kl
@@ -147,7 +148,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         training_data_collator: Callable | None = None,
         critic: Critic | PreTrainedModel | str | Path | None = None,
     ):
-        overridden(self)
+        self._estimates = "compute_advantages" in overridden(self)  # by a method of a subclass
         config = config or PPOConfig()
         has_critic = critic is not None
         if isinstance(config, PPOConfig):
@@ -396,8 +397,9 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
                     batch.mask,
                 )
             with clock("compute_advantages"):
-                values, advantages, returns = self.compute_advantages(
-                    scored.values, rewards, batch.mask
+                found = self.compute_advantages(scored.values, rewards, batch.mask)
+                values, advantages, returns = check_estimates(
+                    found, rewards, batch.mask, finite=self._estimates
                 )
             with clock("optimize_step"):
                 kl = None
@@ -494,10 +496,18 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes advantages by ``PPOConfig.advantage``: generalised advantage estimates, whitened
-        over the batch, or differences from a group's baseline; all [B, T-1].
+        over the batch, or differences from a group's baseline. A subclass's is learned from.
+
+        All are [B, T-1] fp32: column t is of token t + 1 of a row, and rows are the samples of all
+        processes in their order, with a ``group_size`` those of a prompt one after the other.
+
+        Args:
+            values: V before the update; zeros where no value function is learned.
+            rewards: -β·KL of each token, and the score at the last one that counts.
+            mask: bool, the tokens of responses that count. Others are not read.
 
         Returns:
-            values (zero where masked), advantages, returns.
+            values, advantages, returns, without gradients.
         """
         return self.advantages(values, rewards, mask.bool())
 

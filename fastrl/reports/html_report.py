@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 # Colours of the figures: the page's names for them, and what they are on a dark page.
-_DARK = ("#5AB1F0", "#FF8A4C", "#33CC9F", "#E7A6CB", "#F3BE4B", "#93D4F8")
+_DARK = (
+    *("#5AB1F0", "#FF8A4C", "#33CC9F", "#E7A6CB", "#F3BE4B", "#93D4F8"),
+    *("#8F86E8", "#D1679B", "#C5C56A", "#FF6BB5", "#C79A8E", "#5FAE6A"),
+)
 _THEME = {
     **{
         light: (f"--c{i}", dark) for i, (light, dark) in enumerate(zip(COLOURS, _DARK, strict=True))
@@ -34,6 +37,13 @@ _THEME = {
     FAINT: ("--faint", "#3A4048"),
 }
 _NOT_SETTINGS = {"output", "output_dir", "logging_dir", "run_name"}
+# What a trainer derives from its settings, or that names a run or its trackers.
+_DERIVED = re.compile(
+    "exp_name|task_name|model_name|query_dataset|reward_model|log_with|report_to|track|project"
+    "|push_to_hub|hub_|world_size|is_encoder_decoder|is_peft_model|backward_batch_size|global_"
+    "|total_ppo_epochs"
+)
+Defaults = Callable[[RunFolder], Mapping[str, Any]]  # of a run's settings, by their names
 
 
 @dataclass
@@ -75,7 +85,7 @@ class ReportedRun:
         """The command, and the settings of job and trainer that are not names of folders."""
         config = self.folder.config
         found = {"command": config.get("command")}
-        for part in ("job", "settings"):
+        for part in ("job", "settings", "code"):
             found |= config.get(part, {})
         return {name: value for name, value in found.items() if name not in _NOT_SETTINGS}
 
@@ -90,11 +100,16 @@ class Figure:
     legend: list[Name]
 
 
-def page(folders: Sequence[RunFolder], results: Mapping[str, Sequence[str]]) -> str:
+def page(
+    folders: Sequence[RunFolder],
+    results: Mapping[str, Sequence[str]],
+    defaults: Defaults = lambda folder: {},
+) -> str:
     """The HTML of the report.
 
     Args:
         results: by name, of each run the value as text.
+        defaults: asked of runs that do not all have the same settings.
 
     Raises:
         ValueError: a run's file that cannot be read.
@@ -120,7 +135,7 @@ def page(folders: Sequence[RunFolder], results: Mapping[str, Sequence[str]]) -> 
         runs=runs,
         figures=figures,
         results=results,
-        settings=_settings(runs),
+        settings=_settings(runs, defaults),
         theme=_THEME.values(),
         light={name: colour for colour, (name, _) in _THEME.items()},
         colour=css_colour,
@@ -176,14 +191,24 @@ def _shows(figures: Sequence[Figure], finding: Finding) -> Figure | None:
     return None
 
 
-def _settings(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """Settings as texts: of one run all, of several those that differ."""
+def _settings(runs: Sequence[ReportedRun], defaults: Defaults) -> dict[str, list[str]]:
+    """Settings as texts: of one run all, of several those that differ. One that a run does not have
+    differs where another's is not at its default."""
     every = [run.settings for run in runs]
     names = dict.fromkeys(name for settings in every for name in settings)
     found = {name: [_text(settings.get(name)) for settings in every] for name in names}
     if len(runs) == 1:
         return found
-    return {name: texts for name, texts in found.items() if len(set(texts)) > 1}
+    found = {name: x for name, x in found.items() if len(set(x)) > 1 and not _DERIVED.match(name)}
+    lacking = {name for name in found if any(name not in settings for settings in every)}
+    if lacking:
+        usual = [defaults(run.folder) for run in runs]
+        for name in lacking:
+            there = [(x[name], own) for x, own in zip(every, usual, strict=True) if name in x]
+            same = len({_text(value) for value, _ in there}) == 1
+            if same and all(value == own.get(name, value is None) for value, own in there):
+                del found[name]
+    return found
 
 
 def _text(value: Any) -> str:

@@ -20,6 +20,8 @@ from fastrl.run.terminal import plain, run_console
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from fastrl.reports.html_report import Defaults
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -180,15 +182,22 @@ def write_overlay(folders: Sequence[RunFolder], target: RunFolder) -> Path:
     return target.report
 
 
-def write_page(folders: Sequence[RunFolder], target: RunFolder) -> Path:
+def write_page(
+    folders: Sequence[RunFolder],
+    target: RunFolder,
+    defaults: Defaults = lambda folder: {},
+) -> Path:
     """Writes the page of one run or of several, see :mod:`fastrl.reports.html_report`.
+
+    Args:
+        defaults: of a run's settings, by their names.
 
     Returns:
         the path of ``report.html`` in ``target``, which is made if it is not there.
     """
     from fastrl.reports.html_report import page
 
-    target.write_page(page(folders, results(folders)))
+    target.write_page(page(folders, results(folders), defaults))
     return target.page
 
 

@@ -411,6 +411,9 @@ class Rewards:
         self, wrong: Tensor, values: Tensor, prompts: Sequence[Any], asked: list[int]
     ) -> None:
         """Warns of rewards that are not finite, once for each function, or raises an error."""
+        # Where another function may judge the completion.
+        several = len(self._functions) > 1 or not self._judges_all
+        instead = ", or let it return None for what it cannot judge" if several else ""
         for function, row, of_function in zip(self._functions, wrong, values, strict=True):
             which = row.nonzero()[:, 0].tolist()
             if not which:
@@ -426,8 +429,8 @@ class Rewards:
                 "nonfinite",
                 function,
                 f"{what}: left out of the step and its group, as any later ones will be"
-                f"{self._counted_as}; mend the function, or let it return None for what it cannot "
-                "judge; on_nonfinite='raise' makes this an error",
+                f"{self._counted_as}; mend the function{instead}; on_nonfinite='raise' makes this "
+                "an error",
             )
 
     def _warn(self, kind: str, function: _Function, what: str) -> None:

@@ -44,6 +44,8 @@ _REMEDIES = {
 
 
 OF_CODE = "code or weights of"  # begins settings that checkpoints of earlier versions lack
+# A warning of such settings alone.
+CODE_DIFFERS = rf"resume: settings differ .*\(({OF_CODE} .*?: \w+ → \w+(, )?)+\)(, so|: the run)"
 
 
 class BadCheckpoint(ValueError):
@@ -433,11 +435,11 @@ def warn_of_another_machine(manifest: dict[str, Any]) -> None:
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Names of the settings of a checkpoint's run that another one has otherwise."""
-    old = not any(name.startswith(OF_CODE) for name in before)
     return [
         name
         for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name) and not (old and name.startswith(OF_CODE))
+        if before.get(name) != now.get(name)
+        and not (name.startswith(OF_CODE) and name not in before)
     ]
 
 

@@ -23,7 +23,7 @@ class RunFolder:
     """The folder of a run; every command writes the same files.
 
     ================== ============================================================================
-    ``run.json``       command, title, job, settings, working directory; written as the run begins
+    ``run.json``       command, title, job, settings, working directory, hashes of users' code
     ``metrics.jsonl``  one JSON object per log and per evaluation, appended during the run
     ``logs/``          files of trackers
     ``checkpoints/``   see :class:`fastrl.run.checkpoints.Checkpoints`

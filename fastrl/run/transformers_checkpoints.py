@@ -155,6 +155,10 @@ class ResumableTrainer(OpenTrainer):
 
     def own_settings(self) -> dict[str, Any]:
         """Settings that are not in ``args``; a run that resumes with other ones gets a warning."""
+        return self.own_code()
+
+    def own_code(self) -> dict[str, Any]:
+        """Hashes of users' functions by which it learns, likewise."""
         return {}
 
     def own_state(self) -> dict[str, Any]:

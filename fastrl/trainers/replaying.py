@@ -10,14 +10,16 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastrl.collect.replayed import Replayed, ReplayedSample, warn_of_another_machine
-from fastrl.run.checkpoints import OF_CODE, Checkpoints, step_of
+from fastrl.collect.replayed import (
+    Replayed,
+    ReplayedSample,
+    warn_of_another_machine,
+    warn_of_other_code,
+)
+from fastrl.run.checkpoints import CODE_DIFFERS, Checkpoints, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
 from fastrl.run.state import load_tree
-
-# A warning of them alone, who are not asked.
-_OTHER_JUDGES = rf"resume: settings differ .*\(({OF_CODE} [^:]*: \w+ → \w+(, )?)+\), so"
 
 
 class Drawn(Exception):
@@ -115,7 +117,9 @@ class Player(ABC):
         """
         checkpoint = self._newest_before()
         with _nothing_left(self.trainer), self.playing():
-            warn_of_another_machine(read_facts(self.folder.ledger, 1, self.last))
+            facts = read_facts(self.folder.ledger, 1, self.last)
+            warn_of_another_machine(facts)
+            warn_of_other_code(facts, self.trainer.own_code())
             try:
                 self.trainer.train(None if checkpoint is None else str(checkpoint))
             except Drawn:
@@ -148,7 +152,8 @@ def _nothing_left(trainer: Any) -> Iterator[None]:
     callbacks, saves = list(handler.callbacks), trainer.saves_when_it_fails
     integrations = "transformers.integrations"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _OTHER_JUDGES)
+        # Rewards are not asked; of other code the ledger says it.
+        warnings.filterwarnings("ignore", CODE_DIFFERS)
         for name, value in {"output_dir": folder, **silent}.items():
             setattr(args, name, value)
         handler.callbacks[:] = [

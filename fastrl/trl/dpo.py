@@ -12,6 +12,7 @@ from fastrl.data.preferences import OF_A_PAIR, PairCollator, prepare_pairs_of_id
 from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.preferences import Side, response_sums, sides_of
 from fastrl.models.scorer import ScoredPass
+from fastrl.rewards.identity import identities_of
 from fastrl.run.model_card import DPO
 from fastrl.trl.dpo_config import DPOConfig
 from fastrl.trl.preference import EXTRAS, PreferenceTrainer, at_tokens, token_parts
@@ -58,6 +59,12 @@ class DPOTrainer(PreferenceTrainer):
     example: ClassVar[str] = "pair"
     id_columns = OF_A_PAIR
     method = DPO
+
+    def own_code(self) -> dict[str, Any]:
+        rows = {name: self.args.objective(name)[0] for name in self.args.loss_type if name != "sft"}
+        return identities_of(
+            (f"the loss {name}", row.function) for name, row in rows.items() if row.is_own
+        )
 
     def prepare_rows(self, dataset: Any) -> Any:
         args = self._settings

@@ -14,6 +14,7 @@ from fastrl.settings import setting
 from fastrl.trl.preference_config import PreferenceConfig
 from fastrl_kernels.preference import F_DIVERGENCES
 
+_SHARED = ("beta", "label_smoothing")  # settings that losses of users may have by the same names
 TRUNCATIONS = ("keep_start", "keep_end")
 # TRL's names that are others here, or mean options of their own.
 _TRLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -108,8 +109,9 @@ class DPOConfig(PreferenceConfig):
                 f"f_divergence_type={self.f_divergence_type!r} is for losses of the difference of "
                 f"rewards, and {', '.join(others)} is none: leave it at 'reverse_kl'"
             )
-        for row, options in rows.values():
-            try_on_a_pair(partial(row, **options))
+        for name, (row, options) in rows.items():
+            try_on_a_pair(name, partial(row, **options))
+            self._warn_of_defaults(name, row)
         smoothed = [name for name, row in PAIR_LOSSES.items() if "label_smoothing" in row.defaults]
         if self.label_smoothing and "sigmoid" in self.loss_type:
             warnings.warn(
@@ -119,8 +121,8 @@ class DPOConfig(PreferenceConfig):
             )
         elif self.label_smoothing and not set(smoothed) & set(self.loss_type):
             warnings.warn(
-                f"label_smoothing is ignored by {', '.join(self.loss_type)}, as in TRL: it is read "
-                f"by sigmoid, {', '.join(smoothed)}",
+                f"label_smoothing is ignored by {', '.join(self.loss_type)}: it is read by "
+                f"sigmoid, {', '.join(smoothed)}",
                 stacklevel=3,
             )
         together = self.read_together
@@ -142,9 +144,30 @@ class DPOConfig(PreferenceConfig):
         return [x for x in self.loss_type if x == "sft" or self.objective(x)[0].reads == "batch"]
 
     def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
-        """The row of a loss but "sft", and its options."""
+        """The row of a loss but "sft", and its options: these settings, of which a loss of a user's
+        gets those that are not at their defaults, as its own are its defaults."""
         row, fixed = LOSS_TYPES[loss_type]
-        given: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
-        given |= {"tau": self.discopop_tau, "divergence": self.f_divergence_type}
+        given: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
+        if row.is_own:
+            given = {name: x for name, x in given.items() if x != _default(name)}
+        else:
+            given["tau"] = self.discopop_tau
+        given |= {"divergence": self.f_divergence_type}
         given |= {"divergence_alpha": self.f_alpha_divergence_coef, **fixed}
         return row, {option: given[option] for option in row.options.keys() & given.keys()}
+
+    def _warn_of_defaults(self, name: str, row: PairObjective) -> None:
+        """Warns where a setting at its default gives way to a loss's own default."""
+        for option in row.defaults.keys() & _SHARED if row.is_own else ():
+            own, value = row.defaults[option], getattr(self, option)
+            if value == _default(option) != own:
+                warnings.warn(
+                    f"the loss {name!r} is computed with its own default, {option}={own}, as "
+                    f"DPOConfig's {option} is at its default, {value}: for {value}, make that the "
+                    "function's default",
+                    stacklevel=4,
+                )
+
+
+def _default(name: str) -> Any:
+    return DPOConfig.__dataclass_fields__[name].default

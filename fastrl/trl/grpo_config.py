@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from fastrl.registry import GROUP_ADVANTAGES
+from fastrl.registry import GROUP_ADVANTAGES, learns_as_clip, own_functions
 from fastrl.settings import refused, setting, setting_like
 from fastrl.trl.online_config import OnlineConfig
 from fastrl.trl.policy_loss import ALL_LOSS_TYPES, LEVELS, GroupLoss
@@ -109,4 +109,30 @@ class GRPOConfig(OnlineConfig):
                 "multi_objective_aggregation: leave these as they are"
             )
         check_correction(self)
-        GroupLoss.of_grpo(self)
+        loss = GroupLoss.of_grpo(self)
+        self._check_loss(loss)
+
+    def _check_loss(self, loss: GroupLoss) -> None:
+        """Warns of a ``delta`` that nothing reads, and of a loss that makes no difference.
+
+        Raises:
+            ValueError: a ``delta`` with a loss of a user's.
+        """
+        kind, name = loss.objective.loss.kind, self.loss_type
+        if self.delta is not None and kind != "clip":
+            if loss.objective.loss.is_registered:
+                raise ValueError(f"delta is for losses with PPO's clip, not {name!r}: leave it out")
+            warnings.warn(
+                f"delta={self.delta} is not read by loss_type={name!r}, as in TRL: leave it out",
+                stacklevel=4,
+            )
+        used = int(self.steps_per_generation or 1) * self.num_iterations
+        own, one_step = own_functions(kind), self.gradient_accumulation_steps % used == 0
+        if own and one_step and learns_as_clip(kind, loss.objective.cliprange):
+            warnings.warn(
+                f"loss_type={name!r} makes no difference to 'dapo' here: each generation serves "
+                "one optimizer step (num_iterations=1, steps_per_generation no more than "
+                "gradient_accumulation_steps), so that all ratios are 1, where it has the gradient "
+                "of PPO's clip: raise num_iterations (4, say) or steps_per_generation",
+                stacklevel=4,
+            )

@@ -280,6 +280,7 @@ class OnlineTrainer(
                 self.temperature,
                 self.args.to_dict(),
                 self.args.generation_arguments,
+                self.own_code(),
             )
         self._loss = self._make_loss()
         self.model.add_model_tags([*self._tag_names, "fastrl"])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastrl.learn.samples import SampledResponses
+from fastrl.registry import own_functions
 from fastrl.rewards.identity import identities_of
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
@@ -37,6 +38,11 @@ class OnlineCheckpoints(FiniteStepsTrainer):
     def own_settings(self) -> dict[str, Any]:
         code = identities_of(zip(self.reward_func_names, self.reward_funcs, strict=True))
         return {**super().own_settings(), "reward_funcs": self.reward_func_names, **code}
+
+    def own_code(self) -> dict[str, Any]:
+        advantage = getattr(self.args, "advantage", None)
+        loss = getattr(self.args, "loss_type", None)
+        return {**super().own_code(), **identities_of(own_functions(loss, advantage))}
 
     def own_state(self) -> dict[str, Any]:
         if self._ledger is not None:  # what it holds is not drawn again

@@ -63,8 +63,8 @@ class LossType(NamedTuple):
 
     @property
     def clips(self) -> bool:
-        """Whether shares of clipped ratios are logged."""
-        return self.kind == "clip"
+        """Whether shares of ratios that PPO's clip would cut are logged."""
+        return self.kind == "clip" or PolicyLoss(self.kind).is_registered
 
 
 _MEAN, _SUM, _NORM = "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"

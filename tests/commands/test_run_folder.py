@@ -102,7 +102,7 @@ def test_every_command_leaves_the_same_kind_of_folder(name, world, tmp_path, cap
     files |= {"checkpoints", *(["ledger"] if name in ("ppo", "grpo") else [])}
     assert {path.name for path in folder.iterdir()} == files
     config = json.loads((folder / "run.json").read_text())
-    assert set(config) == {"command", "title", "job", "settings", "started_in"}
+    assert set(config) == {"command", "title", "job", "settings", "started_in", "code"}
     assert config["started_in"] == str(Path.cwd())
     assert config["command"] == COMMANDS[name][0]
     summary = json.loads((folder / "summary.json").read_text())

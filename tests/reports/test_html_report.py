@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fastrl.cli import main
+from fastrl.commands.report import run_report
 from fastrl.reports.html_report import page, short_names
 from fastrl.reports.notable_samples import notable_samples
 from fastrl.reports.report import write_overlay, write_page
@@ -114,6 +115,19 @@ def test_settings_that_differ_are_named_and_no_others(tmp_path):
     assert "seed" in Page(page(runs[:1], {})).text  # of one run all
 
 
+def test_a_setting_that_a_run_does_not_have_differs_from_another_than_its_default(tmp_path):
+    program = make_run(tmp_path / "a", settings={"temperature": 1.0})
+    job = {"top_k": 0, "top_p": 0.9}
+    command = make_run(
+        tmp_path / "b", job=job, settings={"temperature": 1.0, "exp_name": "x", "gamma": None}
+    )
+    text = Page(page([program, command], {}, lambda run: {"top_k": 0, "top_p": 1.0})).text
+    settings = text.split("Settings that differ")[1]
+    assert "top_p" in settings
+    for name in ("top_k", "exp_name", "gamma"):
+        assert name not in settings
+
+
 def test_several_runs_have_a_page_and_a_picture_of_their_own(tmp_path):
     runs = [make_run(tmp_path / name) for name in ("a", "b")]
     target = RunFolder(tmp_path / "report")
@@ -121,6 +135,19 @@ def test_several_runs_have_a_page_and_a_picture_of_their_own(tmp_path):
     text = Page(write_page(runs, target).read_text(encoding="utf-8")).text
     assert "reward after" in text
     assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_a_report_beside_its_runs_is_no_run(tmp_path, capsys):
+    """As all folders of a folder are named; and twelve runs have twelve colours."""
+    for i in range(12):
+        make_run(tmp_path / f"{i:02}")
+    for _ in range(2):
+        assert run_report([str(path) for path in sorted(tmp_path.iterdir())]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"left out: {tmp_path / 'report'}, which holds a report of several runs" in out
+    assert "colours" not in out
+    names = Page((tmp_path / "report" / "report.html").read_text(encoding="utf-8")).attributes
+    assert {f"color: var(--c{i})" for i in range(12)} <= {v for k, v in names if k == "style"}
 
 
 @pytest.mark.parametrize(

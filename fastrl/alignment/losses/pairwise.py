@@ -35,10 +35,10 @@ class PairwiseLoss(Loss):
         """Checks the coefficients, by the op that takes them.
 
         Raises:
-            ValueError: a coefficient out of range.
+            ValueError: a coefficient out of range; nothing would be learned.
         """
         super().__post_init__()
-        try_on_a_pair(self.losses)
+        try_on_a_pair(self.name, self.losses)
 
     @abstractmethod
     def losses(self, chosen: Side, rejected: Side) -> Tensor:

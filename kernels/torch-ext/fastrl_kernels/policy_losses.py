@@ -101,6 +101,36 @@ def register_policy_loss(
     return add
 
 
+def registered_loss(
+    kind: str, log_ratio: Tensor, advantages: Tensor, cliprange: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """A registered row's loss of each token, and its derivative by log ρ, [...] as ``log_ratio``.
+
+    Raises:
+        ValueError: the function returns something else, or what does not depend on log ρ.
+    """
+    function = POLICY_LOSSES[kind].function
+    assert function is not None
+    with torch.enable_grad():
+        leaf = log_ratio.detach().requires_grad_()
+        loss = function(leaf, advantages, cliprange)
+        if not isinstance(loss, Tensor) or loss.shape != leaf.shape:
+            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"the policy loss {kind!r} returned {shown} for log-ratios {tuple(leaf.shape)}: "
+                "return the loss of each token"
+            )
+        slope: Tensor | None = None
+        if loss.requires_grad:
+            (slope,) = torch.autograd.grad(loss.sum(), leaf, allow_unused=True)
+        if slope is None:
+            raise ValueError(
+                f"the policy loss {kind!r} does not depend on log_ratio, and nothing would be "
+                "learned: compute it from log_ratio, and detach no more than a weight of it"
+            )
+    return loss.detach(), slope
+
+
 class PolicyLoss(NamedTuple):
     """A policy loss: a row of ``POLICY_LOSSES``, with ratios by a row of ``RATIO_LEVELS``."""
 

@@ -21,7 +21,7 @@ from .dispatch import Backend, Passes, choose
 from .first_order import first_order
 from .kl import kl_value, masked_difference
 from .operators import applied
-from .policy_losses import POLICY_LOSSES, PPO_CLIP, PolicyLoss
+from .policy_losses import PPO_CLIP, PolicyLoss, registered_loss
 from .sequence_ratios import kl_slopes, over_sequences, with_sequences
 from .sequence_ratios import token_weights as token_weights_of
 from .types import (
@@ -150,28 +150,12 @@ def _vespo(
 def _registered(
     kind: str, log_ratio: Tensor, advantages: Tensor, settings: PPOSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    function = POLICY_LOSSES[kind].function
-    assert function is not None
     # Bounds are kept as those of the ratio.
     cliprange = 1.0 - settings.low, settings.high - 1.0
-    with torch.enable_grad():
-        leaf = log_ratio.detach().requires_grad_()
-        loss = function(leaf, advantages, cliprange)
-        if not isinstance(loss, Tensor) or loss.shape != leaf.shape:
-            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"the policy loss {kind!r} returned {shown} for log-ratios {tuple(leaf.shape)}: "
-                "return the loss of each token"
-            )
-        slope: Tensor | None = None
-        if loss.requires_grad:
-            (slope,) = torch.autograd.grad(loss.sum(), leaf, allow_unused=True)
-        if slope is None:
-            raise ValueError(
-                f"the policy loss {kind!r} does not depend on log_ratio, and nothing would be "
-                "learned: compute it from log_ratio, and detach no more than a weight of it"
-            )
-    return loss.detach(), slope, torch.zeros_like(leaf, dtype=torch.bool)
+    loss, slope = registered_loss(kind, log_ratio, advantages, cliprange)
+    ratio = log_ratio.exp()  # clipped is what PPO's clip would cut
+    over, under = (ratio > settings.high) & (advantages > 0), (ratio < settings.low)
+    return loss, slope, over | (under & (advantages < 0))
 
 
 # Each gives the loss, its derivative by log ρ (where ρ is a constant weight by log π), and where it
