@@ -552,6 +552,12 @@ class PPOConfig:
         return METHODS.get(self.advantage, self.advantage)
 
     @property
+    def title(self) -> str:
+        """The algorithm's name, and the policy loss where it is not PPO's clip."""
+        own = "" if self.policy_loss == "clip" else f" with {self.policy_loss.rpartition(':')[2]}"
+        return f"{self.method.rpartition(':')[2]}{own}"
+
+    @property
     def prompts_per_step(self) -> int:
         """Prompts per step() and process."""
         return self.batch_size // self.group_size

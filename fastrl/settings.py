@@ -265,6 +265,9 @@ def check_ranges(
         within = getattr(text, "within", "") or of_others.get(each.name, "")
         choices = getattr(text, "choices", ())
         choices = tuple(choices()) if callable(choices) else choices
+        # Of a table that loads what is named by its file.
+        loads = isinstance(choices, Mapping) and not isinstance(choices, dict)
+        own = "; or name a function of yours, file.py:function" if loads else ""
         if value is None or not (within or choices):
             continue
         several = isinstance(value, list | tuple)
@@ -272,7 +275,7 @@ def check_ranges(
             if text not in choices:
                 raise ValueError(
                     f"unknown {each.name} {text!r}: choose {'some' if several else 'one'} of "
-                    f"{', '.join(choices)}"
+                    f"{', '.join(choices)}{own}"
                 )
         if choices:
             continue

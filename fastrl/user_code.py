@@ -74,6 +74,11 @@ def name_of(function: Any, otherwise: str) -> str:
     return getattr(function, _NAME, otherwise)
 
 
+def unnamed(function: Any) -> Any:
+    """The function that :func:`named` was given; others as they are."""
+    return function.__wrapped__ if hasattr(function, _NAME) else function
+
+
 def own_copy(value: Any) -> Any:
     """Lists and dicts, whatever they hold of such in turn, as a function's own: what it changes in
     them reaches neither the data nor the next function. Other objects stay the same."""

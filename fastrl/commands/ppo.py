@@ -332,7 +332,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         job.output,
         {
             "command": job.command,
-            "title": f"{job.model}: {config.method} for {job.rewards}",
+            "title": f"{job.model}: {config.title} for {job.rewards}",
             **job.record(),
             "settings": flags.to_dict(),
         },

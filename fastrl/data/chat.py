@@ -281,7 +281,10 @@ def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
         return check_unicode(prompt, f"{name} holds")
     check_messages(prompt, name, texts=True)
     if is_blank(prompt):
-        raise ValueError(f"{name} is empty: nothing is said in its messages")
+        raise ValueError(
+            f"{name} is empty: nothing is said in its messages; write a text in one, or, with an "
+            "environment, let its reset return one"
+        )
     if prompt[-1]["role"] == "assistant":
         raise ValueError(
             f"{name} ends with an assistant's message, which the policy is to write: leave it out "

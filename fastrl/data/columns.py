@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from fastrl.data.chat import (
@@ -100,11 +100,16 @@ class Roles:
             return FEEDBACK if self.label else ANSWERS
         return PROMPTS if self.prompt else None
 
-    def read(self, kind: str) -> set[str]:
-        """The columns that are read as parts of an example; the others are kept beside it."""
-        if kind == PROMPTS:
-            return {self.prompt} if self.prompt else set()
-        return {name for f in fields(self) if (name := getattr(self, f.name)) is not None}
+    def read(self, given: str) -> set[str]:
+        """The columns that are read as parts of an example; the others are kept beside it.
+
+        Args:
+            given: the kind of examples that rows are read as.
+        """
+        parts = [self.prompt]
+        parts += {PROMPTS: [], PAIRS: [self.chosen, self.rejected]}.get(given, [self.response])
+        parts += [self.label] if given == FEEDBACK else []
+        return {name for name in parts if name is not None}
 
 
 def read_row(

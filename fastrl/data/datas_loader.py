@@ -207,7 +207,7 @@ class DatasLoader(Sequence[Example]):
         row = self._rows[pick.row]
         number = row_number(row, pick.row)
         prompt, answers = read_row(row, number, self._roles, self._given)
-        read = {ROW, *self._roles.read(self.kind)}
+        read = {ROW, *self._roles.read(PROMPTS if self.kind == PROMPTS else self._given)}
         others = {k: v for k, v in row.items() if k not in read}
         chosen = [answers[side] for side in pick.sides]
         try:

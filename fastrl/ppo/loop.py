@@ -220,7 +220,7 @@ class Loop:
             )
         self._began = time.perf_counter()  # less what earlier processes of the run took
         self.callbacks: list[TrainCallback] = [
-            *([ProgressCallback(config.method)] if progress and self.processes.is_main else []),
+            *([ProgressCallback(config.title)] if progress and self.processes.is_main else []),
             *([] if config.log_with is None else [TrackerCallback()]),
             *callbacks,
         ]

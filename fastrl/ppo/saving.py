@@ -269,7 +269,7 @@ def make_saving(
     if not isinstance(output, RunFolder):
         config = {
             "command": "train",
-            "title": f"{trainer.config.model_name}: {trainer.config.method}",
+            "title": f"{trainer.config.model_name}: {trainer.config.title}",
             "settings": trainer.config.to_dict(),
         }
         output = RunFolder(output, config)

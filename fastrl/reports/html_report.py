@@ -87,6 +87,8 @@ class ReportedRun:
         found = {"command": config.get("command")}
         for part in ("job", "settings", "code"):
             found |= config.get(part, {})
+        if found["command"] == "train":  # PPOConfig's are of samples, and for plans alone
+            found.pop("steps", None)
         return {name: value for name, value in found.items() if name not in _NOT_SETTINGS}
 
 

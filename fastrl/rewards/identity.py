@@ -14,6 +14,7 @@ from torch import nn
 
 from fastrl.models.utils import checksum
 from fastrl.run.checkpoints import OF_CODE
+from fastrl.user_code import unnamed
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -23,7 +24,8 @@ def identity_of(reward: Any) -> str:
     and classes, and plain values; of an object its class, its public numbers and texts, and the
     code that it holds; of a model its weights. What other modules do, or files and servers say, is
     not in it."""
-    return hashlib.sha256("\n".join(_said(reward, set())).encode()).hexdigest()[:12]
+    said = _said(unnamed(reward), set())  # whatever path it was loaded by
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]
 
 
 def identities_of(rewards: Iterable[tuple[str, Any]]) -> dict[str, str]:

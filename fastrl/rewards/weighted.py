@@ -486,7 +486,10 @@ def _by_name(
         named = [(_own_name(function), function) for function in map(_ready, several)]
     named += [(_own_name(function), function) for function in further]
     if not named:
-        raise ValueError("reward_fn is empty: pass a reward function, or several")
+        raise ValueError(
+            "reward_fn is empty: pass a reward function, or several, or an environment_factory "
+            "whose objects have a get_reward"
+        )
     functions: dict[str, RewardFunction] = {}
     for name, function in named:
         if not callable(function):

@@ -50,6 +50,14 @@ def ids(example: Example) -> list[list[int]]:
     return [list(example.prompt_ids), *(list(r.ids) for r in example.responses)]
 
 
+def test_columns_that_are_no_part_of_pairs_are_kept() -> None:
+    """Such as a label, which reweighters may read."""
+    rows = [{**PAIR, "label": 3, "response": "w1", "margin": 0.5}]
+    assert load(rows)[0].columns == {"label": 3, "response": "w1", "margin": 0.5}
+    labelled = [{"prompt": "w5", "response": "w6", "label": 1, "score": 0.5}]
+    assert load(labelled)[0].columns == {"score": 0.5}
+
+
 @pytest.mark.parametrize(
     ("row", "kind", "desired", "tokens"),
     [

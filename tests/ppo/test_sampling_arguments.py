@@ -160,7 +160,7 @@ def test_the_update_descends_the_loss_at_the_temperature():
     temperature, rate = 0.5, 0.1
     policy = plain()
     config = PPOConfig(
-        batch_size=2, mini_batch_size=2, ppo_epochs=1, vf_coef=0.0, init_kl_coef=0.0,
+        batch_size=2, mini_batch_size=2, ppo_epochs=1, init_kl_coef=0.0,
         temperature=temperature, advantage="dr_grpo", group_size=2,
     )  # fmt: skip
     exact = copy.deepcopy(policy.pretrained_model).double()

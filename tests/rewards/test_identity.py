@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastrl.rewards.identity import identity_of
+from fastrl.user_code import named
 from tests.golden import tiny
 
 _NUMBERS = itertools.count()
@@ -52,6 +53,9 @@ def written(tmp_path):
 def test_a_function_is_its_code_and_what_that_reads_of_its_module(written):
     one = identity_of(written().score)
     assert identity_of(written(comment="\n# a remark\n").score) == one
+    module = written()
+    for path in (module.__file__, f"./{module.__file__}"):  # by whichever name it was loaded
+        assert identity_of(named(f"{path}:score", module.score)) == one
     assert identity_of(written(bonus=3).score) != one  # a constant
     assert identity_of(written(factor=3).score) != one  # a function that it calls
 

@@ -100,6 +100,12 @@ def test_a_policy_loss_at_ratios_of_one_is_said_to_be_the_clip(loss: str) -> Non
         assert not said(make)
 
 
+def test_titles_name_a_policy_loss_by_its_function() -> None:
+    fastrl.register_policy_loss("mine.py:leaky")(leaky)
+    assert fastrl.PPOConfig().title == "PPO"
+    assert fastrl.PPOConfig(policy_loss="mine.py:leaky").title == "PPO with leaky"
+
+
 def test_settings_that_a_loss_or_an_advantage_does_not_read() -> None:
     fastrl.register_policy_loss("leaky")(leaky)
     fastrl.PPOConfig(policy_loss="leaky", cliprange_high=0.3)  # warns of nothing
