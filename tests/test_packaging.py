@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -102,3 +103,13 @@ def test_both_distributions_of_the_kernels_are_one_version_under_one_license():
     versions = {WheelBuilder(str(ROOT / folder)).metadata.version for folder in DISTRIBUTIONS}
     assert len(versions) == 1
     assert (ROOT / "kernels/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_what_messages_say_to_install_is_what_the_extras_need():
+    # Packages by name: an extra's name would need the index, or the checkout, that fastrl is from.
+    extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for path in (ROOT / "fastrl").rglob("*.py"):
+        for line in re.findall(r"pip install (.*)", path.read_text(encoding="utf-8")):
+            assert "fastrl" not in line, path
+            for needed in re.findall(r"'([\w-]+>=[\d.]+)'", line):
+                assert f'"{needed}"' in extras, f"{path}: {needed}"

@@ -40,7 +40,7 @@ def make_json_schema_reward(
     if importlib.util.find_spec("jsonschema") is None:
         raise ImportError(
             "the reward json_schema needs jsonschema, which is not installed: "
-            "pip install 'fastrl-lm[json]'"
+            "pip install 'jsonschema>=4.18'"
         )
     from jsonschema.exceptions import SchemaError
 

@@ -63,7 +63,7 @@ def load_math_reward() -> Callable[..., Any]:
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
             "the reward math needs math-verify, which is not installed: "
-            "pip install 'fastrl-lm[math]'"
+            "pip install 'math-verify>=0.9'"
         )
     return math_reward
 

@@ -489,7 +489,7 @@ def test_without_bitsandbytes_the_package_is_named(policy, folders, tmp_path, mo
     policy().save_pretrained(tmp_path)
     config = four_bit_config()
     monkeypatch.setattr("fastrl.models.quantised.is_installed", lambda: False)
-    with pytest.raises(ImportError, match=r"load_in_4bit needs .*pip install 'fastrl-lm\[bitsand"):
+    with pytest.raises(ImportError, match=r"load_in_4bit needs .*pip install 'bitsandbytes>="):
         four_bit_config()
     with pytest.raises(ImportError, match=r"quantization_config needs bitsandbytes"):
         load_language_model(folders["llama"], quantization_config=config)

@@ -152,9 +152,9 @@ def test_json_is_that_of_the_last_block_and_valid(tmp_path: Path) -> None:
             load_reward(f'json_schema:{{"schema": {wrong}}}')
 
 
-def test_without_jsonschema_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jsonschema_what_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"jsonschema.*pip install 'fastrl-lm\[json\]'"):
+    with pytest.raises(ImportError, match=r"jsonschema.*pip install 'jsonschema>="):
         load_reward('json_schema:{"schema": {}}')
 
 
