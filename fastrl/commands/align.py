@@ -12,6 +12,7 @@ from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.commands.memory import most_in_a_pass
 from fastrl.config import parse_json
+from fastrl.data.tables import errors_name
 from fastrl.run.folder import RunFolder
 from fastrl.settings import setting, setting_like
 from fastrl.trainers.supervised import length_limit
@@ -318,11 +319,11 @@ def _factories(
             seed=flags.seed,
         )
 
-    eval_size = flags.per_device_eval_batch_size
-    return (
-        of(train, flags.per_device_train_batch_size),
-        None if held_out is None else of(held_out, eval_size),
-    )
+    training = of(train, flags.per_device_train_batch_size)
+    if held_out is None:
+        return training, None
+    with errors_name("eval_dataset"):
+        return training, of(held_out, flags.per_device_eval_batch_size)
 
 
 # What summary.json records of an evaluation, and the metric's name without "eval_".

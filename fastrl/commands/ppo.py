@@ -21,6 +21,7 @@ from fastrl.data.tables import (
     ROW,
     count_prompts,
     drop_prompts,
+    errors_name,
     held_out_count,
     load_table,
     numbered,
@@ -460,13 +461,14 @@ def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Datas
 
     def rows_of(source: str) -> Dataset:
         table = load_table(source, job.dataset_split)
-        return take_prompts(
-            numbered(table),
-            job.prompt_column,
-            words=job.prompt_words,
-            max_tokens=job.max_prompt_tokens,
-            tokenizer=tokenizer,
-        )
+        with errors_name(source):
+            return take_prompts(
+                numbered(table),
+                job.prompt_column,
+                words=job.prompt_words,
+                max_tokens=job.max_prompt_tokens,
+                tokenizer=tokenizer,
+            )
 
     train_rows = rows_of(job.dataset)
     if job.eval_prompts == 0:

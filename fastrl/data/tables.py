@@ -75,6 +75,16 @@ def load_table(source: str, split: str = "train") -> Dataset:
     return datasets.load_dataset(source, split=split)
 
 
+@contextlib.contextmanager
+def errors_name(which: str) -> Iterator[None]:
+    """Context whose errors name the data set, of several that may be meant."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        error.args = (f"{which}: {error}",)
+        raise
+
+
 def as_dataset(dataset: Any) -> Dataset:
     """A data set whose rows are Python values.
 

@@ -24,7 +24,7 @@ from transformers.training_args import trainer_log_levels
 
 from fastrl.config import PPOConfig, parse_json
 from fastrl.data.choose_padding import runs_packed
-from fastrl.data.tables import is_stream
+from fastrl.data.tables import errors_name, is_stream
 from fastrl.data.token_batch import TokenBatch
 from fastrl.data.vocabulary import check_table
 from fastrl.eras import OfEveryEra, of_another_era, other_defaults
@@ -228,12 +228,15 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         wait_at_most(args)  # the others, for the data too
         with args.main_process_first(desc="preparing the data"):
             train = None if train_dataset is None else self._prepared_rows(train_dataset, True)
+            evaluation: Any = None
             if isinstance(eval_dataset, dict):
-                evaluation: Any = {
-                    name: self.prepare_eval_data(x) for name, x in eval_dataset.items()
-                }
-            else:
-                evaluation = None if eval_dataset is None else self.prepare_eval_data(eval_dataset)
+                evaluation = {}
+                for name, x in eval_dataset.items():
+                    with errors_name(f"eval_dataset[{name!r}]"):
+                        evaluation[name] = self.prepare_eval_data(x)
+            elif eval_dataset is not None:
+                with errors_name("eval_dataset"):
+                    evaluation = self.prepare_eval_data(eval_dataset)
         if train is not None and args.micro_batch_tokens is not None and not is_stream(train):
             check_sizes(self.sizes(train), args.micro_batch_tokens, self.example)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)

@@ -142,6 +142,15 @@ def test_a_file_that_cannot_be_read_is_named(command, flag, folder, tmp_path, ca
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_an_error_of_one_of_two_data_sets_says_which(command, folder, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"texts": "a"}\n')
+    said = failed(capsys, *arguments(command, folder, tmp_path / "run", eval_dataset=other))
+    which = other if command in ("ppo", "grpo") else "eval_dataset"
+    assert said.startswith(f"fastrl: error: {which}: the data set has ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
