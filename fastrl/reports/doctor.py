@@ -47,11 +47,14 @@ class Check:
     Args:
         metrics: of which at least one must have been recorded.
         least: how often, for a judgement.
+        unless: names of earlier checks; an illness that one of them finds is the cause, and is
+            told alone.
     """
 
     name: str
     metrics: tuple[str, ...]
     least: int
+    unless: tuple[str, ...]
     find: Callable[[RunCurves], Finding | None]
 
     @property
@@ -92,11 +95,13 @@ CHECKS: list[Check] = []
 _Find = Callable[[RunCurves], "Finding | None"]
 
 
-def check(name: str, *metrics: str, least: int = 4) -> Callable[[_Find], _Find]:
+def check(
+    name: str, *metrics: str, least: int = 4, unless: tuple[str, ...] = ()
+) -> Callable[[_Find], _Find]:
     """Decorator: adds a check to :data:`CHECKS`."""
 
     def add(find: _Find) -> _Find:
-        CHECKS.append(Check(name, metrics, least, find))
+        CHECKS.append(Check(name, metrics, least, unless, find))
         return find
 
     return add
@@ -107,15 +112,18 @@ def examine(run: RunCurves) -> Diagnosis:
     findings, passed, too_few = [], [], []
     for stage, part in _parts(run):
         where = "" if stage is None else f" ({stage})"
+        ill = set()
         for each in CHECKS:
             recorded = max(len(part.read([key]).steps) for key in each.metrics)
-            if recorded == 0:
+            if recorded == 0 or ill & {*each.unless}:
                 continue
             if recorded < each.least:
                 too_few.append(each.name + where)
             elif (found := each.find(part)) is None:
                 passed.append(each.name + where)
             else:
+                if found.severity == ILLNESS:
+                    ill.add(each.name)
                 findings.append(
                     replace(
                         found, name=each.name, metrics=each.metrics, page=each.page, stage=stage
@@ -150,6 +158,12 @@ def _parts(run: RunCurves) -> Iterator[tuple[str | None, RunCurves]]:
     yield None, run
     for stage, rows in run.stages.items():
         yield stage, RunCurves(run.name, rows)
+
+
+_REWARD = ("reward/mean", "rewards/mean", "ppo/mean_scores")
+_HELD_OUT = ("eval/reward_mean", "eval_reward", "eval_win_rate")
+_HELD_OUT_SEM = ("eval/reward_sem", "eval_reward_sem", "eval_win_rate_sem")
+_LEARNING_RATE = ("ppo/learning_rate", "learning_rate")
 
 
 def _steps(curve: Series) -> str:
@@ -225,6 +239,34 @@ def _exploding_kl_per_token(curve: Series) -> Finding | None:
     )
 
 
+_FEW_STEPS = 8  # in fewer small updates have not gone far, and the reward says little
+_NO_KL = 1e-3  # nats per sequence: a run that is worth its time is soon far above
+
+
+@check("nothing is learned", "eval_loss", "objective/kl", "eval/kl", *_LEARNING_RATE, least=2)
+def _nothing_is_learned(run: RunCurves) -> Finding | None:
+    losses, kl = run.read(["eval_loss"]), run.read(["objective/kl", "eval/kl"])
+    rates = run.read(_LEARNING_RATE)
+    if len(rates.steps) > 1 and not any(rates.values):
+        figures = f"the learning rate is 0 in {_steps(rates)}"
+    elif len({*losses.steps}) > 1 and len({*losses.values}) == 1 and not _samples(run):
+        figures = (
+            f"held-out loss {losses.values[0]:.4g} in {_steps(losses)}, to the last digit the same"
+        )
+    elif len(kl.steps) >= _FEW_STEPS and not _has_risen(run):
+        end = kl.end()
+        if max(map(abs, end.values)) >= _NO_KL:
+            return None
+        figures = f"KL to the reference below {_NO_KL:g} nats per sequence in {_steps(end)}"
+    else:
+        return None
+    return Finding(
+        figures,
+        "raise learning_rate (adapters take some ten times as much as whole weights); see that "
+        "weights are trained: none frozen, no adapter switched off",
+    )
+
+
 _COLLAPSED_ENTROPY = 0.2  # of the first steps': a policy that still explores keeps more
 
 
@@ -234,12 +276,21 @@ def _entropy_collapse(run: RunCurves) -> Finding | None:
     start, end = curve.start(0.1), curve.end(0.1)
     if end.mean >= _COLLAPSED_ENTROPY * start.mean:
         return None
-    return Finding(
+    figures = (
         f"policy entropy {start.mean:.3g} nats per token in {_steps(start)}, {end.mean:.3g} in "
-        f"{_steps(end)}",
-        "the policy writes nearly the same for every prompt: raise init_kl_coef, lower "
-        "learning_rate, take fewer ppo_epochs; look at the samples for what the reward pays for",
+        f"{_steps(end)}"
     )
+    remedy = (
+        "raise init_kl_coef, lower learning_rate, take fewer ppo_epochs; look at the samples for "
+        "what the reward pays for"
+    )
+    if _has_risen(run):
+        return Finding(
+            f"{figures}, as the reward has risen",
+            f"of tasks with one right answer that is success; of open ones: {remedy}",
+            NOTE,
+        )
+    return Finding(figures, f"the policy writes nearly the same for every prompt: {remedy}")
 
 
 _HIGH_CLIP_FRACTION = 0.25  # usual are up to 0.2; above, most of an update's gain is cut off
@@ -261,7 +312,7 @@ def _high_clip_fraction(run: RunCurves) -> Finding | None:
 _LOW_POLICY_KL = 1e-6
 
 
-@check("clip fraction of zero", "ppo/policy/clipfrac", least=10)
+@check("clip fraction of zero", "ppo/policy/clipfrac", least=10, unless=("nothing is learned",))
 def _policy_stands_still(run: RunCurves) -> Finding | None:
     # With one optimizer step for each batch the ratio is 1 by construction.
     steps = run.read(["ppo/optimizer_steps"])
@@ -358,11 +409,6 @@ def _cut_by_length(run: RunCurves) -> Finding | None:
     )
 
 
-_REWARD = ("reward/mean", "rewards/mean", "ppo/mean_scores")
-_HELD_OUT = ("eval/reward_mean", "eval_reward", "eval_win_rate")
-_HELD_OUT_SEM = ("eval/reward_sem", "eval_reward_sem", "eval_win_rate_sem")
-
-
 @check("reward falls", *_REWARD, *_HELD_OUT, least=2)
 def _reward_falls(run: RunCurves) -> Finding | None:
     held_out, sems = run.read(_HELD_OUT), run.read(_HELD_OUT_SEM)
@@ -385,6 +431,32 @@ def _reward_falls(run: RunCurves) -> Finding | None:
         figures,
         "training makes the policy worse by its own reward: lower learning_rate, take fewer "
         "ppo_epochs, use larger batches; see that higher is better in the reward function",
+    )
+
+
+# Of the deviation of single rewards: a rise of less says that next to nothing was learned.
+_NO_RISE = 0.2
+
+
+@check(
+    "reward does not rise",
+    *_REWARD,
+    least=_FEW_STEPS,
+    unless=("nothing is learned", "entropy collapse", "equal scores", "reward falls"),
+)
+def _reward_does_not_rise(run: RunCurves) -> Finding | None:
+    training, deviations = run.read(_REWARD), run.read(["reward/std", "ppo/std_scores"])
+    if not deviations or _has_risen(run):
+        return None
+    start, end, deviation = training.start(), training.end(), deviations.mean
+    rise, sem = end.mean - start.mean, math.hypot(start.sem, end.sem)
+    return Finding(
+        f"reward of the training batches {_change(training)}: a rise of {rise:.2g} ± {sem:.2g} "
+        f"(s.e.), where single rewards deviate by {deviation:.2g}",
+        "read samples with their rewards: are these right, and is the policy right now and then? "
+        "Take more steps, raise learning_rate if objective/kl stays near 0, lower init_kl_coef if "
+        "it is high; larger batches show what the noise hides",
+        ILLNESS if rise + 2 * sem < _NO_RISE * deviation else NOTE,
     )
 
 
@@ -416,6 +488,16 @@ def _rises(curve: Series) -> bool:
     # A quarter of one step has no spread of its own: that of the whole curve bounds it.
     errors = [part.sem if len(part.steps) > 2 else curve.sem for part in (start, end)]
     return end.mean - start.mean > max(2 * math.hypot(*errors), 1e-6 * abs(start.mean))
+
+
+def _has_risen(run: RunCurves) -> bool:
+    """Whether the reward has, of the training batches or held out, by more than chance."""
+    held_out, sems = run.read(_HELD_OUT), run.read(_HELD_OUT_SEM)
+    if len(held_out.steps) > 1 and sems:
+        rise = held_out.values[-1] - held_out.values[0]
+        if rise > 2 * math.hypot(sems.values[0], sems.values[-1]):
+            return True
+    return _rises(run.read(_REWARD))
 
 
 def _samples(run: RunCurves) -> bool:
@@ -485,7 +567,7 @@ def _exploding_gradients(run: RunCurves) -> Finding | None:
     return None
 
 
-@check("loss does not fall", "loss", least=8)
+@check("loss does not fall", "loss", least=8, unless=("nothing is learned",))
 def _flat_loss(run: RunCurves) -> Finding | None:
     # Online, the loss is of responses that change with the policy, and need not fall.
     if _samples(run):

@@ -96,6 +96,14 @@ HELD_OUT = {
 AT_CHANCE = evaluations(
     "eval_rewards/accuracies", 0.5, 0.52, **{"eval_rewards/accuracies_sem": 0.03}
 )
+COLLAPSE = {"ppo/policy/entropy": lambda s: 2.5 * 0.8**s}
+
+
+def flat(step: int) -> float:
+    """A reward that goes up and down."""
+    return 0.5 + 0.05 * math.sin(2.5 * step)
+
+
 SICK: dict[str, list[RunCurves]] = {
     "negative KL": [record(changes={"objective/kl": lambda s: -0.5 + 0.1 * math.sin(s)})],
     "exploding KL": [
@@ -103,7 +111,29 @@ SICK: dict[str, list[RunCurves]] = {
         record(changes={"objective/kl": lambda s: s / 4}, adap_kl_ctrl=True, target=1.5),
         record(grpo, {"objective/kl_per_token": lambda s: s / 20}),
     ],
-    "entropy collapse": [record(changes={"ppo/policy/entropy": lambda s: 2.5 * 0.8**s})],
+    "nothing is learned": [
+        record(
+            changes={"objective/kl": lambda s: 1e-4 * math.sin(s), "reward/mean": 0.1},
+            held_out=rewards(0.1, 0.1),
+        ),
+        # Also where all ratios are 1, with several steps for each batch.
+        record(
+            changes={
+                "objective/kl": 0.0,
+                "reward/mean": 0.1,
+                "ppo/policy/clipfrac": 0.0,
+                "ppo/policy/approxkl": 1e-14,
+            },
+            held_out=[],
+        ),
+        record(grpo, {"learning_rate": 0.0, "reward/mean": 0.1}, held_out=[]),
+        record(fit, held_out=evaluations("eval_loss", 0.69, 0.69)),
+    ],
+    "entropy collapse": [record(changes=COLLAPSE | {"reward/mean": flat}, held_out=[])],
+    "reward does not rise": [
+        record(changes={"reward/mean": flat}, held_out=rewards(0.5, 0.52)),
+        record(grpo, {"reward/mean": flat}, held_out=[]),
+    ],
     "clip fraction too high": [record(changes={"ppo/policy/clipfrac": 0.4})],
     "clip fraction of zero": [
         record(changes={"ppo/policy/clipfrac": 0.0, "ppo/policy/approxkl": 1e-9})
@@ -178,7 +208,9 @@ def test_every_illness_is_found_and_no_other(name):
         # The values are not learned yet, but their loss falls.
         record(changes={"ppo/val/explained_variance": -0.1}),
         # Rewards of 1000 ± 0.01 differ.
-        record(changes={"reward/mean": 1000.0, "reward/std": 0.01}, held_out=[]),
+        record(changes={"reward/mean": lambda s: 1000 + s / 4000, "reward/std": 0.01}, held_out=[]),
+        # The reference follows the policy, which learns.
+        record(changes={"objective/kl": 0.0}),
         # Within what chance does to the best of three evaluations.
         record(held_out=rewards(0.5, 0.9, 0.8)),
         # A loss on few examples rises a little at the end.
@@ -202,6 +234,22 @@ def test_wasted_groups_and_a_single_peak_are_notes():
         ("exploding gradients", NOTE),
     ]
     assert diagnosis.healthy
+
+
+@pytest.mark.parametrize("held_out", [[], rewards(0.1, 0.9)])
+def test_entropy_that_falls_as_the_reward_rises_is_a_note(held_out):
+    """Sums have one right answer, of which the policy becomes sure."""
+    changes = COLLAPSE | ({"reward/mean": flat} if held_out else {})
+    (finding,) = examine(record(changes=changes, held_out=held_out)).findings
+    assert (finding.name, finding.severity) == ("entropy collapse", NOTE)
+    assert "one right answer" in finding.advice
+
+
+def test_a_reward_of_which_noise_hides_whether_it_rises_is_a_note():
+    noise = record(changes={"reward/mean": lambda s: 0.5 + 0.3 * math.sin(2.5 * s)}, held_out=[])
+    (finding,) = examine(noise).findings
+    assert (finding.name, finding.severity) == ("reward does not rise", NOTE)
+    assert "±" in finding.figures
 
 
 def test_the_documents_list_every_check():
