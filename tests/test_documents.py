@@ -307,7 +307,7 @@ def test_shell_lines_are_what_the_tools_take(
                 case ["fastrl", "report" | "doctor", *folders]:  # has no flags here
                     assert folders
                     assert all(folder.startswith("runs/") for folder in folders), folders
-                case ["vllm", "serve", *_] | ["export", _] | ["head", *_]:
+                case ["vllm", "serve", *_] | ["export" | "source", _] | ["head", *_]:
                     pass  # programs of others
                 case ["fastrl", "chat" | "merge" | "push" | "recipes" as command, *arguments]:
                     home = importlib.import_module(f"fastrl.commands.{command}")

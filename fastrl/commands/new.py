@@ -9,14 +9,14 @@ from pathlib import Path
 
 from fastrl.commands.flags import UsageError, own_parser
 from fastrl.run.files import new_folder, write_files
-from fastrl.run.terminal import plain, run_console
+from fastrl.run.terminal import activation, plain, run_console
 
 _TEMPLATE = Path(__file__).parent / "template"  # of code and dotfiles the names end in .txt
 _NEXT = """\
 written: {name}
 
-  cd {name}
-  pytest                    # the reward's test
+  {activation}cd {name}
+  pytest                    # the reward's test (pip install pytest)
   fastrl grpo recipe.yaml   # half a minute on a CPU, to runs/recipe
   python train.py           # the same in Python, to runs/train
 
@@ -51,7 +51,8 @@ def run_new(arguments: Sequence[str]) -> None:
     with new_folder(path) as folder:
         write_files(folder, _files(name))
         _save(folder / "model")
-    run_console().print(plain(_NEXT.format(name=name)), soft_wrap=True, end="")
+    text = _NEXT.format(name=name, activation=activation())
+    run_console().print(plain(text), soft_wrap=True, end="")
 
 
 def _files(name: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from fastrl.demo.criterion import KL_CEILING, failures, success, text_statistics
 from fastrl.demo.text import preference_pairs, reviews, split_openings
 from fastrl.reports.report import finish_training
 from fastrl.run.folder import RunFolder
-from fastrl.run.terminal import run_console
+from fastrl.run.terminal import activation, plain, run_console
 from fastrl.settings import check_ranges, setting
 
 if TYPE_CHECKING:  # what follows is imported where it is used: --help needs none of it
@@ -32,6 +33,14 @@ if TYPE_CHECKING:  # what follows is imported where it is used: --help needs non
     from fastrl.run.callbacks import TrainResult
 
 GENERATION = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
+
+_NEXT = """\
+next:
+
+  {activation}fastrl chat {folder}     # "the film is", say: it goes on with a review
+  fastrl report {folder}   # a page with its figures and samples
+  fastrl new first-try      # a folder of your own to begin in
+"""
 
 # Seeds of reviews for evaluation are far from those of the training text.
 _HELD_OUT_SEED_OFFSET = 1_000_000
@@ -155,7 +164,11 @@ def _run(demo: Demo, size: Size, folder: RunFolder) -> int:
         "".format(**text_facts)
     )
     console.print("time by stage: " + ", ".join(f"{k} {v:.0f} s" for k, v in seconds.items()))
-    return _verdict(failures(comparison), console, time.perf_counter() - started)
+    status = _verdict(failures(comparison), console, time.perf_counter() - started)
+    if status == 0:
+        text = _NEXT.format(activation=activation(), folder=shlex.quote(demo.output))
+        console.print(plain(text), soft_wrap=True, end="")
+    return status
 
 
 def train_models(demo: Demo, size: Size, folder: RunFolder, console: Console) -> Models:

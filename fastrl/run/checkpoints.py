@@ -213,8 +213,8 @@ def find_checkpoint(
     """The checkpoint to resume from, which is whole; None where there is none yet.
 
     Args:
-        resume: True or "latest": the newest good one of ``checkpoints``; or a checkpoint's folder,
-            or a run's, whose newest good one is taken.
+        resume: True, "true" or "latest": the newest good one of ``checkpoints``; or a checkpoint's
+            folder, or a run's, whose newest good one is taken.
         kind: of the trainer that resumes.
         processes: all of which call this, and get the same. Those of a machine share the work.
 
@@ -236,12 +236,17 @@ def find_checkpoint(
     return found
 
 
+def names_a_folder(resume: Any) -> bool:
+    """Whether what is to be resumed is one that is named, not the newest."""
+    return not isinstance(resume, bool) and str(resume).lower() not in (LATEST, "true")
+
+
 def _candidates(
     resume: bool | str | Path, checkpoints: Checkpoints, kind: Kind
 ) -> tuple[list[Path], bool]:
     """Checkpoints to resume from, the best first, and whether it is the only one that was asked
     for."""
-    named = not isinstance(resume, bool) and resume != LATEST
+    named = names_a_folder(resume)
     if named:
         path = Path(str(resume))
         if not path.is_dir():

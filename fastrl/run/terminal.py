@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,3 +41,14 @@ def run_console() -> Console:
     if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
         return console
     return Console(highlight=False, width=100)
+
+
+def activation() -> str:
+    """The shell's line that puts this environment's programs on the path, as the first of a list of
+    commands, each behind two blanks; "" where ``fastrl`` is on the path, or in no environment."""
+    script = Path(sys.prefix, "bin", "activate")
+    if shutil.which("fastrl") or not script.is_file():
+        return ""
+    if script.is_relative_to(Path.cwd()):
+        script = script.relative_to(Path.cwd())
+    return f"source {shlex.quote(str(script))}\n  "

@@ -11,12 +11,12 @@ from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 from fastrl.run.checkpoints import (
-    LATEST,
     MANIFEST,
     OF_TRANSFORMERS,
     BadCheckpoint,
     Checkpoints,
     find_checkpoint,
+    names_a_folder,
 )
 from fastrl.run.files import NO_PICKLE
 from fastrl.run.processes import OneProcess, Processes
@@ -28,8 +28,7 @@ def find_trainer_checkpoint(
     """As :func:`fastrl.run.checkpoints.find_checkpoint`, but a folder that is named may also be a
     checkpoint without a manifest, which transformers alone has written."""
     processes = processes or OneProcess()
-    named = not isinstance(resume, bool) and resume != LATEST
-    if processes.from_main(named and is_foreign(Path(resume))):
+    if processes.from_main(names_a_folder(resume) and is_foreign(Path(resume))):
         return Path(resume)
     return find_checkpoint(resume, checkpoints, OF_TRANSFORMERS, processes)
 

@@ -18,6 +18,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:the KL estimate is negative")
+@pytest.mark.filterwarnings("ignore:resume. settings differ .*max_steps")
 def test_the_script_the_recipe_and_the_test_run(here, monkeypatch, capsys):
     assert cli.main(["new", "first-try"]) == 0
     assert "cd first-try" in capsys.readouterr().out
@@ -34,12 +35,32 @@ def test_the_script_the_recipe_and_the_test_run(here, monkeypatch, capsys):
     names = {"reward/correct/mean", "reward/digits/mean"}
     assert names <= set().union(*map(json.loads, rows))
 
+    def script(*words):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--disable_tqdm", "True", *words])
+        runpy.run_path("train.py", run_name="__main__")
+
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--max_steps", "2", "--disable_tqdm", "True"])
-    runpy.run_path("train.py", run_name="__main__")
-    sys.modules.pop("reward")
+    script("--max_steps", "2")
     assert "the model is in runs/train" in capsys.readouterr().out
     assert Path("runs/train/model.safetensors").is_file()
+    script("--max_steps", "3", "--resume_from_checkpoint", "true")
+    state = json.loads(Path("runs/train/checkpoint-3/trainer_state.json").read_text())
+    assert [row["step"] for row in state["log_history"] if "reward" in row] == [1, 2, 3]
+    with pytest.raises(SystemExit, match="2"):
+        script("--lerning_rate", "1e-3")
+    assert "did you mean --learning_rate?" in capsys.readouterr().err
+    sys.modules.pop("reward")
+
+
+def test_a_program_off_the_path_says_how_it_comes_there(here, monkeypatch, capsys):
+    (here / ".venv" / "bin").mkdir(parents=True)
+    (here / ".venv" / "bin" / "activate").touch()
+    monkeypatch.setattr(sys, "prefix", str(here / ".venv"))
+    for name, found in (("a", None), ("b", "/usr/bin/fastrl")):
+        monkeypatch.setattr("shutil.which", lambda program, found=found: found)
+        assert cli.main(["new", name]) == 0
+        begin = "" if found else "source .venv/bin/activate\n  "
+        assert f"written: {name}\n\n  {begin}cd {name}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../a", "a b", ".a", "ä", "a\n", "-a", None])

@@ -74,12 +74,14 @@ def test_openings_say_nothing_favourable_and_are_split_without_overlap():
     assert any(sentence(rng).startswith(tuple(train)) for _ in range(50))
 
 
-def test_quick_demo_runs_every_stage_and_reaches_its_goal(tmp_path, capsys):
+def test_quick_demo_runs_every_stage_and_reaches_its_goal(tmp_path, capsys, monkeypatch):
     output = tmp_path / "demo"
+    monkeypatch.setattr("shutil.which", lambda name: name)
     assert cli.main(["demo", "--quick", "--output", str(output)]) == 0
     out = capsys.readouterr().out
     assert "PASSED" in out
     assert "before and after" in out
+    assert f"next:\n\n  fastrl chat {output} " in out
 
     summary = json.loads((output / "summary.json").read_text())
     assert summary["reward_gain_in_sems"] >= GAIN_IN_SEMS
