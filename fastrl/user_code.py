@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastrl.nearest import did_you_mean, did_you_mean_path
+
 _MARK, _NAME = "_fastrl_user_code", "_fastrl_name"
 _files: dict[tuple[Path, int, int], Any] = {}  # modules by path, time of change and size
 _loaded: set[str] = set()  # names of modules that were loaded as files, once at least
@@ -173,7 +175,9 @@ def load_function(name: str) -> Callable[..., Any]:
     try:
         function = getattr(module, function_name)
     except AttributeError:
-        raise ImportError(f"{location} has no function {function_name!r}") from None
+        functions = [x for x in dir(module) if callable(getattr(module, x))]
+        near = did_you_mean(function_name, functions)
+        raise ImportError(f"{location} has no function {function_name!r}{near}") from None
     if not callable(function):
         raise TypeError(f"{name} is not a function but {type(function).__name__}")
     return named(name, function)
@@ -194,7 +198,7 @@ def _load_module(name: str) -> Any:
 
 def _load_file(path: Path) -> Any:
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"there is no file {path}{did_you_mean_path(path)}")
     found = path.stat()
     key = path.resolve(), found.st_mtime_ns, found.st_size
     if key in _files:

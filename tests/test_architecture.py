@@ -21,7 +21,8 @@ PACKAGES = {
 }
 # From low to high; a room imports what stands in a lower line, and itself.
 LAYERS = (
-    {"config", "core", "eras", "overrides", "registry", "settings", "timing", "user_code"},
+    {"config", "core", "eras", "nearest", "overrides", "registry", "settings", "timing"}
+    | {"user_code"},
     {"run"},
     {"models"},
     {"data"},

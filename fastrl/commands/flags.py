@@ -17,6 +17,7 @@ from typing import Any, NoReturn, get_origin
 
 from fastrl.commands.aliases import Alias, Words, aliases_of
 from fastrl.eras import eras_of, flags_taken
+from fastrl.nearest import did_you_mean, did_you_mean_path
 from fastrl.recipes import Recipe, recipes
 
 _KINDS = {int: "int", float: "float", str: "text", dict: "JSON"}
@@ -166,8 +167,7 @@ def _as_flag(name: str) -> str:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """An error message that suggests the most similar known name."""
     likeness = 0.6 if kind == "command" else 0.7  # a wrong suggestion is worse than none
-    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=likeness)
-    return f"unknown {kind} {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
+    return f"unknown {kind} {name!r}{did_you_mean(name.lower(), known, likeness)}"
 
 
 def yaml_settings(path: Path) -> dict[Any, Any]:
@@ -180,6 +180,8 @@ def yaml_settings(path: Path) -> dict[Any, Any]:
 
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"unexpected argument {str(path)!r}: a configuration ends in .yaml")
+    if not path.exists():
+        raise UsageError(f"there is no file {path}{did_you_mean_path(path)}")
 
     class Loader(yaml.SafeLoader):
         """Reads booleans as YAML 1.2 does: no is text, as in "save_strategy: no"."""

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fastrl.nearest import did_you_mean_path
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -71,7 +73,7 @@ def load_table(source: str, split: str = "train") -> Dataset:
             raise FileNotFoundError(f"{source} holds no {', '.join(_FORMATS)} file")
         return _read_files(files)
     if path.suffix in _FORMATS or path.is_absolute() or source.startswith("."):
-        raise FileNotFoundError(f"there is no data set at {source}")
+        raise FileNotFoundError(f"there is no data set at {source}{did_you_mean_path(path)}")
     return datasets.load_dataset(source, split=split)
 
 

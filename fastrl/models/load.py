@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from transformers.utils import cached_file, logging
 from fastrl.models import quantised
 from fastrl.models.flash_attention import need_flash_attention
 from fastrl.models.utils import need_peft
+from fastrl.nearest import did_you_mean_path
 from fastrl.run.files import NO_PICKLE
 from fastrl.run.launcher import is_main_process
 from fastrl.run.model_card import names_a_folder
@@ -230,7 +232,8 @@ def load_tokenizer(
             model, trust_remote_code=trust_remote_code, **options
         )
     except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
-        what = model if folder.is_dir() else f"{model!r}, which is no folder here,"
+        near = did_you_mean_path(folder).replace(": ", " (").replace("?", "?)")
+        what = model if folder.is_dir() else f"{model!r}, which is no folder here{near},"
         raise ValueError(f"the tokenizer of {what} cannot be loaded: {_line(error)}") from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made from a configuration alone
         raise FileNotFoundError(missing)
@@ -259,7 +262,9 @@ def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
     Hub ids are returned as they are.
 
     Raises:
-        FileNotFoundError: a folder without a model, or a local path that does not exist.
+        FileNotFoundError: a folder without a model, or a local path that does not exist: any name
+            that cannot be a Hub id, and one whose first part is a folder here, unless files of such
+            an id are on this machine.
         ValueError: an empty name.
     """
     name = os.fspath(path)
@@ -269,9 +274,15 @@ def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
     if not folder.is_dir():
         if folder.exists():
             raise FileNotFoundError(f"{name} is a file: name the folder of the model")
+        # Hub ids have one slash at most. The Hub is asked for minutes where it cannot be reached.
         path_only = folder.is_absolute() or name.startswith((".", "~")) or len(folder.parts) > 2
-        if path_only:  # Hub ids have one slash at most
-            raise FileNotFoundError(f"there is no folder {name}, where a model was looked for")
+        beside = len(folder.parts) == 2 and folder.parent.is_dir() and not _is_cached(name)
+        if path_only or beside:
+            hub = f" (an id of the Hub is looked up where no folder is called {folder.parent})"
+            raise FileNotFoundError(
+                f"there is no folder {name}, where a model was looked for{hub * beside}"
+                f"{did_you_mean_path(folder)}"
+            )
         return name
     if subfolder or _holds_a_model(folder):
         return str(folder)
@@ -707,6 +718,14 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 
 def _hub(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
+
+
+def _is_cached(name: str) -> bool:
+    """Whether the files of a Hub id are on this machine."""
+    with contextlib.suppress(ValueError):  # no id of the Hub
+        files = (try_to_load_from_cache(name, x) for x in (CONFIG_NAME, ADAPTER_CONFIG))
+        return any(isinstance(file, str) for file in files)
+    return False
 
 
 def _holds_a_model(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """The way in for models: folders, runs' folders, adapters, and memory of their own."""
 
 import json
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -169,6 +170,20 @@ def test_a_folder_without_a_model_says_what_was_looked_for(load, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileNotFoundError, match="is a file"):
         load(tmp_path / "file")
+
+
+def test_a_misspelt_folder_is_no_id_of_the_hub(base, tmp_path, monkeypatch):
+    """The Hub is not asked where the first part is a folder here, and what is there is named."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base, "runs/first/model")
+    for wrong, right in (("runs/frist", "runs/first"), ("./runs/fisrt/model", "runs/first/model")):
+        with pytest.raises(FileNotFoundError, match=f"no folder {wrong}.*mean '{right}'"):
+            model_folder(wrong)
+    with pytest.raises(FileNotFoundError, match="Hub is looked up where no folder is called runs"):
+        model_folder("runs/other")
+    assert model_folder("owner/name") == "owner/name"
+    monkeypatch.setattr("fastrl.models.load.try_to_load_from_cache", lambda name, file: file)
+    assert model_folder("runs/other") == "runs/other"
 
 
 @pytest.mark.parametrize("trainable", [True, False])

@@ -1,0 +1,24 @@
+"""The name that a misspelt one resembles, as an error goes on behind it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """``: did you mean 'that'?`` with the most similar of the known names; "" where none is."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def did_you_mean_path(path: Path) -> str:
+    """The same of a path that is not there, with one that is and differs in one name."""
+    missing = next((x for x in (*path.parents[::-1], path) if not x.exists()), path)
+    if not missing.parent.is_dir():
+        return ""
+    there = {x.name: x for x in missing.parent.iterdir()}
+    rest = path.relative_to(missing)
+    near = [x for x in difflib.get_close_matches(missing.name, there) if (there[x] / rest).exists()]
+    return f": did you mean {str(there[near[0]] / rest)!r}?" if near else ""
