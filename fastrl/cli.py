@@ -62,18 +62,19 @@ stopped by Ctrl-C, SIGTERM
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+# Bars of libraries, not of runs: of little use in a file.
+_NO_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 # Of processes but the main one.
-_QUIET = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
+_QUIET = {**_NO_BARS, "TRANSFORMERS_VERBOSITY": "error"}
 # By name: torch may not be imported.
 _ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "PeerFailed")
 
 
 def program() -> int:
     """The program ``fastrl``: as :func:`main`, and behind a run this process leaves its group."""
+    if not sys.stderr.isatty():
+        for name, value in _NO_BARS.items():
+            os.environ.setdefault(name, value)
     status = main()
     if status < 2:  # behind an error the others may be waiting for this one
         leave_group()

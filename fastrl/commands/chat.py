@@ -15,7 +15,8 @@ def run_chat(arguments: Sequence[str]) -> int:
     """Answers each line that is typed, or read where the input is no terminal: in turns, where the
     tokenizer has a chat template; else each line is a text that the model goes on with.
 
-    ``/clear`` forgets the turns, ``/exit`` and Ctrl-D end the program, Ctrl-C ends a reply.
+    ``/clear`` forgets the turns, ``/exit`` and Ctrl-D end the program, Ctrl-C ends a reply;
+    ``/help`` says so.
 
     Raises:
         UsageError: no model, an unknown flag, or a number out of range.
@@ -34,9 +35,15 @@ def run_chat(arguments: Sequence[str]) -> int:
     if not hasattr(model, "generate") or not model.can_generate():
         raise ValueError(f"{flags.model} is a reward model, which writes nothing: name a policy")
     chat = Chat(_on_device(model), tokenizer, flags)
+    turns = "a turn" if tokenizer.chat_template else "a text to go on with"
+    shown = f"each line is {turns}; /clear forgets the turns, /exit or Ctrl-D ends, Ctrl-C cuts off"
+    if sys.stdin.isatty():
+        print(shown)
     for line in _lines():
         if line == "/clear":
             chat.clear()
+        elif line == "/help":
+            print(shown)
         elif line:
             chat.answer(line)
     return 0
@@ -87,6 +94,8 @@ class Chat:
         self.model, self.tokenizer, self.flags = model, tokenizer, flags
         self.reads_apart = bool(getattr(model.config, "is_encoder_decoder", False))
         self.turns: list[dict[str, str]] = []
+        # What is typed may have it: a character that the tokenizer does not know. No row is padded.
+        model.config.pad_token_id = None
         self.clear()
 
     def clear(self) -> None:

@@ -26,6 +26,8 @@ _LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
 _LINES = 2  # of a flag in --help
 _RAGGED = 8  # characters that a line may lose because it breaks at words
 _HELP_FLAGS = ("help", "help_all")
+# Argparse takes a number with an exponent for a flag.
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 _JSON = re.compile(r"\(JSON|as JSON|JSON config")  # in the help of a flag that takes it
 
 
@@ -120,6 +122,7 @@ def make_parser(command: str, kinds: Sequence[Any]) -> Any:
         allow_abbrev=False,
         add_help=False,
     )
+    parser._negative_number_matcher = _NEGATIVE
     essentials = getattr(kinds[0], "essentials", None) if kinds else None
     names = ["-h", "--help", *([] if essentials else ["--help-all"])]
     parser.add_argument(*names, action=_Help, essentials=essentials, help="Show this help.")
@@ -137,6 +140,14 @@ def own_parser(command: str, description: str | None) -> argparse.ArgumentParser
     """
 
     class Parser(argparse.ArgumentParser):
+        def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+            parsed, unknown = self.parse_known_args(args, namespace)
+            if unknown:
+                name = unknown[0].partition("=")[0]
+                flags = [x for x in self._option_string_actions if x.startswith("--")]
+                self.error(unknown_name("argument", name, flags))
+            return parsed
+
         def error(self, message: str) -> NoReturn:
             raise UsageError(f"{message} (see fastrl {command} --help)")
 
@@ -360,9 +371,11 @@ class _FlagsThatMatter(_AllFlags):
         room = _LINES * line - len(end) - _RAGGED
         for stop in (". ", "; ", ": "):
             if len(text) <= room:
-                break
+                return text + end
             text = text.split(stop)[0]
-        return text + end
+        with_choices = f"{text}: {', '.join(_choices_of(action))}"  # which were cut off
+        fits = _choices_of(action) and len(with_choices) <= room
+        return (with_choices if fits else text) + end
 
 
 def _keys(action: argparse.Action) -> list[tuple[str, str]]:
@@ -402,12 +415,16 @@ def spellings_of(command: str, action: argparse.Action) -> list[str]:
     return [*own, *map(_as_flag, also)]
 
 
+def _choices_of(action: argparse.Action) -> list[str]:
+    choices = action.choices or getattr(action.help, "choices", ())
+    return list(map(_as_text, choices() if callable(choices) else choices))
+
+
 def values_of(action: argparse.Action) -> list[str] | None:
     """What may stand behind a flag, as far as it can be listed: [] of a number; None: a text, which
     may be a path."""
-    choices = action.choices or getattr(action.help, "choices", ())
-    if choices:
-        return list(map(_as_text, choices() if callable(choices) else choices))
+    if choices := _choices_of(action):
+        return choices
     if action.nargs == 0:
         return None  # the next word is no value of it
     kind = _kind(action)

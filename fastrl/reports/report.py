@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastrl.reports.curves import RunCurves
 from fastrl.reports.doctor import ILLNESS, examine
-from fastrl.run.callbacks import Evaluation, TrainResult
+from fastrl.run.callbacks import Evaluation, TrainResult, rounded
 from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import is_main_process
 from fastrl.run.model_card import complete_card
@@ -66,11 +66,11 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        kl = "" if math.isnan(self.kl) else f", at {self.kl:.2f} nats of KL per sequence"
-        errors = f" = {self.gain_in_sems:.1f} standard errors"
+        kl = "" if math.isnan(self.kl) else f", at {rounded(self.kl, 2)} nats of KL per sequence"
+        errors = f" = {rounded(self.gain_in_sems, 1)} standard errors"
         return (
             f"mean reward {self.before:.3f} ± {self.before_sem:.3f} → "
-            f"{self.after:.3f} ± {self.after_sem:.3f} (s.e.), a gain of {self.gain:.3f}"
+            f"{self.after:.3f} ± {self.after_sem:.3f} (s.e.), a gain of {rounded(self.gain, 3)}"
             f"{errors if self.gain_sem or not self.gain else ', with no spread'}{kl}"
         )
 

@@ -186,4 +186,9 @@ def _mean_of_known(rewards: list[float]) -> float:
 
 def kl_text(nats: float) -> str:
     """A KL as part of a line; empty if it is NaN."""
-    return "" if math.isnan(nats) else f", KL {nats:.2f}"
+    return "" if math.isnan(nats) else f", KL {rounded(nats, 2)}"
+
+
+def rounded(number: float, digits: int) -> str:
+    """A number with so many digits behind the point; 0 has no sign."""
+    return f"{round(number, digits) + 0.0:.{digits}f}"

@@ -1,6 +1,7 @@
 """``fastrl merge``, ``push`` and ``chat``: what is done with a model behind its training."""
 
 import io
+import logging
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,31 @@ def test_a_chat_goes_on_with_each_line_as_the_model_does(tuned, monkeypatch, cap
     line = tiny.tokenizer().decode(expected, skip_special_tokens=True)
     out = said(monkeypatch, capsys, "w5 w6\n\n/clear\nw5 w6\n/exit\nw7\n", run, *GREEDY)
     assert out == f"{line}\n" * 2
+
+
+def test_a_chat_says_how_it_is_used_where_somebody_types(tuned, monkeypatch, capsys):
+    run, _ = tuned
+    said_of_it = "each line is a text to go on with; /clear forgets the turns, /exit"
+    assert said(monkeypatch, capsys, "/help\n", run).startswith(said_of_it)
+    typed = iter(["/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert cli.main(["chat", str(run)]) == 0
+    assert capsys.readouterr().out.startswith(said_of_it)
+
+
+def test_a_chat_takes_the_token_that_pads_for_a_character(tmp_path, monkeypatch, capsys, caplog):
+    """As a tokenizer without an unknown token has it."""
+    tiny_models.language_model().save_pretrained(tmp_path)
+    tokenizer = tiny.tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    pads = tokenizer.pad_token
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "propagate", True)
+    assert len(said(monkeypatch, capsys, f"w5 {pads}\n", tmp_path, *GREEDY).splitlines()) == 1
+    assert "attention_mask" not in caplog.text
 
 
 def test_a_chat_in_turns_by_the_template(tmp_path, monkeypatch, capsys):
