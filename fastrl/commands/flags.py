@@ -416,7 +416,7 @@ def spellings_of(command: str, action: argparse.Action) -> list[str]:
 
 
 def _choices_of(action: argparse.Action) -> list[str]:
-    choices = action.choices or getattr(action.help, "choices", ())
+    choices: Any = action.choices or getattr(action.help, "choices", ())
     return list(map(_as_text, choices() if callable(choices) else choices))
 
 

@@ -112,7 +112,7 @@ def examine(run: RunCurves) -> Diagnosis:
     findings, passed, too_few = [], [], []
     for stage, part in _parts(run):
         where = "" if stage is None else f" ({stage})"
-        ill = set()
+        ill: set[str] = set()
         for each in CHECKS:
             recorded = max(len(part.read([key]).steps) for key in each.metrics)
             if recorded == 0 or ill & {*each.unless}:
