@@ -115,7 +115,6 @@ docs: $(VENV)/.docs
 	$(BIN)/python docs/.api/notebooks.py
 	$(BIN)/python docs/.api/tutorial.py
 	$(BIN)/zensical build --clean --strict
-	cp -r benchmarks/plots site/
 	@echo "Open $(CURDIR)/site/index.html; its search needs no server."
 
 aot: $(VENV)/.dev

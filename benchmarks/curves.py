@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks curves`."""
     parser.add_argument("run", type=Path, help="folder of a finished `fastrl demo`")
     parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="FOLDER")
-    parser.add_argument("--plots", type=Path, default=ROOT / "benchmarks" / "plots")
+    parser.add_argument("--plots", type=Path, default=ROOT / "docs" / "plots")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """`python -m benchmarks report`: renders result files as tables and plots, or compares two of them.
 
-`README.md` and `NOTES.md` of `benchmarks/` and the plots below `benchmarks/plots/` are written
-whole; in the project's `README.md` only what lies between `<!-- figures:begin -->` and
+`benchmarks/NOTES.md` and the plots below `docs/plots/` are written whole; in `docs/benchmarks.md`
+and the project's `README.md` only what lies between `<!-- figures:begin -->` and
 `<!-- figures:end -->`. Nothing else writes figures there.
 """
 
@@ -36,6 +36,7 @@ from benchmarks.terminal import compared, speeds
 from benchmarks.tunables import TUNABLES
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+PAGES = "README.md", "docs/benchmarks.md"  # with a short table, and with all of them
 TITLES = {
     "ppo": "A PPO iteration",
     "grpo": "A GRPO step",
@@ -49,7 +50,6 @@ TITLES = {
     "ops": "Single ops",
 }
 HEADLINES = ("ppo", "grpo", "sft", "dpo", "rollout")  # in the project's README
-INTRODUCTION = Path(__file__).with_name("introduction.md")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,26 +68,26 @@ def run(args: argparse.Namespace) -> int:
     if not devices:
         print(f"no result files in {args.results}", file=sys.stderr)
         return 1
-    readme = args.root / "README.md"
-    text = readme.read_text()
-    if BEGIN not in text or END not in text:
-        print(f"{readme} lacks {BEGIN} … {END}", file=sys.stderr)
-        return 1
-    before, rest = text.split(BEGIN, 1)
-    _, after = rest.split(END, 1)
-    readme.write_text(f"{before}{BEGIN}\n{brief(devices)}\n{END}{after}")
-    folder = args.root / "benchmarks"
+    pages = {path: path.read_text() for path in map(args.root.joinpath, PAGES)}
+    for path, text in pages.items():
+        if BEGIN not in text or END not in text:
+            print(f"{path} lacks {BEGIN} … {END}", file=sys.stderr)
+            return 1
+    docs = args.root / "docs"
     sections = []
     for device, results in devices.items():
-        made = plots(folder / "plots" / device, results, TITLES, HEADLINES)
-        pictures = [(path.relative_to(folder), said) for path, said in made]
+        made = plots(docs / "plots" / device, results, TITLES, HEADLINES)
+        pictures = [(path.relative_to(docs), said) for path, said in made]
         sections.append(section(device, results, pictures))
-    curves.draw(args.results, folder / "plots")
+    curves.draw(args.results, docs / "plots")
     predict.fill_file(args.results)
     predicted = predict.section(predict.read(args.results / predict.FILE))
-    parts = [INTRODUCTION.read_text().rstrip(), missing(devices), *sections, predicted]
-    (folder / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n")
-    (folder / "NOTES.md").write_text(notes_on_tunables(devices))
+    parts = [missing(devices), *sections, predicted]
+    figures = (brief(devices), "\n\n".join(part for part in parts if part))
+    for (path, text), written in zip(pages.items(), figures, strict=True):
+        before, rest = text.split(BEGIN, 1)
+        path.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.split(END, 1)[1]}")
+    (args.root / "benchmarks" / "NOTES.md").write_text(notes_on_tunables(devices))
     return 0
 
 

@@ -302,6 +302,10 @@ def test_shell_lines_are_what_the_tools_take(
             continue
         for words in map(without_launcher, commands(block)):
             match words:
+                case ["python", "-m", module, *_]:
+                    assert importlib.util.find_spec(module), module
+                case ["pytest", where, *_]:
+                    assert (ROOT / where).exists(), where
                 case ["python", script, *_]:
                     assert script.endswith(".py")
                 case ["fastrl", "report" | "doctor", *folders]:  # has no flags here
@@ -519,16 +523,21 @@ def test_every_page_is_in_the_navigation_and_every_picture_is_there_and_describe
 
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert sorted(pages(site["nav"])) == sorted(path.name for path in DOCS.glob("*.md"))
-    for page in (*PAGES, "benchmarks/README.md"):
+    for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         assert "<img" not in text, page
         for said, picture in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text):
-            folder = ROOT / "benchmarks" if picture.startswith("plots/") else (ROOT / page).parent
-            assert (folder / picture).is_file(), f"{page}: {picture}"  # `make docs` copies plots
+            assert ((ROOT / page).parent / picture).is_file(), f"{page}: {picture}"
             assert len(said.split()) > 2, f"{page}: say what {picture} shows"
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)#]+)", text):
-        assert (ROOT / link).exists(), link
+def test_links_of_every_page_lead_somewhere_in_a_checkout() -> None:
+    made = "notebooks/"  # pages that `make docs` makes of notebooks
+    for page in (*PAGES, "benchmarks/README.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)#\s]+)[)#]", text):
+            if link.startswith(made):
+                path = ROOT / "examples" / link.replace(".md", ".ipynb")
+            else:
+                path = (ROOT / page).parent / link
+            assert link.startswith("http") or path.exists(), f"{page}: {link}"

@@ -30,8 +30,10 @@ def test_a_table_has_as_many_columns_as_its_head() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> argparse.Namespace:
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "README.md").write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    for folder in ("benchmarks", "docs"):
+        (tmp_path / folder).mkdir()
+    for page in report.PAGES:
+        (tmp_path / page).write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
     results = tmp_path / "benchmarks" / "results"
     return argparse.Namespace(results=results, root=tmp_path, compare=None)
 
@@ -55,11 +57,11 @@ def a_result(
 
 
 def write(checkout: argparse.Namespace, *found: dict) -> tuple[str, str]:
-    """The two READMEs after a report on these results."""
+    """The README and the page of all figures after a report on these results."""
     for result in found:
         results.save(result, checkout.results)
     assert report.run(checkout) == 0
-    return tuple((checkout.root / p).read_text() for p in ("README.md", "benchmarks/README.md"))
+    return tuple((checkout.root / p).read_text() for p in report.PAGES)
 
 
 def test_committed_files_of_every_form_are_read(checkout) -> None:
@@ -78,12 +80,12 @@ def test_committed_files_of_every_form_are_read(checkout) -> None:
     for text in write(checkout):
         assert "| A PPO iteration" in text or "### A PPO iteration" in text
         assert "2.62 (2.56–2.67)" in text or "2.62× (2.56–2.67)" in text
-    details = (checkout.root / "benchmarks/README.md").read_text()
+    details = (checkout.root / "docs/benchmarks.md").read_text()
     assert "≥ 1.3× trl==1.16.0: reached" in details
     assert "trunk 1/2: update, ≥ 1.3× copy: reached" in details
     assert "roofline" in details
     for name in ("ops", "ppo", "sft", "dpo", "rollout", "ref_model"):
-        assert (checkout.root / f"benchmarks/plots/cpu-2core/{name}.svg").exists()
+        assert (checkout.root / f"docs/plots/cpu-2core/{name}.svg").exists()
 
 
 def test_a_case_is_shown_with_its_goal_and_all_remarks(checkout) -> None:
@@ -140,7 +142,7 @@ def test_a_red_case_has_a_line_and_no_row(checkout) -> None:
     assert "- No figures for GPT-2 small: it is off" in details
     assert "| `GPT-2`" not in details
     assert "| A PPO iteration" not in brief
-    assert not (checkout.root / "benchmarks/plots/cpu-2core/ppo.svg").exists()
+    assert not (checkout.root / "docs/plots/cpu-2core/ppo.svg").exists()
 
 
 def test_what_was_left_and_what_checks_found_are_said(checkout) -> None:
@@ -184,7 +186,7 @@ def test_the_newest_of_a_day_is_taken_for_each_op(checkout) -> None:
 
 def test_plots_show_the_figures_are_the_same_every_time_and_old_ones_go(checkout) -> None:
     write(checkout, a_result(seconds=0.4))
-    folder = checkout.root / "benchmarks" / "plots" / "cpu-2core"
+    folder = checkout.root / "docs" / "plots" / "cpu-2core"
     first = {path.name: path.read_text() for path in folder.iterdir()}
     assert set(first) == {"ops.svg"}
     assert ">2 s, 5×</text>" in first["ops.svg"]
@@ -199,7 +201,7 @@ def test_plots_show_the_figures_are_the_same_every_time_and_old_ones_go(checkout
 def test_bars_begin_at_0_and_lengths_that_differ_too_much_are_dots(checkout) -> None:
     def times(seconds: float) -> str:
         write(checkout, a_result(seconds=seconds))
-        plot = (checkout.root / "benchmarks" / "plots" / "cpu-2core" / "ops.svg").read_text()
+        plot = (checkout.root / "docs" / "plots" / "cpu-2core" / "ops.svg").read_text()
         return plot[plot.index(">time") : plot.index(">peak memory")]
 
     bars = re.findall(r'd="M([\d.]+) \S+H([\d.]+)v10\S+ fill="(\S+)"', times(1.0))
@@ -227,7 +229,7 @@ def test_the_curves_of_a_run_are_kept_and_drawn_from_the_file(checkout, tmp_path
     lines += [{"step": 2, "eval/reward_mean": 1.0, "eval/reward_sem": 0.1, "eval/kl": 1}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "run.json").write_text('{"settings": {"ppo_steps": 2}}')
-    plots_folder = checkout.root / "benchmarks" / "plots"
+    plots_folder = checkout.root / "docs" / "plots"
     plots_folder.mkdir()
     told = ["--results", str(checkout.results), "--plots", str(plots_folder)]
     assert command.main(["curves", str(folder), *told]) == 0
