@@ -232,9 +232,12 @@ def load_tokenizer(
             model, trust_remote_code=trust_remote_code, **options
         )
     except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
-        near = did_you_mean_path(folder).replace(": ", " (").replace("?", "?)")
-        what = model if folder.is_dir() else f"{model!r}, which is no folder here{near},"
-        raise ValueError(f"the tokenizer of {what} cannot be loaded: {_line(error)}") from error
+        there = folder.is_dir()
+        what = model if there else f"{model!r}, which is no folder here,"
+        near = "" if there else did_you_mean_path(folder)
+        raise ValueError(
+            f"the tokenizer of {what} cannot be loaded{near}: {_line(error)}"
+        ) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made from a configuration alone
         raise FileNotFoundError(missing)
     if tokenizer.pad_token is None:

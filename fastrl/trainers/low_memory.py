@@ -24,6 +24,7 @@ from fastrl.models.utils import warn_of_fp16, warn_of_lost_updates
 from fastrl.plan.passes import PassSize
 from fastrl.run.precision import precision_for, refuse_fp16_twice, shared_precision
 from fastrl.run.transformers_base import OpenTrainer
+from fastrl.run.transformers_callbacks import LossProgress
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
@@ -68,6 +69,11 @@ class LowMemoryTrainer(OpenTrainer):
         with self._offloading(self.accelerator.unwrap_model(model)):
             return super().training_step(model, *args, **kwargs)
 
+    @property
+    def of_a_command(self) -> bool:
+        """Whether a command of fastrl's shows the run: nobody wrote its settings for TRL."""
+        return any(isinstance(x, LossProgress) for x in self.callback_handler.callbacks)
+
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         return class_and_keywords(args, model)
@@ -86,7 +92,8 @@ class LowMemoryTrainer(OpenTrainer):
             )
             if kept is not own:
                 self.optimizer = kept
-                if not self.args.offload_optimizer and self.is_world_process_zero():
+                told = self.args.offload_optimizer or self.of_a_command
+                if not told and self.is_world_process_zero():
                     tqdm.write(MASTERS, file=sys.stderr)
         return self.optimizer
 

@@ -37,7 +37,6 @@ from fastrl.run.checkpoints import describe_weights
 from fastrl.run.deepspeed import refuse_zero3
 from fastrl.run.launcher import wait_at_most
 from fastrl.run.model_card import OwnModelCard
-from fastrl.run.transformers_callbacks import LossProgress
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
 from fastrl.settings import (
     check_ranges,
@@ -355,9 +354,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
         said = other_defaults(self.args)
-        # A command of fastrl's own shows the run, whose settings nobody has written for TRL.
-        of_a_command = any(isinstance(x, LossProgress) for x in self.callback_handler.callbacks)
-        if said and self.processes.is_main and not of_a_command:
+        if said and self.processes.is_main and not self.of_a_command:
             tqdm.write(said, file=sys.stderr)
         self._last = {} if resumed is None else dict(resumed["own"].get("last", {}))
 
