@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from fastrl.models.asked_once import answers_kept
 from fastrl.models.host_memory import counted_by
+from fastrl.models.master_weights import MasterWeights
 from fastrl.plan.memory import (
     CASTS,
     GRADIENTS,
@@ -92,8 +93,13 @@ class Rehearsal:
             stack.enter_context(self.log.kind(OPTIMIZER))
             entered.append(stack)
 
+        def end(*_: Any) -> None:
+            entered.pop().close()
+            if isinstance(optimizer, MasterWeights):  # made before the hooks
+                self.phantoms.is_kind(optimizer.masters, OPTIMIZER, since=STEP)
+
         optimizer.register_step_pre_hook(begin)
-        optimizer.register_step_post_hook(lambda *_: entered.pop().close())
+        optimizer.register_step_post_hook(end)
 
     def give_state(self, optimizer: Any) -> None:
         """Gives a followed optimizer its state, by a step of zeros, as all steps but the first find

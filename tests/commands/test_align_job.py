@@ -156,15 +156,15 @@ def test_a_loss_of_ones_own_is_named_by_its_file(folder, tmp_path):
         "from typing import ClassVar\n"
         "from fastrl.alignment import PairwiseLoss\n"
         "@dataclass(frozen=True)\n"
-        "class Constant(PairwiseLoss):\n"
-        "    name: ClassVar[str] = 'constant'\n"
+        "class Chosen(PairwiseLoss):\n"
+        "    name: ClassVar[str] = 'chosen'\n"
         "    worth: float = 2.0\n"
         "    def losses(self, chosen, rejected):\n"
-        "        return self.worth + 0 * chosen.sums\n"
+        "        return self.worth + chosen.sums - chosen.sums.detach()\n"
         "    def implicit_reward(self, side):\n"
         "        return side.sums\n"
     )
-    flags = {"loss": "mine.py:Constant", "loss-args": '{"worth": 3}', "max-steps": 1}
+    flags = {"loss": "mine.py:Chosen", "loss-args": '{"worth": 3}', "max-steps": 1}
     assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 0
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows if "loss" in row] == [3.0]

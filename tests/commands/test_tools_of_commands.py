@@ -106,7 +106,7 @@ def test_tools_and_environments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reward", ["entered", None])
 def test_a_file_is_one_module_whatever_flags_name_it(tmp_path: Path, reward: str | None) -> None:
     code = tmp_path / "code.py"
-    flags = "--environment", f"{code}:Room", "--policy-loss", f"{code}:plain"
+    flags = "--environment", f"{code}:Room", "--policy-loss", f"{code}:plain", "--ppo-epochs", "2"
     with tables.kept():
         place = run(tmp_path, *flags, reward=reward)
     rows = read_ledger(place / "ledger").to_pylist()

@@ -384,7 +384,7 @@ def test_trainers_name_changed_code(
 ) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     make(tmp_path).train()
-    checkpoint = min(next(tmp_path.glob("*/")).glob("checkpoint-*"))
+    checkpoint = min(tmp_path.glob("*/checkpoint-*"))
     _changed(tmp_path / "mine.py")
     changed = make(tmp_path)
     said = ", ".join(rf"code or weights of the {name}: \w+ → \w+" for name in names)
