@@ -142,10 +142,12 @@ def test_a_gpu_run_leaves_the_filled_file_with_its_results(
 def test_the_report_shows_predictions_and_what_peers_published(folder: Path) -> None:
     results.save(measured(40e-6), folder)
     (folder / "root" / "benchmarks").mkdir(parents=True)
-    (folder / "root" / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
+    for page in report.PAGES:
+        (folder / "root" / page).parent.mkdir(exist_ok=True)
+        (folder / "root" / page).write_text(f"{report.BEGIN}\n{report.END}\n")
     arguments = argparse.Namespace(results=folder, root=folder / "root", compare=None)
     assert report.run(arguments) == 0
-    text = (folder / "root" / "benchmarks" / "README.md").read_text()
+    text = (folder / "root" / "docs" / "benchmarks.md").read_text()
     assert "## Predictions, beside what peers published" in text
     assert "40 µs (H200), 55%, **1.8× the prediction**" in text
     assert "Liger-Kernel, cuTile: 26.15 ms" in text
