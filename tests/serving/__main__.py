@@ -103,8 +103,8 @@ def install_vllm(venv: Path) -> str:
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     subprocess.run([*pip, "install", VLLM], check=True)
-    # It is built for another torch than that for CPUs, and no text needs it.
-    subprocess.run([*pip, "uninstall", "--yes", "torchvision"], check=True)
+    # They are built for another torch than that for CPUs, and no text needs them.
+    subprocess.run([*pip, "uninstall", "--yes", "torchvision", "torchaudio"], check=True)
     return python
 
 
