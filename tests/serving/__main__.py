@@ -3,8 +3,8 @@
 A run on a tiny model leaves each kind of folder. transformers, PEFT and vLLM load it, and what
 ``fastrl merge`` makes of it: each has to say what the model in the trainer said as it was saved.
 The table shows the largest difference of logits (of vLLM, of log-probabilities, or of a reward
-model's logit). vLLM is installed, for CPUs, in the environment that benchmarks have it in, unless ``--vllm``
-names the Python of another.
+model's logit). vLLM is installed, for CPUs, in the environment that benchmarks have it in, unless
+``--vllm`` names the Python of another.
 """
 
 from __future__ import annotations
