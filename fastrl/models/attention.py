@@ -10,8 +10,11 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from fastrl.models import recurrence
+from fastrl.models.layer_kinds import unknown_layer
+from fastrl.models.packed_parts import PackedParts
+
 NAME = "fastrl"
-_KINDS = {"full_attention", "sliding_attention", "attention"}  # of layers
 
 
 class Variant(NamedTuple):
@@ -75,14 +78,22 @@ def _attend(
 AttentionInterface.register(NAME, _attend)
 
 
+def _parts_of_row() -> PackedParts | None:
+    """Of the row that the current forward runs; None where it runs none."""
+    layout = getattr(current_attention(), "layout", None)
+    return None if layout is None else layout.by_parts
+
+
 @contextlib.contextmanager
 def attached(model: nn.Module) -> Iterator[None]:
-    """Context in which the model calls the attention of this module."""
+    """Context in which the model calls the attention of this module, and functions of packed rows
+    in its recurrent layers."""
     before = implementations(model)
     try:
         for config, _ in before:
             config._attn_implementation_internal = NAME
-        yield
+        with recurrence.in_place(model, _parts_of_row):
+            yield
     finally:
         for config, name in before:
             config._attn_implementation_internal = name
@@ -142,15 +153,13 @@ def why_not_replaceable(model: Any) -> str | None:
     """Why a model's attention cannot be replaced, by its configuration; None if it may be."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder–decoder"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "it does not support transformers' attention interface"
+    unknown = unknown_layer(model)
+    if unknown is not None:
+        return unknown
     config = model.config.get_text_config()
     rope = _dynamic_rope(config)
     if rope is not None:
         return f"its RoPE ({rope}) depends on the length of the longest sequence"
-    kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
-    if kinds:
-        return f"some of its layers are of another kind ({', '.join(sorted(map(str, kinds)))})"
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "alora_invocation_tokens", None):
             return "its adapter begins where it finds tokens in each row (activated LoRA)"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastrl.models.attention import Variant
 from fastrl.models.host_memory import to_device
+from fastrl.models.packed_parts import PackedParts
 
 
 class Group(NamedTuple):
@@ -76,6 +77,12 @@ class PackedLayout:
         parts = [torch.arange(n) for n in self.prompts]
         parts += [torch.arange(b, b + n) for b, n in zip(begins, self.responses, strict=True)]
         return to_device(torch.cat(parts), self.device)
+
+    @cached_property
+    def by_parts(self) -> PackedParts:
+        """For layers that go from token to token."""
+        responses = [group.responses for group in self.groups]
+        return PackedParts(self.prompts, responses, self.device)
 
     def parts(self) -> Iterator[tuple[slice, list[slice]]]:
         """Places of the queries of each prompt and then of each response, and of the keys that they

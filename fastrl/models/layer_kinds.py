@@ -1,0 +1,108 @@
+"""The kinds of layers that packed rows and slots of rollouts run: one table.
+
+A model runs packed, and in the rollout engine, where each of its layers is of a kind that stands
+here, and results are those of plain forwards: both are found out by running it, see
+:mod:`fastrl.rollout.self_check` and :mod:`fastrl.data.choose_padding`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fastrl.models.recurrence import CONVOLUTION
+
+
+class LayerKind(NamedTuple):
+    """A kind of layers.
+
+    Attributes:
+        called: a function that the forwards of its modules call, and those of no kind above it.
+        keeps: what a slot of a rollout keeps of it.
+        packed: how texts are kept apart in a row, and how responses continue from their prompt.
+    """
+
+    name: str
+    called: str
+    keeps: str
+    packed: str
+
+
+_KEYS = "keys and values of each token"
+_STATE = "the last inputs of its convolution, and a state"
+_CONTINUES = "texts begin at 0, responses with the state at their prompt's end"
+KINDS = (
+    LayerKind("attention", "ALL_ATTENTION_FUNCTIONS", _KEYS, "by the row's layout"),
+    LayerKind("gated delta rule", "torch_chunk_gated_delta_rule", _STATE, _CONTINUES),
+    LayerKind("Kimi delta attention", "chunk_kimi_delta_attention", _STATE, _CONTINUES),
+    LayerKind("Mamba-2", "mamba2_chunk_scan", _STATE, _CONTINUES),
+    LayerKind(
+        "short convolution",
+        CONVOLUTION,
+        "the last inputs",
+        "zeros stand before a text, a prompt's last inputs before its responses",
+    ),
+)
+ATTENTION = KINDS[0]
+_CONVOLUTION = KINDS[-1]
+_KEEPS_A_STATE = "get_recurrent_state"
+# Of config.layer_types.
+_ATTENDS = {"full_attention", "sliding_attention", "attention"}
+_MIXES_NO_TOKENS = {"mlp", "moe"}
+_RECURRENT = {"linear_attention", "conv", "mamba"}
+_BOTH = {"hybrid"}
+
+
+def layers(model: nn.Module) -> Iterator[tuple[nn.Module, LayerKind]]:
+    """The modules of a model that are of one of the kinds."""
+    for module in model.modules():
+        called = _called_by(type(module))
+        for kind in KINDS:
+            # Convolutions are part of other kinds, known and unknown.
+            other = kind is _CONVOLUTION and _KEEPS_A_STATE in called
+            if kind.called in called and not other:
+                yield module, kind
+                break
+
+
+def unknown_layer(model: Any) -> str | None:
+    """What a model's layers do that no kind says, in words; None where all are known."""
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    found: dict[int | None, set[bool]] = {}
+    for module, kind in layers(model):
+        found.setdefault(getattr(module, "layer_idx", None), set()).add(kind is ATTENTION)
+    interface = getattr(model, "_supports_attention_backend", False)
+    if types is None:
+        known = interface or found
+        return None if known else "it does not support transformers' attention interface"
+    others = set()
+    for i, kind in enumerate(types):
+        of_layer = found.get(i, set())
+        attends = True in of_layer or interface
+        known = (
+            (kind in _ATTENDS and attends)
+            or kind in _MIXES_NO_TOKENS
+            or (kind in _RECURRENT and False in of_layer)
+            or (kind in _BOTH and of_layer == {False, True})
+        )
+        if not known:
+            others.add(f"{kind}{_class_of(model, i)}")
+    if not others:
+        return None
+    return f"some of its layers are of another kind ({', '.join(sorted(others))})"
+
+
+def _called_by(kind: type[nn.Module]) -> frozenset[str]:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return frozenset(code.co_names if code is not None else ())
+
+
+def _class_of(model: nn.Module, index: int) -> str:
+    """The class of what mixes tokens in a layer, to say it."""
+    named = (type(x).__name__ for x in model.modules() if getattr(x, "layer_idx", None) == index)
+    name = next((x for x in named if not x.endswith("DecoderLayer")), None)
+    return "" if name is None else f": {name}"

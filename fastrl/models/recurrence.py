@@ -1,0 +1,230 @@
+"""Recurrent layers and convolutions of packed rows, in which no state goes from text to text and the
+responses to one prompt continue from its end.
+
+Layers of Hugging Face models call functions of their modelling file; those of :data:`REPLACED` are
+called with what is behind them of a row whose layout is known, see :func:`in_place`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastrl.models.packed_parts import Batch, PackedParts
+
+_CHUNKS = range(16, 65)  # tokens of a chunk: more are computed with each other for no use
+
+
+def convolved(
+    parts: PackedParts, convolve: Any, x: Tensor, weight: Tensor, bias: Any = None, **others: Any
+) -> Tensor:
+    """A causal convolution [1, C, T] along a packed row, by the model's own of a longer one: in
+    front of each prompt stand zeros, and in front of each response the last tokens of its prompt.
+
+    Args:
+        convolve: the model's function.
+        weight: [C, K].
+    """
+    places, own = parts.with_halos(weight.shape[-1] - 1)
+    longer = F.pad(x, (0, 1)).index_select(2, places)
+    return convolve(longer, weight, bias, **others).index_select(2, own)
+
+
+def delta_rule(
+    parts: PackedParts,
+    rule: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    output_final_state: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule of a packed row, of all [1, T, heads, ...]: with decays exp g and
+    strengths β
+
+        S_t = exp(g_t)·(1 - β_t·k_t·k_tᵀ)·S_{t-1} + β_t·k_t·v_tᵀ,   out_t = S_tᵀ·q_t,
+
+    where a prompt begins at 0 and a response with the last state of its prompt. Kimi's g is that of
+    each channel.
+
+    Args:
+        rule: the model's function, of sequences in rows of their own.
+
+    Returns:
+        the outputs, and the last states of the prompts [P, ...], if asked for.
+    """
+    others = {name: x for name, x in others.items() if name not in ("initial_state", "cu_seqlens")}
+    row = query, key, value, g, beta
+    if _takes_lengths(rule):
+
+        def at_once(first: int, last: int, lengths: Tensor, initial: Any, final: bool) -> Any:
+            of = [x[:, first:last] for x in row]
+            return rule(
+                *of[:3], g=of[3], beta=of[4], initial_state=initial, output_final_state=final,
+                cu_seqlens=lengths, **others,
+            )  # fmt: skip
+
+        return _by_lengths(at_once, parts, output_final_state)
+
+    def scan(of: list[Tensor], initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+        # Zeros that are padding, of g and β, leave a state as it is.
+        return rule(  # type: ignore[no-any-return]
+            *of[:3], g=of[3], beta=of[4], initial_state=initial, output_final_state=final,
+            chunk_size=_chunk(of[0].shape[1], _CHUNKS[-1]), **others,
+        )  # fmt: skip
+
+    return _in_batches(scan, row, parts, output_final_state)
+
+
+def mamba2_scan(
+    parts: PackedParts,
+    scan: Any,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **others: Any,
+) -> Any:
+    """Mamba-2's scan of a packed row, of x [1, T, heads, width], steps dt [1, T, heads], B and C
+    [1, T, groups, states]:
+
+        S_t = exp(A·dt_t)·S_{t-1} + dt_t·B_t·x_tᵀ,   out_t = C_tᵀ·S_t + D·x_t,
+
+    where a prompt begins at 0 and a response with the last state of its prompt.
+
+    Args:
+        scan: the model's function, of sequences in rows of their own.
+
+    Returns:
+        the outputs; with ``return_final_states`` also the last states of the prompts [P, ...].
+    """
+    others = {k: v for k, v in others.items() if k not in ("initial_states", "seq_idx")}
+    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+
+    def run(of: list[Tensor], initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+        # Padding has dt = 0, which leaves a state as it is.
+        found = scan(
+            of[0], of[1], A, of[2], of[3], chunk_size=_chunk(of[0].shape[1], chunk_size),
+            initial_states=initial, return_final_states=final, **others,
+        )  # fmt: skip
+        return found if final else (found, None)
+
+    out, states = _in_batches(run, (x, dt, B, C), parts, return_final_states)
+    return (out, states) if return_final_states else out
+
+
+def _nothing(parts: PackedParts, fused: Any, *args: Any, **kwargs: Any) -> None:
+    """Of a kernel that takes all of a layer at once: None has the layer call its parts."""
+
+
+# By their names in transformers' modelling files.
+CONVOLUTION = "causal_conv1d_fn"
+REPLACED: dict[str, Callable[..., Any]] = {
+    CONVOLUTION: convolved,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": mamba2_scan,
+    "mamba2_split_conv1d_scan_combined": _nothing,
+}
+
+
+@contextlib.contextmanager
+def in_place(model: nn.Module, parts: Callable[[], PackedParts | None]) -> Iterator[None]:
+    """Context in which a model's layers call :data:`REPLACED`.
+
+    Args:
+        parts: of the row that is run; None leaves the model's functions as they are.
+    """
+    homes = {type(module).__module__ for module in model.modules()}
+    before: list[tuple[Any, str, Any]] = []
+    for home in map(sys.modules.get, homes):
+        for name in REPLACED.keys() & vars(home).keys() if home is not None else ():
+            own = getattr(home, name)
+            if not hasattr(own, "of_packed_rows"):  # of a context around this one
+                before.append((home, name, own))
+                setattr(home, name, _packed(REPLACED[name], own, parts))
+    try:
+        yield
+    finally:
+        for home, name, own in before:
+            setattr(home, name, own)
+
+
+def _packed(function: Any, own: Any, parts: Callable[[], PackedParts | None]) -> Any:
+    @functools.wraps(own)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        of_row = parts()
+        return own(*args, **kwargs) if of_row is None else function(of_row, own, *args, **kwargs)
+
+    run.of_packed_rows = True  # type: ignore[attr-defined]
+    return run
+
+
+def _takes_lengths(rule: Any) -> bool:
+    """Whether it is a kernel that takes sequences of any lengths in one row: torch's own code
+    refuses that."""
+    try:
+        return bool(inspect.getclosurevars(rule).nonlocals.get("is_new_implementation"))
+    except TypeError:  # no function of Python's
+        return False
+
+
+def _chunk(length: int, most: int) -> int:
+    """Tokens of a chunk: a power of two that is not much longer than the sequences."""
+    return min(most, max(_CHUNKS[0], 1 << (length - 1).bit_length()), _CHUNKS[-1])
+
+
+def _by_lengths(run: Any, parts: PackedParts, final: bool) -> tuple[Tensor, Tensor | None]:
+    """By a kernel: all prompts in one call, all responses in another."""
+    first = parts.first_response
+    out, states = run(0, first, parts.ends_of_prompts, None, final or parts.responses)
+    if parts.responses:
+        initial = states.index_select(0, parts.prompt_of_response)
+        behind, _ = run(first, parts.tokens, parts.ends_of_responses, initial, False)
+        out = torch.cat([out, behind], dim=1)
+    return out, states if final else None
+
+
+def _in_batches(
+    run: Callable[[list[Tensor], Tensor | None, bool], tuple[Tensor, Any]],
+    row: Sequence[Tensor],
+    parts: PackedParts,
+    final: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """By a function of sequences in rows of their own: prompts, then responses, in batches of about
+    one length, with zeros behind them."""
+    longer = [F.pad(x[0], (0, 0) * (x.dim() - 2) + (0, 1)) for x in row]
+
+    def over(batches: Iterable[Batch], initial: Tensor | None, final: bool) -> Iterator[Any]:
+        for batch in batches:
+            of = [x.index_select(0, batch.places.flatten()).unflatten(0, batch.shape) for x in longer]
+            begin = None if initial is None else initial.index_select(0, batch.numbers)
+            out, state = run(of, begin, final)
+            yield out.flatten(0, 1).index_select(0, batch.real), state
+
+    outs, of_prompts = zip(*over(parts.prompts_in_batches, None, final or parts.responses))
+    states = None
+    if final or parts.responses:
+        states = torch.cat(of_prompts).index_select(0, parts.order_of_prompts)
+    if parts.responses:
+        assert states is not None
+        initial = states.index_select(0, parts.prompt_of_response)
+        outs += tuple(out for out, _ in over(parts.responses_in_batches, initial, False))
+    return torch.cat(outs).index_select(0, parts.order_of_tokens)[None], states if final else None
