@@ -92,7 +92,7 @@ def attached(model: nn.Module) -> Iterator[None]:
     try:
         for config, _ in before:
             config._attn_implementation_internal = NAME
-        with recurrence.in_place(model, _parts_of_row):
+        with recurrence.in_place(model, lambda: current_attention() is not None, _parts_of_row):
             yield
     finally:
         for config, name in before:

@@ -1,8 +1,9 @@
 """Recurrent layers and convolutions of packed rows, in which no state goes from text to text and the
 responses to one prompt continue from its end.
 
-Layers of Hugging Face models call functions of their modelling file; those of :data:`REPLACED` are
-called with what is behind them of a row whose layout is known, see :func:`in_place`.
+Layers of Hugging Face models call functions of their modelling file. While one runs a packed row,
+these are those of this module, see :func:`in_place`, which call the model's own with sequences in
+rows of their own, or one after the other where a kernel takes their lengths.
 """
 
 from __future__ import annotations
@@ -134,32 +135,79 @@ def _nothing(parts: PackedParts, fused: Any, *args: Any, **kwargs: Any) -> None:
     """Of a kernel that takes all of a layer at once: None has the layer call its parts."""
 
 
+def limited_update(
+    limit: tuple[float, float],
+    update: Any,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    *others: Any,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **more: Any,
+) -> Tensor:
+    """Mamba-2's step of a slot with the limit of dt that scans of rows have, and models' own steps
+    have not.
+
+    Args:
+        limit: of all of the model's layers.
+        update: the model's function, which changes ``state``.
+    """
+    if limit != _NO_LIMIT:
+        dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+        dt, dt_bias = (F.softplus(dt) if dt_softplus else dt).clamp(*limit), None
+        dt_softplus = False
+    return update(  # type: ignore[no-any-return]
+        state, x, dt, *others, dt_bias=dt_bias, dt_softplus=dt_softplus, **more
+    )
+
+
 # By their names in transformers' modelling files.
 CONVOLUTION = "causal_conv1d_fn"
-REPLACED: dict[str, Callable[..., Any]] = {
+_OF_ROWS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: convolved,
     "torch_chunk_gated_delta_rule": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
     "mamba2_split_conv1d_scan_combined": _nothing,
 }
+_STEP = "mamba2_selective_state_update"
 
 
 @contextlib.contextmanager
-def in_place(model: nn.Module, parts: Callable[[], PackedParts | None]) -> Iterator[None]:
-    """Context in which a model's layers call :data:`REPLACED`.
+def in_place(
+    model: nn.Module, running: Callable[[], bool], parts: Callable[[], PackedParts | None]
+) -> Iterator[None]:
+    """Context in which a model's layers call the functions of this module.
 
     Args:
-        parts: of the row that is run; None leaves the model's functions as they are.
+        running: whether a forward of ours is going on; else all is as it was.
+        parts: of the row that it runs; None: it runs steps of slots.
     """
+
+    def replaced(name: str, own: Any) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            of_row = parts() if running() else None
+            if of_row is not None and name != _STEP:
+                return _OF_ROWS[name](of_row, own, *args, **kwargs)
+            if name == _STEP and running():
+                return limited_update(limit, own, *args, **kwargs)
+            return own(*args, **kwargs)
+
+        run.is_ours = True  # type: ignore[attr-defined]
+        return run
+
     homes = {type(module).__module__ for module in model.modules()}
+    limit = _step_limit(model)
     before: list[tuple[Any, str, Any]] = []
     for home in map(sys.modules.get, homes):
-        for name in REPLACED.keys() & vars(home).keys() if home is not None else ():
+        names = () if home is None else {*_OF_ROWS, _STEP} & vars(home).keys()
+        for name in names:
             own = getattr(home, name)
-            if not hasattr(own, "of_packed_rows"):  # of a context around this one
+            if not hasattr(own, "is_ours"):  # of a context around this one
                 before.append((home, name, own))
-                setattr(home, name, _packed(REPLACED[name], own, parts))
+                setattr(home, name, replaced(name, own))
     try:
         yield
     finally:
@@ -167,14 +215,13 @@ def in_place(model: nn.Module, parts: Callable[[], PackedParts | None]) -> Itera
             setattr(home, name, own)
 
 
-def _packed(function: Any, own: Any, parts: Callable[[], PackedParts | None]) -> Any:
-    @functools.wraps(own)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        of_row = parts()
-        return own(*args, **kwargs) if of_row is None else function(of_row, own, *args, **kwargs)
+_NO_LIMIT = (0.0, float("inf"))
 
-    run.of_packed_rows = True  # type: ignore[attr-defined]
-    return run
+
+def _step_limit(model: nn.Module) -> tuple[float, float]:
+    """That of dt: one for all layers, from the model's configuration."""
+    limits = {tuple(limit) for x in model.modules() if (limit := getattr(x, "time_step_limit", ()))}
+    return limits.pop() if limits else _NO_LIMIT
 
 
 def _takes_lengths(rule: Any) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
@@ -16,21 +17,30 @@ from fastrl.models.attention import Attention, Variant
 from fastrl.models.flash_attention import flash_attn_with_kvcache
 from fastrl.models.host_memory import to_device
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
-from fastrl.rollout.kv_cache import KVCache
+from fastrl.rollout.kv_cache import CONVOLUTION, RECURRENT, KVCache
 from fastrl_kernels import HeadNorms, LiveTokens
 from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
 
 class CachedAttention(Attention, Protocol):
-    """Attention over keys and values that are kept."""
+    """Attention over keys and values that are kept, and states of layers that do not attend."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores keys and values [B, Hkv, T, D] of a layer; returns those that `attend` gets."""
 
+    def state(self, layer: int, kind: str, index: int) -> Tensor | None:
+        """The state [B, ...] with which a layer goes on; None where texts begin."""
+
+    def write_inputs(self, layer: int, index: int, inputs: Tensor) -> None:
+        """Stores the last inputs of a convolution, of inputs [B, C, T]."""
+
+    def write_state(self, layer: int, index: int, state: Tensor) -> None:
+        """Stores the state [B, ...] of a recurrent layer."""
+
 
 class SlotCache(Cache):
-    """The model's ``past_key_values``: passes keys and values to the attention of the current
-    forward."""
+    """The model's ``past_key_values``: passes keys, values and states to the attention of the
+    current forward."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -43,6 +53,30 @@ class SlotCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # rows have lengths of their own: models get positions
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.attention.state(layer_idx, CONVOLUTION, state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.attention.write_inputs(layer_idx, state_idx, conv_states)
+        return conv_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.attention.state(layer_idx, RECURRENT, state_idx)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.attention.write_state(layer_idx, state_idx, recurrent_states)
+        return recurrent_states
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False  # no mask hangs on it: there is no padding
+
+    def is_recording_past(self, layer_idx: int | None = None) -> bool:
+        return False
 
 
 # [B, 1, Hq, D] of queries [B, Hq, 1, D]; keys and values [S, M, Hkv, D], row i attending slot i;
@@ -71,6 +105,16 @@ class DecodeAttention:
         for whole, new in zip(stored, (keys, values), strict=True):
             whole.index_put_(self.places, new.squeeze(2).to(whole.dtype))
         return stored
+
+    def state(self, layer: int, kind: str, index: int) -> Tensor:
+        """A view, which the model's convolutions change in place."""
+        return self.kv_cache.states[layer, kind, index][: len(self.places[1])]
+
+    def write_inputs(self, layer: int, index: int, inputs: Tensor) -> None:
+        raise NotImplementedError("a convolution does not change its state in place")
+
+    def write_state(self, layer: int, index: int, state: Tensor) -> None:
+        self.state(layer, RECURRENT, index).copy_(state)
 
     def rotate_and_write(
         self,
@@ -115,7 +159,8 @@ class PrefillAttention:
 
     def __init__(self, kv_cache: KVCache, lengths: list[int], slots: list[list[int]]):
         self.kv_cache = kv_cache
-        self.layers_left = len(kv_cache.layers)
+        # Writes of the model's layers that are yet to come.
+        self.writes_left = sum(bool(x.heads) + len(x.states) for x in kv_cache.layers)
         device = kv_cache.keys[0].device
         self.layout = PackedLayout([Group(length) for length in lengths], device)
         self.packed = PackedAttention(self.layout)
@@ -130,16 +175,39 @@ class PrefillAttention:
         stored = torch.stack([torch.cat(x) for x in (sources, where, positions)])
         self.sources, *places = to_device(stored, device)
         self.places = tuple(places)
+        pairs = [(slot, i) for i, targets in enumerate(slots) for slot in targets]
+        self.prompt_of_slot = tuple(to_device(torch.tensor(pairs).t().contiguous(), device))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         for whole, new in zip(stored, (keys, values), strict=True):
             tokens = new[0].transpose(0, 1)[self.sources]
             whole.index_put_(self.places, tokens.to(whole.dtype))
-        self.layers_left -= 1
-        if self.layers_left == 0:
-            raise PrefillDone
+        self._written()
         return keys, values
+
+    def state(self, layer: int, kind: str, index: int) -> None:
+        return None
+
+    def write_inputs(self, layer: int, index: int, inputs: Tensor) -> None:
+        stored = self.kv_cache.states[layer, CONVOLUTION, index]
+        last = self.layout.by_parts.last(stored.shape[-1])
+        longer = F.pad(inputs[0], (0, 1))  # [C, T + 1]
+        of_prompts = longer[:, last].transpose(0, 1)  # [P, C, K]
+        self._write(stored, of_prompts)
+
+    def write_state(self, layer: int, index: int, state: Tensor) -> None:
+        self._write(self.kv_cache.states[layer, RECURRENT, index], state)
+
+    def _write(self, stored: Tensor, of_prompts: Tensor) -> None:
+        slots, prompts = self.prompt_of_slot
+        stored[slots] = of_prompts[prompts].to(stored.dtype)
+        self._written()
+
+    def _written(self) -> None:
+        self.writes_left -= 1
+        if self.writes_left == 0:
+            raise PrefillDone
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         return self.packed.attend(query, keys, values, variant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,16 +28,31 @@ class Room(NamedTuple):
     length: int = 0  # tokens of a slot
 
 
+class StateShape(NamedTuple):
+    """Shape of what a recurrent layer keeps of a text, whatever its length."""
+
+    kind: str  # CONVOLUTION or RECURRENT
+    index: int  # among those of this kind in the layer
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+CONVOLUTION, RECURRENT = "convolution", "recurrent"
+
+
 class LayerShape(NamedTuple):
-    """Shape of one token's keys and values in one layer."""
+    """Shape of one token's keys and values in one layer, none where it does not attend; and of the
+    states that it keeps."""
 
     heads: int
     key_width: int
     value_width: int
+    states: tuple[StateShape, ...] = ()
 
 
 class KVCache:
-    """Keys and values of all layers, [slots, length, heads, width] each, zero at first.
+    """Keys and values of all layers, [slots, length, heads, width] each, and the states of recurrent
+    ones, [slots, ...]; zero at first.
 
     In memory a head's tokens lie together, [slots, heads, length, width]: slots and heads are one
     batch of matrix products.
@@ -58,17 +74,28 @@ class KVCache:
 
         self.keys = [zeros(layer.heads, layer.key_width) for layer in layers]
         self.values = [zeros(layer.heads, layer.value_width) for layer in layers]
+        self.states = {
+            (i, state.kind, state.index): torch.zeros(
+                slots, *state.shape, dtype=state.dtype, device=device
+            )
+            for i, layer in enumerate(layers)
+            for state in layer.states
+        }
         self.windows: list[int | None] = [None] * len(layers)  # filled in as layers attend
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerShape], length: int, dtype: torch.dtype) -> int:
         widths = sum(layer.heads * (layer.key_width + layer.value_width) for layer in layers)
-        return widths * length * dtype.itemsize
+        return widths * length * dtype.itemsize + state_bytes(layers)
+
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+        return [*self.keys, *self.values, *self.states.values()]
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zeroes slots: a NaN left there would reach the next sample, as 0·NaN is NaN."""
         where = to_device(torch.tensor(list(slots)), self.keys[0].device)
-        for x in (*self.keys, *self.values):
+        for x in self.tensors():
             x.index_fill_(0, where, 0)
 
     def move(self, moves: Moves, tokens: int) -> None:
@@ -76,6 +103,13 @@ class KVCache:
         for x in (*self.keys, *self.values):
             x.index_fill_(0, moves.targets, 0)
             x[moves.targets, :tokens] = x[moves.sources, :tokens]
+        for x in self.states.values():
+            x[moves.targets] = x[moves.sources]
+
+
+def state_bytes(layers: Sequence[LayerShape]) -> int:
+    """Bytes of a slot's states."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for layer in layers for x in layer.states)
 
 
 class Moves(NamedTuple):

@@ -27,7 +27,7 @@ from fastrl.rollout.attention import (
 )
 from fastrl.rollout.fused_draw import FusedDraw
 from fastrl.rollout.fused_layers import FusedLayers, VariantsOf
-from fastrl.rollout.kv_cache import KVCache, LayerShape
+from fastrl.rollout.kv_cache import CONVOLUTION, RECURRENT, KVCache, LayerShape, StateShape
 from fastrl_kernels import explain
 from fastrl_kernels.dispatch import kind_of_device
 
@@ -211,9 +211,9 @@ class ModelRunner:
 
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:
-        """Shapes of one token's keys and values, from a forward with the model's own cache; also
-        finds their dtype. Autocast would cast them for every product of attention: on a GPU they
-        are kept so."""
+        """Shapes of one token's keys and values, and of states, from a forward with the model's own
+        cache; also finds their dtype. Autocast would cast them for every product of attention: on a
+        GPU they are kept so."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with evaluating(self.model), self.autocast():
             cache = cache_of(
@@ -222,14 +222,30 @@ class ModelRunner:
                 )
             )
         layers = []
+        self.dtype = next(x.keys.dtype for x in cache.layers if _attends(x))
         for layer in cache.layers:
-            keys, values = layer.keys, layer.values
-            layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
-            self.dtype = keys.dtype
+            keys, values = (layer.keys, layer.values) if _attends(layer) else (None, None)
+            shape = (0, 0, 0) if keys is None else (keys.shape[1], keys.shape[3], values.shape[3])
+            layers.append(LayerShape(*shape, tuple(_states(layer))))
         autocast = self.autocast_dtype()
         if autocast is not None and kind_of_device(self.device) != "cpu":
             self.dtype = autocast
         return layers
+
+
+def _attends(layer: Any) -> bool:
+    """Of a layer of the model's cache: whether it has keys and values."""
+    return getattr(layer, "keys", None) is not None
+
+
+def _states(layer: Any) -> Iterator[StateShape]:
+    for kind, states in (
+        (CONVOLUTION, getattr(layer, "conv_states", {})),
+        (RECURRENT, getattr(layer, "recurrent_states", {})),
+    ):
+        for index, state in states.items():
+            if state is not None:
+                yield StateShape(kind, index, tuple(state.shape[1:]), state.dtype)
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -52,5 +52,5 @@ class RehearsedEngine(RolloutEngine):
         kv_cache, runner = self._kv_cache, self.model_runner
         copies = runner.copies()
         packed = [packed._weight for _, packed in runner.packed_products._kept.values()]
-        stored = [] if kv_cache is None else [*kv_cache.keys, *kv_cache.values]
+        stored = [] if kv_cache is None else kv_cache.tensors()
         return stored, copies + packed
