@@ -95,7 +95,7 @@ USED = (
     ),
     Reason(
         "_supports_attention_backend",
-        "fastrl/models/attention.py",
+        "fastrl/models/layer_kinds.py",
         *(_MODEL, "whether a model takes an attention that is registered"),
     ),
     Reason(

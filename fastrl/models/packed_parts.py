@@ -16,7 +16,7 @@ from fastrl.models.host_memory import to_device
 _CALL, _STEP = 512, 16
 
 
-class Batch(NamedTuple):
+class PaddedParts(NamedTuple):
     """Some parts of a row, each padded behind its end.
 
     Attributes:
@@ -55,6 +55,11 @@ class PackedParts:
         self._prompt_of = [i for i, each in enumerate(responses) for _ in each]
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def shares(self) -> bool:
+        """Whether there are responses."""
+        return bool(self.responses)
+
     @cached_property
     def prompt_of_response(self) -> Tensor:
         """[R] int64."""
@@ -71,11 +76,11 @@ class PackedParts:
         return self._on_device(torch.tensor([0, *accumulate(self.responses)], dtype=torch.int32))
 
     @cached_property
-    def prompts_in_batches(self) -> list[Batch]:
+    def prompts_in_batches(self) -> list[PaddedParts]:
         return self._batches(self.prompts, 0)
 
     @cached_property
-    def responses_in_batches(self) -> list[Batch]:
+    def responses_in_batches(self) -> list[PaddedParts]:
         return self._batches(self.responses, self.first_response)
 
     @cached_property
@@ -86,7 +91,7 @@ class PackedParts:
     @cached_property
     def order_of_tokens(self) -> Tensor:
         """[T], likewise of the real tokens of prompts and responses."""
-        batches = [*self.prompts_in_batches, *(self.responses_in_batches if self.responses else [])]
+        batches = [*self.prompts_in_batches, *self.responses_in_batches]
         return torch.cat([each.places.flatten()[each.real] for each in batches]).argsort()
 
     def with_halos(self, before: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +127,7 @@ class PackedParts:
         begins = ends - torch.tensor(self.prompts)[:, None]
         return self._on_device(places.where(places >= begins, torch.tensor(self.tokens)))
 
-    def _batches(self, lengths: Sequence[int], first: int) -> list[Batch]:
+    def _batches(self, lengths: Sequence[int], first: int) -> list[PaddedParts]:
         starts = [first, *(first + end for end in accumulate(lengths))]
         found = []
         for numbers in _of_about_one_length(lengths):
@@ -134,7 +139,7 @@ class PackedParts:
             places = places.where(real, torch.tensor(self.tokens))
             where = real.flatten().nonzero().squeeze(1)
             parts = places, torch.tensor(numbers), where
-            found.append(Batch(*map(self._on_device, parts)))
+            found.append(PaddedParts(*map(self._on_device, parts)))
         return found
 
     def _on_device(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Recurrent layers and convolutions of packed rows, in which no state goes from text to text and the
-responses to one prompt continue from its end.
+"""Recurrent layers and convolutions of packed rows, in which no state goes from text to text and
+the responses to one prompt continue from its end.
 
 Layers of Hugging Face models call functions of their modelling file. While one runs a packed row,
 these are those of this module, see :func:`in_place`, which call the model's own with sequences in
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastrl.models.packed_parts import Batch, PackedParts
+from fastrl.models.packed_parts import PaddedParts, PackedParts
 
 _CHUNKS = range(16, 65)  # tokens of a chunk: more are computed with each other for no use
 
@@ -241,8 +241,8 @@ def _chunk(length: int, most: int) -> int:
 def _by_lengths(run: Any, parts: PackedParts, final: bool) -> tuple[Tensor, Tensor | None]:
     """By a kernel: all prompts in one call, all responses in another."""
     first = parts.first_response
-    out, states = run(0, first, parts.ends_of_prompts, None, final or parts.responses)
-    if parts.responses:
+    out, states = run(0, first, parts.ends_of_prompts, None, final or parts.shares)
+    if parts.shares:
         initial = states.index_select(0, parts.prompt_of_response)
         behind, _ = run(first, parts.tokens, parts.ends_of_responses, initial, False)
         out = torch.cat([out, behind], dim=1)
@@ -259,19 +259,21 @@ def _in_batches(
     one length, with zeros behind them."""
     longer = [F.pad(x[0], (0, 0) * (x.dim() - 2) + (0, 1)) for x in row]
 
-    def over(batches: Iterable[Batch], initial: Tensor | None, final: bool) -> Iterator[Any]:
+    def over(batches: Iterable[PaddedParts], initial: Tensor | None, final: bool) -> Iterator[Any]:
         for batch in batches:
-            of = [x.index_select(0, batch.places.flatten()).unflatten(0, batch.shape) for x in longer]
+            of = [
+                x.index_select(0, batch.places.flatten()).unflatten(0, batch.shape) for x in longer
+            ]
             begin = None if initial is None else initial.index_select(0, batch.numbers)
             out, state = run(of, begin, final)
             yield out.flatten(0, 1).index_select(0, batch.real), state
 
-    outs, of_prompts = zip(*over(parts.prompts_in_batches, None, final or parts.responses))
-    states = None
-    if final or parts.responses:
-        states = torch.cat(of_prompts).index_select(0, parts.order_of_prompts)
-    if parts.responses:
+    of_prompts = list(over(parts.prompts_in_batches, None, final or parts.shares))
+    outs, states = [out for out, _ in of_prompts], None
+    if final or parts.shares:
+        states = torch.cat([x for _, x in of_prompts]).index_select(0, parts.order_of_prompts)
+    if parts.shares:
         assert states is not None
         initial = states.index_select(0, parts.prompt_of_response)
-        outs += tuple(out for out, _ in over(parts.responses_in_batches, initial, False))
+        outs += [out for out, _ in over(parts.responses_in_batches, initial, False)]
     return torch.cat(outs).index_select(0, parts.order_of_tokens)[None], states if final else None

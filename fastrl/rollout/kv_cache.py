@@ -32,7 +32,7 @@ class StateShape(NamedTuple):
     """Shape of what a recurrent layer keeps of a text, whatever its length."""
 
     kind: str  # CONVOLUTION or RECURRENT
-    index: int  # among those of this kind in the layer
+    number: int  # among those of this kind in the layer
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -51,8 +51,8 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of all layers, [slots, length, heads, width] each, and the states of recurrent
-    ones, [slots, ...]; zero at first.
+    """Keys and values of all layers, [slots, length, heads, width] each, and the states of
+    recurrent ones, [slots, ...]; zero at first.
 
     In memory a head's tokens lie together, [slots, heads, length, width]: slots and heads are one
     batch of matrix products.
@@ -75,7 +75,7 @@ class KVCache:
         self.keys = [zeros(layer.heads, layer.key_width) for layer in layers]
         self.values = [zeros(layer.heads, layer.value_width) for layer in layers]
         self.states = {
-            (i, state.kind, state.index): torch.zeros(
+            (i, state.kind, state.number): torch.zeros(
                 slots, *state.shape, dtype=state.dtype, device=device
             )
             for i, layer in enumerate(layers)

@@ -224,9 +224,11 @@ class ModelRunner:
         layers = []
         self.dtype = next(x.keys.dtype for x in cache.layers if _attends(x))
         for layer in cache.layers:
-            keys, values = (layer.keys, layer.values) if _attends(layer) else (None, None)
-            shape = (0, 0, 0) if keys is None else (keys.shape[1], keys.shape[3], values.shape[3])
-            layers.append(LayerShape(*shape, tuple(_states(layer))))
+            heads = key_width = value_width = 0
+            if _attends(layer):
+                _, heads, _, key_width = layer.keys.shape
+                value_width = layer.values.shape[3]
+            layers.append(LayerShape(heads, key_width, value_width, tuple(_states(layer))))
         autocast = self.autocast_dtype()
         if autocast is not None and kind_of_device(self.device) != "cpu":
             self.dtype = autocast
