@@ -12,26 +12,135 @@ from torch import Tensor
 
 from fastrl.models.host_memory import to_device
 
-# What a call takes beside its tokens, in tokens; lengths are told apart by so many.
-_CALL, _STEP = 512, 16
+# What a batch takes beside its tokens, in tokens; lengths are told apart by so many.
+_BATCH, _STEP = 512, 16
 
 
-class PaddedParts(NamedTuple):
-    """Some parts of a row, each padded behind its end.
+class LongerRow:
+    """A row with zeros between the tokens of another one.
 
-    Attributes:
-        places: [N, L] of their tokens in the row; that behind the row's last is padding.
-        numbers: [N] of the parts among the prompts, or the responses.
-        real: [n] those of the N·L that are no padding.
+    Args:
+        where: [n] int64, the place of each token in the longer row.
+        size: places of the longer row.
     """
 
-    places: Tensor
-    numbers: Tensor
-    real: Tensor
+    def __init__(self, where: Tensor, size: int, device: torch.device):
+        self.size, self.tokens = size, len(where)
+        source = torch.full((size,), self.tokens)
+        source[where] = torch.arange(self.tokens)
+        self.where, self.source = to_device(where, device), to_device(source, device)
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.places.shape
+    # Both copy by places, never add: a sum over places is slow on CPUs, and has an order on GPUs.
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[size, ...] of tokens [n, ...]."""
+        return x.new_zeros(self.size, *x.shape[1:]).index_copy(0, self.where, x)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The tokens [n, ...] of a longer row [size, ...]."""
+        found = x.new_zeros(self.tokens + 1, *x.shape[1:])
+        return found.index_copy(0, self.source, x)[: self.tokens]
+
+
+class Batches(NamedTuple):
+    """Parts of a row, sorted by length into batches [N, L] that are padded behind each part; and
+    these one after the other, as a longer row.
+
+    Attributes:
+        order: [parts], which of them stands where.
+        place: [parts], where each of them stands.
+    """
+
+    row: LongerRow
+    shapes: list[tuple[int, int]]
+    order: Tensor
+    place: Tensor
+
+
+class Chunks(NamedTuple):
+    """Parts of a row, cut into chunks of one size, of which the last is padded: the first of all
+    parts, then the second of those that have one, …, as a longer row.
+
+    Attributes:
+        counts: parts that have a first chunk, a second, …
+        order: [parts], which of them stands where: the longest first.
+        place: [parts], where each of them stands.
+    """
+
+    row: LongerRow
+    size: int
+    counts: list[int]
+    order: Tensor
+    place: Tensor
+
+
+class Halos(NamedTuple):
+    """A longer row in which some places stand in front of each part, for the tokens before it.
+
+    Attributes:
+        places: those of the last tokens of prompts before their responses, in the longer row.
+        sources: these tokens, in the row.
+    """
+
+    row: LongerRow
+    places: Tensor
+    sources: Tensor
+
+
+class Parts:
+    """Parts that stand one after the other.
+
+    Args:
+        lengths: tokens of each.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device):
+        self.lengths, self.device = list(lengths), device
+        self.tokens = sum(lengths)
+        self._starts = [0, *accumulate(lengths)]
+        self._chunks: dict[int, Chunks] = {}
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[parts + 1] int32, from 0."""
+        return to_device(torch.tensor(self._starts, dtype=torch.int32), self.device)
+
+    @cached_property
+    def batches(self) -> Batches:
+        """Of about one length each."""
+        groups = _of_about_one_length(self.lengths)
+        shapes = [(len(group), max(self.lengths[i] for i in group)) for group in groups]
+        at, begins = 0, dict[int, int]()
+        for group, (count, longest) in zip(groups, shapes, strict=True):
+            begins |= {part: at + i * longest for i, part in enumerate(group)}
+            at += count * longest
+        return Batches(
+            self._longer(begins, at), shapes, *self._ordered([i for group in groups for i in group])
+        )
+
+    def chunks(self, size: int) -> Chunks:
+        """In chunks of so many tokens."""
+        if size not in self._chunks:
+            order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
+            of_each = [-(-self.lengths[i] // size) for i in order]
+            counts = [sum(n > step for n in of_each) for step in range(max(of_each, default=0))]
+            before = [0, *accumulate(counts)]
+            where = torch.empty(self.tokens, dtype=torch.long)
+            for place, i in enumerate(order):
+                columns = torch.arange(self.lengths[i])
+                chunk = torch.tensor(before)[columns // size] + place
+                where[self._starts[i] : self._starts[i + 1]] = chunk * size + columns % size
+            row = LongerRow(where, before[-1] * size, self.device)
+            self._chunks[size] = Chunks(row, size, counts, *self._ordered(order))
+        return self._chunks[size]
+
+    def _longer(self, begins: dict[int, int], size: int) -> LongerRow:
+        where = [torch.arange(begins[i], begins[i] + n) for i, n in enumerate(self.lengths)]
+        return LongerRow(torch.cat(where), size, self.device)
+
+    def _ordered(self, order: list[int]) -> tuple[Tensor, Tensor]:
+        there = torch.tensor(order, dtype=torch.long)
+        return to_device(there, self.device), to_device(there.argsort(), self.device)
 
 
 class PackedParts:
@@ -49,114 +158,65 @@ class PackedParts:
         responses: Sequence[Sequence[int]],
         device: torch.device,
     ):
-        self.prompts, self.device = list(prompts), device
-        self.responses = [n for each in responses for n in each]
-        self.first_response, self.tokens = sum(prompts), sum(prompts) + sum(self.responses)
+        self.prompts = Parts(prompts, device)
+        self.responses = Parts([n for each in responses for n in each], device)
+        self.device, self.tokens = device, self.prompts.tokens + self.responses.tokens
         self._prompt_of = [i for i, each in enumerate(responses) for _ in each]
-        self._halos: dict[int, tuple[Tensor, Tensor]] = {}
+        self._halos: dict[int, Halos] = {}
 
     @property
     def shares(self) -> bool:
         """Whether there are responses."""
-        return bool(self.responses)
+        return bool(self._prompt_of)
 
     @cached_property
     def prompt_of_response(self) -> Tensor:
         """[R] int64."""
-        return self._on_device(torch.tensor(self._prompt_of, dtype=torch.long))
+        return to_device(torch.tensor(self._prompt_of, dtype=torch.long), self.device)
 
-    @cached_property
-    def ends_of_prompts(self) -> Tensor:
-        """[P + 1] int32, from 0."""
-        return self._on_device(torch.tensor([0, *accumulate(self.prompts)], dtype=torch.int32))
-
-    @cached_property
-    def ends_of_responses(self) -> Tensor:
-        """[R + 1] int32, from 0 at the first response."""
-        return self._on_device(torch.tensor([0, *accumulate(self.responses)], dtype=torch.int32))
-
-    @cached_property
-    def prompts_in_batches(self) -> list[PaddedParts]:
-        return self._batches(self.prompts, 0)
-
-    @cached_property
-    def responses_in_batches(self) -> list[PaddedParts]:
-        return self._batches(self.responses, self.first_response)
-
-    @cached_property
-    def order_of_prompts(self) -> Tensor:
-        """[P], where each stands in the batches one after the other."""
-        return torch.cat([batch.numbers for batch in self.prompts_in_batches]).argsort()
-
-    @cached_property
-    def order_of_tokens(self) -> Tensor:
-        """[T], likewise of the real tokens of prompts and responses."""
-        batches = [*self.prompts_in_batches, *self.responses_in_batches]
-        return torch.cat([each.places.flatten()[each.real] for each in batches]).argsort()
-
-    def with_halos(self, before: int) -> tuple[Tensor, Tensor]:
-        """A longer row in which ``before`` places stand in front of each part: the tokens before a
-        response, and where there are none the place behind the row's last token.
-
-        Returns:
-            the places in this row of the longer one's tokens; those of this row's tokens in that.
-        """
+    def halos(self, before: int) -> Halos:
+        """With so many places in front of each part."""
         if before not in self._halos:
-            places, own, at = [], [], 0
-            ends = list(accumulate(self.prompts))
-            starts = [0, *accumulate(self.prompts + self.responses)]
-            for i, n in enumerate(self.prompts + self.responses):
-                if i < len(self.prompts):
-                    halo = torch.full((before,), self.tokens)
-                else:
-                    prompt = self._prompt_of[i - len(self.prompts)]
-                    halo = torch.arange(ends[prompt] - before, ends[prompt])
-                    halo[halo < ends[prompt] - self.prompts[prompt]] = self.tokens
-                places += [halo, torch.arange(starts[i], starts[i] + n)]
-                own.append(torch.arange(at + before, at + before + n))
+            prompts, lengths = self.prompts.lengths, self.prompts.lengths + self.responses.lengths
+            ends = list(accumulate(prompts))
+            where, places, sources, at = [], [], [], 0
+            for i, n in enumerate(lengths):
+                where.append(torch.arange(at + before, at + before + n))
+                if i >= len(prompts):
+                    prompt = self._prompt_of[i - len(prompts)]
+                    there = min(before, prompts[prompt])
+                    sources.append(torch.arange(ends[prompt] - there, ends[prompt]))
+                    places.append(torch.arange(at + before - there, at + before))
                 at += before + n
-            found = self._on_device(torch.cat(places)), self._on_device(torch.cat(own))
-            self._halos[before] = found
+            none = torch.empty(0, dtype=torch.long)
+            self._halos[before] = Halos(
+                LongerRow(torch.cat(where), at, self.device),
+                to_device(torch.cat([none, *places]), self.device),
+                to_device(torch.cat([none, *sources]), self.device),
+            )
         return self._halos[before]
 
     def last(self, count: int) -> Tensor:
         """[P, count], places of the last tokens of each prompt; behind the row's last token where
         it is shorter."""
-        ends = torch.tensor(list(accumulate(self.prompts)))[:, None]
+        lengths = torch.tensor(self.prompts.lengths)[:, None]
+        ends = lengths.cumsum(0)
         places = ends - count + torch.arange(count)
-        begins = ends - torch.tensor(self.prompts)[:, None]
-        return self._on_device(places.where(places >= begins, torch.tensor(self.tokens)))
-
-    def _batches(self, lengths: Sequence[int], first: int) -> list[PaddedParts]:
-        starts = [first, *(first + end for end in accumulate(lengths))]
-        found = []
-        for numbers in _of_about_one_length(lengths):
-            longest = max(lengths[i] for i in numbers)
-            columns = torch.arange(longest)
-            of = torch.tensor([lengths[i] for i in numbers])[:, None]
-            real = columns < of
-            places = torch.tensor([starts[i] for i in numbers])[:, None] + columns
-            places = places.where(real, torch.tensor(self.tokens))
-            where = real.flatten().nonzero().squeeze(1)
-            parts = places, torch.tensor(numbers), where
-            found.append(PaddedParts(*map(self._on_device, parts)))
-        return found
-
-    def _on_device(self, x: Tensor) -> Tensor:
-        return to_device(x, self.device)
+        inside = places >= ends - lengths
+        return to_device(places.where(inside, torch.tensor(self.tokens)), self.device)
 
 
 def _of_about_one_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups of parts, of which the least is computed: all padded tokens, and :data:`_CALL` for
+    """Groups of parts, of which the least is computed: all padded tokens, and :data:`_BATCH` for
     each group."""
-    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     # Groups begin only where the length falls by a step.
     steps = [-(-lengths[i] // _STEP) for i in order]
     begins = [i for i in range(len(order)) if i == 0 or steps[i] != steps[i - 1]]
     least: dict[int, tuple[int, int]] = {len(order): (0, len(order))}  # from here on: cost, end
     for begin in reversed(begins):
         ends = [e for e in (*begins, len(order)) if e > begin]
-        costs = [(end - begin) * lengths[order[begin]] + _CALL + least[end][0] for end in ends]
+        costs = [(end - begin) * lengths[order[begin]] + _BATCH + least[end][0] for end in ends]
         best = min(range(len(ends)), key=costs.__getitem__)
         least[begin] = costs[best], ends[best]
     groups, at = [], 0

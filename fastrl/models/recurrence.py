@@ -12,34 +12,100 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
-from fastrl.models.packed_parts import PaddedParts, PackedParts
+from fastrl.models.delta_rule import CHUNK, chunked_delta_rule
+from fastrl.models.packed_parts import PackedParts, Parts
 
 _CHUNKS = range(16, 65)  # tokens of a chunk: more are computed with each other for no use
 
 
 def convolved(
-    parts: PackedParts, convolve: Any, x: Tensor, weight: Tensor, bias: Any = None, **others: Any
+    parts: PackedParts,
+    convolve: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
 ) -> Tensor:
-    """A causal convolution [1, C, T] along a packed row, by the model's own of a longer one: in
-    front of each prompt stand zeros, and in front of each response the last tokens of its prompt.
+    """A causal convolution [1, C, T] along a packed row: zeros stand in front of each prompt, and
+    the last tokens of its prompt in front of each response.
 
     Args:
-        convolve: the model's function.
+        convolve: the model's function, which runs a longer row; on CPUs sums of products are
+            faster.
         weight: [C, K].
     """
-    places, own = parts.with_halos(weight.shape[-1] - 1)
-    longer = F.pad(x, (0, 1)).index_select(2, places)
-    return convolve(longer, weight, bias, **others).index_select(2, own)
+    width = weight.shape[-1]
+    halos = parts.halos(width - 1)
+    row = x[0].t()
+    longer = halos.row.spread(row)
+    if parts.shares:
+        longer = longer.index_copy(0, halos.places, row.index_select(0, halos.sources))
+    if x.device.type != "cpu":
+        out = convolve(longer.t()[None], weight, bias, activation=activation, **others)[0].t()
+    else:
+        longer = F.pad(longer.to(weight.dtype), (0, 0, width - 1, 0))
+        of_each = [longer[i : i + halos.row.size] * weight[:, i] for i in range(width)]
+        out = functools.reduce(torch.add, of_each if bias is None else [*of_each, bias])
+        out = (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
+    return halos.row.gathered(out).t()[None]
 
 
-def delta_rule(
+def gated_delta_rule(
+    parts: PackedParts,
+    rule: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`fastrl.models.delta_rule.chunked_delta_rule` of a packed row, of all [1, T, heads,
+    ...], with heads of queries and keys that values may share: prompts begin at 0, and responses
+    with the last state of their prompt.
+
+    Args:
+        rule: the model's function; a kernel for GPUs, which takes lengths, is called.
+
+    Returns:
+        the outputs, and the last states of the prompts [P, ...], if asked for.
+    """
+    row = query, key, value, g, beta
+    if _takes_lengths(rule):
+        others["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+        return _by_lengths(rule, row, others, parts, output_final_state)
+    times = value.shape[2] // key.shape[2]
+    q, k, v, g, beta = (x[0] if x.dtype == torch.float64 else x[0].float() for x in row)
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    q, k = (x if times == 1 else x.repeat_interleave(times, dim=1) for x in (q, k))
+
+    def run(first: int, of: Parts, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        here = slice(first, first + of.tokens)
+        return chunked_delta_rule(
+            q[here], k[here], v[here], g[here], beta[here], of.chunks(CHUNK), initial
+        )
+
+    out, states = run(0, parts.prompts, None)
+    if parts.shares:
+        initial = states.index_select(0, parts.prompt_of_response)
+        out = torch.cat([out, run(parts.prompts.tokens, parts.responses, initial)[0]])
+    return out.to(query.dtype)[None], states if output_final_state else None
+
+
+def kimi_delta_rule(
     parts: PackedParts,
     rule: Any,
     query: Tensor,
@@ -50,39 +116,24 @@ def delta_rule(
     output_final_state: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule of a packed row, of all [1, T, heads, ...]: with decays exp g and
-    strengths β
-
-        S_t = exp(g_t)·(1 - β_t·k_t·k_tᵀ)·S_{t-1} + β_t·k_t·v_tᵀ,   out_t = S_tᵀ·q_t,
-
-    where a prompt begins at 0 and a response with the last state of its prompt. Kimi's g is that of
-    each channel.
+    """Kimi's delta rule of a packed row: decays g [1, T, heads, K] are those of each channel.
 
     Args:
-        rule: the model's function, of sequences in rows of their own.
+        rule: the model's function, of sequences in rows of their own, or a kernel for GPUs.
 
     Returns:
-        the outputs, and the last states of the prompts [P, ...], if asked for.
+        as :func:`gated_delta_rule`.
     """
-    others = {name: x for name, x in others.items() if name not in ("initial_state", "cu_seqlens")}
     row = query, key, value, g, beta
+    others.pop("initial_state", None)
     if _takes_lengths(rule):
-
-        def at_once(first: int, last: int, lengths: Tensor, initial: Any, final: bool) -> Any:
-            of = [x[:, first:last] for x in row]
-            return rule(
-                *of[:3], g=of[3], beta=of[4], initial_state=initial, output_final_state=final,
-                cu_seqlens=lengths, **others,
-            )  # fmt: skip
-
-        return _by_lengths(at_once, parts, output_final_state)
+        return _by_lengths(rule, row, others, parts, output_final_state)
 
     def scan(of: list[Tensor], initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
         # Zeros that are padding, of g and β, leave a state as it is.
         return rule(  # type: ignore[no-any-return]
-            *of[:3], g=of[3], beta=of[4], initial_state=initial, output_final_state=final,
-            chunk_size=_chunk(of[0].shape[1], _CHUNKS[-1]), **others,
-        )  # fmt: skip
+            *of[:3], g=of[3], beta=of[4], initial_state=initial, output_final_state=final, **others
+        )
 
     return _in_batches(scan, row, parts, output_final_state)
 
@@ -166,8 +217,8 @@ def limited_update(
 CONVOLUTION = "causal_conv1d_fn"
 _OF_ROWS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: convolved,
-    "torch_chunk_gated_delta_rule": delta_rule,
-    "chunk_kimi_delta_attention": delta_rule,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": kimi_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
     "mamba2_split_conv1d_scan_combined": _nothing,
 }
@@ -238,13 +289,23 @@ def _chunk(length: int, most: int) -> int:
     return min(most, max(_CHUNKS[0], 1 << (length - 1).bit_length()), _CHUNKS[-1])
 
 
-def _by_lengths(run: Any, parts: PackedParts, final: bool) -> tuple[Tensor, Tensor | None]:
-    """By a kernel: all prompts in one call, all responses in another."""
-    first = parts.first_response
-    out, states = run(0, first, parts.ends_of_prompts, None, final or parts.shares)
+def _by_lengths(
+    rule: Any, row: Sequence[Tensor], others: dict[str, Any], parts: PackedParts, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """By a kernel that takes sequences of any lengths: prompts in one call, then responses."""
+    others = {k: x for k, x in others.items() if k not in ("initial_state", "cu_seqlens")}
+
+    def run(first: int, of: Parts, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+        q, k, v, g, beta = (x[:, first : first + of.tokens].contiguous() for x in row)
+        return rule(  # type: ignore[no-any-return]
+            q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=final,
+            cu_seqlens=of.ends, **others,
+        )  # fmt: skip
+
+    out, states = run(0, parts.prompts, None, final or parts.shares)
     if parts.shares:
         initial = states.index_select(0, parts.prompt_of_response)
-        behind, _ = run(first, parts.tokens, parts.ends_of_responses, initial, False)
+        behind, _ = run(parts.prompts.tokens, parts.responses, initial, False)
         out = torch.cat([out, behind], dim=1)
     return out, states if final else None
 
@@ -257,23 +318,27 @@ def _in_batches(
 ) -> tuple[Tensor, Tensor | None]:
     """By a function of sequences in rows of their own: prompts, then responses, in batches of about
     one length, with zeros behind them."""
-    longer = [F.pad(x[0], (0, 0) * (x.dim() - 2) + (0, 1)) for x in row]
 
-    def over(batches: Iterable[PaddedParts], initial: Tensor | None, final: bool) -> Iterator[Any]:
-        for batch in batches:
-            of = [
-                x.index_select(0, batch.places.flatten()).unflatten(0, batch.shape) for x in longer
-            ]
-            begin = None if initial is None else initial.index_select(0, batch.numbers)
-            out, state = run(of, begin, final)
-            yield out.flatten(0, 1).index_select(0, batch.real), state
+    def over(first: int, of: Parts, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+        row_of, shapes, order, place = of.batches
+        longer = [row_of.spread(x[0, first : first + of.tokens]) for x in row]
+        sizes = [count * length for count, length in shapes]
+        outs, states = [], []
+        begins: Any = [None] * len(shapes)
+        if initial is not None:
+            begins = initial.index_select(0, order).split([count for count, _ in shapes])
+        for shape, begin, *batch in zip(
+            shapes, begins, *(x.split(sizes) for x in longer), strict=True
+        ):
+            out, state = run([x.unflatten(0, shape) for x in batch], begin, final)
+            outs.append(out.flatten(0, 1))
+            states.append(state)
+        found = torch.cat(states).index_select(0, place) if final else None
+        return row_of.gathered(torch.cat(outs)), found
 
-    of_prompts = list(over(parts.prompts_in_batches, None, final or parts.shares))
-    outs, states = [out for out, _ in of_prompts], None
-    if final or parts.shares:
-        states = torch.cat([x for _, x in of_prompts]).index_select(0, parts.order_of_prompts)
+    out, states = over(0, parts.prompts, None, final or parts.shares)
     if parts.shares:
-        assert states is not None
         initial = states.index_select(0, parts.prompt_of_response)
-        outs += [out for out, _ in over(parts.responses_in_batches, initial, False)]
-    return torch.cat(outs).index_select(0, parts.order_of_tokens)[None], states if final else None
+        behind, _ = over(parts.prompts.tokens, parts.responses, initial, False)
+        out = torch.cat([out, behind])
+    return out[None], states if final else None
