@@ -332,13 +332,12 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: Blocks) -> 
 
 
 def _scattered(grad: Tensor, places: Tensor, tokens: int) -> Tensor:
-    """[T, heads, D], the sums of what stands for each place; to the same bits each time."""
-    whole = _single(grad).new_zeros(tokens, *grad.shape[1:])
-    if grad.is_cuda:
-        whole.index_put_((places,), _single(grad), accumulate=True)
-    else:
-        whole.index_add_(0, places, _single(grad))
-    return whole.to(grad.dtype)
+    """[T, heads, D], the sums of what stands for each place."""
+    # As the gradient of an embedding: to the same bits each time, which index_add_ on GPUs is not.
+    whole = torch.ops.aten.embedding_dense_backward(
+        _single(grad).flatten(1), places, tokens, -1, False
+    )
+    return whole.view(tokens, *grad.shape[1:]).to(grad.dtype)
 
 
 def _to_prompts(
@@ -373,9 +372,9 @@ class CPUKernel:
 
     def __init__(self) -> None:
         # By the runs, that are the same objects for all layers.
-        self._calls: dict[int, list[_Call]] = {}
+        self._calls: dict[int, list[_KernelCall]] = {}
 
-    def _calls_for(self, runs: Runs) -> list[_Call]:
+    def _calls_for(self, runs: Runs) -> list[_KernelCall]:
         if id(runs) not in self._calls:
             near = runs.causal and (runs.window is not None or runs.queries != runs.keys)
             calls = list(_near(runs) if near else _equal(runs))
@@ -423,7 +422,7 @@ class CPUKernel:
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-class _Call(NamedTuple):
+class _KernelCall(NamedTuple):
     """Runs that share a call."""
 
     queries: _Slice | _Ragged
@@ -509,17 +508,17 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 def _ragged(
     starts: Sequence[int], lengths: Sequence[int], keys: Sequence[int] | None = None
-) -> Iterator[_Call]:
+) -> Iterator[_KernelCall]:
     """Runs in calls of about one length; ``keys`` begin elsewhere."""
     together: list[int] = []
 
-    def call() -> _Call:
+    def call() -> _KernelCall:
         own = [lengths[j] for j in together]
         queries, others = (
             None if x is None else _Ragged([x[j] for j in together], own) for x in (starts, keys)
         )
         assert queries is not None
-        return _Call(queries, others or queries)
+        return _KernelCall(queries, others or queries)
 
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[together[0]] if together else 0
@@ -531,20 +530,20 @@ def _ragged(
         yield call()
 
 
-def _equal(runs: Runs) -> Iterator[_Call]:
+def _equal(runs: Runs) -> Iterator[_KernelCall]:
     """Slices of queries and keys; runs without queries have no part in them."""
     q = k = 0
     for (of_queries, of_keys), same in groupby(zip(runs.queries, runs.keys, strict=True)):
         count = len(list(same))
         if of_queries:
-            yield _Call(_Slice(q, count, of_queries), _Slice(k, count, of_keys))
+            yield _KernelCall(_Slice(q, count, of_queries), _Slice(k, count, of_keys))
         q, k = q + count * of_queries, k + count * of_keys
 
 
 _QUERIES = 128  # of a block, which attends the keys of a window before them
 
 
-def _near(runs: Runs) -> Iterator[_Call]:
+def _near(runs: Runs) -> Iterator[_KernelCall]:
     """Runs that attend themselves as they are; others in blocks of some queries, each with the keys
     that one of them attends, those of one size together."""
     whole: list[tuple[int, int, int]] = []
@@ -565,7 +564,7 @@ def _near(runs: Runs) -> Iterator[_Call]:
     for (n, m), places in blocks.items():
         queries, keys = zip(*places, strict=True)
         count = len(places)
-        yield _Call(_Ragged(queries, [n] * count), _Ragged(keys, [m] * count), (n, m))
+        yield _KernelCall(_Ragged(queries, [n] * count), _Ragged(keys, [m] * count), (n, m))
 
 
 def _single(x: Tensor) -> Tensor:

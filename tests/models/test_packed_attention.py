@@ -122,8 +122,9 @@ def test_windows_in_blocks_of_few_queries(groups, name, monkeypatch):
 
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_other_precisions(groups, dtype):
-    judge(PackedLayout(groups), (4, 2), dtype, VARIANTS["plain"])
+@pytest.mark.parametrize("name", ["plain", "sinks and window", "sinks and chunks"])
+def test_other_precisions(groups, name, dtype):
+    judge(PackedLayout(groups), (4, 2), dtype, VARIANTS[name])
 
 
 @pytest.mark.parametrize("value_width", [6, 10])
