@@ -129,18 +129,18 @@ AttentionInterface.register(NAME, _attend)
 def attached(model: nn.Module) -> Iterator[None]:
     """Context in which the model calls the attention of this module."""
     before = implementations(model)
-    tempered = [(x, vars(x)[_TEMPERED]) for x in model.modules() if vars(x).get(_TEMPERED)]
+    tempered: list[Any] = [x for x in model.modules() if vars(x).get(_TEMPERED)]
     try:
         for config, _ in before:
             config._attn_implementation_internal = NAME
-        for module, _ in tempered:
-            vars(module)[_TEMPERED] = False
+        for module in tempered:
+            module.attn_temperature_tuning = False
         yield
     finally:
         for config, name in before:
             config._attn_implementation_internal = name
-        for module, tuned in tempered:
-            vars(module)[_TEMPERED] = tuned
+        for module in tempered:
+            module.attn_temperature_tuning = True
 
 
 @contextlib.contextmanager

@@ -38,14 +38,16 @@ class LiveTokens:
         self._made: dict[tuple, Tensor] = {}
         self._captured = _capturing(lengths)
 
-    def counted(self, a: AttentionSettings) -> Tensor:
-        """Which tokens count, [B, 1, 1, span]."""
-        return self._kept((a.span, a.window, a.chunk), lambda: self._counted(a))
+    def counted(self, span: int, window: int, chunk: int) -> Tensor:
+        """Which tokens count, [B, 1, 1, span]; a window, or a chunk, of the span is none."""
+        return self._kept((span, window, chunk), lambda: self._counted(span, window, chunk))
 
-    def bias(self, a: AttentionSettings, heads: int) -> Tensor:
+    def bias(self, span: int, window: int, chunk: int, heads: int) -> Tensor:
         """What is added to scores, [B·heads, 1, span] fp32: 0 for tokens that count, -inf for
         others; NaN in rows that are longer than the span."""
-        return self._kept((a.span, a.window, a.chunk, heads), lambda: self._bias(a, heads))
+        return self._kept(
+            (span, window, chunk, heads), lambda: self._bias(span, window, chunk, heads)
+        )
 
     @property
     def empty(self) -> Tensor:
@@ -71,22 +73,22 @@ class LiveTokens:
             self._made[key] = make()
         return self._made[key]
 
-    def _counted(self, a: AttentionSettings) -> Tensor:
-        position = torch.arange(a.span, device=self.lengths.device)
+    def _counted(self, span: int, window: int, chunk: int) -> Tensor:
+        position = torch.arange(span, device=self.lengths.device)
         lengths = self.lengths.view(-1, 1, 1, 1)
         live = position < lengths
-        if a.window < a.span:
-            live = live & (position >= lengths - a.window)
-        if a.chunk < a.span:
-            live = live & (position >= (lengths - 1) // a.chunk * a.chunk)
+        if window < span:
+            live = live & (position >= lengths - window)
+        if chunk < span:
+            live = live & (position >= (lengths - 1) // chunk * chunk)
         return live
 
-    def _bias(self, a: AttentionSettings, heads: int) -> Tensor:
+    def _bias(self, span: int, window: int, chunk: int, heads: int) -> Tensor:
         zeros = torch.zeros(self.lengths.shape, device=self.lengths.device)
-        zeros = zeros.masked_fill_(self.lengths > a.span, math.nan).view(-1, 1, 1, 1)
-        rows = zeros.masked_fill(~self.counted(a), -math.inf)
+        zeros = zeros.masked_fill_(self.lengths > span, math.nan).view(-1, 1, 1, 1)
+        rows = zeros.masked_fill(~self.counted(span, window, chunk), -math.inf)
         rows = torch.where(zeros.isnan(), zeros, rows)  # a window may leave no token
-        return rows.expand(-1, heads, 1, a.span).flatten(0, 1)
+        return rows.expand(-1, heads, 1, span).flatten(0, 1)
 
 
 def _one_batch(x: Tensor, rows: int, span: int) -> Tensor:
@@ -114,7 +116,7 @@ def _batched(
     kv_heads = keys.shape[2]
     query = query.reshape(batch * kv_heads, heads // kv_heads, width)
     keys, values = (_one_batch(x, batch, a.span) for x in (keys, values))
-    bias = live.bias(a, kv_heads)
+    bias = live.bias(a.span, a.window, a.chunk, kv_heads)
     if a.inner is None or a.softcap is None:
         scores = torch.baddbmm(bias, query, keys.mT, alpha=a.scale)
     else:
@@ -169,7 +171,7 @@ def _attend(
     # The heads that share keys take the place of a sequence's tokens.
     query = query.reshape(batch, kv_heads, heads // kv_heads, width)
     keys, values = (x[:batch, : a.span].transpose(1, 2) for x in (keys, values))
-    live = tokens.counted(a)
+    live = tokens.counted(a.span, a.window, a.chunk)
     if a.softcap is None and sinks is None and on_cpu:
         out = F.scaled_dot_product_attention(query, keys, values, live, scale=a.scale)
     else:
