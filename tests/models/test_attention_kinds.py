@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -173,13 +175,13 @@ def test_latents_are_expanded_where_a_product_is_not_plain(hooked, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "says"),
+    ("family", "says"),
     [
-        ("deepseek_v32", {"index_topk": 64}, "indexed_attention"),
-        ("deepseek_v4", {}, "compressed_sparse_attention"),
+        ("deepseek_v32", "indexed_attention|deepseek_sparse_attention"),
+        ("deepseek_v4", "compressed_sparse_attention"),
     ],
 )
-def test_sparse_attention_is_refused_by_name(family, changes, says):
+def test_sparse_attention_is_refused_by_name(family, says):
     """On short sequences it may choose all tokens, and look like full attention."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -188,8 +190,8 @@ def test_sparse_attention_is_refused_by_name(family, changes, says):
         pytest.skip(f"this version of transformers has no {family}")
     sizes = {"hidden_size": 16, "num_hidden_layers": 4, "vocab_size": 20, "num_attention_heads": 4}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes, **changes))
-    assert says in why_not_replaceable(model)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
+    assert re.search(says, why_not_replaceable(model))
     for module in model.modules():  # whatever its layers are called
         if hasattr(module, "config"):
             module.config.layer_types = ["full_attention"] * 4
