@@ -57,6 +57,7 @@ class Reason(NamedTuple):
 BASE = "fastrl/run/transformers_base.py"
 _TRAINER, _CONFIG = "transformers/trainer.py", "transformers/configuration_utils.py"
 _MODEL, _ARGUMENTS = "transformers/modeling_utils.py", "transformers/training_args.py"
+_MODELS = "transformers/models"
 _ACCELERATOR, _STATE = "accelerate/accelerator.py", "accelerate/state.py"
 _MODULE, _GROUPS = "torch/nn/modules/module.py", "torch/distributed/distributed_c10d.py"
 USED = (
@@ -115,10 +116,11 @@ USED = (
     Reason("_python_dispatch", "fastrl/models/load.py", _MODULE, "weights of several tensors"),
     Reason(
         "_forward_hooks",
-        "fastrl/models/lm_head.py fastrl/models/tied_embedding.py fastrl/rollout/fused_draw.py "
-        "fastrl/rollout/fused_layers.py",
+        "fastrl/models/latents.py fastrl/models/lm_head.py fastrl/models/tied_embedding.py "
+        "fastrl/rollout/fused_draw.py fastrl/rollout/fused_layers.py",
         *(_MODULE, "whether somebody waits for a layer that would not be called"),
     ),
+    Reason("_forward_pre_hooks", "fastrl/models/latents.py", _MODULE, "the same"),
     Reason(
         "_forward_pre_hooks _compiled_call_impl",
         "fastrl/rollout/fused_draw.py fastrl/rollout/fused_layers.py",
@@ -189,6 +191,8 @@ FOLLOWED = {
     f"{TRAINER}._save": "save_model of ShardedTrainer and alignment's Trainer",
     f"{TRAINER}.create_optimizer": "make_optimizer: moments of embeddings for bitsandbytes",
     "transformers/trainer_callback.py:TrainerState.save_to_json": "save_state",
+    f"{_MODELS}/llama4/modeling_llama4.py:Llama4TextAttention.forward": "its temperature",
+    f"{_MODELS}/deepseek_v3/modeling_deepseek_v3.py:DeepseekV3Attention.expand_kv": "Latents",
 }
 
 

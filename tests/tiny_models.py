@@ -85,6 +85,39 @@ _SETTINGS |= {
     "bloom": ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2}),
 }
 WITHOUT_INTERFACE = ("gptj", "bloom")
+# Attention of other kinds: sinks, chunks and layers without RoPE, latents. Their mixtures have one
+# expert, or none, so that a token's results do not depend on how many others it has.
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+}
+_OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": (
+        "gpt_oss",
+        _ROTARY
+        | {"head_dim": 4, "sliding_window": 4, "num_local_experts": 1, "num_experts_per_tok": 1},
+    ),
+    "llama4": (
+        "llama4_text",
+        _ROTARY
+        | {
+            "head_dim": 4,
+            "intermediate_size_mlp": 32,
+            "attention_chunk_size": 5,
+            "no_rope_layers": [1, 0],
+            "moe_layers": [],
+            "floor_scale": 3,
+            "attn_scale": 0.3,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", _ROTARY | _LATENT | {"first_k_dense_replace": 2}),
+}
+KINDS = tuple(_OF_KIND)
+_SETTINGS |= _OF_KIND
 
 
 def config(family: str, **changes: Any) -> Any:

@@ -113,6 +113,8 @@ _COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
     "group=7 one split": (7, {"span": 256}),
     "group=8 window softcap": (8, {"window": 200, "softcap": 50.0}),
     "group=80": (80, {}),
+    "group=8 window sinks": (8, {"window": 128, "sinks": True}),
+    "group=5 chunk": (5, {"chunk": 512}),
 }
 _COMPILED_CALLS = (
     *product(("bf16",), (64, 128), ("group=7 one split", "group=80")),
@@ -124,6 +126,8 @@ _COMPILED_CALLS = (
     ("bf16", 80, "group=7 one split"),
     ("fp32", 96, "group=7 one split"),
     *product(("bf16", "fp32"), (256,), ("group=8 window softcap",)),
+    ("bf16", 64, "group=8 window sinks"),
+    ("bf16", 128, "group=5 chunk"),
 )
 
 
@@ -132,11 +136,22 @@ def _compiled() -> Iterator[Compiled]:
         query = torch.zeros(4, 2 * group, width, dtype=dtype)
         keys, values = torch.zeros(2, 8, 1024, 2, width, dtype=dtype)
         lengths = torch.ones(4, dtype=torch.int32)
+        if "sinks" in options:
+            options = {**options, "sinks": torch.zeros(2 * group, dtype=dtype)}
         kernels.decode_attention(query, keys, values, lengths, backend="triton", **options)
+
+    def of_latents(dtype: torch.dtype, heads: int) -> None:
+        """DeepSeek-V3's, in which values are the first numbers of the keys."""
+        latents = torch.zeros(8, 1024, 1, 576, dtype=dtype)
+        query, lengths = torch.zeros(4, heads, 576, dtype=dtype), torch.ones(4, dtype=torch.int32)
+        kernels.decode_attention(query, latents, latents[..., :512], lengths, backend="triton")
 
     for name, width, label in _COMPILED_CALLS:
         made = partial(call, DTYPES[name], width, *_COMPILED[label])
         yield Compiled(f"{name} D={width} {label}", made)
+
+    for name, heads in (("bf16", 128), ("bf16", 16), ("fp32", 16)):
+        yield Compiled(f"{name} latents heads={heads}", partial(of_latents, DTYPES[name], heads))
 
     def in_two_launches(**given: Any) -> None:
         from fastrl_kernels._triton import decode_attention

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fastrl.models import recurrence
+from fastrl.models.latents import Latents
 from fastrl.models.layer_kinds import unknown_layer
 from fastrl.models.packed_parts import PackedParts
 
@@ -18,18 +20,23 @@ NAME = "fastrl"
 
 
 class Variant(NamedTuple):
-    """Scale, sliding window, soft cap and dropout of a layer's scores q·k: ``scale`` None is
-    D**-0.5; only the last ``window`` tokens count; c·tanh(x/c) with c = ``softcap``; probabilities
-    are dropped with ``dropout``."""
+    """How a layer attends by its scores q·k."""
 
-    scale: float | None
-    window: int | None
-    softcap: float | None
-    dropout: float = 0.0
+    scale: float | None  # of the scores; None: D**-0.5
+    window: int | None  # only the last so many tokens count
+    softcap: float | None  # c, of c·tanh(score/c)
+    dropout: float = 0.0  # of probabilities
+    sinks: Tensor | None = None  # [Hq], logits beside the scores, which have no values
+    chunk: int | None = None  # only tokens count whose position // chunk is the query's
+    latents: Latents | None = None  # of a layer whose cache holds them
 
 
 class Attention(Protocol):
     """Attention of one forward pass, layer by layer."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Of the queries' tokens, [B, T]."""
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         """[B, T, Hq, D] of queries [B, Hq, T, D], keys and values [B, Hkv, T, D]."""
@@ -53,6 +60,10 @@ def current_attention() -> Attention | None:
     return _active.get(None)
 
 
+# Arguments that change the scores, or choose the tokens that count.
+_UNKNOWN = ("position_bias", "head_mask", "alibi", "indices", "block_indices")
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -63,16 +74,53 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    # Attention sinks, position biases: other arguments that change the scores.
-    for name in ("s_aux", "sinks", "position_bias", "head_mask", "alibi"):
+    for name in _UNKNOWN:
         if others.get(name) is not None:
             raise NotImplementedError(f"{type(module).__name__} attends with {name}")
+    sinks = others.get("sinks") if s_aux is None else s_aux
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise NotImplementedError(f"{type(module).__name__} attends with sinks of each token")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} is not causal")
-    variant = Variant(scaling, sliding_window, softcap, dropout)
-    return _active.get().attend(query, key, value, variant), None
+    attention = _active.get()
+    latents = vars(module).get("expand_kv")
+    variant = Variant(
+        scaling,
+        sliding_window,
+        softcap,
+        dropout,
+        sinks,
+        _chunk(module),
+        latents if isinstance(latents, Latents) else None,
+    )
+    query = _tempered(module, query, attention.positions)
+    return attention.attend(query, key, value, variant), None
+
+
+def _chunk(module: Any) -> int | None:
+    """Tokens of a chunk, where a layer attends in chunks: its mask alone says so otherwise."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)
+
+
+_TEMPERED = "attn_temperature_tuning"  # Llama 4's, of layers without RoPE
+
+
+def _tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Queries [B, H, T, D] by log(1 + ⌊(position + 1)/f⌋)·s + 1, in layers that are so tuned. Those
+    would count positions from the row's beginning: :func:`attached` has them leave it."""
+    config = getattr(module, "config", None)
+    if not getattr(config, _TEMPERED, False) or getattr(module, "use_rope", True):
+        return query
+    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+    scales = torch.log1p(steps) * module.attn_scale + 1.0
+    return (query * scales[:, None, :, None]).to(query.dtype)
 
 
 AttentionInterface.register(NAME, _attend)
@@ -89,14 +137,19 @@ def attached(model: nn.Module) -> Iterator[None]:
     """Context in which the model calls the attention of this module, and functions of packed rows
     in its recurrent layers."""
     before = implementations(model)
+    tempered: list[Any] = [x for x in model.modules() if vars(x).get(_TEMPERED)]
     try:
         for config, _ in before:
             config._attn_implementation_internal = NAME
+        for module in tempered:
+            module.attn_temperature_tuning = False
         with recurrence.in_place(model, lambda: current_attention() is not None, _parts_of_row):
             yield
     finally:
         for config, name in before:
             config._attn_implementation_internal = name
+        for module in tempered:
+            module.attn_temperature_tuning = True
 
 
 @contextlib.contextmanager
@@ -160,6 +213,8 @@ def why_not_replaceable(model: Any) -> str | None:
     rope = _dynamic_rope(config)
     if rope is not None:
         return f"its RoPE ({rope}) depends on the length of the longest sequence"
+    if any(name.rpartition(".")[2] == "indexer" for name, _ in model.named_modules()):
+        return "its layers choose the tokens that they attend to (sparse attention by an indexer)"
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "alora_invocation_tokens", None):
             return "its adapter begins where it finds tokens in each row (activated LoRA)"

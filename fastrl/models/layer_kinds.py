@@ -32,10 +32,12 @@ class LayerKind(NamedTuple):
 
 
 _KEYS = "keys and values of each token"
+_ATTENDS_OWN = "tokens attend to those before them of their own text, responses to their prompt's"
 _STATE = "the last inputs of its convolution, and a state"
 _CONTINUES = "texts begin at 0, responses with the state at their prompt's end"
 KINDS = (
-    LayerKind("attention", "ALL_ATTENTION_FUNCTIONS", _KEYS, "by the row's layout"),
+    LayerKind("latent attention", "expand_kv", "the latent of each token", _ATTENDS_OWN),
+    LayerKind("attention", "ALL_ATTENTION_FUNCTIONS", _KEYS, _ATTENDS_OWN),
     LayerKind("gated delta rule", "torch_chunk_gated_delta_rule", _STATE, _CONTINUES),
     LayerKind("Kimi delta attention", "chunk_kimi_delta_attention", _STATE, _CONTINUES),
     LayerKind("Mamba-2", "mamba2_chunk_scan", _STATE, _CONTINUES),
@@ -46,11 +48,11 @@ KINDS = (
         "zeros stand before a text, a prompt's last inputs before its responses",
     ),
 )
-ATTENTION = KINDS[0]
+ATTENTION = KINDS[:2]
 _CONVOLUTION = KINDS[-1]
 _KEEPS_A_STATE = "get_recurrent_state"
 # Of config.layer_types.
-_ATTENDS = {"full_attention", "sliding_attention", "attention"}
+_ATTENDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _MIXES_NO_TOKENS = {"mlp", "moe"}
 _RECURRENT = {"linear_attention", "conv", "mamba"}
 _BOTH = {"hybrid"}
@@ -74,7 +76,7 @@ def unknown_layer(model: Any) -> str | None:
     types = getattr(config, "layer_types", None)
     found: dict[int | None, set[bool]] = {}
     for module, kind in layers(model):
-        found.setdefault(getattr(module, "layer_idx", None), set()).add(kind is ATTENTION)
+        found.setdefault(getattr(module, "layer_idx", None), set()).add(kind in ATTENTION)
     interface = getattr(model, "_supports_attention_backend", False)
     if types is None:
         known = interface or found

@@ -26,11 +26,23 @@ class Group(NamedTuple):
 
 class Runs(NamedTuple):
     """Runs of queries, one after the other, each of which attends a run of keys: where ``causal``,
-    those up to its own place in a run of the same length."""
+    the last query stands at the last key, and each attends those up to its own place, or the last
+    ``window`` of them."""
 
     queries: Sequence[int]  # tokens
     keys: Sequence[int]
     causal: bool
+    window: int | None = None
+
+
+class Blocks(NamedTuple):
+    """What a packed row attends to, by runs."""
+
+    own: Runs
+    # Of the responses to all of their prompt, apart from what they attend to of their own.
+    shared: Runs | None = None
+    # [Tk] int64, the places of the keys of ``own``: None where they are those of the queries.
+    keys: Tensor | None = None
 
 
 class PackedLayout:
@@ -52,6 +64,7 @@ class PackedLayout:
         self.first_response = sum(self.prompts)
         self.tokens = self.first_response + sum(self.responses)
         self.longest = max(g.prompt + max(g.responses, default=0) for g in groups)
+        self._near: dict[tuple[int | None, int | None], Blocks] = {}
 
     @cached_property
     def own(self) -> Runs:
@@ -65,10 +78,24 @@ class PackedLayout:
         responses has an empty run of queries."""
         return Runs([sum(g.responses) for g in self.groups], self.prompts, causal=False)
 
-    @property
-    def shares(self) -> bool:
-        """Whether there are responses beside their prompts."""
-        return bool(self.responses)
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Where a token attends to all before it."""
+        return Blocks(self.own, self.shared if self.responses else None)
+
+    def near(self, window: int | None, chunk: int | None) -> Blocks:
+        """Where a token attends to the last ``window`` before it, itself included, or to those of
+        its own chunk: a response's keys then stand behind the end of its prompt that it sees."""
+        if (window, chunk) not in self._near:
+            parts = [x for x in self.parts(window, chunk) if x[0].start < x[0].stop]
+            queries = [own.stop - own.start for own, _ in parts]
+            keys = [n + of.stop - of.start for n, (_, of) in zip(queries, parts, strict=True)]
+            places = None
+            if keys != queries:
+                ranges = [torch.arange(x.start, x.stop) for own, of in parts for x in (of, own)]
+                places = to_device(torch.cat(ranges), self.device)
+            self._near[window, chunk] = Blocks(Runs(queries, keys, True, window), keys=places)
+        return self._near[window, chunk]
 
     @cached_property
     def positions(self) -> Tensor:
@@ -84,27 +111,46 @@ class PackedLayout:
         responses = [group.responses for group in self.groups]
         return PackedParts(self.prompts, responses, self.device)
 
-    def parts(self) -> Iterator[tuple[slice, list[slice]]]:
-        """Places of the queries of each prompt and then of each response, and of the keys that they
-        attend; in the order of the row."""
+    def parts(
+        self, window: int | None = None, chunk: int | None = None
+    ) -> Iterator[tuple[slice, slice]]:
+        """Places of the queries of each prompt and then of each response, or of those of each of
+        its chunks, and of the keys before them that they attend of a prompt; in the order of the
+        row."""
         ends = list(accumulate(self.prompts))
         prompts = [slice(end - n, end) for n, end in zip(self.prompts, ends, strict=True)]
         for own in prompts:
-            yield own, [own]
+            yield from _parts(own, slice(own.start, own.start), window, chunk)
         begin = self.first_response
         for prompt, group in zip(prompts, self.groups, strict=True):
             for n in group.responses:
-                own = slice(begin, begin + n)
+                yield from _parts(slice(begin, begin + n), prompt, window, chunk)
                 begin += n
-                yield own, [prompt, own]
+
+
+def _parts(
+    own: slice, prompt: slice, window: int | None, chunk: int | None
+) -> Iterator[tuple[slice, slice]]:
+    """Those of a response to a prompt, or of a prompt behind nothing."""
+    position = prompt.stop - prompt.start
+    seen = position if window is None else min(position, window - 1)
+    begin, end = own.start, own.stop
+    if chunk is not None:
+        seen = min(seen, position % chunk)
+        end = min(end, begin + chunk - position % chunk)
+    yield slice(begin, end), slice(prompt.stop - seen, prompt.stop)
+    while chunk is not None and end < own.stop:
+        begin, end = end, min(own.stop, end + chunk)
+        yield slice(begin, end), slice(begin, begin)
 
 
 class PackedAttention:
     """The attention of a model that runs a packed row.
 
     By blocks, prompts and responses apart: what responses read of their prompts is computed for all
-    responses together, and the two parts are joined by their log Σ exp. Where scores are capped or
-    dropped, or where the window is shorter than a sequence, each prompt and response by itself.
+    responses together, and the two parts are joined by their log Σ exp. Where a window or a chunk
+    is shorter than a sequence, each response has a copy of what it sees of its prompt. Where scores
+    are capped or dropped, each prompt and response runs by itself.
 
     Attributes:
         windows: those that layers have attended with.
@@ -115,38 +161,58 @@ class PackedAttention:
         self.windows: set[int | None] = set()
         self._kernel = kernel_for(layout.device)
 
+    @property
+    def positions(self) -> Tensor:
+        """[1, T]."""
+        return self.layout.positions.unsqueeze(0)
+
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         """As Attention's, of rows [1, ...]."""
-        scale, window, softcap, dropout = variant
-        self.windows.add(window)
-        if window is not None and window >= self.layout.longest:
-            window = None
+        self.windows.add(variant.window)
+        longest = self.layout.longest
+        window, chunk = (
+            None if x is None or x >= longest else x for x in (variant.window, variant.chunk)
+        )
         q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads, D]
         if q.is_cuda and torch.is_autocast_enabled("cuda"):
             # As torch's own attention does: RoPE makes fp32 of queries and keys.
             dtype = torch.get_autocast_dtype("cuda")
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        plain = window is None and softcap is None and not dropout
-        if plain and self._kernel is not None and self._kernel.takes(q, k, v):
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
-            return _Blocks.apply(q, k, v, scale, self.layout, self._kernel)[None]  # type: ignore[no-any-return]
-        return self._by_masks(q, k, v, variant._replace(window=window))[None]
+        scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
+        plain = variant.softcap is None and not variant.dropout
+        if plain and self._kernel is not None:
+            width = v.shape[-1]
+            q, k, v = _of_one_width(q, k, v)
+            if self._kernel.takes(q):
+                layout = self.layout
+                near = window is not None or chunk is not None
+                blocks = layout.near(window, chunk) if near else layout.blocks
+                out = _Blocks.apply(q, k, v, variant.sinks, scale, blocks, self._kernel)
+                return out[None, ..., :width]  # type: ignore[no-any-return]
+            v = v[..., :width]
+        return self._by_masks(q, k, v, variant._replace(scale=scale, window=window, chunk=chunk))[
+            None
+        ]
 
     def _by_masks(self, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
         times = q.shape[1] // k.shape[1]
         found = []
-        for own, of_keys in self.layout.parts():
+        for own, before in self.layout.parts(variant.window, variant.chunk):
             # [1, heads, t, D]
             queries = q[own].transpose(0, 1)[None]
             keys, values = (
-                torch.cat([x[places] for places in of_keys])
-                .repeat_interleave(times, dim=1)
-                .transpose(0, 1)[None]
+                torch.cat([x[before], x[own]]).repeat_interleave(times, dim=1).transpose(0, 1)[None]
                 for x in (k, v)
             )
             mask = _causal(queries.shape[2], keys.shape[2], variant.window, q.device)
             found.append(_masked_attention(queries, keys, values, mask, variant)[0])
         return torch.cat([x.transpose(0, 1) for x in found]).to(q.dtype)
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Padded with zeros, which change no score: kernels have one width for keys and values."""
+    width = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -157,12 +223,17 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Variant) -> Tensor:
-    scale, _, softcap, dropout = variant
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = softcap * torch.tanh(scores / softcap)
-    probs = scores.masked_fill(~mask, -torch.inf).float().softmax(-1)
+    softcap, dropout, sinks = variant.softcap, variant.dropout, variant.sinks
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=variant.scale)
+    scores = q @ k.transpose(-1, -2) * (variant.scale or q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = _single(scores.masked_fill(~mask, -torch.inf))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probs = scores.softmax(-1)[..., : k.shape[2]]
     return F.dropout(probs, dropout).to(v.dtype) @ v
 
 
@@ -198,8 +269,8 @@ class Attended(NamedTuple):
 class Kernel(Protocol):
     """Attention of runs of queries to runs of keys and values."""
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether it is for such tensors."""
+    def takes(self, q: Tensor) -> bool:
+        """Whether it is for such queries, and keys and values of their width."""
 
     def forward(self, x: Operands, runs: Runs) -> Attended:
         """By the runs' keys alone."""
@@ -215,7 +286,8 @@ class Kernel(Protocol):
 
 
 class _Blocks(torch.autograd.Function):
-    """Attention by blocks: [T, Hq, D]."""
+    """Attention by blocks: [T, Hq, D]. A head's sink, [Hq], is a logit beside the scores that has
+    no value: with s = Σ exp of the scores, out·s/(s + exp(sink))."""
 
     @staticmethod
     def forward(
@@ -223,39 +295,64 @@ class _Blocks(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         scale: float,
-        layout: PackedLayout,
+        blocks: Blocks,
         kernel: Kernel,
     ) -> Tensor:
-        x = Operands(q, k, v, scale)
-        attended = kernel.forward(x, layout.own)
-        if layout.shares:
-            first = layout.first_response
-            of_prompts = kernel.forward(_to_prompts(x, first), layout.shared)
-            _join(attended.behind(first), of_prompts)
-        ctx.save_for_backward(q, k, v, *attended)
-        ctx.options = scale, layout, kernel
+        attended = kernel.forward(_gathered(q, k, v, scale, blocks), blocks.own)
+        if blocks.shared is not None:
+            x, first = _to_prompts(q, k, v, scale, blocks.shared)
+            _join(attended.behind(first), kernel.forward(x, blocks.shared))
+        if sinks is not None:
+            _add_sinks(attended, sinks)
+        ctx.save_for_backward(q, k, v, sinks, *attended)
+        ctx.options = scale, blocks, kernel
         return attended.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, *attended = ctx.saved_tensors
-        scale, layout, kernel = ctx.options
-        x, found = Operands(q, k, v, scale), Attended(*attended)
-        dq, dk, dv = kernel.backward(grad, x, found, layout.own)
-        if layout.shares:
-            first = layout.first_response
-            more = kernel.backward(
-                grad[first:], _to_prompts(x, first), found.behind(first), layout.shared
-            )
+        q, k, v, sinks, *attended = ctx.saved_tensors
+        scale, blocks, kernel = ctx.options
+        found = Attended(*attended)
+        dq, dk, dv = kernel.backward(grad, _gathered(q, k, v, scale, blocks), found, blocks.own)
+        if blocks.keys is not None:
+            dk, dv = (_scattered(x, blocks.keys, len(q)) for x in (dk, dv))
+        if blocks.shared is not None:
+            x, first = _to_prompts(q, k, v, scale, blocks.shared)
+            more = kernel.backward(grad[first:], x, found.behind(first), blocks.shared)
             for whole, part in zip((dq[first:], dk[:first], dv[:first]), more, strict=True):
                 whole += part
-        return dq, dk, dv, None, None, None
+        dsinks = None
+        if sinks is not None:
+            # Of out, whose share of it the sink takes.
+            of_out = (_single(grad) * _single(found.out)).sum(-1)
+            dsinks = -((sinks - found.lse).exp() * of_out).sum(0).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None
 
 
-def _to_prompts(x: Operands, first_response: int) -> Operands:
-    """The responses' queries, and the prompts' keys and values."""
-    return Operands(x.q[first_response:], x.k[:first_response], x.v[:first_response], x.scale)
+def _gathered(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: Blocks) -> Operands:
+    """Queries, and the keys and values of their own runs."""
+    if blocks.keys is not None:
+        k, v = k[blocks.keys], v[blocks.keys]
+    return Operands(q, k, v, scale)
+
+
+def _scattered(grad: Tensor, places: Tensor, tokens: int) -> Tensor:
+    """[T, heads, D], the sums of what stands for each place."""
+    # As the gradient of an embedding: to the same bits each time, which index_add_ on GPUs is not.
+    whole = torch.ops.aten.embedding_dense_backward(
+        _single(grad).flatten(1), places, tokens, -1, False
+    )
+    return whole.view(tokens, *grad.shape[1:]).to(grad.dtype)
+
+
+def _to_prompts(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, shared: Runs
+) -> tuple[Operands, int]:
+    """The responses' queries, and the prompts' keys and values; the place of the first response."""
+    first = sum(shared.keys)
+    return Operands(q[first:], k[:first], v[:first], scale), first
 
 
 def _join(attended: Attended, other: Attended) -> None:
@@ -267,6 +364,14 @@ def _join(attended: Attended, other: Attended) -> None:
     attended.lse.copy_(lse)
 
 
+def _add_sinks(attended: Attended, sinks: Tensor) -> None:
+    """softmax over scores and a logit beside them, from that over the scores; in place."""
+    sinks = sinks.to(attended.lse.dtype)
+    share = (attended.lse - sinks).sigmoid_().to(attended.out.dtype)
+    attended.out.mul_(share.unsqueeze(-1))
+    attended.lse.copy_(torch.logaddexp(attended.lse, sinks))
+
+
 class CPUKernel:
     """torch's flash attention for CPUs, in fp32 for lower precision. Runs of one length that lie
     together share a call, and so do causal ones of about one length, padded on the right: padding
@@ -274,29 +379,31 @@ class CPUKernel:
 
     def __init__(self) -> None:
         # By the runs, that are the same objects for all layers.
-        self._calls: dict[int, list[tuple[_Slice | _Ragged, _Slice | _Ragged]]] = {}
+        self._calls: dict[int, list[_KernelCall]] = {}
 
-    def _calls_for(self, runs: Runs) -> list[Any]:
-        """Queries and keys of each call."""
+    def _calls_for(self, runs: Runs) -> list[_KernelCall]:
         if id(runs) not in self._calls:
-            calls: list[Any] = list(_equal(runs))
-            if runs.causal and len(calls) > _FEW:
-                calls = [(each, each) for each in _ragged(runs.queries)]
+            near = runs.causal and (runs.window is not None or runs.queries != runs.keys)
+            calls = list(_near(runs) if near else _equal(runs))
+            if runs.causal and not near and len(calls) > _FEW:
+                calls = list(_ragged(_starts(runs.queries), runs.queries))
             self._calls[id(runs)] = calls
         return self._calls[id(runs)]
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        return q.shape[-1] == v.shape[-1]
+    def takes(self, q: Tensor) -> bool:
+        return True
 
     def forward(self, x: Operands, runs: Runs) -> Attended:
         dtype, times = x.q.dtype, x.times
         q, k, v, scale = x.single()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2])
-        for queries, keys in self._calls_for(runs):
+        for queries, keys, masked in self._calls_for(runs):
+            mask = _bias(masked, runs.window, q) if masked else None
             found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries.of(q), keys.of(k, times), keys.of(v, times), 0.0, runs.causal, scale=scale
-            )
+                queries.of(q), keys.of(k, times), keys.of(v, times), 0.0,
+                runs.causal and mask is None, attn_mask=mask, scale=scale,
+            )  # fmt: skip
             queries.write(out, found)
             queries.write(lse.unsqueeze(-1), sums.unsqueeze(-1))
         return Attended(out.to(dtype), lse)
@@ -308,16 +415,32 @@ class CPUKernel:
         q, k, v, scale = x.single()
         grad, out, lse = _single(grad), _single(attended.out), attended.lse.unsqueeze(-1)
         dq, dk, dv = (torch.zeros_like(y, memory_format=torch.contiguous_format) for y in (q, k, v))
-        for queries, keys in self._calls_for(runs):
+        for queries, keys, masked in self._calls_for(runs):
+            mask = _bias(masked, runs.window, q) if masked else None
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 queries.zeroed(grad), queries.of(q), keys.of(k, times), keys.of(v, times),
-                queries.of(out), queries.of(lse).squeeze(-1), 0.0, runs.causal, scale=scale,
+                queries.of(out), queries.of(lse).squeeze(-1), 0.0,
+                runs.causal and mask is None, attn_mask=mask, scale=scale,
             )  # fmt: skip
             queries.write(dq, found[0])
             for whole, part in zip((dk, dv), found[1:], strict=True):
                 own = part if times == 1 else part.unflatten(1, (-1, times)).sum(2)
-                keys.write(whole, own)
+                keys.add(whole, own)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+class _KernelCall(NamedTuple):
+    """Runs that share a call."""
+
+    queries: _Slice | _Ragged
+    keys: _Slice | _Ragged
+    masked: tuple[int, int] | None = None  # the numbers of queries and keys, for a mask
+
+
+def _bias(masked: tuple[int, int], window: int | None, like: Tensor) -> Tensor:
+    """What is added to scores, [queries, keys]."""
+    mask = _causal(*masked, window, like.device)
+    return like.new_zeros(masked).masked_fill_(~mask, -torch.inf)
 
 
 class _Slice(NamedTuple):
@@ -341,6 +464,10 @@ class _Slice(NamedTuple):
         """Writes [runs, heads, length, D] to where they stand in [T, heads, D]."""
         self.of(x).copy_(found)
 
+    def add(self, x: Tensor, found: Tensor) -> None:
+        """Adds them instead; :meth:`of` is a view."""
+        self.of(x).add_(found)
+
 
 class _Ragged:
     """Some runs of about one length, padded with the last token of each: never with another run's,
@@ -351,6 +478,7 @@ class _Ragged:
     """
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int]):
+        self._slices = [slice(a, a + n) for a, n in zip(starts, lengths, strict=True)]
         columns, ends = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
         self._index = torch.tensor(starts)[:, None] + torch.minimum(columns, ends - 1)
         self._real = columns < ends
@@ -369,33 +497,81 @@ class _Ragged:
         """Writes [runs, heads, length, D] to where they stand in [T, heads, D]."""
         x[self._places] = found.transpose(1, 2)[self._real]
 
+    def add(self, x: Tensor, found: Tensor) -> None:
+        """Adds them instead, to places that runs may share."""
+        for places, part in zip(self._slices, found, strict=True):
+            own = x[places]
+            own += part.transpose(0, 1)[: len(own)]
+
 
 # Calls that are not worth gathering for; the shortest run beside the longest in a call, and the
 # length up to which all runs go together.
 _FEW, _SHORTEST, _ALL = 4, 0.7, 32
 
 
-def _ragged(lengths: Sequence[int]) -> Iterator[_Ragged]:
-    """Runs in calls of about one length."""
-    starts = [end - n for n, end in zip(lengths, accumulate(lengths), strict=True)]
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [end - n for n, end in zip(lengths, accumulate(lengths), strict=True)]
+
+
+def _ragged(
+    starts: Sequence[int], lengths: Sequence[int], keys: Sequence[int] | None = None
+) -> Iterator[_KernelCall]:
+    """Runs in calls of about one length; ``keys`` begin elsewhere."""
     together: list[int] = []
+
+    def call() -> _KernelCall:
+        own = [lengths[j] for j in together]
+        queries, others = (
+            None if x is None else _Ragged([x[j] for j in together], own) for x in (starts, keys)
+        )
+        assert queries is not None
+        return _KernelCall(queries, others or queries)
+
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[together[0]] if together else 0
         if together and longest > _ALL and lengths[i] < _SHORTEST * longest:
-            yield _Ragged([starts[j] for j in together], [lengths[j] for j in together])
+            yield call()
             together = []
         together.append(i)
-    yield _Ragged([starts[j] for j in together], [lengths[j] for j in together])
+    if together:
+        yield call()
 
 
-def _equal(runs: Runs) -> Iterator[tuple[_Slice, _Slice]]:
+def _equal(runs: Runs) -> Iterator[_KernelCall]:
     """Slices of queries and keys; runs without queries have no part in them."""
     q = k = 0
     for (of_queries, of_keys), same in groupby(zip(runs.queries, runs.keys, strict=True)):
         count = len(list(same))
         if of_queries:
-            yield _Slice(q, count, of_queries), _Slice(k, count, of_keys)
+            yield _KernelCall(_Slice(q, count, of_queries), _Slice(k, count, of_keys))
         q, k = q + count * of_queries, k + count * of_keys
+
+
+_QUERIES = 128  # of a block, which attends the keys of a window before them
+
+
+def _near(runs: Runs) -> Iterator[_KernelCall]:
+    """Runs that attend themselves as they are; others in blocks of some queries, each with the keys
+    that one of them attends, those of one size together."""
+    whole: list[tuple[int, int, int]] = []
+    blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    starts = zip(_starts(runs.queries), _starts(runs.keys), strict=True)
+    for (q, k), n, m in zip(starts, runs.queries, runs.keys, strict=True):
+        window = m if runs.window is None else runs.window
+        if n == m <= window:
+            whole.append((q, n, k))
+            continue
+        for begin in range(0, n, _QUERIES):
+            end = min(begin + _QUERIES, n)
+            first = max(0, m - n + begin + 1 - window)
+            size = end - begin, m - n + end - first
+            blocks.setdefault(size, []).append((q + begin, k + first))
+    if whole:
+        yield from _ragged(*zip(*whole, strict=True))
+    for (n, m), places in blocks.items():
+        queries, keys = zip(*places, strict=True)
+        count = len(places)
+        yield _KernelCall(_Ragged(queries, [n] * count), _Ragged(keys, [m] * count), (n, m))
 
 
 def _single(x: Tensor) -> Tensor:
@@ -408,19 +584,15 @@ class FlashKernel:
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], Tensor] = {}
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def takes(self, q: Tensor) -> bool:
         width = q.shape[-1]
-        return (
-            q.dtype in (torch.float16, torch.bfloat16)
-            and width == v.shape[-1]
-            and width % 8 == 0
-            and width <= _WIDEST
-        )
+        return q.dtype in (torch.float16, torch.bfloat16) and width % 8 == 0 and width <= _WIDEST
 
     def forward(self, x: Operands, runs: Runs) -> Attended:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            x.q, x.k, x.v, *self._lengths(runs, x.q.device), 0.0, runs.causal, False, scale=x.scale
-        )
+            x.q, x.k, x.v, *self._lengths(runs, x.q.device), 0.0, runs.causal, False,
+            scale=x.scale, **_window(runs),
+        )  # fmt: skip
         return Attended(out, lse.transpose(0, 1).contiguous())  # [Hq, Tq]
 
     def backward(
@@ -430,7 +602,7 @@ class FlashKernel:
         return torch.ops.aten._flash_attention_backward(
             grad.contiguous(), x.q, x.k, x.v, attended.out,
             attended.lse.transpose(0, 1).contiguous(), *self._lengths(runs, grad.device),
-            0.0, runs.causal, unused, unused, scale=x.scale,
+            0.0, runs.causal, unused, unused, scale=x.scale, **_window(runs),
         )  # fmt: skip
 
     def _lengths(self, runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
@@ -446,6 +618,13 @@ class FlashKernel:
             ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
             self._ends[lengths] = to_device(ends, device)
         return self._ends[lengths]
+
+
+def _window(runs: Runs) -> dict[str, int]:
+    """Flash attention's arguments for a window: how many tokens before and behind a query's own."""
+    if runs.window is None:
+        return {}
+    return {"window_size_left": runs.window - 1, "window_size_right": 0}
 
 
 _WIDEST = 256  # of a head, in flash attention

@@ -16,6 +16,7 @@ import fastrl_kernels
 from fastrl.models.attention import Attention, Variant
 from fastrl.models.flash_attention import flash_attn_with_kvcache
 from fastrl.models.host_memory import to_device
+from fastrl.models.latents import Latents
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 from fastrl.rollout.kv_cache import CONVOLUTION, RECURRENT, KVCache
 from fastrl_kernels import HeadNorms, LiveTokens
@@ -23,10 +24,12 @@ from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
 
 class CachedAttention(Attention, Protocol):
-    """Attention over keys and values that are kept, and states of layers that do not attend."""
+    """Attention over keys and values, or latents, that are kept, and states of layers that do not
+    attend."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [B, Hkv, T, D] of a layer; returns those that `attend` gets."""
+        """Stores keys and values [B, Hkv, T, D] of a layer, or latents and rotated keys; returns
+        those that `attend` gets."""
 
     def state(self, layer: int, kind: str, index: int) -> Tensor | None:
         """The state [B, ...] with which a layer goes on; None where texts begin."""
@@ -99,9 +102,14 @@ class DecodeAttention:
         self.live = LiveTokens((positions + 1).int())
         self.layer = 0  # the current one
 
+    @property
+    def positions(self) -> Tensor:
+        """[b, 1]."""
+        return self.places[1].unsqueeze(1)
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.layer = layer
-        stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        stored = self.kv_cache.stored(layer)
         for whole, new in zip(stored, (keys, values), strict=True):
             whole.index_put_(self.places, new.squeeze(2).to(whole.dtype))
         return stored
@@ -140,7 +148,24 @@ class DecodeAttention:
         return self.attend(query.unsqueeze(2), *stored, variant)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        self.kv_cache.windows[self.layer] = variant.window
+        self.kv_cache.windows[self.layer] = variant.window or variant.chunk
+        if variant.latents is not None:
+            return self._attend_latents(query, keys, values, variant, variant.latents)
+        return self.kernel(query.to(keys.dtype), keys, values, self.live, self.span, variant)
+
+    def _attend_latents(
+        self, query: Tensor, latents: Tensor, rotated: Tensor, variant: Variant, layer: Latents
+    ) -> Tensor:
+        if variant.scale is None:
+            variant = variant._replace(scale=query.shape[-1] ** -0.5)
+        if layer.are_absorbed():
+            keys, values = self.kv_cache.keys[self.layer], self.kv_cache.values[self.layer]
+            query = layer.absorbed(query).to(keys.dtype)
+            out = self.kernel(query, keys, values, self.live, self.span, variant)
+            return layer.values(out)
+        rows = slice(len(query)), slice(self.span)
+        keys, values = layer.expanded(*(x[rows].transpose(1, 2) for x in (latents, rotated)))
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         return self.kernel(query.to(keys.dtype), keys, values, self.live, self.span, variant)
 
 
@@ -178,8 +203,13 @@ class PrefillAttention:
         pairs = [(slot, i) for i, targets in enumerate(slots) for slot in targets]
         self.prompt_of_slot = tuple(to_device(torch.tensor(pairs).t().contiguous(), device))
 
+    @property
+    def positions(self) -> Tensor:
+        """[1, T]."""
+        return self.packed.positions
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        stored = self.kv_cache.stored(layer)
         for whole, new in zip(stored, (keys, values), strict=True):
             tokens = new[0].transpose(0, 1)[self.sources]
             whole.index_put_(self.places, tokens.to(whole.dtype))
@@ -210,6 +240,8 @@ class PrefillAttention:
             raise PrefillDone
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
+        if variant.latents is not None:
+            keys, values = variant.latents.expanded(keys, values)
         return self.packed.attend(query, keys, values, variant)
 
 
@@ -253,13 +285,16 @@ def decode(
         span=span,
         scale=variant.scale,
         window=variant.window,
+        chunk=variant.chunk,
         softcap=variant.softcap,
+        sinks=variant.sinks,
     )
     return out.unsqueeze(1)
 
 
 class FlashDecode:
-    """Decode attention by ``flash_attn_with_kvcache`` (flash-attn from 2.6 on)."""
+    """Decode attention by ``flash_attn_with_kvcache`` (flash-attn from 2.6 on), but for layers with
+    sinks or chunks, which it does not have."""
 
     def __init__(self, kernel: Callable[..., Any]):
         self.kernel = kernel
@@ -273,6 +308,8 @@ class FlashDecode:
         span: int,
         variant: Variant,
     ) -> Tensor:
+        if variant.sinks is not None or variant.chunk is not None:
+            return decode(query, keys, values, live, span, variant)
         rows, before = len(query), -1  # all tokens before the query's own
         # With a window, even a long one, flash-attn does not pack heads that share keys.
         if variant.window is not None and variant.window < span:

@@ -38,7 +38,7 @@ def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
     tokens = {w: int(contexts.clamp(max=w or longest).sum()) for w in set(kv_cache.windows)}
     each = kv_cache.keys[0].dtype.itemsize
     return sum(
-        layer.heads * (layer.key_width + layer.value_width) * each * tokens[window]
+        layer.numbers * each * tokens[window]
         for layer, window in zip(kv_cache.layers, kv_cache.windows, strict=True)
     )
 

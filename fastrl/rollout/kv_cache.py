@@ -48,6 +48,12 @@ class LayerShape(NamedTuple):
     key_width: int
     value_width: int
     states: tuple[StateShape, ...] = ()
+    latent: bool = False  # the values are the first numbers of the keys, kept once
+
+    @property
+    def numbers(self) -> int:
+        """Kept of a token."""
+        return self.heads * (self.key_width + (0 if self.latent else self.value_width))
 
 
 class KVCache:
@@ -73,7 +79,14 @@ class KVCache:
             return x.transpose(1, 2)
 
         self.keys = [zeros(layer.heads, layer.key_width) for layer in layers]
-        self.values = [zeros(layer.heads, layer.value_width) for layer in layers]
+        self.values = [
+            keys[..., : layer.value_width]
+            if layer.latent
+            else zeros(layer.heads, layer.value_width)
+            for layer, keys in zip(layers, self.keys, strict=True)
+        ]
+        kept_apart = zip(layers, self.values, strict=True)
+        self._of_tokens = [*self.keys, *(x for layer, x in kept_apart if not layer.latent)]
         self.states = {
             (i, state.kind, state.number): torch.zeros(
                 slots, *state.shape, dtype=state.dtype, device=device
@@ -81,16 +94,24 @@ class KVCache:
             for i, layer in enumerate(layers)
             for state in layer.states
         }
-        self.windows: list[int | None] = [None] * len(layers)  # filled in as layers attend
+        # The most tokens that a query reads; filled in as layers attend.
+        self.windows: list[int | None] = [None] * len(layers)
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where the two tensors are kept that a layer's update of its cache gives."""
+        keys, width = self.keys[layer], self.layers[layer].value_width
+        if self.layers[layer].latent:
+            return keys[..., :width], keys[..., width:]
+        return keys, self.values[layer]
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerShape], length: int, dtype: torch.dtype) -> int:
-        widths = sum(layer.heads * (layer.key_width + layer.value_width) for layer in layers)
-        return widths * length * dtype.itemsize + state_bytes(layers)
+        of_tokens = sum(layer.numbers for layer in layers) * length * dtype.itemsize
+        return of_tokens + state_bytes(layers)
 
     def tensors(self) -> list[Tensor]:
         """All that is kept."""
-        return [*self.keys, *self.values, *self.states.values()]
+        return [*self._of_tokens, *self.states.values()]
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zeroes slots: a NaN left there would reach the next sample, as 0·NaN is NaN."""
@@ -100,7 +121,7 @@ class KVCache:
 
     def move(self, moves: Moves, tokens: int) -> None:
         """Copies the first ``tokens`` of slots to others, whose others become zero."""
-        for x in (*self.keys, *self.values):
+        for x in self._of_tokens:
             x.index_fill_(0, moves.targets, 0)
             x[moves.targets, :tokens] = x[moves.sources, :tokens]
         for x in self.states.values():

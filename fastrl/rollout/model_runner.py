@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from fastrl.models import quantised
 from fastrl.models.attention import Variant, attached, attending
 from fastrl.models.flash_attention import asks_for_flash_attention
+from fastrl.models.latents import latent_layers, latents_kept
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.products import PackedProducts, has_own_forward, is_packed
 from fastrl.models.utils import cache_argument, cache_of, evaluating
@@ -80,6 +81,7 @@ class ModelRunner:
                 torch.no_grad(),
                 evaluating(self.model),
                 attached(self.language_model),
+                latents_kept(self.language_model),
                 in_front_of_head(self.language_model, self._before_head),
                 self.autocast(),
                 self.packed_products.in_place(self.language_model),
@@ -221,14 +223,17 @@ class ModelRunner:
                     input_ids=token, attention_mask=torch.ones_like(token), use_cache=True
                 )
             )
-        layers = []
+        layers, latent = [], latent_layers(self.language_model)
         self.dtype = next(x.keys.dtype for x in cache.layers if _attends(x))
-        for layer in cache.layers:
+        for i, layer in enumerate(cache.layers):
             heads = key_width = value_width = 0
             if _attends(layer):
                 _, heads, _, key_width = layer.keys.shape
                 value_width = layer.values.shape[3]
-            layers.append(LayerShape(heads, key_width, value_width, tuple(_states(layer))))
+            if i in latent:  # a latent, and a rotated key behind it
+                key_width, value_width = key_width + value_width, key_width
+            shape = heads, key_width, value_width
+            layers.append(LayerShape(*shape, tuple(_states(layer)), latent=i in latent))
         autocast = self.autocast_dtype()
         if autocast is not None and kind_of_device(self.device) != "cpu":
             self.dtype = autocast

@@ -31,8 +31,12 @@ OPTIONS = {
     "window across a border": {"window": 258},
     "window of one": {"window": 1},
     "wide window": {"window": 5000},
+    "chunk": {"chunk": 100},
+    "chunk of a split": {"chunk": SPLIT},
+    "wide chunk": {"chunk": 5000},
     "softcap": {"softcap": 2.0},
-    "all": {"scale": 0.3, "softcap": 1.5, "window": 130},
+    "sinks": {"sinks": 3.0},
+    "all": {"scale": 0.3, "softcap": 1.5, "window": 130, "chunk": 200, "sinks": 1.0},
 }
 
 
@@ -62,7 +66,14 @@ def cache(
 
 
 def judge(query, keys, values, lengths, backend, **options):
-    """Against float64, by the formula in fp32 with weights of the values' dtype."""
+    """Against float64, by the formula in fp32 with weights of the values' dtype.
+
+    Args:
+        sinks: the highest of them, or None.
+    """
+    if options.get("sinks") is not None:
+        heads = query.shape[1]
+        options["sinks"] = torch.linspace(-4, options["sinks"], heads).to(query)
     out = decode_attention(query, keys, values, lengths, backend=backend, **options)
     options.pop("span", None)
 
@@ -94,7 +105,8 @@ def test_heads_that_share_keys(backend, device, dtype, group):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
 @pytest.mark.parametrize(
-    ("width", "value_width"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (72, 40)]
+    ("width", "value_width"),
+    [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (72, 40), (288, 256), (320, 300)],
 )
 def test_widths_of_heads(backend, device, dtype, width, value_width):
     inputs = cache((5, 270), dtype, device, tokens=270, width=width, value_width=value_width)
@@ -118,6 +130,22 @@ def test_scores_far_apart(backend, device):
     keys[3] *= 30
     judge(query, keys, values, lengths, backend)
     judge(query, keys - 20, values, lengths, backend)
+    judge(query, keys - 20, values, lengths, backend, sinks=50.0)
+
+
+def test_a_sink_that_takes_all_and_one_that_takes_nothing(backend, device):
+    inputs = cache(BORDERS, device=device, heads=1)
+    expected = decode_attention(*inputs, backend=backend)
+    sinks = torch.tensor([-math.inf, 1e5], device=device)
+    out = decode_attention(*inputs, sinks=sinks, backend=backend)
+    torch.testing.assert_close(out[:, 0], expected[:, 0])
+    assert (out[:, 1] == 0).all()
+
+
+def test_values_within_keys(backend, device):
+    """Latents: one head of keys, whose first numbers are the values."""
+    query, latents, _, lengths = cache(BORDERS, BF16, device, heads=1, group=20, width=40)
+    judge(query, latents, latents[..., :24], lengths, backend, scale=0.1)
 
 
 SLOW = [HealthCheck.too_slow]  # as machines may be
@@ -142,6 +170,8 @@ def test_any_shape_matches_the_formula(data):
     )
     options = {
         "window": draw(st.none() | st.integers(1, 450)),
+        "chunk": draw(st.none() | st.integers(1, 450)),
+        "sinks": draw(st.none() | st.floats(-5, 5)),
         "softcap": draw(st.none() | st.floats(0.5, 50)),
         "span": draw(st.integers(max(1, *lengths), tokens)),
     }
@@ -159,6 +189,11 @@ def test_dead_tokens_are_not_read(device, dtype):
         keys[slot, : max(0, length - 70)] = values[slot, : max(0, length - 70)] = math.nan
     judge(*inputs, "triton", window=70)
     judge(*inputs, "triton", window=70, softcap=2.0, span=514)
+    # Nor what is in another chunk.
+    for slot, length in enumerate(BORDERS):
+        begin = max(0, length - 1) // 60 * 60
+        keys[slot, begin:length] = values[slot, begin:length] = 0.5
+    judge(*inputs, "triton", chunk=60, sinks=1.0)
 
 
 def test_what_dead_tokens_hold_does_not_matter(backend, device):
@@ -170,7 +205,7 @@ def test_what_dead_tokens_hold_does_not_matter(backend, device):
 
 
 @pytest.mark.parametrize("span", [None, 100])
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}, {"chunk": 9}], ids=str)
 def test_rows_beyond_the_span_are_nan(backend, device, span, options):
     query, keys, values, lengths = cache((7, 50, 0, 90), device=device, tokens=300)
     expected = decode_attention(query, keys, values, lengths, backend=backend, **options)
@@ -231,7 +266,9 @@ def test_a_row_has_the_same_bits_alone_and_among_64(device, dtype, window):
             assert torch.equal(alone[0], together[i]), (i, span)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 2.0}, {"window": 9}, {"chunk": 9, "sinks": 2.0}], ids=str
+)
 @pytest.mark.parametrize("group", [1, 2])
 def test_rows_of_slots_in_one_batch(group, options):
     """fp32 on a CPU, keys and values in memory as [S, Hkv, M, D]."""
@@ -242,6 +279,8 @@ def test_rows_of_slots_in_one_batch(group, options):
     live = LiveTokens(lengths)  # for every layer
     for _ in range(2):
         together = judge(query, keys, values, live, **options)
+    if "sinks" in options:
+        options["sinks"] = torch.linspace(-4, options["sinks"], 2 * group)
     for i in range(len(lengths)):
         row = slice(i, i + 1)
         given = query[row], keys[row], values[row], lengths[row]
@@ -284,12 +323,18 @@ def of_many_splits(dtype, device, lengths=LENGTHS, **options):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
-@pytest.mark.parametrize("options", [{}, {"window": SMALL * 16 + 3, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": SMALL * 16 + 3, "softcap": 2.0}, {"chunk": SMALL * 9, "sinks": torch.ones(6)}],
+    ids=["{}", "window", "chunk"],
+)
 def test_one_launch_and_two_give_the_same(device, dtype, options, small_splits, monkeypatch):
     """To the bit in the interpreter. They are compiled for warps of other numbers of heads: sums
     have other orders, and multiply-adds other pairs."""
     inputs = of_many_splits(dtype, device)
     options = {**options, "span": SMALL * 18, "backend": "triton"}
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(inputs[0])
     found = []
     for itself in (True, False):
         monkeypatch.setattr(small_splits, "_merges_itself", lambda itself=itself: itself)
@@ -416,7 +461,7 @@ def test_only_the_model_is_compiled_in():
     from fastrl_kernels._triton import decode_attention as module
 
     shapes = {"D", "DV", "GROUP", "HEADS", "WIDTH", "VALUE_WIDTH", "SPLIT", "TILE", "MERGED"}
-    assert constants(module) == shapes | {"PARTS", "LOADED", "DOT", "WIDE"}
+    assert constants(module) == shapes | {"REST", "PARTS", "LOADED", "DOT", "WIDE"}
     for kernel in (module._decode_attention_fwd_kernel, module._decode_attention_merge_kernel):
         found = inspect.signature(kernel.fn).parameters
         assert {"splits", "span", "window"} <= set(module._ARGUMENTS) & set(found)
@@ -496,6 +541,10 @@ def zeros(*shape, dtype=BF16, device="cpu"):
         ({"softcap": -1.0}, ValueError, "softcap must be positive"),
         ({"softcap": math.inf}, ValueError, "softcap must be positive"),
         ({"window": 0}, ValueError, "window must be positive"),
+        ({"chunk": 0}, ValueError, "chunk must be positive"),
+        ({"sinks": zeros(3)}, ValueError, r"sinks .* must be \(4,\), one per head"),
+        ({"sinks": zeros(4, dtype=torch.int64)}, TypeError, "sinks must be float32"),
+        ({"sinks": zeros(4, device="meta")}, ValueError, "sinks is on meta"),
         ({"span": 0}, ValueError, r"span must be in \[1, 300\]"),
         ({"span": 301}, ValueError, r"span must be in \[1, 300\]"),
         ({"backend": "cuda"}, ValueError, "unknown backend"),

@@ -53,7 +53,7 @@ CALLS = {
     "HeadNorms": "HeadNorms(torch.ones(4), torch.ones(4), 1e-6)",
     "KLTerm": "KLTerm(ref, 0.1)",
     "LinearLossStats": "LinearLossStats(torch.zeros(len(LinearLossStats.NAMES)), old, None)",
-    "LiveTokens": "LiveTokens(torch.tensor([4, 4])).bias(4, 4, 1)",
+    "LiveTokens": "LiveTokens(torch.tensor([4, 4])).bias(4, 4, 4, 1)",
     "LossStats": "LossStats(torch.zeros(len(LossStats.NAMES))).to_dict()",
     "Moments": "Moments(*torch.ones(3))",
     "PolicyLoss": "ppo_loss(ref, old, old, mask, objective=PolicyLoss('sapo'))",

@@ -95,12 +95,14 @@ with nothing_launched() as launched:
         dtype, sizes = random.choice(FLOATS), {"DOT": False, "WIDE": False}
         for name in ("D", "DV", "GROUP", "HEADS", "WIDTH", "VALUE_WIDTH", "SPLIT", "TILE"):
             sizes[name] = random.choice([16, 32])
+        sizes["REST"] = random.choice([0, 16])
         for name in ("MERGED", "PARTS", "LOADED"):
             sizes[name] = 2
         return decode_attention._decode_attention_fwd_kernel, decode_attention._launch_fwd, (
             *(tensor(dtype) for _ in range(3)), tensor(torch.int64, torch.int32), maybe(2.0), 0.5,
             tensor(dtype), maybe(tensor(torch.float32)), maybe(tensor(torch.int32)),
-            *(random.choice([1, 16, 17, 2**31]) for _ in range(12)),
+            maybe(tensor(dtype)), *(integer() for _ in range(4)), maybe(integer()),
+            *(random.choice([1, 16, 17, 2**31]) for _ in range(8)),
         ), sizes
 
     direct = 0

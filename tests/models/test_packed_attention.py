@@ -18,13 +18,20 @@ LAYOUTS = {
     "ragged groups": [Group(n, (n + 2, 1, 2 * n)) for n in (2, 7, 30, 4)],
     "mixed": [Group(4), Group(5, (2, 7, 7, 1)), Group(3), Group(1, (6, 6))],
 }
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0, -0.3, 1.0])  # the first ones, for fewer heads
 VARIANTS = {
     "plain": Variant(None, None, None),
     "scaled": Variant(0.3, None, None),
     "wide window": Variant(None, 100, None),
     "window": Variant(None, 3, None),
+    "window of one": Variant(None, 1, None),
+    "chunks": Variant(None, None, None, chunk=4),
+    "sinks": Variant(None, None, None, sinks=SINKS),
+    "sinks and window": Variant(0.5, 5, None, sinks=SINKS),
+    "sinks and chunks": Variant(None, None, None, sinks=SINKS, chunk=3),
     "capped": Variant(0.5, None, 1.5),
     "capped window": Variant(0.5, 4, 1.5),
+    "capped, sinks and chunks": Variant(0.5, None, 1.5, sinks=SINKS, chunk=6),
 }
 HEADS = {"equal": (4, 4), "shared": (6, 2)}
 
@@ -64,7 +71,13 @@ def alone(layout, q, k, v, variant):
         mask = torch.ones(n, n).tril().bool()
         if variant.window:
             mask = mask.triu(1 - variant.window)
-        found = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ vs
+        if variant.chunk:
+            chunk = torch.arange(n) // variant.chunk
+            mask = mask & (chunk == chunk[:, None])
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if variant.sinks is not None:
+            scores = torch.cat([scores, variant.sinks.view(-1, 1, 1).expand(-1, n, 1)], -1)
+        found = scores.softmax(-1)[..., :n] @ vs
         out[0].index_put_((places,), found.transpose(0, 1))
     return out
 
@@ -73,11 +86,14 @@ def judge(layout, heads, dtype, variant, **widths):
     """Outputs and gradients against float64, as near as torch's own attention of single
     sequences in that dtype."""
     exact = tensors(layout, heads, torch.float64, **widths)
+    if variant.sinks is not None:
+        exact.append(variant.sinks[: heads[0]].double().requires_grad_())
     for x in exact:
         x.data = x.data.to(dtype).double()
     given = [x.detach().to(dtype).requires_grad_() for x in exact]
-    expected = alone(layout, *exact, variant)
-    found = PackedAttention(layout).attend(*given, variant)
+    variants = [variant._replace(sinks=(*x[3:], None)[0]) for x in (exact, given)]
+    expected = alone(layout, *exact[:3], variants[0])
+    found = PackedAttention(layout).attend(*given[:3], variants[1])
     assert found.dtype == dtype
     assert found.shape == expected.shape
     # Of a response alone: the prompt's outputs are there once.
@@ -97,15 +113,25 @@ def test_a_packed_row_attends_as_its_sequences_alone(groups, variant, heads):
     judge(PackedLayout(groups), heads, torch.float32, variant)
 
 
+@pytest.mark.parametrize("name", ["window", "sinks and window", "sinks and chunks"])
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_windows_in_blocks_of_few_queries(groups, name, monkeypatch):
+    monkeypatch.setattr(packed_attention, "_QUERIES", 4)
+    judge(PackedLayout(groups), (4, 2), torch.float32, VARIANTS[name])
+
+
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_other_precisions(groups, dtype):
-    judge(PackedLayout(groups), (4, 2), dtype, VARIANTS["plain"])
+@pytest.mark.parametrize("name", ["plain", "sinks and window", "sinks and chunks"])
+def test_other_precisions(groups, name, dtype):
+    judge(PackedLayout(groups), (4, 2), dtype, VARIANTS[name])
 
 
-def test_values_of_another_width():
+@pytest.mark.parametrize("value_width", [6, 10])
+@pytest.mark.parametrize("name", ["plain", "window", "capped"])
+def test_values_of_another_width(name, value_width):
     layout = PackedLayout(LAYOUTS["mixed"])
-    judge(layout, (4, 2), torch.float32, VARIANTS["plain"], value_width=6)
+    judge(layout, (4, 2), torch.float32, VARIANTS[name], value_width=value_width)
 
 
 def test_positions_count_from_the_beginning_of_the_prompt():
@@ -136,7 +162,7 @@ def test_nothing_of_another_sequence_is_read():
         clean = PackedAttention(layout).attend(q, k, v, VARIANTS["plain"])[:, first]
         for x in (q, k, v):
             x[:, :, others] = torch.nan
-        for name in ("plain", "window", "capped"):
+        for name in ("plain", "window", "chunks", "capped"):
             found = PackedAttention(layout).attend(q, k, v, VARIANTS[name])[:, first]
             assert found.isfinite().all(), name
         found = PackedAttention(layout).attend(q, k, v, VARIANTS["plain"])[:, first]
@@ -149,14 +175,24 @@ class VarlenByFormula:
     def __init__(self):
         self.calls = []
 
-    def _scores(self, q, k, scale, causal):
+    def _scores(self, q, k, scale, causal, left=None, right=None):
+        """The last query stands at the last key."""
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+        assert right == (None if left is None else 0)
+        assert causal or left is None
+        ones, ahead = torch.ones(scores.shape[1:]), len(k) - len(q)
         if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+            scores = scores.masked_fill(ones.triu(1 + ahead).bool(), -torch.inf)
+        if left is not None:
+            scores = scores.masked_fill(ones.tril(ahead - left - 1).bool(), -torch.inf)
         return scores
 
-    def forward(self, q, k, v, ends_q, ends_k, max_q, max_k, dropout, causal, debug, *, scale):
+    def forward(
+        self, q, k, v, ends_q, ends_k, max_q, max_k, dropout, causal, debug, *, scale,
+        window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        window = window_size_left, window_size_right
         self.calls.append((ends_q, ends_k))
         assert (ends_q.dtype, ends_k.dtype) == (torch.int32, torch.int32)
         assert max_q >= ends_q.diff().max()
@@ -167,7 +203,7 @@ class VarlenByFormula:
         assert not debug
         out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
         for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-            scores = self._scores(q[a:b], k[c:d], scale, causal)
+            scores = self._scores(q[a:b], k[c:d], scale, causal, *window)
             values = v[c:d].repeat_interleave(q.shape[1] // v.shape[1], 1).float()
             out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
             lse[:, a:b] = scores.logsumexp(-1)
@@ -175,12 +211,13 @@ class VarlenByFormula:
 
     def backward(
         self, grad, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, dropout, causal, seed, unused,
-        *, scale,
+        *, scale, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
+        window = window_size_left, window_size_right
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
         times = q.shape[1] // k.shape[1]
         for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-            scores = self._scores(q[a:b], k[c:d], scale, causal)
+            scores = self._scores(q[a:b], k[c:d], scale, causal, *window)
             probs = (scores - lse[:, a:b, None]).exp()
             keys, values = (x[c:d].repeat_interleave(times, 1).float() for x in (k, v))
             dprobs = torch.einsum("qhd,khd->hqk", grad[a:b].float(), values)
@@ -208,7 +245,7 @@ def varlen(monkeypatch):
 def test_runs_are_named_to_the_gpus_kernel_by_their_ends(groups, varlen):
     layout = PackedLayout(groups)
     judge(layout, (4, 2), torch.bfloat16, VARIANTS["plain"])
-    assert len(varlen.calls) == 1 + layout.shares, "forward: a call for all runs"
+    assert len(varlen.calls) == 1 + bool(layout.responses), "forward: a call for all runs"
 
 
 def test_runs_of_one_query_and_of_none_are_named_to_the_gpus_kernel(varlen):
@@ -217,11 +254,29 @@ def test_runs_of_one_query_and_of_none_are_named_to_the_gpus_kernel(varlen):
     assert len(varlen.calls) == 2
 
 
-@pytest.mark.parametrize("name", ["window", "capped window", "wide window"])
-def test_the_gpus_kernel_is_not_asked_for_a_window_that_hides_tokens(name, varlen):
-    """Those of a shared prompt that each response sees are others."""
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("wide window", 2),  # of prompts and responses, and of responses to prompts
+        ("window", 1),  # of responses with what they see of their prompts
+        ("chunks", 1),
+        ("sinks", 2),
+        ("sinks and window", 1),
+        ("capped window", 0),
+    ],
+)
+def test_the_gpus_kernel_is_asked_for_windows_and_chunks(name, calls, varlen):
+    for groups in LAYOUTS.values():
+        judge(PackedLayout(groups), (4, 2), torch.bfloat16, VARIANTS[name])
+    varlen.calls.clear()
     judge(PackedLayout(LAYOUTS["mixed"]), (4, 2), torch.bfloat16, VARIANTS[name])
-    assert bool(varlen.calls) == (name == "wide window")
+    assert len(varlen.calls) == calls
+
+
+def test_latents_of_the_gpus_kernel_have_values_as_wide_as_keys(varlen):
+    layout = PackedLayout(LAYOUTS["mixed"])
+    judge(layout, (4, 4), torch.bfloat16, VARIANTS["plain"], width=24, value_width=16)
+    assert varlen.calls
 
 
 def test_a_window_is_that_of_transformers():
@@ -235,7 +290,6 @@ def test_a_window_is_that_of_transformers():
 def test_the_gpus_kernel_is_asked_only_for_what_it_takes():
     kernel = FlashKernel()
     half = torch.zeros(2, 3, 64, dtype=torch.bfloat16)
-    assert kernel.takes(half, half, half)
+    assert kernel.takes(half)
     for other in (half.float(), half[..., :60], F.pad(half, (0, 256))):
-        assert not kernel.takes(other, other, other)
-    assert not kernel.takes(half, half, half[..., :32])
+        assert not kernel.takes(other)

@@ -159,6 +159,21 @@ def test_an_engine_decodes_through_it(flash):
         assert {softcap for _, _, _, softcap in step} == {model.config.attn_logit_softcapping}
 
 
+@pytest.mark.parametrize("more", [{"sinks": torch.tensor([-1.0, 2.0])}, {"chunk": 4}], ids=str)
+def test_ours_is_taken_for_layers_with_sinks_or_chunks(flash, more):
+    cache, positions = cache_of((8, 8)), torch.tensor([3, 11])
+    for x in (*cache.keys, *cache.values):
+        x.normal_(generator=torch.Generator().manual_seed(0))
+    query = torch.randn(2, 2, 1, 8, generator=torch.Generator().manual_seed(1)).to(BF16)
+    stored, step = (cache.keys[0], cache.values[0]), step_of(cache, positions)
+    out = step.attend(query, *stored, Variant(None, None, None, **more))
+    assert not flash.calls
+    exact = [x.double() for x in (query.squeeze(2), *stored)]
+    expected = reference.decode_attention(*exact, positions + 1, **more)
+    torch.testing.assert_close(out.squeeze(1).double(), expected, rtol=1e-2, atol=1e-2)
+    assert isinstance(step.kernel, FlashDecode), "of the model's other layers"
+
+
 def test_the_host_reads_nothing_for_it(flash):
     cache = cache_of((8, 8))
     positions, query = torch.tensor([3, 11]), torch.zeros(2, 2, 1, 8, dtype=BF16)

@@ -38,14 +38,16 @@ class LiveTokens:
         self._made: dict[tuple, Tensor] = {}
         self._captured = _capturing(lengths)
 
-    def counted(self, span: int, window: int) -> Tensor:
-        """Which tokens count, [B, 1, 1, span]."""
-        return self._kept((span, window), lambda: self._counted(span, window))
+    def counted(self, span: int, window: int, chunk: int) -> Tensor:
+        """Which tokens count, [B, 1, 1, span]; a window, or a chunk, of the span is none."""
+        return self._kept((span, window, chunk), lambda: self._counted(span, window, chunk))
 
-    def bias(self, span: int, window: int, heads: int) -> Tensor:
+    def bias(self, span: int, window: int, chunk: int, heads: int) -> Tensor:
         """What is added to scores, [B·heads, 1, span] fp32: 0 for tokens that count, -inf for
         others; NaN in rows that are longer than the span."""
-        return self._kept((span, window, heads), lambda: self._bias(span, window, heads))
+        return self._kept(
+            (span, window, chunk, heads), lambda: self._bias(span, window, chunk, heads)
+        )
 
     @property
     def empty(self) -> Tensor:
@@ -71,16 +73,20 @@ class LiveTokens:
             self._made[key] = make()
         return self._made[key]
 
-    def _counted(self, span: int, window: int) -> Tensor:
+    def _counted(self, span: int, window: int, chunk: int) -> Tensor:
         position = torch.arange(span, device=self.lengths.device)
         lengths = self.lengths.view(-1, 1, 1, 1)
         live = position < lengths
-        return live if window == span else live & (position >= lengths - window)
+        if window < span:
+            live = live & (position >= lengths - window)
+        if chunk < span:
+            live = live & (position >= (lengths - 1) // chunk * chunk)
+        return live
 
-    def _bias(self, span: int, window: int, heads: int) -> Tensor:
+    def _bias(self, span: int, window: int, chunk: int, heads: int) -> Tensor:
         zeros = torch.zeros(self.lengths.shape, device=self.lengths.device)
         zeros = zeros.masked_fill_(self.lengths > span, math.nan).view(-1, 1, 1, 1)
-        rows = zeros.masked_fill(~self.counted(span, window), -math.inf)
+        rows = zeros.masked_fill(~self.counted(span, window, chunk), -math.inf)
         rows = torch.where(zeros.isnan(), zeros, rows)  # a window may leave no token
         return rows.expand(-1, heads, 1, span).flatten(0, 1)
 
@@ -97,7 +103,12 @@ def _is_one_batch(x: Tensor) -> bool:
 
 
 def _batched(
-    query: Tensor, keys: Tensor, values: Tensor, live: LiveTokens, a: AttentionSettings
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    live: LiveTokens,
+    sinks: Tensor | None,
+    a: AttentionSettings,
 ) -> Tensor:
     """Two batched products around a softmax, for fp32: a product per slot and head of keys, of the
     queries that share it."""
@@ -105,50 +116,73 @@ def _batched(
     kv_heads = keys.shape[2]
     query = query.reshape(batch * kv_heads, heads // kv_heads, width)
     keys, values = (_one_batch(x, batch, a.span) for x in (keys, values))
-    bias = live.bias(a.span, a.window, kv_heads)
+    bias = live.bias(a.span, a.window, a.chunk, kv_heads)
     if a.inner is None or a.softcap is None:
         scores = torch.baddbmm(bias, query, keys.mT, alpha=a.scale)
     else:
         scores = torch.bmm(query, keys.mT).mul_(a.inner).tanh_().mul_(a.softcap).add_(bias)
     out = torch.bmm(scores.softmax(-1), values).view(batch, heads, values.shape[-1])
+    if sinks is not None:
+        out.mul_(_share(scores.view(batch, heads, -1), sinks))
     return out.masked_fill_(live.empty, 0.0)
 
 
-def _capped(
-    query: Tensor, keys: Tensor, values: Tensor, live: Tensor, a: AttentionSettings
+def _share(scores: Tensor, sinks: Tensor) -> Tensor:
+    """What a sink leaves to the scores [B, Hq, span] of its head: their Σ exp, over that and
+    exp(sink), [B, Hq, 1]."""
+    return (scores.logsumexp(-1, keepdim=True) - sinks.unsqueeze(-1)).sigmoid_()
+
+
+def _explicit(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    live: Tensor,
+    sinks: Tensor | None,
+    a: AttentionSettings,
 ) -> Tensor:
     """softmax(cap(scale·q·kᵀ))·v in fp32."""
     scores = query.float() @ keys.float().mT
     scores = scores.mul_(a.scale if a.inner is None else a.inner)
     if a.softcap is not None:
         scores = scores.tanh_().mul_(a.softcap)
-    weights = scores.masked_fill_(~live, -math.inf).softmax(-1)
-    weights = weights.masked_fill_(~live, 0.0)  # NaN where nothing is live
-    return (weights @ values.float()).to(query.dtype)
+    scores = scores.masked_fill_(~live, -math.inf)
+    weights = scores.softmax(-1).masked_fill_(~live, 0.0)  # NaN where nothing is live
+    out = weights @ values.float()
+    if sinks is not None:
+        out.mul_(_share(scores.flatten(1, 2), sinks).view(*out.shape[:-1], 1))
+    return out.to(query.dtype)
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, tokens: LiveTokens, a: AttentionSettings
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tokens: LiveTokens,
+    sinks: Tensor | None,
+    a: AttentionSettings,
 ) -> Tensor:
     on_cpu = query.device.type == "cpu"
     single = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     if on_cpu and single and _is_one_batch(keys) and _is_one_batch(values):
-        return _batched(query, keys, values, tokens, a)
+        return _batched(query, keys, values, tokens, sinks, a)
     batch, heads, width = query.shape
     kv_heads = keys.shape[2]
     # The heads that share keys take the place of a sequence's tokens.
     query = query.reshape(batch, kv_heads, heads // kv_heads, width)
     keys, values = (x[:batch, : a.span].transpose(1, 2) for x in (keys, values))
-    live = tokens.counted(a.span, a.window)
-    if a.softcap is None and on_cpu:
+    live = tokens.counted(a.span, a.window, a.chunk)
+    if a.softcap is None and sinks is None and on_cpu:
         out = F.scaled_dot_product_attention(query, keys, values, live, scale=a.scale)
     else:
-        out = _capped(query, keys, values, live, a)
+        out = _explicit(query, keys, values, live, sinks, a)
     out = out.masked_fill_(tokens.lengths.view(-1, 1, 1, 1) > a.span, math.nan)
     return out.reshape(batch, heads, values.shape[-1])
 
 
-def _check_tensors(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+def _check_tensors(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sinks: Tensor | None
+) -> None:
     check_float("query", query)
     if query.dim() != 3 or 0 in query.shape[1:]:
         raise ValueError(f"query has shape {tuple(query.shape)}: it must be [B, Hq, D]")
@@ -184,6 +218,14 @@ def _check_tensors(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor)
             f"lengths have shape {tuple(lengths.shape)}: they must be ({batch},), one per row"
         )
     check_device("lengths", lengths, "query", query)
+    if sinks is not None:
+        check_float("sinks", sinks)
+        if sinks.shape != (heads,):
+            raise ValueError(
+                f"sinks have shape {tuple(sinks.shape)}: they must be ({heads},), one per head of "
+                "the query"
+            )
+        check_device("sinks", sinks, "query", query)
 
 
 def _checked(
@@ -191,6 +233,7 @@ def _checked(
     keys: Tensor,
     scale: float | None,
     window: int | None,
+    chunk: int | None,
     softcap: float | None,
     span: int | None,
 ) -> AttentionSettings:
@@ -200,9 +243,13 @@ def _checked(
         raise ValueError(f"span must be in [1, {tokens}], the tokens of a slot, got {span}")
     if window is not None and check_count("window", window) < 1:
         raise ValueError(f"window must be positive, or None for all tokens, got {window}")
+    if chunk is not None and check_count("chunk", chunk) < 1:
+        raise ValueError(f"chunk must be positive, or None for all tokens, got {chunk}")
+    chunk = span if chunk is None else min(chunk, span)
     return AttentionSettings(
         span,
-        span if window is None else min(window, span),
+        chunk if window is None else min(window, chunk),
+        chunk,
         query.shape[-1] ** -0.5 if scale is None else check_positive("scale", scale),
         None if softcap is None else check_positive("softcap", softcap),
     )
@@ -220,7 +267,9 @@ def decode_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     span: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -229,8 +278,9 @@ def decode_attention(
         out[i, h] = Σ_t p_t · v[i, t, g],   p = softmax_t(cap(scale · q[i, h] · k[i, t, g]))
 
     over the live tokens t of row i, with g = h // (Hq / Hkv) and cap(x) = c·tanh(x/c) where there
-    is a softcap c. Row i attends slot i. Scores, sums and the softmax are fp32; the weights are
-    rounded to the values' dtype before they meet them, as tensor cores want them.
+    is a softcap c. A sink s_h is one more logit of the softmax, whose value is 0. Row i attends
+    slot i. Scores, sums and the softmax are fp32; the weights are rounded to the values' dtype
+    before they meet them, as tensor cores want them.
 
     Nothing waits for the device, no shape depends on data, and launches depend on shapes and
     numbers alone: a CUDA graph may replay them while lengths grow, up to the span. In the Triton
@@ -250,7 +300,9 @@ def decode_attention(
             ``LiveTokens(lengths)``, made once for all layers of a step.
         scale: of the scores, D^-½ unless given.
         window: only the last so many of the live tokens count, as in layers with a sliding window.
+        chunk: only live tokens of the last one's chunk count, t // chunk being equal.
         softcap: c > 0, which no score exceeds.
+        sinks: [Hq] fp32, bf16 or fp16, s; none unless given.
         span: a bound of all lengths, M unless given. Work is sized by it, on the host, and rows
             that are longer become NaN.
         backend: "auto", "triton" or "torch"; see ``explain``.
@@ -263,17 +315,19 @@ def decode_attention(
         ValueError: shapes, strides or devices that do not fit; numbers out of their range.
 
     Source: the split over tokens is that of Dao et al., 2023, "Flash-Decoding for long-context
-    inference"; the softcap is Gemma 2's (arXiv:2408.00118).
+    inference"; the softcap is Gemma 2's (arXiv:2408.00118), sinks are gpt-oss's
+    (arXiv:2508.10925), chunks Llama 4's.
     """
     tokens = lengths if isinstance(lengths, LiveTokens) else LiveTokens(lengths)
     key = attention = None
     if is_plain(query):
-        layouts = map(layout, (query, keys, values, tokens.lengths))
-        key = *layouts, scale, window, softcap, span
+        tensors = query, keys, values, tokens.lengths
+        layouts = map(layout, tensors if sinks is None else (*tensors, sinks))
+        key = *layouts, scale, window, chunk, softcap, span
         attention = _passed.get(key)
     if attention is None:
-        _check_tensors(query, keys, values, tokens.lengths)
-        attention = _checked(query, keys, scale, window, softcap, span)
+        _check_tensors(query, keys, values, tokens.lengths, sinks)
+        attention = _checked(query, keys, scale, window, chunk, softcap, span)
         if key is not None:
             _passed.keep(key, attention)
     chosen = choose(backend, query)
@@ -282,6 +336,6 @@ def decode_attention(
     if chosen == "triton":
         from ._triton.decode_attention import attend
 
-        return attend(query, keys, values, tokens.lengths, tokens.arrivals, attention)
+        return attend(query, keys, values, tokens.lengths, tokens.arrivals, sinks, attention)
     with torch.no_grad():
-        return _attend(query, keys, values, tokens, attention)
+        return _attend(query, keys, values, tokens, sinks, attention)

@@ -697,11 +697,14 @@ def decode_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     weights_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """softmax(cap(scale·q·kᵀ))·v over each row's own live tokens, 0 where there is none; the
-    softmax rounded to a dtype before that product, where one is given."""
+    softmax, of which sinks take a part, rounded to a dtype before that product, where one is
+    given."""
     batch, heads, width = query.shape
     kv_heads = keys.shape[2]
     # [B, 1, 1, M]
@@ -710,13 +713,19 @@ def decode_attention(
     live = position < lengths
     if window is not None:
         live = live & (position >= lengths - window)
+    if chunk is not None:
+        live = live & (position // chunk == (lengths - 1) // chunk)
     # Dead tokens may be NaN: they are replaced before any arithmetic.
     keys, values = (torch.where(live.mT, x[:batch].transpose(1, 2), 0.0) for x in (keys, values))
     query = query.reshape(batch, kv_heads, heads // kv_heads, width)
     scores = query @ keys.mT * (1 / math.sqrt(width) if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~live, -math.inf).softmax(-1)
+    scores = scores.masked_fill(~live, -math.inf)
+    if sinks is not None:
+        sinks = sinks.to(scores.dtype).view(kv_heads, -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
     weights = torch.where(live, weights, 0.0)  # NaN where nothing is live
     if weights_dtype is not None:
         weights = weights.to(weights_dtype).to(values.dtype)

@@ -300,7 +300,8 @@ class AttentionSettings(NamedTuple):
     """The live tokens of a row, and the transform of their scores."""
 
     span: int
-    window: int  # at most the span, which means no window
+    window: int  # at most the span, which means no window; nor more than a chunk
+    chunk: int  # likewise
     scale: float
     softcap: float | None
 

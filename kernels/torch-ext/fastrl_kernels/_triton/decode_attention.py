@@ -36,6 +36,7 @@ _MOST_LOADED, _LOADED_REGISTERS = 8, 32
 _TILE_ELEMENTS = {2: 8192, 4: 1024}
 _TILE_ELEMENTS_ON_AMD = {2: 8192, 4: 2048}
 _HEADS = {2: 32, 4: 2}  # query heads that a program takes at most, likewise
+_HEADS_OF_WIDE = 16  # of more than 256 columns, whose sums take more registers
 _MERGE_TILE = (
     256  # numbers of a split that a program of the second kernel merges: a vector a thread
 )
@@ -45,11 +46,21 @@ _ARGUMENTS = ("kv_heads", "splits", "span", "window")
 
 
 @triton.jit
-def _live_tokens(lengths_ptr, row, span, window):
+def _live_tokens(lengths_ptr, row, span, window, chunk):
     """The row's length, and its live tokens [low, high): none of a row beyond the span."""
     length = tl.load(lengths_ptr + row)
     high = tl.where((length > 0) & (length <= span), length, 0).to(tl.int32)
-    return length, tl.maximum(high - window, 0), high
+    low = tl.maximum(high - window, 0)
+    if chunk is not None:
+        low = tl.maximum(low, tl.maximum(high - 1, 0) // chunk * chunk)
+    return length, low, high
+
+
+@triton.jit
+def _with_sinks(exp_sum, m, sinks_ptr, head, there, factor):
+    """Σ 2^(a - max) of scores and of their head's sink; 0 stays 0, where there is no score."""
+    sink = tl.load(sinks_ptr + head, there, 0.0).to(tl.float32) * LOG2E
+    return tl.where(exp_sum > 0.0, exp_sum + tl.exp2(sink - m * factor), exp_sum)
 
 
 @triton.jit
@@ -72,12 +83,14 @@ def _load_tokens(ptr, tokens, low, high, stride, columns, D: tl.constexpr):
 def _merge(
     out_ptr,
     parts_ptr,
+    sinks_ptr,
     number,  # of all parts
     first_head,  # of those that share keys
     member,  # the first of the heads to merge, among those
     splits,
     live,  # splits, two at least
     factor,
+    kv_head,
     GROUP: tl.constexpr,
     MERGED: tl.constexpr,
     DV: tl.constexpr,
@@ -119,6 +132,8 @@ def _merge(
                 one_acc = tl.load(ptr, mask_acc, 0.0, cache_modifier=".cg")
                 part_acc += tl.exp2((one_max - higher) * factor)[:, None] * one_acc
         acc = acc * rescale[:, None] + part_acc
+    if sinks_ptr is not None:
+        exp_sum = _with_sinks(exp_sum, m, sinks_ptr, kv_head * GROUP + members, there, factor)
     out = (acc / exp_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (head * DV)[:, None] + columns[None, :], out, mask=inside)
 
@@ -136,10 +151,12 @@ def _decode_attention_fwd_kernel(
     # q·k or tanh(inner·q·k), [B, Hq, splits]; and Σ 2^a, [B, Hq, splits].
     parts_ptr,  # fp32, one behind the other, or None: one split
     arrivals_ptr,  # [B, Hkv, BLOCKS] int32, 0 between launches, or None: another kernel merges
+    sinks_ptr,  # [Hq], or None
     kv_heads,
     splits,
     span,
     window,
+    chunk,  # number, or None
     query_row_stride,
     query_head_stride,
     key_slot_stride,
@@ -152,7 +169,8 @@ def _decode_attention_fwd_kernel(
     DV: tl.constexpr,
     GROUP: tl.constexpr,  # query heads to a head of keys
     HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns of keys, and
+    REST: tl.constexpr,  # those behind them, or 0: 576 are 512 and 64
     VALUE_WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,  # at least a tile
     TILE: tl.constexpr,
@@ -172,7 +190,7 @@ def _decode_attention_fwd_kernel(
     split = at % splits
     row = at // splits
 
-    length, low, high = _live_tokens(lengths_ptr, row, span, window)
+    length, low, high = _live_tokens(lengths_ptr, row, span, window, chunk)
     start = (low // SPLIT + split) * SPLIT
     stop = tl.minimum(start + SPLIT, high)
     if parts_ptr is not None:
@@ -184,9 +202,13 @@ def _decode_attention_fwd_kernel(
     columns = tl.arange(0, WIDTH)
     value_columns = tl.arange(0, VALUE_WIDTH)
     query_ptr += row.to(tl.int64) * query_row_stride
-    offset = head.to(tl.int64)[:, None] * query_head_stride + columns[None, :]
+    heads_ptr = query_ptr + head.to(tl.int64)[:, None] * query_head_stride
     mask = (member < GROUP)[:, None] & (columns < D)[None, :]
-    query = tl.load(query_ptr + offset, mask, 0.0)
+    query = tl.load(heads_ptr + columns[None, :], mask, 0.0)
+    if REST > 0:
+        rest_columns = WIDTH + tl.arange(0, REST)
+        mask = (member < GROUP)[:, None] & (rest_columns < D)[None, :]
+        query_rest = tl.load(heads_ptr + rest_columns[None, :], mask, 0.0)
     keys_ptr += row.to(tl.int64) * key_slot_stride + kv_head.to(tl.int64) * key_head_stride
     values_ptr += row.to(tl.int64) * value_slot_stride + kv_head.to(tl.int64) * value_head_stride
 
@@ -201,6 +223,12 @@ def _decode_attention_fwd_kernel(
             x = dot(query, tl.trans(keys), tl.zeros([HEADS, TILE], tl.float32), WIDE)
         else:
             x = tl.sum(query[:, None, :] * keys[None, :, :], 2)
+        if REST > 0:
+            keys = _load_tokens(keys_ptr, tokens, low, high, key_token_stride, rest_columns, D)
+            if DOT:
+                x = dot(query_rest, tl.trans(keys), x, WIDE)
+            else:
+                x += tl.sum(query_rest[:, None, :] * keys[None, :, :], 2)
         if inner is not None:
             x = accurate_tanh(x * tl.cast(inner, tl.float32))
         x = tl.where(((tokens >= low) & (tokens < high))[None, :], x, float("-inf"))
@@ -223,17 +251,20 @@ def _decode_attention_fwd_kernel(
     block = at % BLOCKS
     split = at // (BLOCKS * kv_heads) % splits
     member = (block * HEADS).to(tl.int32) + tl.arange(0, HEADS)
-    length, low, high = _live_tokens(lengths_ptr, row, span, window)
+    length, low, high = _live_tokens(lengths_ptr, row, span, window, chunk)
     live = tl.cdiv(high, SPLIT) - low // SPLIT  # splits
     first_head = row.to(tl.int64) * (kv_heads * GROUP) + kv_head * GROUP
     there = member < GROUP
     part = (first_head + member) * splits + split
     mask = there[:, None] & (value_columns < DV)[None, :]
     out = out_ptr + ((first_head + member) * DV)[:, None] + value_columns[None, :]
+    whole = exp_sum
+    if sinks_ptr is not None:
+        whole = _with_sinks(exp_sum, m, sinks_ptr, kv_head * GROUP + member, there, factor)
     if parts_ptr is None:
-        _store_row(out, acc, exp_sum[:, None], length, mask)
+        _store_row(out, acc, whole[:, None], length, mask)
     elif live <= 1:
-        _store_row(out, acc, exp_sum[:, None], length, mask)
+        _store_row(out, acc, whole[:, None], length, mask)
     else:
         number = (tl.num_programs(0) // BLOCKS).to(tl.int64) * GROUP  # of all parts
         tl.store(parts_ptr + (part * DV)[:, None] + value_columns[None, :], acc, mask=mask)
@@ -243,8 +274,8 @@ def _decode_attention_fwd_kernel(
             arrivals_ptr += (row.to(tl.int64) * kv_heads + kv_head) * BLOCKS + block
             if arrives_last(arrivals_ptr, live):
                 _merge(
-                    out_ptr, parts_ptr, number, first_head, block * HEADS, splits, live, factor,
-                    GROUP, MERGED, DV, VALUE_WIDTH, PARTS, LOADED,
+                    out_ptr, parts_ptr, sinks_ptr, number, first_head, block * HEADS, splits, live,
+                    factor, kv_head, GROUP, MERGED, DV, VALUE_WIDTH, PARTS, LOADED,
                 )  # fmt: skip
 
 
@@ -254,10 +285,12 @@ def _decode_attention_merge_kernel(
     outer,  # number
     out_ptr,  # [B, Hq, DV]
     parts_ptr,  # as above
+    sinks_ptr,  # [Hq], or None
     kv_heads,
     splits,
     span,
     window,
+    chunk,  # number, or None
     DV: tl.constexpr,
     GROUP: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -270,14 +303,14 @@ def _decode_attention_merge_kernel(
     at = tl.program_id(0)
     block = at % BLOCKS
     at = at // BLOCKS  # of heads of keys
-    _, low, high = _live_tokens(lengths_ptr, at // kv_heads, span, window)
+    _, low, high = _live_tokens(lengths_ptr, at // kv_heads, span, window, chunk)
     live = tl.cdiv(high, SPLIT) - low // SPLIT
     if live > 1:
         factor = tl.cast(outer, tl.float32) * LOG2E
         number = (tl.num_programs(0) // BLOCKS).to(tl.int64) * (splits * GROUP)
         _merge(
-            out_ptr, parts_ptr, number, at.to(tl.int64) * GROUP, block * MERGED, splits, live,
-            factor, GROUP, MERGED, DV, VALUE_WIDTH, PARTS, LOADED,
+            out_ptr, parts_ptr, sinks_ptr, number, at.to(tl.int64) * GROUP, block * MERGED, splits,
+            live, factor, at % kv_heads, GROUP, MERGED, DV, VALUE_WIDTH, PARTS, LOADED,
         )  # fmt: skip
 
 
@@ -309,10 +342,15 @@ def _shapes(
     only."""
     size = dtype.itemsize
     group = heads // kv_heads
-    some = min(_HEADS[size], power_of_2(group))
     dot = size == 2  # fp32 would lose digits on tensor cores
     key_tile, value_tile = power_of_2(max(16, width)), power_of_2(max(16, value_width))
+    rest = 0
+    if width > 256 and key_tile > width:
+        key_tile //= 2
+        rest = power_of_2(max(16, width - key_tile))
     widest = max(key_tile, value_tile)
+    # Of wide sums, fewer fit into registers.
+    some = min(_HEADS[size], power_of_2(group), _HEADS_OF_WIDE if widest > 256 else 32)
     warps = 4 if widest <= 128 else 8  # more would spill with 4
     registers = max(1, some * value_tile // (32 * warps))  # of a split that is merged
     return {
@@ -321,6 +359,7 @@ def _shapes(
         "GROUP": group,
         "HEADS": max(16, some) if dot else some,
         "WIDTH": key_tile,
+        "REST": rest,
         "VALUE_WIDTH": value_tile,
         "TILE": min(64, max(16, elements // widest)),
         "DOT": dot,
@@ -341,6 +380,7 @@ def attend(
     values: Tensor,
     lengths: Tensor,
     arrivals: Callable[[int, int], Tensor],
+    sinks: Tensor | None,
     a: AttentionSettings,
 ) -> Tensor:
     """``decode_attention`` of checked arguments; ``arrivals`` is ``LiveTokens.arrivals``."""
@@ -351,6 +391,8 @@ def attend(
         return out
     query = query if query.stride(-1) == 1 else query.contiguous()
     lengths = lengths.contiguous()
+    sinks = sinks if sinks is None else sinks.contiguous()
+    chunk = a.chunk if a.chunk < a.span else None
     # A window may touch one split more than it fills.
     splits = min(programs_for(a.span, SPLIT), programs_for(a.window - 1, SPLIT) + 1)
     elements = _TILE_ELEMENTS_ON_AMD if _on_amd() else _TILE_ELEMENTS
@@ -367,8 +409,8 @@ def attend(
     with device_of(query):
         _launch_fwd(
             programs * splits,
-            query, keys, values, lengths, a.inner, a.outer, out, parts, counters,
-            kv_heads, splits, a.span, a.window, query_strides[0], query_strides[1],
+            query, keys, values, lengths, a.inner, a.outer, out, parts, counters, sinks,
+            kv_heads, splits, a.span, a.window, chunk, query_strides[0], query_strides[1],
             key_strides[0], key_strides[1], key_strides[2],
             value_strides[0], value_strides[1], value_strides[2],
             SPLIT=SPLIT, **shapes,
@@ -377,7 +419,7 @@ def attend(
             merged = max(1, _MERGE_TILE // shapes["VALUE_WIDTH"])
             _launch_merge(
                 batch * kv_heads * programs_for(shapes["GROUP"], merged),
-                lengths, a.outer, out, parts, kv_heads, splits, a.span, a.window,
+                lengths, a.outer, out, parts, sinks, kv_heads, splits, a.span, a.window, chunk,
                 DV=width, GROUP=shapes["GROUP"], VALUE_WIDTH=shapes["VALUE_WIDTH"], SPLIT=SPLIT,
                 MERGED=merged, PARTS=_PARTS, LOADED=_MOST_LOADED, num_warps=1,
             )  # fmt: skip
