@@ -85,8 +85,8 @@ _SETTINGS |= {
     "bloom": ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2}),
 }
 WITHOUT_INTERFACE = ("gptj", "bloom")
-# Attention of other kinds: sinks, chunks and layers without RoPE, latents. Their mixtures have one
-# expert, or none, so that a token's results do not depend on how many others it has.
+# Layers of other kinds: sinks, chunks and layers without RoPE, latents, states. Their mixtures have
+# one expert, or none, so that a token's results do not depend on how many others it has.
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": None,
@@ -95,7 +95,58 @@ _LATENT = {
     "qk_nope_head_dim": 6,
     "v_head_dim": 5,
 }
+_ONE_EXPERT = {
+    "num_experts": 1,
+    "num_local_experts": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
+_DELTA = {
+    "head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
 _OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", _ROTARY | _DELTA),
+    "kimi_linear": (
+        "kimi_linear",
+        _ROTARY
+        | _LATENT
+        | {
+            "linear_head_dim": 4,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        _ROTARY
+        | {
+            "head_dim": 4,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["attention", "mlp", "mamba"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 6,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "expand": 2,
+        },
+    ),
+    "falcon_h1": ("falcon_h1", _ROTARY | _MAMBA | {"head_dim": 4, "mamba_d_ssm": 32}),
+    "lfm2": ("lfm2", _ROTARY | {"layer_types": ["full_attention", "conv"]}),
     "gpt_oss": (
         "gpt_oss",
         _ROTARY
@@ -117,7 +168,25 @@ _OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", _ROTARY | _LATENT | {"first_k_dense_replace": 2}),
 }
 KINDS = tuple(_OF_KIND)
-_SETTINGS |= _OF_KIND
+_MORE_OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", _ROTARY | _DELTA | _ONE_EXPERT),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _ROTARY | _DELTA | _ONE_EXPERT),
+    "olmo_hybrid": ("olmo_hybrid", _ROTARY | _DELTA),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        _ROTARY
+        | _MAMBA
+        | _ONE_EXPERT
+        | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 8},
+    ),
+    "bamba": ("bamba", _ROTARY | _MAMBA | {"attn_layer_indices": [1]}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        _ROTARY | _ONE_EXPERT | {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    ),
+}
+MORE_KINDS = tuple(_MORE_OF_KIND)
+_SETTINGS |= _OF_KIND | _MORE_OF_KIND
 
 
 def config(family: str, **changes: Any) -> Any:
