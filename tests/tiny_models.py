@@ -140,6 +140,7 @@ _OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_num_heads": 4,
             "mamba_head_dim": 8,
             "ssm_state_size": 6,
+            "time_step_min": 0.5,
             "n_groups": 2,
             "chunk_size": 16,
             "expand": 2,

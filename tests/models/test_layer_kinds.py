@@ -113,12 +113,13 @@ def test_a_neighbours_tokens_change_not_one_bit(family):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_samples_as_a_plain_forward_says(family):
-    """Prompts and responses that cross windows and chunks, in slots that others have left."""
+    """Prompts and responses that cross windows and chunks, in slots that others have left, and
+    samples that move to other slots."""
     model = build(family)
-    engine = choose_engine(model, tiny.tokenizer(), max_slots=3)
+    engine = choose_engine(model, tiny.tokenizer(), max_slots=8)
     assert isinstance(engine, RolloutEngine)
-    prompts = tiny_models.prompts(11, 1, 6, 3)
-    params = SamplingParams(max_new_tokens=14, min_new_tokens=14, seed=0, n=2)
+    prompts = tiny_models.prompts(11, 1, 6, 3, 2)
+    params = SamplingParams(max_new_tokens=[14, 2, 14, 2, 9], min_new_tokens=2, seed=0, n=2)
     out = engine.generate(prompts, params)
     for i, sequence in enumerate(out.sequences):
         prompt = prompts[i // 2]
