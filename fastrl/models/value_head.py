@@ -33,6 +33,7 @@ from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
 from fastrl.models.utils import cache_argument, cache_of, hidden_width, is_empty
 from fastrl.run import hub
 from fastrl.run.model_card import write_model_card
+from fastrl.run.processor_files import write_processor
 from fastrl.run.value_head_file import (
     HEAD_NAME,
     HEAD_PREFIX,
@@ -363,6 +364,7 @@ class PreTrainedModelWrapper(nn.Module):
         if self.is_peft_model:
             quantised.save_beside_adapter(self.pretrained_model, save_directory)
         write_value_head(folder, head, of_adapter=self.is_peft_model)
+        write_processor(self.pretrained_model, folder)
         if self.trunk is not None:
             (folder / TRUNK_NAME).write_text(self.trunk.record(base))
         if push:
