@@ -27,6 +27,9 @@ class CachedAttention(Attention, Protocol):
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores keys and values [B, Hkv, T, D] of a layer; returns those that `attend` gets."""
 
+    def route(self, number: int, router: Any, args: tuple, out: tuple) -> None:
+        """Stores a router's choices."""
+
 
 class SlotCache(Cache):
     """The model's ``past_key_values``: passes keys and values to the attention of the current
@@ -71,6 +74,12 @@ class DecodeAttention:
         for whole, new in zip(stored, (keys, values), strict=True):
             whole.index_put_(self.places, new.squeeze(2).to(whole.dtype))
         return stored
+
+    def route(self, number: int, _router: Any, _args: tuple, out: tuple) -> None:
+        """Stores a router's choices, see :class:`fastrl.models.routing.Routes`."""
+        kept = self.kv_cache.experts
+        if kept:
+            kept[number].index_put_(self.places, out[2].to(kept[number].dtype))
 
     def rotate_and_write(
         self,
@@ -140,6 +149,12 @@ class PrefillAttention:
         if self.layers_left == 0:
             raise PrefillDone
         return keys, values
+
+    def route(self, number: int, _router: Any, _args: tuple, out: tuple) -> None:
+        """As :meth:`DecodeAttention.route`. Those of the last layer are not made, nor needed."""
+        kept = self.kv_cache.experts
+        if kept:
+            kept[number].index_put_(self.places, out[2].to(kept[number].dtype)[self.sources])
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         return self.packed.attend(query, keys, values, variant)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.models.host_memory import to_device
+from fastrl.models.routing import UNKNOWN
 
 RUNNING, EOS, LENGTH, STOP, NAN, IDLE = range(6)
 FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
@@ -59,6 +60,19 @@ class KVCache:
         self.keys = [zeros(layer.heads, layer.key_width) for layer in layers]
         self.values = [zeros(layer.heads, layer.value_width) for layer in layers]
         self.windows: list[int | None] = [None] * len(layers)  # filled in as layers attend
+        self.experts: list[Tensor] = []  # choices of each router, [slots, length, k] int16
+
+    def keep_experts(self, chosen: Sequence[int]) -> None:
+        """Keeps the choices of routers, too, each of so many experts for a token."""
+        at = self.slots, self.length
+        device = self.keys[0].device
+        self.experts = [
+            torch.full((*at, k), UNKNOWN, dtype=torch.int16, device=device) for k in chosen
+        ]
+
+    def chosen(self, slot: int) -> Tensor:
+        """The choices of all routers in a slot, [length, L, k]."""
+        return torch.stack([x[slot] for x in self.experts], dim=1)
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerShape], length: int, dtype: torch.dtype) -> int:
@@ -70,11 +84,16 @@ class KVCache:
         where = to_device(torch.tensor(list(slots)), self.keys[0].device)
         for x in (*self.keys, *self.values):
             x.index_fill_(0, where, 0)
+        for x in self.experts:
+            x.index_fill_(0, where, UNKNOWN)
 
     def move(self, moves: Moves, tokens: int) -> None:
         """Copies the first ``tokens`` of slots to others, whose others become zero."""
         for x in (*self.keys, *self.values):
             x.index_fill_(0, moves.targets, 0)
+            x[moves.targets, :tokens] = x[moves.sources, :tokens]
+        for x in self.experts:
+            x.index_fill_(0, moves.targets, UNKNOWN)
             x[moves.targets, :tokens] = x[moves.sources, :tokens]
 
 
