@@ -381,7 +381,7 @@ def _of_responses(
     found = []
     for i, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
         own = kept[i][: len(prompt) + len(sequence) - 1].cpu()
-        if (own[len(prompt) - 1 :] == UNKNOWN).any():
+        if (own[len(prompt) - 1 :] == UNKNOWN).any() or (own[:, :-1] == UNKNOWN).any():
             raise RuntimeError(
                 "a router's choices were not kept, as its layer does not call it: leave out "
                 "replay_routing"
