@@ -208,6 +208,16 @@ class PPOConfig:
         "engine",
         choices=ROLLOUT_BACKENDS,
     )
+    replay_routing: bool = setting(
+        "Of a mixture of experts: keep the experts' choices of rollouts, and score and learn with "
+        "them, so that log-probs before and after are of the same experts.",
+        False,
+    )
+    router_aux_loss_coef: float = setting(
+        "Weight of the load-balancing loss of a mixture's routers; 0: it is logged alone.",
+        0.0,
+        within="[0, inf)",
+    )
     old_logprobs: str = setting(
         "Source of the log-probs and values before the update: rollout (computed while "
         "generating), recompute (another forward), auto (the rollout, if a few samples that are "

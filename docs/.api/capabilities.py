@@ -196,6 +196,11 @@ CAPABILITIES = (
         {"step": _YOURS, "align": "*ties are learned as ties*", **_SAMPLED_BY_NONE},
     ),
     Capability(
+        "replay of the experts that a rollout chose",
+        ("replay_routing",),
+        {"align": "*is not recorded*", **_SAMPLED_BY_NONE},
+    ),
+    Capability(
         "tools and environments",
         ("tools", "environment_factory", "response_masks"),
         {"align": "*whole texts are judged*", **_SAMPLED_BY_NONE},

@@ -9,6 +9,7 @@ from pathlib import Path
 from fastrl.commands.flags import own_parser
 from fastrl.run.files import new_folder
 from fastrl.run.model_card import recorded_training, write_model_card
+from fastrl.run.processor_files import write_processor
 from fastrl.run.terminal import plain, run_console
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -85,6 +86,7 @@ def save_merged(source: str, out: Path, dtype: str | None) -> None:
 
     def save(folder: Path) -> None:
         saved.save_pretrained(folder)
+        write_processor(merged, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         write_model_card(folder, out.absolute().name, saved, recorded_training(source))

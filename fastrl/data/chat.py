@@ -18,6 +18,9 @@ _SHAREGPT = {"human": "user", "gpt": "assistant"}
 _MISSPELT = 0.8  # difflib's ratio from which an unknown role is taken for a known one
 
 
+_NOT_TEXT = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
+
+
 def is_chat(said: Any) -> bool:
     """Whether something is a list of dicts, and neither a text nor token ids."""
     return isinstance(said, list | tuple) and any(isinstance(each, Mapping) for each in said)
@@ -34,7 +37,7 @@ def check_messages(messages: Sequence[Any], where: str, *, texts: bool = False) 
 
     Raises:
         ValueError: something that is no message, a role that is missing, blank or misspelt, a
-            content that is missing or of another type; names the message.
+            content that is missing or of another type, or that holds pictures; names the message.
     """
     for i, message in enumerate(messages):
         at = f"{where}, message {i}"
@@ -54,6 +57,13 @@ def check_messages(messages: Sequence[Any], where: str, *, texts: bool = False) 
             raise ValueError(
                 f"{at} has the content {content!r:.80}: it must be a text, or content blocks"
             )
+        for block in content if isinstance(content, list) else ():
+            kind = block.get("type") if isinstance(block, Mapping) else None
+            if kind in _NOT_TEXT:
+                raise ValueError(
+                    f"{at} has content of the type {kind!r}, which would not be learned from: "
+                    "models of images and texts are trained on texts alone; leave the message out"
+                )
 
 
 def _check_role(message: Mapping[str, Any], at: str) -> None:

@@ -42,6 +42,26 @@ NEEDS = {
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
+# Columns of pictures and of what models read of them.
+PICTURES = (
+    *("image", "images", "videos", "pixel_values", "pixel_values_videos"),
+    *("image_grid_thw", "video_grid_thw", "mm_token_type_ids"),
+)
+
+
+def refuse_pictures(columns: Iterable[str], of: str = "the data set") -> None:
+    """
+    Raises:
+        ValueError: a column of pictures.
+    """
+    for name in columns:
+        if name in PICTURES:
+            raise ValueError(
+                f"the column {name!r} of {of} would not be learned from: models of images and "
+                "texts are trained on texts alone; remove the column to learn the texts"
+            )
+
+
 def check_reserved(
     columns: Iterable[str], of: str, reserved: Container[str] = REWARD_ARGUMENTS
 ) -> None:
@@ -51,8 +71,10 @@ def check_reserved(
         reserved: names of what reward functions get by keyword, which a column would replace.
 
     Raises:
-        ValueError: a column of such a name.
+        ValueError: a column of such a name, or of pictures.
     """
+    columns = list(columns)
+    refuse_pictures(columns, of)
     for name in columns:
         if name in reserved:
             raise ValueError(

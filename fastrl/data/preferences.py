@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.chat import as_messages, chat_ids, check_messages, is_chat, template_arguments
-from fastrl.data.columns import read_label
+from fastrl.data.columns import read_label, refuse_pictures
 from fastrl.data.padding_free import PaddingFree, right_padded
 from fastrl.data.tables import ROW, each_row, is_stream, row_number
 from fastrl.data.token_batch import Padded, TokenBatch
@@ -27,7 +27,6 @@ PAIR = ("chosen", "rejected")
 OF_A_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 OF_A_COMPLETION = ("prompt_ids", "completion_ids", "label")
 Cuts = tuple[int | None, int | None]  # tokens of a prompt and of a completion, at most
-_IMAGES = ("image", "images")
 
 
 def prepare_pairs_of_ids(
@@ -257,8 +256,7 @@ def _check(row: Mapping[str, Any], columns: Sequence[str]) -> None:
     Raises:
         ValueError: a row without these columns, or with images.
     """
-    if any(name in row for name in _IMAGES):
-        raise ValueError("the data set has images, and only texts are learned from: leave them out")
+    refuse_pictures(row)
     missing = [name for name in columns if name not in row]
     if missing:
         raise ValueError(

@@ -17,7 +17,7 @@ from fastrl.data.collators import (
     TOKEN_COLUMNS,
     DataCollatorForCompletionOnlyLM,
 )
-from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row
+from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row, refuse_pictures
 from fastrl.data.encode import Encoder
 from fastrl.data.tables import (
     ROW,
@@ -85,12 +85,7 @@ def prepare_texts(
         columns = [_FORMATTED]
     else:
         columns = stream_columns(dataset) if streams else columns_of(dataset)
-    pictures = {"image", "images"} & set(columns)
-    if pictures:
-        raise ValueError(
-            f"the data set has a column {min(pictures)!r}, which would not be learned: models of "
-            "images are not trained here; remove the column to learn the texts alone"
-        )
+    refuse_pictures(columns)
     encode_whole, encode_cut = (
         _row_encoder(columns, encoder, text_field, completion_only, assistant_only)
         for encoder in (

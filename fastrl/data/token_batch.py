@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrl.models.host_memory import to_device
+from fastrl.models.routing import Routing
 from fastrl.models.scoring import PassLimit
 
 if TYPE_CHECKING:
@@ -97,6 +98,9 @@ class TokenBatch:
     # The activations of layers shared with a reference model, and the samples' indices in it.
     boundaries: TrunkActivations | None = None
     samples: Sequence[int] = ()
+    # Of a mixture of experts the choices [≤ T, L, k] of each sample's tokens, None where they are
+    # not known; None of a dense model.
+    experts: Sequence[Tensor | None] | None = None
 
     @classmethod
     def from_padded(
@@ -135,7 +139,11 @@ class TokenBatch:
     @property
     def model_pass(self) -> ModelPass:
         """The forward over all samples."""
-        return self.padding.model_pass(self)
+        found = self.padding.model_pass(self)
+        if self.experts is not None:
+            ids = found.inputs["input_ids"]
+            found.inputs["routing"] = Routing.of(found.places, self.lengths, self.experts, ids)
+        return found
 
     @property
     def padded_inputs(self) -> dict[str, Any]:
@@ -270,6 +278,7 @@ class TokenBatch:
             response_lengths=[self.response_lengths[i] for i in indices],
             prompts=[self.prompts[i] for i in indices],
             samples=[self.samples[i] for i in indices] if self.boundaries is not None else (),
+            experts=None if self.experts is None else [self.experts[i] for i in indices],
         )
 
 

@@ -205,7 +205,12 @@ class GradientStep:
                 with self.engine.accumulating(last):
                     scores = self.engine.model(**model_pass.inputs, scoring=request)
                     coef = self.learning.policy_coef
-                    found.append(self.loss(part.old, request, scores, coef))
+                    own_loss = self.loss(part.old, request, scores, coef)
+                    routing, router = model_pass.inputs.get("routing"), self.loss.router
+                    if routing is not None and router is not None:
+                        share = part.size / minibatch.size
+                        own_loss = router.added(own_loss, routing, share, coef)
+                    found.append(own_loss)
                     loss = found[-1].loss
                     self.engine.add(loss if i < counts else loss * 0, len(minibatches))
             joined = self.loss.joined(found[: counts or 1], own.old)

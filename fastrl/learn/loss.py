@@ -16,6 +16,7 @@ from fastrl.learn.experience import Experience, Minibatch
 from fastrl.learn.objective import TokenObjective
 from fastrl.learn.scorer import scoring_request
 from fastrl.models.host_memory import to_device
+from fastrl.models.routing import Routing
 from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
 
 
@@ -107,6 +108,31 @@ class ClippedValues(NamedTuple):
         }
 
 
+class RouterTerm(NamedTuple):
+    """coef times the load-balancing loss of a mixture's routers, and their statistics."""
+
+    coef: float
+    replays: bool  # the experts' choices of rollouts
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the statistics."""
+        found = ("load", "aux_loss", *(("changed_choices",) if self.replays else ()))
+        return tuple(f"ppo/router/{name}" for name in found)
+
+    def added(
+        self, own: MinibatchLoss, routing: Routing, share: float, policy_coef: float
+    ) -> MinibatchLoss:
+        """A part's loss with its share of the mini-batch's term."""
+        stats = {f"ppo/router/{name}": x for name, x in routing.statistics().items()}
+        found = own._replace(stats={**own.stats, **stats})
+        if not self.coef:
+            return found
+        term = self.coef * policy_coef * share * routing.aux_loss()
+        found.stats["ppo/loss/total"] = own.stats["ppo/loss/total"] + term.detach()
+        return found._replace(loss=own.loss + term)
+
+
 class TokenLoss:
     """Σ_t v_t·(u_t·ℓ_t + β·KL_t - c·H_t) / D over the tokens of a mini-batch, see
     :mod:`fastrl.learn.objective`.
@@ -170,6 +196,7 @@ class UpdateLoss(TokenLoss):
         per_step: whether all mini-batches of an optimizer step have one denominator.
         has_kl: whether experience has a KL term.
         off_policy: leaves out responses by :func:`fastrl.learn.correction.on_policy`; None: none.
+        router: what a mixture's routers add; None of dense models.
 
     Attributes:
         names: the classic names of its statistics.
@@ -186,14 +213,17 @@ class UpdateLoss(TokenLoss):
         entropy_coef: float = 0.0,
         temperature: float = 1.0,
         off_policy: float | None = None,
+        router: RouterTerm | None = None,
     ):
         super().__init__(objective, aggregate, entropy_coef, temperature)
+        self.router = router
         self.values, self.per_step, self.off_policy = values, per_step, off_policy
         self.names = (
             *_POLICY_STATS,
             *_OTHER_STATS,
             *(() if values is None else _VALUE_STATS),
             *(("ppo/loss/kl",) if has_kl else ()),
+            *(() if router is None else router.names),
         )
 
     def denominators(self, minibatches: Sequence[Minibatch]) -> list[Tensor]:
@@ -337,6 +367,7 @@ class ValueLoss:
     """
 
     names = (*_VALUE_STATS, "ppo/returns/mean", "ppo/returns/var")
+    router = None
 
     def __init__(self, policy: UpdateLoss, values: ClippedValues):
         self.policy, self.values = policy, values

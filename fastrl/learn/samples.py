@@ -29,6 +29,8 @@ class SampledResponses:
     ref: list[Tensor] | None = None  # of the reference model
     sampler_weights: list[Tensor] | None = None  # of tokens that another engine sampled
     sampled: list[Tensor] | None = None  # log-probs of that engine, NaN where it gave none
+    # Choices of a mixture's experts, None where they are not replayed; None of a dense model.
+    experts: list[Tensor | None] | None = None
     # Columns of a trainer's subclass, [B, ...] or lists of B; others are the whole batch's.
     further: dict[str, Any] = field(default_factory=dict)
 
@@ -41,7 +43,7 @@ class SampledResponses:
         return [int(mask.sum()) for mask in self.masks]
 
     def select(self, indices: Sequence[int]) -> SampledResponses:
-        def some(column: list[Tensor] | None) -> Any:
+        def some(column: Sequence[Any] | None) -> Any:
             return None if column is None else [column[i] for i in indices]
 
         return SampledResponses(
@@ -54,6 +56,7 @@ class SampledResponses:
             some(self.ref),
             some(self.sampler_weights),
             some(self.sampled),
+            some(self.experts),
             {name: self._part(x, indices) for name, x in self.further.items()},
         )
 
@@ -84,7 +87,7 @@ class SampledResponses:
             list(map(len, self.completion_ids)),
             self.masks,
         )
-        return replace(found, padding=padding or Padded())
+        return replace(found, padding=padding or Padded(), experts=self.experts)
 
     def minibatch(
         self, pad_token: int, padding: Padding, device: torch.device, kl_coef: float

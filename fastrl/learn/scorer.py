@@ -14,6 +14,7 @@ from fastrl.data.token_batch import ModelPass, Padded, TokenBatch
 from fastrl.learn.experience import LogprobsAndValues, Scored, kl_operands
 from fastrl.learn.kl import KLPenalty
 from fastrl.learn.memory import MicroBatches, PositionCount
+from fastrl.models.routing import without_routing
 from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.ref_model import RefModel
@@ -101,7 +102,8 @@ class Scorer:
     def _score_reference(self, part: TokenBatch) -> dict[str, Tensor]:
         model_pass = part.model_pass
         request = self._request(part, model_pass, values=False)
-        scored = {"ref_logprobs": self.reference.score(model_pass.inputs, request).logprobs}
+        reference = self.reference.score(without_routing(model_pass.inputs), request)
+        scored = {"ref_logprobs": reference.logprobs}
         return {**scored, **self._values(model_pass, request)}
 
     def _values(self, model_pass: ModelPass, request: ScoringRequest) -> dict[str, Tensor]:
@@ -118,7 +120,8 @@ class Scorer:
         model_pass = part.model_pass
         request = self._request(part, model_pass, logits=self.penalty.needs_logits, values=values)
         policy = self.policy(**model_pass.inputs, scoring=request)
-        reference = self.reference.score(model_pass.inputs, request._replace(values=False))
+        inputs = without_routing(model_pass.inputs)
+        reference = self.reference.score(inputs, request._replace(values=False))
         scored = {"logprobs": policy.logprobs, "ref_logprobs": reference.logprobs}
         if values:
             scored["values"] = policy.values

@@ -15,6 +15,7 @@ from fastrl.models import recurrence
 from fastrl.models.latents import Latents
 from fastrl.models.layer_kinds import unknown_layer
 from fastrl.models.packed_parts import PackedParts
+from fastrl.models.routing import current_routes, routed
 
 NAME = "fastrl"
 
@@ -157,7 +158,7 @@ def replaced(model: nn.Module, attention: Attention | None) -> Iterator[None]:
     """Context in which the model uses this attention, or its own where that is None; its layers do
     so, too, where they run again in a backward pass behind the context, under
     :func:`kept_for_recomputation` or transformers' own activation checkpointing."""
-    if attention is None:
+    if attention is None and current_routes() is None:
         yield
         return
     own: list[tuple[Any, Callable[..., Any]]] = [
@@ -169,25 +170,35 @@ def replaced(model: nn.Module, attention: Attention | None) -> Iterator[None]:
     try:
         for module, run in own:
             module._gradient_checkpointing_func = _keeping(module, run)
-        with attached(model), attending(attention):
+        with _attended(model, attention):
             yield
     finally:
         for module, run in own:
             module._gradient_checkpointing_func = run
 
 
+@contextlib.contextmanager
+def _attended(model: nn.Module, attention: Attention | None) -> Iterator[None]:
+    if attention is None:
+        yield
+        return
+    with attached(model), attending(attention):
+        yield
+
+
 def kept_for_recomputation(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``forward`` with the attention of now, whenever it is called.
+    """A function that calls ``forward`` with the attention and the experts of now, whenever it is
+    called.
 
     Args:
         module: whose forward it is.
     """
-    attention = current_attention()
-    if attention is None:
+    attention, routes = current_attention(), current_routes()
+    if attention is None and routes is None:
         return forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with attached(module), attending(attention):
+        with _attended(module, attention), routed(routes):
             return forward(*args, **kwargs)
 
     return run

@@ -73,6 +73,7 @@ class Critic(nn.Module):
         self,
         scoring: ScoringRequest,
         attention: Attention | None = None,
+        routing: Any = None,
         boundary: Tensor | None = None,
         **inputs: Any,
     ) -> TokenScores:
@@ -80,6 +81,7 @@ class Critic(nn.Module):
 
         Args:
             attention: in place of the model's own, such as that of a packed row.
+            routing: of a policy's experts; not read.
             boundary: of layers that a policy shares with its reference; not read.
         """
         hidden: list[Tensor] = []

@@ -35,11 +35,19 @@ from transformers.utils import cached_file, logging
 
 from fastrl.models import quantised
 from fastrl.models.flash_attention import need_flash_attention
+from fastrl.models.multimodal import (
+    CLASSIFIER_HEADS,
+    for_text,
+    freeze_unread,
+    is_multimodal,
+    loader_for,
+)
 from fastrl.models.utils import need_peft
 from fastrl.nearest import did_you_mean_path
 from fastrl.run.files import NO_PICKLE
 from fastrl.run.launcher import is_main_process
 from fastrl.run.model_card import names_a_folder
+from fastrl.run.processor_files import PROCESSOR_FILES, keep_processor
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -50,7 +58,6 @@ MERGE_ADAPTER = "merge it into its base first (fastrl merge FOLDER OUT)"
 
 Model = TypeVar("Model", bound=nn.Module)
 
-CLASSIFIER_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
 _OF_THE_ADAPTER = ("revision", "subfolder")  # options that are not those of its base
 _OF_EMPTY = {"dtype", "attn_implementation", "use_safetensors", "revision", "token", "cache_dir"}
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
@@ -416,12 +423,14 @@ class _Checkpoint:
             # Weights that the base lacks may be the adapter's: that is checked below.
             with contextlib.nullcontext() if self.adapter is None else _quiet():
                 if loader is AutoModelForCausalLM:
-                    _check_decoder(name, options)
+                    config = _check_decoder(name, options)
                 elif loader is AutoModelForSequenceClassification:
                     _check_classifier(name, options)
                 _check_weights(name, options.get("subfolder"))
                 if self.adapter is not None:
                     saved = self._saved_whole()
+                if loader is AutoModelForCausalLM:
+                    loader = self._loader_of(config)
                 options |= {**more, "output_loading_info": True}
                 model, loading = loader.from_pretrained(name, *model_args, **options)
         except OSError as error:
@@ -434,6 +443,8 @@ class _Checkpoint:
             ) from error
         missing = sorted(set(loading["missing_keys"]) - set(saved))
         quantised.settle(model)
+        freeze_unread(model)
+        keep_processor(model, _processor_files(name, options))
         if self.adapter is not None and not missing:
             model = self._with_adapter(model, trainable)
         return own_storage(model), missing
@@ -451,6 +462,17 @@ class _Checkpoint:
                 found |= saved
         return found
 
+    def _loader_of(self, config: Any) -> Any:
+        """transformers' class for a language model of this configuration; an adapter on a text
+        model alone, as AutoModelForCausalLM loads it, gets that."""
+        loader = loader_for(config, AutoModelForCausalLM)
+        if self.adapter is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return loader
+        file = find_file(self.folder, ADAPTER_WEIGHTS, self.options)
+        with safe_open(file, framework="pt") as tensors:
+            of_whole = any(".language_model." in key for key in tensors.keys())  # noqa: SIM118
+        return loader if of_whole else AutoModelForCausalLM
+
     def may_be_empty(self) -> bool:
         """Whether it is a whole model, loaded with nothing but a few plain options."""
         return self.adapter is None and set(self.options) <= _OF_EMPTY
@@ -462,7 +484,7 @@ class _Checkpoint:
         options = {k: v for k, v in self.options.items() if k in ("dtype", "attn_implementation")}
         config = AutoConfig.from_pretrained(self.folder, **_hub(self.options))
         if loader is AutoModelForCausalLM:
-            _check_decoder(self.folder, dict(self.options))
+            loader = loader_for(_check_decoder(self.folder, dict(self.options)), loader)
         with init_empty_weights(include_buffers=False):
             model = loader.from_config(config, **options)
         model.tie_weights()
@@ -471,6 +493,7 @@ class _Checkpoint:
                 self.folder, **_hub(self.options)
             )
         model.name_or_path = self.folder
+        freeze_unread(model)
         return model.eval()
 
     def load_classifier(self, trainable: bool) -> tuple[Any, list[str]]:
@@ -591,7 +614,7 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
         model = quantised.prepared_for_adapters(model, args)
     with quantised.peft_hushed():
-        return get_peft_model(model, peft_config)
+        return get_peft_model(model, for_text(model, peft_config))
 
 
 def own_storage(model: Model) -> Model:
@@ -628,8 +651,9 @@ def _refuse_headless(path: str | os.PathLike, missing: list[str]) -> NoReturn:
     )
 
 
-def _check_decoder(name: str, options: dict[str, Any]) -> None:
-    """
+def _check_decoder(name: str, options: dict[str, Any]) -> Any:
+    """The configuration of a causal language model.
+
     Raises:
         ValueError: by its configuration not a causal language model. Of some encoder–decoders, such
             as BART, AutoModelForCausalLM would load the decoder.
@@ -641,10 +665,12 @@ def _check_decoder(name: str, options: dict[str, Any]) -> None:
             f"{_CHOOSE_A_DECODER}, or train it by PPO in Python (fastrl.PPOTrainer with "
             "fastrl.AutoModelForSeq2SeqLMWithValueHead.from_pretrained)"
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or is_multimodal(config)
+    if not known and not getattr(config, "auto_map", None):
         raise ValueError(
             f"{name} ({config.model_type}) is not a causal language model: {_CHOOSE_A_DECODER}"
         )
+    return config
 
 
 def _check_classifier(name: str, options: dict[str, Any]) -> None:
@@ -676,6 +702,12 @@ def _config_of(name: str, options: dict[str, Any]) -> Any:
     except (OSError, ValueError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"the configuration of {name} cannot be loaded: {_line(error)}") from error
+
+
+def _processor_files(name: str, options: dict[str, Any]) -> dict[str, bytes]:
+    """The contents of a checkpoint's processor files by their names."""
+    found = ((each, find_file(name, each, options)) for each in PROCESSOR_FILES)
+    return {each: Path(file).read_bytes() for each, file in found if file is not None}
 
 
 def _check_weights(folder: str, subfolder: str | None) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastrl.models.attention import replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
+from fastrl.models.routing import routed
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 
@@ -60,12 +61,17 @@ class TokenScorer:
         """
         Args:
             model: of transformers, perhaps with an adapter.
-            inputs: keyword arguments of its forward; ``attention`` is called in place of its own.
+            inputs: keyword arguments of its forward; ``attention`` is called in place of its own,
+                and routers speak to ``routing``.
             wrapped: the model as accelerate has wrapped it, whose forward is called.
         """
         head, given = self.choose(model, inputs), {**inputs, "use_cache": False}
-        attention = given.pop("attention", None)
+        attention, routing = given.pop("attention", None), given.pop("routing", None)
         forward = model if wrapped is None else wrapped
-        with replaced(model, attention), head.scoring(model, request) as results:
+        with (
+            routed(routing),
+            replaced(model, attention),
+            head.scoring(model, request) as results,
+        ):
             output = forward(**given, **head.options)
             return ScoredPass(*results(output), output)

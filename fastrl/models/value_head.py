@@ -27,12 +27,14 @@ from fastrl.models.load import (
     model_folder,
     with_adapter,
 )
+from fastrl.models.routing import Routing
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
 from fastrl.models.utils import cache_argument, cache_of, hidden_width, is_empty
 from fastrl.run import hub
 from fastrl.run.model_card import write_model_card
+from fastrl.run.processor_files import write_processor
 from fastrl.run.value_head_file import (
     HEAD_NAME,
     HEAD_PREFIX,
@@ -197,6 +199,7 @@ class PreTrainedModelWrapper(nn.Module):
         scoring: ScoringRequest | None = None,
         boundary: Tensor | None = None,
         attention: Attention | None = None,
+        routing: Routing | None = None,
         **kwargs: Any,
     ) -> tuple | TokenScores:
         """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those requested.
@@ -204,11 +207,12 @@ class PreTrainedModelWrapper(nn.Module):
         Args:
             boundary: [B, T, H], the trunk's output for these tokens, whose layers then do not run.
             attention: in place of the model's own, such as that of a packed row.
+            routing: of a mixture's experts, with ``scoring``.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
             self.scorer.choose(self.pretrained_model, inputs)  # by all layers
-            inputs["attention"] = attention
+            inputs |= {"attention": attention, "routing": routing}
             with self._starting_at(boundary):
                 scores, hidden, _ = self.scorer(self.pretrained_model, inputs, scoring)
             return scores._replace(values=self._values(hidden) if scoring.values else None)
@@ -363,6 +367,7 @@ class PreTrainedModelWrapper(nn.Module):
         if self.is_peft_model:
             quantised.save_beside_adapter(self.pretrained_model, save_directory)
         write_value_head(folder, head, of_adapter=self.is_peft_model)
+        write_processor(self.pretrained_model, folder)
         if self.trunk is not None:
             (folder / TRUNK_NAME).write_text(self.trunk.record(base))
         if push:

@@ -20,7 +20,6 @@ from transformers import (
 
 from fastrl.models import quantised
 from fastrl.models.load import (
-    CLASSIFIER_HEADS,
     CONFIG_NAME,
     base_folder,
     find_file,
@@ -28,6 +27,7 @@ from fastrl.models.load import (
     model_folder,
     with_adapter,
 )
+from fastrl.models.multimodal import CLASSIFIER_HEADS, freeze_unread, loader_for
 from fastrl.models.utils import context_length, need_peft
 
 # What an unknown architecture must state, for a Llama of its sizes.
@@ -104,7 +104,8 @@ class Skeleton:
         config = copy.deepcopy(self.config)
         if self.four_bits is not None:  # from_config is for whole weights
             config.__dict__.pop("quantization_config", None)
-        model = kind.from_config(config, dtype=self.dtype)
+        model = loader_for(config, kind).from_config(config, dtype=self.dtype)
+        freeze_unread(model)
         if self.four_bits is not None:
             skipped = CLASSIFIER_HEADS if kind is AutoModelForSequenceClassification else ()
             model = _in_four_bits(model, self.four_bits, skipped)

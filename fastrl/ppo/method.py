@@ -22,7 +22,7 @@ from fastrl.learn.kl import (
     AdaptiveKLController,
     FixedKLController,
 )
-from fastrl.learn.loss import ClippedValues, UpdateLoss, ValueLoss
+from fastrl.learn.loss import ClippedValues, RouterTerm, UpdateLoss, ValueLoss
 from fastrl.learn.memory import MicroBatches
 from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.objective import TokenObjective
@@ -80,10 +80,11 @@ def old_logprobs_of(config: PPOConfig, *, needs_logits: bool, recomputes: bool) 
     return "recompute" if needs_logits or recomputes or rounds else config.old_logprobs
 
 
-def loss_of(config: PPOConfig, *, values: bool | None = None) -> UpdateLoss:
+def loss_of(config: PPOConfig, *, values: bool | None = None, routes: bool = False) -> UpdateLoss:
     """
     Args:
         values: whether the policy learns them; None: where the advantage needs them.
+        routes: whether the policy is a mixture of experts.
     """
     high = config.cliprange if config.cliprange_high is None else config.cliprange_high
     kind = config.loss_denominator  # "auto" is TRL's for GAE
@@ -96,6 +97,7 @@ def loss_of(config: PPOConfig, *, values: bool | None = None) -> UpdateLoss:
         entropy_coef=config.entropy_coef,
         temperature=config.temperature,
         off_policy=config.off_policy_mask_threshold,
+        router=RouterTerm(config.router_aux_loss_coef, config.replay_routing) if routes else None,
     )
 
 

@@ -17,7 +17,7 @@ from fastrl.learn.update import Update
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
 from fastrl.plan.memory import ACTIVATIONS
 from fastrl.plan.passes import PassSize
-from fastrl.plan.rehearsal import LOADING, Rehearsal, rehearsal
+from fastrl.plan.rehearsal import CHOICES_LEFT_OUT, LOADING, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens
 from fastrl.ppo.critic import CriticLearner
@@ -118,8 +118,11 @@ def plan_ppo(
     skeleton.check_tokens(prompt_tokens=prompt_tokens, response_tokens=response_tokens)
     if critic is None and config.critic is not None:
         critic = Skeleton.read(config.critic, str(skeleton.dtype))
-    rehearsed = dataclasses.replace(_shortened(config, prompt_tokens, response_tokens), critic=None)
+    shortened = _shortened(config, prompt_tokens, response_tokens)
+    rehearsed = dataclasses.replace(shortened, critic=None, replay_routing=False)
     with rehearsal(device) as found:
+        if config.replay_routing:
+            found.notes.append(CHOICES_LEFT_OUT)
         base = skeleton.build()
         own_values = config.needs_values and critic is None
         kind = AutoModelForCausalLMWithValueHead if own_values else CausalLMPolicy

@@ -20,6 +20,7 @@ from fastrl.learn.experience import LogprobsAndValues
 from fastrl.learn.old_logprobs import rollout_logprobs
 from fastrl.models.host_memory import to_device
 from fastrl.models.layout import layout_of
+from fastrl.models.routing import replays
 from fastrl.models.sharding import whole_weights
 from fastrl.ref_model import RefModel
 from fastrl.rollout import RolloutOutput, sampling_params
@@ -68,7 +69,10 @@ class Rollouts:
         self.tokenizer = tokenizer
         self.accelerator = accelerator
         self.layout = layout_of(policy)
-        self.backend = make_backend(config, tokenizer, accelerator.autocast, processes.index)
+        self.replays = replays(policy, config.replay_routing)
+        self.backend = make_backend(
+            config, tokenizer, accelerator.autocast, processes.index, self.replays
+        )
         self.arguments = SamplingArguments(policy, config.temperature)
         self.memory = RolloutMemory(policy, optimizer, config.temperature)
         # States of torch's generator as generate() began to draw, first since the last update, and
@@ -185,6 +189,26 @@ class Rollouts:
             return self.memory.find(queries, responses)
         _check_sequences(rollout, responses)
         return rollout_logprobs(rollout, self.memory.policy, self.config.temperature)
+
+    def experts(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: RolloutOutput | None
+    ) -> list[Tensor] | None:
+        """The experts' choices of responses, found as :meth:`logprobs`; None where they are not
+        replayed.
+
+        Raises:
+            ValueError: they are not known.
+        """
+        if not self.replays:
+            return None
+        found = self.memory.experts(queries, responses) if rollout is None else rollout.experts
+        if found is None:
+            raise ValueError(
+                "replay_routing: the experts' choices of these responses are not known: pass the "
+                "rollout= of an engine that keeps them (RolloutEngine(keep_experts=True)), let "
+                "this trainer generate, or leave it out"
+            )
+        return found
 
     def ready(self) -> AbstractContextManager[None]:
         """Context in which sampling from the policy does not wait for other processes."""
@@ -328,9 +352,10 @@ class RolloutMemory:
     ):
         self.policy, self.temperature = policy, temperature
         # Fused steps change no version counter. A step may fail halfway: so the hook comes before.
-        optimizer.register_step_pre_hook(lambda *_: self._known.clear())
+        optimizer.register_step_pre_hook(lambda *_: self._forget())
         self._version: tuple[int, int] | None = None
         self._known: dict[tuple[bytes, bytes], LogprobsAndValues] = {}
+        self._experts: dict[tuple[bytes, bytes], Tensor] = {}
 
     def keep(self, prompts: Sequence[Tensor], output: RolloutOutput) -> None:
         """Keeps those of samples, one per prompt."""
@@ -340,8 +365,13 @@ class RolloutMemory:
         self._forget_other_weights()
         for prompt, sequence, found in zip(prompts, output.sequences, known, strict=True):
             self._known[_key(prompt, sequence)] = found
+        for prompt, sequence, own in zip(
+            prompts, output.sequences, output.experts or (), strict=False
+        ):
+            self._experts[_key(prompt, sequence)] = own
         for oldest in list(self._known)[: max(0, len(self._known) - REMEMBERED)]:
             del self._known[oldest]
+            self._experts.pop(oldest, None)
 
     def find(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]
@@ -352,10 +382,22 @@ class RolloutMemory:
         found = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
         return None if None in found else found  # type: ignore[return-value]
 
+    def experts(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """The experts' choices of each response, likewise."""
+        self._forget_other_weights()
+        found = [self._experts.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
+        return None if any(x is None for x in found) else found  # type: ignore[return-value]
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._experts.clear()
+
     def _forget_other_weights(self) -> None:
         version = weights_version(self.policy)
         if version != self._version:
-            self._known.clear()
+            self._forget()
             self._version = version
 
 

@@ -37,6 +37,7 @@ class StepInput:
     finish_reasons: Sequence[str] | None = None
     sampled: Sequence[Tensor] | None = None  # the sampler's log-probs, where they are wanted
     token_scores: Sequence[Tensor] | None = None  # of the responses' tokens, whose sums scores are
+    experts: Sequence[Tensor] | None = None  # choices of the rollout, where they are replayed
 
     def of_all(self, processes: Processes) -> StepInput:
         """The samples of all processes, in the processes' order.
@@ -69,6 +70,7 @@ class StepInput:
             _all([part.finish_reasons for part in parts]),
             _all([part.sampled for part in parts]),
             _all([part._token_scores_if(parts) for part in parts]),
+            _all([part.experts for part in parts]),
         )
 
     def without(self, left_out: Sequence[int]) -> StepInput:
@@ -183,6 +185,7 @@ class StepInputs:
             data.check_batch_size(queries, responses, self.size)
             queries, responses, masks = data.on_host(queries, responses, masks)
             known = self.rollouts.logprobs(queries, responses, rollout)
+            experts = self.rollouts.experts(queries, responses, rollout)
             starts = self.batches.starts(responses)
             totals, of_tokens = data.check_scores(scores, self.size, responses, masks, starts)
             of_tokens = of_tokens if self.per_token else None
@@ -198,6 +201,7 @@ class StepInputs:
                 None if rollout is None else rollout.finish_reasons,
                 sampler_logprobs(rollout, known, self.temperature) if self.reads_sampler else None,
                 of_tokens,
+                experts,
             )
         given = own.of_all(self.processes)
         check_a_sample_is_left(len(given.nan), len(given.queries))

@@ -40,6 +40,9 @@ class CachedAttention(Attention, Protocol):
     def write_state(self, layer: int, index: int, state: Tensor) -> None:
         """Stores the state [B, ...] of a recurrent layer."""
 
+    def route(self, number: int, router: Any, args: tuple, out: tuple) -> None:
+        """Stores a router's choices."""
+
 
 class SlotCache(Cache):
     """The model's ``past_key_values``: passes keys, values and states to the attention of the
@@ -123,6 +126,12 @@ class DecodeAttention:
 
     def write_state(self, layer: int, index: int, state: Tensor) -> None:
         self.state(layer, RECURRENT, index).copy_(state)
+
+    def route(self, number: int, _router: Any, _args: tuple, out: tuple) -> None:
+        """Stores a router's choices, see :class:`fastrl.models.routing.Routes`."""
+        kept = self.kv_cache.experts
+        if kept:
+            kept[number].index_put_(self.places, out[2].to(kept[number].dtype))
 
     def rotate_and_write(
         self,
@@ -238,6 +247,12 @@ class PrefillAttention:
         self.writes_left -= 1
         if self.writes_left == 0:
             raise PrefillDone
+
+    def route(self, number: int, _router: Any, _args: tuple, out: tuple) -> None:
+        """As :meth:`DecodeAttention.route`. Those of the last layer are not made, nor needed."""
+        kept = self.kv_cache.experts
+        if kept:
+            kept[number].index_put_(self.places, out[2].to(kept[number].dtype)[self.sources])
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         if variant.latents is not None:

@@ -99,6 +99,7 @@ class EngineBackend(RolloutBackend):
 
     Args:
         config: has ``rollout_slots``, ``rollout_kv_cache_gib`` and ``rollout_sleep``.
+        keep_experts: with the choices of a mixture's experts.
     """
 
     def __init__(
@@ -107,12 +108,14 @@ class EngineBackend(RolloutBackend):
         tokenizer: Any,
         autocast: Callable[[], AbstractContextManager],
         process: int = 0,
+        keep_experts: bool = False,
     ):
         gib = config.rollout_kv_cache_gib
         self.options: dict[str, Any] = {
             "autocast": autocast,
             "max_slots": config.rollout_slots,
             "kv_cache_bytes": None if gib is None else int(gib * 2**30),
+            "keep_experts": keep_experts,
         }
         self.tokenizer, self.sleep = tokenizer, config.rollout_sleep
         self.fallback = GenerateBackend(tokenizer, autocast, process)
@@ -123,12 +126,14 @@ class EngineBackend(RolloutBackend):
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
         if _own_generate(model):
+            self._check_kept("its generate was replaced")
             return self.fallback(model, request)
         engine = self._engine(model, request.reference)
         if not isinstance(engine, RolloutEngine):
             return self.fallback(model, request)
         params = sampling_params(request.generation_kwargs, model)
         if isinstance(params, str):
+            self._check_kept(f"it does not know the argument {params}")
             self._warn(params, params in request.generation_kwargs)
             return self.fallback(model, request)
         if request.limits is not None:
@@ -171,6 +176,17 @@ class EngineBackend(RolloutBackend):
             self._engines[key] = engine
         return self._engines[key]
 
+    def _check_kept(self, cause: str) -> None:
+        """
+        Raises:
+            ValueError: experts are to be kept where ``model.generate`` runs the model.
+        """
+        if self.options["keep_experts"]:
+            raise ValueError(
+                f"replay_routing needs the rollout engine, which does not run here, as {cause}: "
+                "leave one of the two out"
+            )
+
     def _warn(self, argument: str, given: bool) -> None:
         if argument not in self._warned:
             self._warned.add(argument)
@@ -205,8 +221,15 @@ def make_backend(
     tokenizer: Any,
     autocast: Callable[[], AbstractContextManager],
     process: int = 0,
+    keep_experts: bool = False,
 ) -> RolloutBackend:
-    """By a configuration's ``rollout_backend``."""
-    if config.rollout_backend == "generate":
-        return GenerateBackend(tokenizer, autocast, process)
-    return EngineBackend(config, tokenizer, autocast, process)
+    """By a configuration's ``rollout_backend``.
+
+    Raises:
+        ValueError: experts are to be kept by ``model.generate``.
+    """
+    if config.rollout_backend == "engine":
+        return EngineBackend(config, tokenizer, autocast, process, keep_experts)
+    if keep_experts:
+        raise ValueError("replay_routing needs rollout_backend='engine', or leave it out")
+    return GenerateBackend(tokenizer, autocast, process)

@@ -21,6 +21,7 @@ def choose_engine(
     max_length: int | None = None,
     kv_cache_bytes: int | None = None,
     cuda_graphs: bool = True,
+    keep_experts: bool = False,
 ) -> RolloutEngine | GenerateEngine:
     """Makes a :class:`RolloutEngine` where its results are those of plain forwards, else a
     :class:`GenerateEngine` with the same outputs, and a warning that says why.
@@ -31,10 +32,11 @@ def choose_engine(
         model: a language model, or a value-head model around one.
         autocast: makes the context in which the model runs.
         max_slots: samples that run at a time, in either engine.
-        max_length, kv_cache_bytes, cuda_graphs: as :class:`RolloutEngine` has them.
+        max_length, kv_cache_bytes, cuda_graphs, keep_experts: as :class:`RolloutEngine` has them.
 
     Raises:
-        ValueError: a number below 1; a model on several devices.
+        ValueError: a number below 1; a model on several devices; experts are to be kept, and
+            only the rollout engine does.
     """
     if not getattr(model.config, "is_encoder_decoder", False):
         try:
@@ -46,8 +48,14 @@ def choose_engine(
                 autocast=autocast,
                 kv_cache_bytes=kv_cache_bytes,
                 cuda_graphs=cuda_graphs,
+                keep_experts=keep_experts,
             )
         except UnsupportedModel as unsupported:
+            if keep_experts:
+                raise ValueError(
+                    "replay_routing needs the rollout engine, which cannot run "
+                    f"{type(unwrapped(model)).__name__}, because {unsupported.cause}: leave it out"
+                ) from unsupported
             warnings.warn(
                 f"{type(unwrapped(model)).__name__}: rollouts go through model.generate, because "
                 f"{unsupported.cause}",

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fastrl_kernels
 from fastrl.data.prompt_ids import Prompt
 from fastrl.models.host_memory import to_device
+from fastrl.models.routing import UNKNOWN, routers_of
 from fastrl.models.utils import context_length
 from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
@@ -53,9 +55,11 @@ class RolloutEngine:
         kv_cache_bytes: for keys and values; fewer slots where they do not fit. None: no limit.
         autocast: makes the context in which the model runs.
         cuda_graphs: capture decode steps; only on CUDA devices.
+        keep_experts: return the choices of a mixture's routers, too.
 
     Raises:
-        ValueError: a number below 1; a model on several devices; a budget too small for one slot.
+        ValueError: a number below 1; a model on several devices; a budget too small for one slot;
+            routers whose choices cannot be kept.
         UnsupportedModel: a ValueError: an encoder–decoder, a model with attention or positions of
             its own (GPT-J, BLOOM, dynamic RoPE), sharded weights, results that differ from those of
             plain forwards. :class:`fastrl.GenerateEngine` runs it.
@@ -71,6 +75,7 @@ class RolloutEngine:
         kv_cache_bytes: int | None = None,
         autocast: Autocast = contextlib.nullcontext,
         cuda_graphs: bool = True,
+        keep_experts: bool = False,
     ):
         for name, x in (
             ("max_slots", max_slots),
@@ -89,6 +94,7 @@ class RolloutEngine:
         self.model, self.tokenizer = model, tokenizer
         self.model_runner = ModelRunner(model, autocast)
         self.max_slots, self.max_length, self.kv_cache_bytes = max_slots, max_length, kv_cache_bytes
+        self._routers = routers_of(self.model_runner.language_model) if keep_experts else []
         self._layers: list[LayerShape] | None = None
         self._autocast_dtype: torch.dtype | None = None  # of the call that found them
         self._kv_cache: KVCache | None = None
@@ -146,6 +152,8 @@ class RolloutEngine:
         scheduler, device = Scheduler(samples, kv_cache.slots), self.model_runner.device
         poll = make_finish_poll(slots, scheduler)
         results = Results(len(samples), max(request.limits), device)
+        routes = bool(kv_cache.experts)
+        kept: dict[int, Tensor] = {}  # choices of experts, of samples by their index
         with self.model_runner.opened():
             step = DecodeStep(
                 self.model_runner, kv_cache, slots, self._begin_call(params, seed, slots)
@@ -166,10 +174,14 @@ class RolloutEngine:
                     self._runner.run(step, scheduler.bucket, scheduler.span(steps), steps)
                     ended = sorted({*scheduler.advance(steps), *poll.after(steps)})
                     if ended:
-                        results.take(slots, scheduler.release(ended))
+                        released = scheduler.release(ended)
+                        results.take(slots, released)
+                        kept |= {x.index: kv_cache.chosen(slot) for slot, x in released if routes}
                         slots.empty(ended)
             output = results.output(values=self.model_runner.v_head is not None)
             per_sample = request.repeated(params.n)
+            if routes:
+                output.experts = _of_responses(kept, per_sample.prompts, output.sequences)
             output.seed, output.room = seed, self.room()
             output.sample_ids = per_sample.sample_ids
             output.numbers = list(range(params.n)) * len(request.prompts)
@@ -326,6 +338,7 @@ class RolloutEngine:
         self.sleep()
         layers, device = self._shapes(), self.model_runner.device
         self._kv_cache = KVCache(layers, count, length, self.model_runner.dtype, device)
+        self._kv_cache.keep_experts([router.top_k for router in self._routers])
         self._slots = Slots(count, length, device)
         return self._kv_cache, self._slots
 
@@ -354,6 +367,27 @@ def _samples(request: RolloutRequest, n: int) -> list[RolloutSample]:
     ids = torch.tensor(request.sample_ids).repeat_interleave(n)
     keys = fastrl_kernels.sample_keys(0, ids, torch.arange(n).repeat(prompts)).tolist()
     return [RolloutSample(i, i // n, request.limits[i // n], keys[i]) for i in range(n * prompts)]
+
+
+def _of_responses(
+    kept: dict[int, Tensor], prompts: list[Tensor], sequences: list[Tensor]
+) -> list[Tensor]:
+    """The choices of experts [T - 1, L, k] of each prompt with its response, on the host: the last
+    token was not run.
+
+    Raises:
+        RuntimeError: a router of a token that was run has said nothing.
+    """
+    found = []
+    for i, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
+        own = kept[i][: len(prompt) + len(sequence) - 1].cpu()
+        if (own[len(prompt) - 1 :] == UNKNOWN).any() or (own[:, :-1] == UNKNOWN).any():
+            raise RuntimeError(
+                "a router's choices were not kept, as its layer does not call it: leave out "
+                "replay_routing"
+            )
+        found.append(own)
+    return found
 
 
 def _passes(by_prompt: dict[int, list[int]], lengths: list[int]) -> list[list[int]]:

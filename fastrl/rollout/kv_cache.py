@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.models.host_memory import to_device
+from fastrl.models.routing import UNKNOWN
 
 RUNNING, EOS, LENGTH, STOP, NAN, IDLE = range(6)
 FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
@@ -97,12 +98,26 @@ class KVCache:
         # The most tokens that a query reads; filled in as layers attend.
         self.windows: list[int | None] = [None] * len(layers)
 
+        self.experts: list[Tensor] = []  # choices of each router, [slots, length, k] int16
+
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Where the two tensors are kept that a layer's update of its cache gives."""
         keys, width = self.keys[layer], self.layers[layer].value_width
         if self.layers[layer].latent:
             return keys[..., :width], keys[..., width:]
         return keys, self.values[layer]
+
+    def keep_experts(self, chosen: Sequence[int]) -> None:
+        """Keeps the choices of routers, too, each of so many experts for a token."""
+        at = self.slots, self.length
+        device = self.keys[0].device
+        self.experts = [
+            torch.full((*at, k), UNKNOWN, dtype=torch.int16, device=device) for k in chosen
+        ]
+
+    def chosen(self, slot: int) -> Tensor:
+        """The choices of all routers in a slot, [length, L, k]."""
+        return torch.stack([x[slot] for x in self.experts], dim=1)
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerShape], length: int, dtype: torch.dtype) -> int:
@@ -118,6 +133,8 @@ class KVCache:
         where = to_device(torch.tensor(list(slots)), self.keys[0].device)
         for x in self.tensors():
             x.index_fill_(0, where, 0)
+        for x in self.experts:
+            x.index_fill_(0, where, UNKNOWN)
 
     def move(self, moves: Moves, tokens: int) -> None:
         """Copies the first ``tokens`` of slots to others, whose others become zero."""
@@ -126,6 +143,9 @@ class KVCache:
             x[moves.targets, :tokens] = x[moves.sources, :tokens]
         for x in self.states.values():
             x[moves.targets] = x[moves.sources]
+        for x in self.experts:
+            x.index_fill_(0, moves.targets, UNKNOWN)
+            x[moves.targets, :tokens] = x[moves.sources, :tokens]
 
 
 def state_bytes(layers: Sequence[LayerShape]) -> int:

@@ -17,6 +17,7 @@ from fastrl.models.flash_attention import asks_for_flash_attention
 from fastrl.models.latents import latent_layers, latents_kept
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.products import PackedProducts, has_own_forward, is_packed
+from fastrl.models.routing import routed
 from fastrl.models.utils import cache_argument, cache_of, evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.rollout.attention import (
@@ -143,7 +144,7 @@ class ModelRunner:
     ) -> Any:
         self._with_head = head
         self._cache.attention = attention
-        with attending(attention):
+        with attending(attention), routed(attention):
             return self.language_model(
                 input_ids=tokens,
                 position_ids=positions,

@@ -258,6 +258,10 @@ class RolloutOutput:
     logprobs_t1: list[Tensor] | None = None
     entropies: list[Tensor] | None = None
     values: list[Tensor] | None = None
+    # Choices of a mixture's experts where the engine keeps them, [T - 1, L, k] int16 of a prompt of
+    # P tokens and its response, T together: of L routers, of which the last does not run for the
+    # prompt's first P - 1 (-1).
+    experts: list[Tensor] | None = None
     # What the engine keys the draws of a sample by; ``model.generate`` uses the seed alone.
     seed: int | None = None
     sample_ids: list[int] | None = None
@@ -284,9 +288,10 @@ class RolloutOutput:
         return replace(parts[0], **{name: column(name) for name in _COLUMNS}, stats=stats)
 
     def recorded(self) -> RolloutOutput:
-        """Without what :meth:`logprobs_at` can do without, and entropies."""
+        """Without what :meth:`logprobs_at` can do without, entropies, and experts."""
         both = self.logprobs is not None and self.temperature == 1
-        return replace(self, entropies=None, logprobs_t1=None if both else self.logprobs_t1)
+        at_one = None if both else self.logprobs_t1
+        return replace(self, entropies=None, experts=None, logprobs_t1=at_one)
 
     def take(self, indices: Sequence[int]) -> RolloutOutput:
         """Some of the samples, in this order; the statistics are those of all."""
@@ -305,7 +310,7 @@ class RolloutOutput:
 # Fields of a RolloutOutput that have an element for each sample.
 _COLUMNS = (
     *("sequences", "finish_reasons", "logprobs", "logprobs_t1", "entropies", "values"),
-    *("sample_ids", "numbers"),
+    *("sample_ids", "numbers", "experts"),
 )
 
 

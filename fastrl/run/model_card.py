@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastrl.run.files import write_file
+from fastrl.run.processor_files import write_processor
 from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.settings import idle_settings
 
@@ -33,6 +34,11 @@ _TEMPLATE = """\
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _KINDS = {  # in words, transformers' class, the Hub's task
     "causal": ("A causal language model", "CausalLM", "text-generation"),
+    "multimodal": (
+        "A model of images and texts, trained on texts",
+        "ImageTextToText",
+        "image-text-to-text",
+    ),
     "seq2seq": ("An encoder–decoder", "Seq2SeqLM", "text-generation"),
     "reward": (
         "A reward model (a sequence classifier)",
@@ -342,6 +348,8 @@ class OwnModelCard:
             if self.args.should_save:
                 stack.enter_context(card_beside(folder, lambda: self.write_card(str(folder))))
             self.write_model(folder)
+        if self.args.should_save:
+            write_processor(self.accelerator.unwrap_model(self.model), folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -463,7 +471,8 @@ def _kind(inner: Any) -> str:
     if getattr(inner.config, "is_encoder_decoder", False):
         return "seq2seq"
     core = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    return "reward" if type(core).__name__.endswith("ForSequenceClassification") else "causal"
+    kinds = {"SequenceClassification": "reward", "ConditionalGeneration": "multimodal"}
+    return kinds.get(type(core).__name__.rpartition("For")[2], "causal")
 
 
 def _adapters(model: Any, inner: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -16,7 +17,10 @@ def router_loss(model: Any, asked: float | None, as_configured: bool = False) ->
         ValueError: a weight for a model that is no such mixture.
     """
     config = model.config.get_text_config()
-    if not hasattr(config, "output_router_logits"):
+    # Llama 4 and DeepSeek V3 have the setting, and no such loss.
+    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    has_loss = hasattr(sys.modules[type(plain).__module__], "load_balancing_loss_func")
+    if not hasattr(config, "output_router_logits") or not has_loss:
         if asked:
             raise ValueError(
                 f"router_aux_loss_coef={asked}, but {type(model).__name__} is no mixture of "

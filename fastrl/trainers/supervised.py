@@ -685,17 +685,31 @@ def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
     return min(known, default=None)
 
 
+def refuse_processor(processing_class: Any) -> None:
+    """
+    Raises:
+        TypeError: a processor of more than texts.
+    """
+    if getattr(processing_class, "tokenizer", None) is not None:
+        raise TypeError(
+            f"processing_class is a {type(processing_class).__name__}, and only texts are learned "
+            "from: pass its tokenizer"
+        )
+
+
 def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args: Any = None) -> Any:
     """The tokenizer under its old or new name, or else the one saved with the model, whose EOS pads
     if it has no pad token; with the chat template and tokens that the settings name, see
     :mod:`fastrl.trainers.special_tokens`.
 
     Raises:
+        TypeError: a processor of more than texts.
         ValueError: no tokenizer, two of them, or one without a pad token.
     """
     if tokenizer is not None and processing_class is not None:
         raise ValueError("pass the tokenizer as processing_class, or as tokenizer, not both")
     found = tokenizer if processing_class is None else processing_class
+    refuse_processor(found)
     if found is None:
         path = model if is_path(model) else getattr(model, "name_or_path", "")
         if not path:

@@ -16,8 +16,9 @@ from fastrl.learn.experience import Minibatch
 from fastrl.learn.old_logprobs import LOW_PRECISION, TOLERANCES, audited
 from fastrl.learn.samples import SampledResponses
 from fastrl.learn.scorer import Score, in_passes, scoring_request
+from fastrl.models.routing import without_routing
 from fastrl.models.scorer import ScoredPass, TokenScorer
-from fastrl.models.scoring import PassLimit, ScoringRequest
+from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.ref_model import RefModel
 from fastrl.run.processes import Processes
@@ -97,7 +98,11 @@ class ResponseScorer:
         self, model: nn.Module, reference: RefModel, samples: SampledResponses, limit: PassLimit
     ) -> list[Tensor]:
         """Log-probs [n] of each response by the reference of a policy, see :meth:`old`."""
-        return self._in_passes(model, reference.score, samples, limit)
+
+        def score(inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
+            return reference.score(without_routing(inputs), request)
+
+        return self._in_passes(model, score, samples, limit)
 
     def _by_policy(
         self, model: nn.Module, samples: SampledResponses, limit: PassLimit

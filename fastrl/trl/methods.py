@@ -328,6 +328,7 @@ def samples_of(batch: Mapping[str, Any]) -> SampledResponses:
         masks,
         advantages,
         float(sum(int(x.sum()) for x in masks) if total is None else total),
+        experts=None,
         further=further,
         **{own: None if x is None else rows(x, completions) for own, x in of_tokens.items()},
     )

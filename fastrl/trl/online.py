@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +34,7 @@ from fastrl.learn.samples import SampledResponses
 from fastrl.learn.scorer import check_tokens, scoring_request
 from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
+from fastrl.models.routing import Routing, follow_routers, replays
 from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
@@ -217,6 +219,16 @@ class OnlineTrainer(
         self.log_completions = args.log_completions
         router = router_loss(model, args.router_aux_loss_coef)
         self.aux_loss_enabled, self.router_aux_loss_coef = router
+        by_method = LOGPROBS in self.overrides
+        self._replays = replays(model, args.replay_routing)
+        if self._replays and (interaction or rollout_func is not None or self.has_own_loss):
+            raise ValueError(
+                "replay_routing keeps the experts' choices of single responses of the engine: "
+                "leave it out beside tools, environment_factory, rollout_func and a loss of a "
+                "subclass's own"
+            )
+        # A subclass's own log-probs are of forwards of its own.
+        self._routes = not by_method and follow_routers(model) > 0
         self._step = 0  # forward and backward passes
         self._generations = {"train": 0, "eval": 0}  # batches of responses so far
         self._seconds = 0.0  # of this optimizer step's
@@ -246,7 +258,7 @@ class OnlineTrainer(
             self._reference.place(self._policy, self.accelerator)
         self._follow = Follow(self._reference, args)
         self.add_first(self._follow)
-        by_method, pad_token = LOGPROBS in self.overrides, self._tokenizer.pad_token_id
+        pad_token = self._tokenizer.pad_token_id
         of_scorer: Any = self.args, pad_token, self.accelerator, self._autocast, self.processes
         self._scorer = OwnLogprobs(self, *of_scorer) if by_method else ResponseScorer(*of_scorer)
         rewards.to(self.args.device)
@@ -257,7 +269,7 @@ class OnlineTrainer(
         ends = end_tokens(self.accelerator.unwrap_model(self.model), self._tokenizer).tolist()
         self._end_ids, self._ends = ends, {*ends, self._tokenizer.pad_token_id}
         self._sampler = make_backend(
-            self.args, self._tokenizer, self._autocast, self.processes.index
+            self.args, self._tokenizer, self._autocast, self.processes.index, self._replays
         )
         self._collect = Collector(
             self._respond_by(),
@@ -502,7 +514,15 @@ class OnlineTrainer(
         most = self.args.micro_batch_tokens
         parts = self.args.steps_per_generation if mode == "train" else 1
         generated = max(samples.generated, 1.0) / self.processes.count / parts
-        padding = Padded() if self.aux_loss_enabled else self._scorer.padding(model)
+        padded = self.aux_loss_enabled and not self._routes
+        padding = Padded() if padded else self._scorer.padding(model)
+        if self._replays and samples.experts is None:
+            raise ValueError(
+                "replay_routing: an overridden method has lost the experts' choices of the "
+                "responses: leave replay_routing out"
+            )
+        if self._routes and samples.experts is None:
+            samples = replace(samples, experts=[None] * len(samples))
         device, pad_token = self.args.device, self._tokenizer.pad_token_id
         kl_coef = 0.0 if self.learns_kl else self.beta
         whole = samples.minibatch(pad_token, padding, device, kl_coef)
@@ -540,13 +560,15 @@ class OnlineTrainer(
         return self._pass_loss(model, inputs)
 
     def _pass_loss(self, model: nn.Module, inputs: Pass) -> Tensor:
-        part, aux = inputs.part, self.aux_loss_enabled
+        part, aux = inputs.part, self.aux_loss_enabled and not self._routes
         objective = self._loss.in_one_pass(inputs, self._coefficient(), self.processes.count)
-        scored = self._scored(model, part, objective, aux)
+        scored, inputs.routing = self._scored(model, part, objective, aux)
         inputs.scores = scored.scores
         loss = self.policy_loss(inputs)
-        if aux:
-            aux_loss = scored.output.aux_loss * (part.size / inputs.whole.size)
+        if self.aux_loss_enabled:
+            of_routers = inputs.routing
+            aux_loss = scored.output.aux_loss if of_routers is None else of_routers.aux_loss()
+            aux_loss = aux_loss * (part.size / inputs.whole.size)
             inputs.aux_loss = aux_loss.detach()
             loss = loss + self.router_aux_loss_coef * aux_loss
         return loss if inputs.counts else loss * 0
@@ -557,8 +579,9 @@ class OnlineTrainer(
         part: Minibatch,
         objective: PolicyObjective | None = None,
         aux: bool = False,
-    ) -> ScoredPass:
-        """Log-probs and entropies of the tokens that are learned, and the loss of an objective."""
+    ) -> tuple[ScoredPass, Routing | None]:
+        """Log-probs and entropies of the tokens that are learned, and the loss of an objective; and
+        the routing of a mixture of experts."""
         model_pass = self._scorer.model_pass(part)
         request = scoring_request(
             part.tokens,
@@ -568,7 +591,8 @@ class OnlineTrainer(
             values=False,
             objective=objective,
         )
-        return self._scorer.policy(model, dict(model_pass.inputs), request, aux)
+        inputs = dict(model_pass.inputs)
+        return self._scorer.policy(model, inputs, request, aux), inputs.get("routing")
 
     def _note(self, passes: list[Pass], mode: str) -> None:
         """Logs what is known of a batch that was learned from."""
@@ -580,6 +604,10 @@ class OnlineTrainer(
         if self.aux_loss_enabled:
             losses = [x.aux_loss for x in own if x.aux_loss is not None]
             noted["aux_loss"] = mean_of(torch.stack(losses).sum()[None])
+        routings = [x.routing.statistics() for x in own if x.routing is not None]
+        for name in ("load", "changed_choices") if routings else ():
+            if name in routings[0]:
+                noted[f"router/{name}"] = mean_of(torch.stack([x[name] for x in routings]))
         self.note_batch(batch, mode)
         self._metrics[mode].add(noted, of_none=0.0)
 
@@ -609,6 +637,9 @@ class OnlineTrainer(
             torch.zeros(len(rows)),
             learned,
         )
+        if self._replays:
+            assert found.rollout.experts is not None
+            learnable.experts = list(found.rollout.experts)
         args = self.args
         behind = args.gradient_accumulation_steps % self.uses
         model, size = self.model, args.eval_batch_size

@@ -82,6 +82,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     rollout_slots: int = setting_like(PPOConfig, "rollout_slots")
     rollout_kv_cache_gib: float | None = setting_like(PPOConfig, "rollout_kv_cache_gib")
     rollout_sleep: bool = setting_like(PPOConfig, "rollout_sleep")
+    replay_routing: bool = setting_like(PPOConfig, "replay_routing")
     rollout_merge_adapter: bool = idle(False, "adapters run beside the weights")
 
     beta: float = setting(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.learn.experience import Minibatch
+from fastrl.models.routing import Routing
 from fastrl.models.scoring import TokenScores
 
 
@@ -23,6 +24,7 @@ class Pass:
         scores: of its tokens that are learned, once the forward has run.
         loss: of the policy, without what is added to it.
         aux_loss: of experts.
+        routing: of the forward, of a mixture of experts.
     """
 
     part: Minibatch
@@ -32,6 +34,7 @@ class Pass:
     scores: TokenScores | None = None
     loss: Tensor | None = None
     aux_loss: Tensor | None = None
+    routing: Routing | None = None
 
     def __len__(self) -> int:
         return self.part.size

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from fastrl.plan.passes import PassSize
-from fastrl.plan.rehearsal import OPTIMIZER_STEPS, rehearsal
+from fastrl.plan.rehearsal import CHOICES_LEFT_OUT, OPTIMIZER_STEPS, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens
 from fastrl.rollout import SamplingParams
@@ -125,7 +125,10 @@ def plan_online(
             "steps_per_generation": per_generation,
             "generation_batch_size": None,
             "max_completion_length": response_tokens,
+            "replay_routing": False,
         }
+        if args.replay_routing:
+            found.notes.append(CHOICES_LEFT_OUT)
         count = args.per_device_train_batch_size * per_generation // group
         rows = Dataset.from_dict({"prompt": [f"w{i}" for i in range(max(count, 1))]})
         trainer = trainer_class(

@@ -10,7 +10,7 @@ from torch import nn
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.utils import check_trainable, without_dropout
 from fastrl.trainers.special_tokens import settle_model
-from fastrl.trainers.supervised import is_path, load_if_path, tokenizer_of
+from fastrl.trainers.supervised import is_path, load_if_path, refuse_processor, tokenizer_of
 
 _ON_HEAD = "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
 
@@ -45,11 +45,7 @@ def padding_tokenizer(processing_class: Any, model: Any, args: Any) -> Any:
     Raises:
         TypeError: a processor of more than texts.
     """
-    if getattr(processing_class, "tokenizer", None) is not None:
-        raise TypeError(
-            f"processing_class is a {type(processing_class).__name__}, and only texts are learned "
-            "from: pass its tokenizer"
-        )
+    refuse_processor(processing_class)
     if processing_class is not None and processing_class.pad_token is None:
         processing_class.pad_token = processing_class.eos_token
     return tokenizer_of(None, processing_class, model, args)

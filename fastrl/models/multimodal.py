@@ -1,0 +1,87 @@
+"""Checkpoints of more than text: loaded whole, so that they are saved in their own format, with
+nothing trained but what reads texts."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any, cast
+
+from torch import nn
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+
+CLASSIFIER_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether a checkpoint's configuration names a class that reads images and texts, such as
+    Qwen3_5ForConditionalGeneration; AutoModelForCausalLM would load the text model alone."""
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return False
+    known: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return known.__name__ in (getattr(config, "architectures", None) or ())
+
+
+def loader_for(config: Any, loader: Any) -> Any:
+    """transformers' class that loads a checkpoint whole, for one that is to load a language
+    model."""
+    whole = loader is AutoModelForCausalLM and is_multimodal(config)
+    return AutoModelForImageTextToText if whole else loader
+
+
+def unread_modules(model: Any) -> list[str]:
+    """The parts of a multimodal model that texts do not reach, such as ``model.visual``; none of
+    another model."""
+    config: Any = getattr(model, "config", None)
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or model.get_decoder() is model:
+        return []
+    heads = [getattr(model, name, None) for name in CLASSIFIER_HEADS]
+    reading = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    read = {id(p) for part in (*reading, *heads) if part is not None for p in part.parameters()}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        own = [id(p) for p in module.parameters()]
+        inside = name.startswith(tuple(f"{each}." for each in found))
+        if own and not inside and read.isdisjoint(own):
+            found.append(name)
+    return found
+
+
+def freeze_unread(model: Any) -> None:
+    """Freezes what texts do not reach, and says so: it gets no gradient, no state of an optimizer,
+    and is saved as it was loaded."""
+    unread = unread_modules(model)
+    for name in unread:
+        model.get_submodule(name).requires_grad_(False)
+    if unread:
+        warnings.warn(
+            f"{type(model).__name__} reads texts alone here: {', '.join(unread)} is frozen, and "
+            "saved as it is",
+            stacklevel=5,
+        )
+
+
+def for_text(model: nn.Module, peft_config: Any) -> Any:
+    """An adapter's configuration for what texts reach of a multimodal model: where it names no
+    layers and PEFT knows none for the model's type, those of its text model's type or, where PEFT
+    knows none for that either, all linear ones."""
+    unread = unread_modules(model)
+    if not unread or not hasattr(peft_config, "exclude_modules"):
+        return peft_config
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    found, config = copy.copy(peft_config), cast("Any", model.config)
+    if found.target_modules is None and config.model_type not in KNOWN:
+        found.target_modules = KNOWN.get(config.get_text_config().model_type, "all-linear")
+    within = tuple(f"{name}." for name in unread)
+    inside = [name for name, _ in model.named_modules() if name.startswith(within)]
+    targets = found.target_modules or KNOWN.get(config.model_type, ())
+    named = isinstance(targets, str) or any(name.endswith(tuple(targets)) for name in inside)
+    if found.exclude_modules is None and named:  # PEFT warns of an exclusion that excludes nothing
+        found.exclude_modules = rf"({'|'.join(map(re.escape, unread))})\..*"
+    return found

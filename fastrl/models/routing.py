@@ -1,0 +1,266 @@
+"""Mixtures of experts: which experts the tokens of a forward are given to, what is known of that,
+and choices of another forward in the place of its own.
+
+Every router has a number, in the model's order, and says what it found to the :class:`Routing` of
+the forward that is going on. A router is replayed by its own code: its choice (``torch.topk``) is
+replaced, so that weights and their gradients are its own at the experts that were chosen before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fastrl.models.host_memory import to_device
+
+UNKNOWN = -1  # in the place of an expert: the router chooses
+_DTYPE = torch.int16  # of choices
+
+
+class Routes(Protocol):
+    """What routers speak to in a forward."""
+
+    def route(self, number: int, router: Any, args: tuple, out: tuple) -> tuple | None:
+        """Called with what a router returned: logits [T, E], weights [T, k] and experts [T, k]; a
+        result that is not None takes its place."""
+
+
+_active: ContextVar[Routes | None] = ContextVar("fastrl_routing", default=None)
+
+
+@contextlib.contextmanager
+def routed(routes: Routes | None) -> Iterator[None]:
+    """Context in which routers speak to ``routes``."""
+    token = _active.set(routes)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def current_routes() -> Routes | None:
+    """Those of the forward that is going on."""
+    return _active.get()
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The modules that choose experts, in the model's order; none of a dense model."""
+    found = [m for m in model.modules() if _is_router(m)]
+    return [m for m in found if not any(_is_router(x) for x in m.modules() if x is not m)]
+
+
+def _is_router(module: Any) -> bool:
+    numbers = (getattr(module, name, None) for name in ("top_k", "num_experts"))
+    return all(isinstance(x, int) for x in numbers) and not hasattr(module, "experts")
+
+
+def follow_routers(model: nn.Module) -> int:
+    """Has a model's routers speak to the routing of a forward; returns how many there are, 0 of
+    those whose routers cannot be followed."""
+    found = routers(model)
+    if why_not_followed(model) is not None:
+        return 0
+    for number, router in enumerate(found):
+        if "router_number" not in vars(router):
+            router.router_number = number  # type: ignore[assignment]
+            router.register_forward_hook(_speak)
+    return len(found)
+
+
+def routers_of(model: nn.Module) -> list[Any]:
+    """The routers of a mixture, followed; none of a dense model.
+
+    Raises:
+        ValueError: they cannot be replayed.
+    """
+    cause = why_not_followed(model)
+    if cause is not None:
+        raise ValueError(f"replay_routing: the experts' choices cannot be replayed, as {cause}")
+    follow_routers(model)
+    return routers(model)
+
+
+def replays(model: nn.Module, asked: bool) -> bool:
+    """Whether the experts' choices of rollouts are replayed; a dense model has none, and a warning
+    says so.
+
+    Raises:
+        ValueError: as :func:`routers_of`.
+    """
+    if not asked:
+        return False
+    found = bool(routers_of(model))
+    if not found:
+        warnings.warn(
+            f"replay_routing is ignored: {type(model).__name__} is dense, it has no experts to "
+            "choose from",
+            stacklevel=4,
+        )
+    return found
+
+
+def _speak(router: Any, args: tuple, out: tuple) -> tuple | None:
+    routes = _active.get()
+    return None if routes is None else routes.route(router.router_number, router, args, out)
+
+
+@torch.no_grad()
+def why_not_followed(model: nn.Module) -> str | None:
+    """Why a mixture's routers cannot be replayed: they have another form than (logits, weights,
+    experts), or do not choose by ``torch.topk`` of a number for each expert. None of those that
+    can, by a trial of each kind of router, and of dense models."""
+    tried = set()
+    for router in routers(model):
+        if type(router) in tried:
+            continue
+        tried.add(type(router))
+        found: Any = router
+        weight = next(iter(router.parameters()), None)
+        if weight is None or weight.is_meta:
+            return f"{type(router).__name__} has no weights"
+        hidden = torch.linspace(-1, 1, 3 * weight.shape[-1], device=weight.device)
+        hidden = hidden.to(weight.dtype).view(3, weight.shape[-1])
+        with routed(None):
+            try:
+                logits, _, experts = out = found(hidden)
+                shapes = [tuple(x.shape) for x in out]
+                of_topk = (3, found.top_k)
+                if shapes != [(3, found.num_experts), of_topk, of_topk]:
+                    raise ValueError(f"it returns tensors of the shapes {shapes}")
+                again = replayed(found, (hidden,), experts)
+                others = (experts + 1) % found.num_experts
+                moved = replayed(found, (hidden,), others)
+                same = all(map(torch.equal, out, again))
+                if not (same and torch.equal(moved[2], others) and torch.equal(moved[0], logits)):
+                    raise ValueError("it does not choose by topk of a number for each expert")
+            except Exception as error:
+                return f"{type(router).__name__} has another form ({error})"
+    return None
+
+
+class _Chosen(TorchFunctionMode):
+    """Replaces the choice of experts [T, k] among the numbers [T, E] of all."""
+
+    def __init__(self, experts: Tensor, count: int):
+        super().__init__()
+        self.experts, self.shape = experts, (len(experts), count)
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.topk, Tensor.topk) and tuple(args[0].shape) == self.shape:
+            return torch.return_types.topk((args[0].gather(-1, self.experts), self.experts))
+        return func(*args, **(kwargs or {}))
+
+
+def replayed(router: Any, args: tuple, experts: Tensor) -> tuple:
+    """What a router returns where it chooses these experts [T, k]."""
+    with _Chosen(experts, router.num_experts):
+        return router.forward(*args)
+
+
+class Routing:
+    """The routing of one forward.
+
+    Args:
+        weights: [T] fp32, how many sequences have each of its tokens; 0 for padding.
+        choices: [T, L, k] of another forward, ``UNKNOWN`` where the router chooses; None: it
+            chooses all.
+    """
+
+    def __init__(self, weights: Tensor, choices: Tensor | None = None):
+        self.weights, self.choices = weights, choices
+        self._logits: dict[int, Tensor] = {}  # by the router's number
+        self._experts: dict[int, Tensor] = {}
+        self._changed: list[Tensor] = []  # choices that the router would not have made; of how many
+
+    @classmethod
+    def of(
+        cls,
+        places: Tensor,
+        lengths: Sequence[int],
+        experts: Sequence[Tensor | None],
+        input_ids: Tensor,
+    ) -> Routing:
+        """
+        Args:
+            places: [Σ n], of all tokens of sequences in the forward's; a token may be of several.
+            lengths: n of each.
+            experts: choices [≤ n, L, k] of each; None: not known.
+            input_ids: of the forward.
+        """
+        weights = torch.from_numpy(np.bincount(places.numpy(), minlength=input_ids.numel())).float()
+        known = next((x for x in experts if x is not None), None)
+        choices = None
+        if known is not None:
+            rows = np.full((input_ids.numel(), *known.shape[1:]), UNKNOWN, np.int16)
+            for at, n, own in zip(places.split(list(lengths)), lengths, experts, strict=True):
+                if own is not None:
+                    rows[at[: len(own)].numpy()] = own[:n].numpy()
+            choices = to_device(torch.from_numpy(rows), input_ids.device)
+        return cls(to_device(weights, input_ids.device), choices)
+
+    def route(self, number: int, router: Any, args: tuple, out: tuple) -> tuple | None:
+        """As :class:`Routes`'. A layer that runs again in the backward pass is replayed, too."""
+        logits, _, experts = out
+        result, first = None, number not in self._logits
+        if self.choices is not None:
+            kept = self.choices[:, number].long()
+            known = kept != UNKNOWN
+            if first:
+                others = (kept.unsqueeze(2) != experts.unsqueeze(1)).all(2) & known
+                self._changed.append(torch.stack([others.sum(), known.sum()]))
+            experts = torch.where(known, kept, experts)
+            result = replayed(router, args, experts)
+            logits = result[0]
+        if first:
+            self._logits[number], self._experts[number] = logits, experts
+        return result
+
+    def load(self) -> Tensor:
+        """[L, E] fp32, the share of the choices that each expert gets."""
+        return torch.stack([self._shares(number) for number in self._logits])
+
+    def _shares(self, number: int) -> Tensor:
+        experts, logits = self._experts[number], self._logits[number]
+        weights = self.weights.unsqueeze(1).expand_as(experts).flatten()
+        counts = torch.zeros(logits.shape[-1], device=logits.device)
+        return counts.index_add(0, experts.flatten(), weights) / weights.sum().clamp(min=1)
+
+    def aux_loss(self) -> Tensor:
+        """E·k·Σ_e f_e·P_e, [] with a gradient: f_e the share of the choices that expert e gets, and
+        P_e its mean probability softmax(logits)_e, both over the tokens of all layers together (the
+        load-balancing loss of Switch Transformers, arXiv 2101.03961, as transformers has it)."""
+        total = self.weights.sum().clamp(min=1)
+        probs = [
+            (x.float().softmax(-1) * self.weights.unsqueeze(1)).sum(0) / total
+            for x in self._logits.values()
+        ]
+        k = next(iter(self._experts.values())).shape[1]
+        mean = torch.stack(probs).mean(0)
+        return (self.load().mean(0) * mean).sum() * (len(mean) * k)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """``load``: E times the share of a layer's busiest expert, as a mean over layers (1 where
+        all get as many tokens); ``aux_loss``; and ``changed_choices``, the share of the choices
+        known before that the router would not have made, NaN where none is known. [] each."""
+        load = self.load()
+        found = {
+            "load": (load.amax(-1) * load.shape[-1]).mean(),
+            "aux_loss": self.aux_loss().detach(),
+        }
+        if self.choices is not None:
+            changed, known = torch.stack(self._changed).sum(0)
+            found["changed_choices"] = changed / known
+        return found
+
+
+def without_routing(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a policy's forward for another model, whose routers choose for themselves."""
+    return {name: x for name, x in inputs.items() if name != "routing"}

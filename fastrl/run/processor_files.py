@@ -1,0 +1,37 @@
+"""The files of a processor: training on texts leaves them as they are, beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",  # of processors; that of a tokenizer is saved by the tokenizer
+)
+
+
+def keep_processor(model: Any, files: Mapping[str, bytes]) -> None:
+    """Notes the contents of a checkpoint's processor files, for :func:`write_processor`: by the
+    time that the model is saved the checkpoint may be gone."""
+    model.processor_files = dict(files)
+
+
+def write_processor(model: Any, folder: str | Path) -> None:
+    """Writes the processor's files beside a model's weights, byte for byte; nothing where the model
+    has none.
+
+    Args:
+        model: of transformers or PEFT. One that fastrl has not loaded has the files of the local
+            folder that it names.
+    """
+    files: Mapping[str, bytes] | None = getattr(model, "processor_files", None)
+    if files is None:
+        source = getattr(model, "name_or_path", None)
+        there = [Path(source, name) for name in PROCESSOR_FILES] if source else []
+        files = {path.name: path.read_bytes() for path in there if path.is_file()}
+    for name, content in files.items():
+        (Path(folder) / name).write_bytes(content)
