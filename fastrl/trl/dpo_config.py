@@ -147,7 +147,7 @@ class DPOConfig(PreferenceConfig):
         """The row of a loss but "sft", and its options: these settings, of which a loss of a user's
         gets those that are not at their defaults, as its own are its defaults."""
         row, fixed = LOSS_TYPES[loss_type]
-        given: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
+        given: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
         if row.is_own:
             given = {name: x for name, x in given.items() if x != _default(name)}
         else:
