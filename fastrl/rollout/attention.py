@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
@@ -59,11 +60,16 @@ class DecodeAttention:
     """
 
     def __init__(self, kernel: DecodeKernel, kv_cache: KVCache, positions: Tensor, span: int):
-        self.kernel, self.kv_cache, self.span = kernel, kv_cache, span
-        self.places = torch.arange(len(positions), device=positions.device), positions
+        self.kernel, self.kv_cache, self.positions, self.span = kernel, kv_cache, positions, span
         # Once for all layers; int32, which all kernels take.
-        self.live = LiveTokens((positions + 1).int())
+        lengths = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
+        self.live = LiveTokens(torch.add(positions, 1, out=lengths))
         self.layer = 0  # the current one
+
+    @functools.cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Where a row's new token is stored: its slot, and its position there."""
+        return torch.arange(len(self.positions), device=self.positions.device), self.positions
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.layer = layer
@@ -85,9 +91,8 @@ class DecodeAttention:
         """Stores rotated keys [b, Hkv, D] and values of a layer; returns rotated queries."""
         self.layer = layer
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
-        positions = self.places[1]
         return fastrl_kernels.rotate_and_store(
-            query, key, value, cos, sin, *stored, positions, norms=norms
+            query, key, value, cos, sin, *stored, self.positions, norms=norms
         )
 
     def attend_written(self, query: Tensor, variant: Variant) -> Tensor:

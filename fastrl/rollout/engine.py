@@ -18,7 +18,7 @@ from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
 from fastrl.rollout.cuda_graphs import KINDS, EagerRunner, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
-from fastrl.rollout.kv_cache import RUNNING, KVCache, LayerShape, Moves, Room, Slots
+from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, Room, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
 from fastrl.rollout.sampling_params import (
     RolloutOutput,
@@ -30,6 +30,8 @@ from fastrl.rollout.sampling_params import (
 from fastrl.rollout.scheduler import Results, RolloutSample, Scheduler, make_finish_poll
 from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
 from fastrl.timing import start_clock
+from fastrl_kernels.rng import sample_states
+from fastrl_kernels.types import RUNNING
 
 PREFILL_TOKENS = 8192  # in one pass
 _ROUND = 64  # lengths of slots are multiples of it
@@ -141,15 +143,13 @@ class RolloutEngine:
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
         self._check_room(request)
         seed = draw_seed() if params.seed is None else params.seed
-        samples = _samples(request, params.n)
+        samples = _samples(request, params.n, seed)
         kv_cache, slots = self._make_room(request, len(samples))
         scheduler, device = Scheduler(samples, kv_cache.slots), self.model_runner.device
         poll = make_finish_poll(slots, scheduler)
         results = Results(len(samples), max(request.limits), device)
         with self.model_runner.opened():
-            step = DecodeStep(
-                self.model_runner, kv_cache, slots, self._begin_call(params, seed, slots)
-            )
+            step = DecodeStep(self.model_runner, kv_cache, slots, self._begin_call(params, slots))
             self._runner.begin(step)
             clock = start_clock(device)
             prefilled = 0
@@ -243,13 +243,13 @@ class RolloutEngine:
             position=[len(prompt) - 1 for prompt in prompts],
             num_generated=[0] * len(at),
             limit=[sample.limit for _, sample in admitted],
-            sample=[sample.key for _, sample in admitted],
+            sample=[sample.state for _, sample in admitted],
             reason=[RUNNING] * len(at),
         )
         slots.remember(at, prompts)
         return tokens
 
-    def _begin_call(self, params: SamplingParams, seed: int, slots: Slots) -> LogitsProcessors:
+    def _begin_call(self, params: SamplingParams, slots: Slots) -> LogitsProcessors:
         """Prepares the slots for a call and returns its logits processors: those of an earlier call
         where they are equal, since captured steps contain the addresses of their tensors."""
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -262,7 +262,6 @@ class RolloutEngine:
         if len(self._processors) > KINDS:
             del self._processors[next(iter(self._processors))]
         slots.begin(
-            seed=seed,
             vocabulary=vocabulary if processors.repetition_penalty != 1 else None,
             tail=None if processors.stops is None else processors.stops.shape[1],
         )
@@ -347,13 +346,14 @@ class RolloutEngine:
         return self.kv_cache_bytes // each
 
 
-def _samples(request: RolloutRequest, n: int) -> list[RolloutSample]:
-    """``n`` samples of each prompt, one after the other. A sample's key is a hash of its prompt's
-    id and its number among that prompt's samples."""
+def _samples(request: RolloutRequest, n: int, seed: int) -> list[RolloutSample]:
+    """``n`` samples of each prompt, one after the other. A sample's id, which keys its draws with
+    the seed, is a hash of its prompt's id and its number among that prompt's samples."""
     prompts = len(request.prompts)
     ids = torch.tensor(request.sample_ids).repeat_interleave(n)
-    keys = fastrl_kernels.sample_keys(0, ids, torch.arange(n).repeat(prompts)).tolist()
-    return [RolloutSample(i, i // n, request.limits[i // n], keys[i]) for i in range(n * prompts)]
+    ids = fastrl_kernels.sample_keys(0, ids, torch.arange(n).repeat(prompts), backend="torch")
+    states = sample_states(seed, ids).tolist()
+    return [RolloutSample(i, i // n, request.limits[i // n], states[i]) for i in range(n * prompts)]
 
 
 def _passes(by_prompt: dict[int, list[int]], lengths: list[int]) -> list[list[int]]:

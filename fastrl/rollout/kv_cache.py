@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fastrl.models.host_memory import to_device
+from fastrl_kernels import SlotBuffers
+from fastrl_kernels.types import EOS, IDLE, LENGTH, NAN, STOP
 
-RUNNING, EOS, LENGTH, STOP, NAN, IDLE = range(6)
 FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
-# Numbers kept per token, fp32.
+# Numbers kept per token, fp32, in the order of ``fastrl_kernels.SlotBuffers``.
 FIELDS = ("logprobs", "logprobs_t1", "entropies", "values")
 
 
@@ -97,7 +98,7 @@ class SlotState(NamedTuple):
     position: Tensor  # of that token
     num_generated: Tensor  # tokens generated so far
     limit: Tensor  # of tokens to generate
-    sample: Tensor  # the sample's key, from which its draws' keys are made
+    sample: Tensor  # the hash of seed and sample, from which its draws' keys are made
     reason: Tensor  # RUNNING, or why it ended
 
     def first(self, count: int) -> SlotState:
@@ -121,7 +122,6 @@ class Slots:
         # One column more than needed: rows that have ended write there.
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.long, device=device)
         self.per_token = torch.zeros(len(FIELDS), slots, length + 1, device=device)
-        self.seed = torch.zeros((), dtype=torch.long, device=device)
         self.seen: Tensor | None = None  # [S, V] bool, tokens that occurred
         self.tail: Tensor | None = None  # [S, W] the last tokens, newest last; -1 before the first
         # Those of calls so far, by kind and columns: captured steps contain their addresses.
@@ -132,14 +132,19 @@ class Slots:
         all_ = (*self.state, self.tokens, self.per_token, self.seen, self.tail)
         return [x for x in all_ if x is not None]
 
-    def begin(self, seed: int, vocabulary: int | None, tail: int | None) -> None:
+    def first(self, count: int) -> SlotBuffers:
+        """What a step of so many rows advances."""
+        state = self.state.first(count)
+        columns = state.token, state.position, state.num_generated, state.limit, state.reason
+        return SlotBuffers(*columns, self.tokens, self.per_token)
+
+    def begin(self, vocabulary: int | None, tail: int | None) -> None:
         """Prepares a new call.
 
         Args:
             vocabulary: V where a repetition penalty needs the tokens that have occurred.
             tail: W where stop sequences need the last tokens.
         """
-        self.seed.fill_(seed - (1 << 64) if seed >= 1 << 63 else seed)
         self.seen = self._of_call(vocabulary, torch.bool)
         self.tail = self._of_call(tail, torch.long)
         for x in self.state:

@@ -29,12 +29,12 @@ class RehearsedEngine(RolloutEngine):
         """Takes up the memory of ``generate(prompts, params)``: fills the slots, and runs one
         decode step at the full length of the longest."""
         request = RolloutRequest.of(prompts, params, None, self.model, self.tokenizer)
-        samples = _samples(request, params.n)
+        samples = _samples(request, params.n, 0)
         kv_cache, slots = self._make_room(request, len(samples))
         scheduler = Scheduler(samples, kv_cache.slots)
         clock = start_clock(self.model_runner.device)
         with self.model_runner.opened():
-            processors = self._begin_call(params, 0, slots)
+            processors = self._begin_call(params, slots)
             step = DecodeStep(self.model_runner, kv_cache, slots, processors)
             with clock("prefill"):
                 self._admit(request, step, scheduler)

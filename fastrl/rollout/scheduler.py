@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fastrl.models.host_memory import to_device
-from fastrl.rollout.kv_cache import FIELDS, FINISH_REASONS, RUNNING, Slots
+from fastrl.rollout.kv_cache import FIELDS, FINISH_REASONS, Slots
 from fastrl.rollout.sampling_params import RolloutOutput
+from fastrl_kernels.types import RUNNING
 
 POLL_STEPS = 8  # decode steps between polls
 
@@ -24,7 +25,7 @@ class RolloutSample:
     index: int  # in the output
     prompt: int  # which of the prompts
     limit: int  # most tokens
-    key: int = 0  # from which its draws' keys are made
+    state: int = 0  # the hash of seed and sample, from which its draws' keys are made
 
 
 @dataclass

@@ -5,7 +5,7 @@ import torch
 
 from fastrl import RolloutEngine, SamplingParams
 from fastrl.rollout import engine as engine_module
-from fastrl.rollout.kv_cache import EOS, RUNNING, Slots
+from fastrl.rollout.kv_cache import Slots
 from fastrl.rollout.scheduler import (
     POLL_STEPS,
     AsynchronousRead,
@@ -15,6 +15,7 @@ from fastrl.rollout.scheduler import (
     SynchronousRead,
     bucket_sizes,
 )
+from fastrl_kernels.types import EOS, RUNNING
 from tests import tiny_models
 from tests.golden import tiny
 
