@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fastrl_kernels
 from fastrl.data.prompt_ids import Prompt
@@ -18,7 +19,7 @@ from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
 from fastrl.rollout.cuda_graphs import KINDS, EagerRunner, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
-from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, Room, Slots
+from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, PromptCopy, Room, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
 from fastrl.rollout.sampling_params import (
     RolloutOutput,
@@ -27,7 +28,13 @@ from fastrl.rollout.sampling_params import (
     draw_seed,
     end_tokens,
 )
-from fastrl.rollout.scheduler import Results, RolloutSample, Scheduler, make_finish_poll
+from fastrl.rollout.scheduler import (
+    PASS_STEPS,
+    Results,
+    RolloutSample,
+    Scheduler,
+    make_finish_poll,
+)
 from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
 from fastrl.timing import start_clock
 from fastrl_kernels.rng import sample_states
@@ -48,7 +55,9 @@ class RolloutEngine:
     Args:
         model: a causal LM whose layers attend through transformers' attention interface, or a
             value-head model around one.
-        tokenizer: gives the EOS token.
+        tokenizer: gives the EOS token, and the ids of texts and chats. None where prompts are token
+            ids, and the model's generation_config or the sampling parameters say what ends a
+            response.
         max_slots: samples that run at a time.
         max_length: tokens of a slot, prompt and response; None grows slots as needed, up to the
             model's context.
@@ -137,19 +146,23 @@ class RolloutEngine:
 
         Raises:
             ValueError: an empty prompt, token ids outside the vocabulary, a prompt that with its
-                new tokens exceeds the model's context or ``max_length``; named by its index.
+                new tokens exceeds the model's context or ``max_length``; named by its index. No
+                tokenizer where one is needed.
         """
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
         self._check_room(request)
+        ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
         seed = draw_seed() if params.seed is None else params.seed
         samples = _samples(request, params.n, seed)
         kv_cache, slots = self._make_room(request, len(samples))
-        scheduler, device = Scheduler(samples, kv_cache.slots), self.model_runner.device
+        scheduler, device = self._scheduler(samples, kv_cache), self.model_runner.device
         poll = make_finish_poll(slots, scheduler)
         results = Results(len(samples), max(request.limits), device)
         with self.model_runner.opened():
-            step = DecodeStep(self.model_runner, kv_cache, slots, self._begin_call(params, slots))
+            step = DecodeStep(
+                self.model_runner, kv_cache, slots, self._begin_call(params, ends, slots)
+            )
             self._runner.begin(step)
             clock = start_clock(device)
             prefilled = 0
@@ -216,21 +229,35 @@ class RolloutEngine:
         self.model_runner.free()
         self._runner.free()
 
+    def _scheduler(self, samples: list[RolloutSample], kv_cache: KVCache) -> Scheduler:
+        """Where decode steps are replayed, a pass over prompts takes the time of several."""
+        return Scheduler(
+            samples,
+            kv_cache.slots,
+            keeps_prompts=kv_cache.keeps_prompts,
+            patience=PASS_STEPS if isinstance(self._runner, GraphRunner) else 0,
+        )
+
     def _admit(self, request: RolloutRequest, step: DecodeStep, scheduler: Scheduler) -> int:
-        """Fills free slots, and runs each new prompt once, without its last token, which the decode
-        step takes. Returns the number of tokens that were run."""
+        """Fills free slots. Prompts lie there without their last token, which the decode step
+        takes: those that another slot has are copied, each other one is run once. Returns the
+        number of tokens that were run."""
         kv_cache, slots = step.kv_cache, step.slots
-        admitted = scheduler.admit([len(prompt) for prompt in request.prompts])
+        admitted, held = scheduler.admit([len(prompt) for prompt in request.prompts])
         if not admitted:
             return 0
-        kv_cache.clear([slot for slot, _ in admitted])
         by_prompt: dict[int, list[int]] = {}
         for slot, sample in admitted:
             by_prompt.setdefault(sample.prompt, []).append(slot)
+        lengths = [len(prompt) - 1 for prompt in request.prompts]
+        copied = [i for i in by_prompt if i in held]
+        kv_cache.copy([PromptCopy(held[i], by_prompt.pop(i), lengths[i]) for i in copied])
+        if by_prompt:
+            kv_cache.clear([slot for targets in by_prompt.values() for slot in targets])
         tokens = 0
-        for part in _passes(by_prompt, [len(prompt) - 1 for prompt in request.prompts]):
-            lengths = [len(request.prompts[i]) - 1 for i in part]
-            attention = PrefillAttention(kv_cache, lengths, [by_prompt[i] for i in part])
+        for part in _passes(by_prompt, lengths):
+            targets = [by_prompt[i] for i in part]
+            attention = PrefillAttention(kv_cache, [lengths[i] for i in part], targets)
             packed = torch.cat([request.prompts[i][:-1] for i in part])
             packed = to_device(packed, self.model_runner.device)
             self.model_runner.prefill(packed, attention.layout.positions, attention)
@@ -249,11 +276,10 @@ class RolloutEngine:
         slots.remember(at, prompts)
         return tokens
 
-    def _begin_call(self, params: SamplingParams, slots: Slots) -> LogitsProcessors:
+    def _begin_call(self, params: SamplingParams, ends: Tensor, slots: Slots) -> LogitsProcessors:
         """Prepares the slots for a call and returns its logits processors: those of an earlier call
         where they are equal, since captured steps contain the addresses of their tensors."""
         vocabulary = self.model.config.get_text_config().vocab_size
-        ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
         on_host = LogitsProcessors.of(params, ends, vocabulary)
         values = on_host.as_numbers()
         kept = self._processors.pop(values, None)

@@ -66,17 +66,43 @@ class KVCache:
         widths = sum(layer.heads * (layer.key_width + layer.value_width) for layer in layers)
         return widths * length * dtype.itemsize
 
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether a slot still has what its prompt left there while and after its sample runs, so
+        that others can :meth:`copy` it. Keys and values lie behind the prompt's; a state that
+        decode steps overwrite would not be there."""
+        return True
+
     def clear(self, slots: Sequence[int]) -> None:
         """Zeroes slots: a NaN left there would reach the next sample, as 0·NaN is NaN."""
         where = to_device(torch.tensor(list(slots)), self.keys[0].device)
         for x in (*self.keys, *self.values):
             x.index_fill_(0, where, 0)
 
+    def copy(self, copies: Sequence[PromptCopy]) -> None:
+        """Copies prompts from slots that have them to others, or the same, whose other tokens
+        become zero. All are read before any is written."""
+        device = self.keys[0].device
+        where = [to_device(torch.tensor(copy.targets), device) for copy in copies]
+        for x in (*self.keys, *self.values):
+            found = [x[copy.source, : copy.tokens].clone() for copy in copies]
+            for targets, prompt in zip(where, found, strict=True):
+                x.index_fill_(0, targets, 0)
+                x[targets, : len(prompt)] = prompt
+
     def move(self, moves: Moves, tokens: int) -> None:
         """Copies the first ``tokens`` of slots to others, whose others become zero."""
         for x in (*self.keys, *self.values):
             x.index_fill_(0, moves.targets, 0)
             x[moves.targets, :tokens] = x[moves.sources, :tokens]
+
+
+class PromptCopy(NamedTuple):
+    """A prompt that slots get from one that has it."""
+
+    source: int
+    targets: list[int]
+    tokens: int
 
 
 class Moves(NamedTuple):
