@@ -190,7 +190,7 @@ class DecodeStep:
         draw, values = way(state, seen, attention, keys)
 
         goes_on = None if tail is None else (state.reason == RUNNING) & (draw.tokens >= 0)
-        fastrl_kernels.advance_slots(slots.first(bucket), draw, processors.ends, values=values)
+        fastrl_kernels.advance_slots(slots.buffers(state), draw, processors.ends, values=values)
         if seen is not None:
             seen.scatter_(1, state.token.unsqueeze(1), True)
         if tail is not None and goes_on is not None:

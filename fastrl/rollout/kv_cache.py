@@ -158,9 +158,8 @@ class Slots:
         all_ = (*self.state, self.tokens, self.per_token, self.seen, self.tail)
         return [x for x in all_ if x is not None]
 
-    def first(self, count: int) -> SlotBuffers:
-        """What a step of so many rows advances."""
-        state = self.state.first(count)
+    def buffers(self, state: SlotState) -> SlotBuffers:
+        """What a step of the first slots, whose state this is, advances."""
         columns = state.token, state.position, state.num_generated, state.limit, state.reason
         return SlotBuffers(*columns, self.tokens, self.per_token)
 

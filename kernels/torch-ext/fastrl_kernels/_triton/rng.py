@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rng import GAMMA
+from ..splitmix import GAMMA
 from .launch import launcher
 from .tiles import device_of, programs_for
 
@@ -17,7 +17,7 @@ _TILE = 128
 
 @triton.jit
 def mixed(x):
-    """``rng.mixed`` of uint64."""
+    """``splitmix.mixed`` of uint64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
