@@ -84,7 +84,7 @@ def _keys() -> Iterator[Compiled]:
     def call(seed: int | Tensor, index: int | Tensor, hashed: bool) -> None:
         ids = torch.zeros(256, dtype=torch.int64)
         if hashed:
-            token_keys(ids, index, backend="triton")
+            token_keys(ids, index, "triton")
         else:
             kernels.sample_keys(seed, ids, index, backend="triton")
 

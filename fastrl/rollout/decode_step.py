@@ -14,6 +14,7 @@ from fastrl.rollout.attention import DecodeAttention, choose_decode_kernel
 from fastrl.rollout.kv_cache import KVCache, Slots, SlotState
 from fastrl.rollout.model_runner import ModelRunner
 from fastrl.rollout.sampling_params import SamplingParams
+from fastrl_kernels.advance_slots import advance
 from fastrl_kernels.rng import token_keys
 from fastrl_kernels.types import EOS, RUNNING, STOP
 
@@ -171,6 +172,8 @@ class DecodeStep:
         self.model_runner, self.kv_cache, self.slots = model_runner, kv_cache, slots
         self.processors = processors
         self.attention_kernel = choose_decode_kernel(kv_cache, model_runner.attends_by_flash)
+        # Once: the ops around a step's forward look at nothing again.
+        self.backend = fastrl_kernels.explain(model_runner.device).backend
         self.from_logits = DrawFromLogits(model_runner, processors)
         self.from_head = DrawFromHead(model_runner, processors)
 
@@ -185,12 +188,12 @@ class DecodeStep:
         seen, tail = (None if x is None else x[:bucket] for x in (slots.seen, slots.tail))
 
         attention = DecodeAttention(self.attention_kernel, self.kv_cache, state.position, span)
-        keys = token_keys(state.sample, state.num_generated)
+        keys = token_keys(state.sample, state.num_generated, self.backend)
         way = self.from_head if self.from_head.takes(bucket) else self.from_logits
         draw, values = way(state, seen, attention, keys)
 
         goes_on = None if tail is None else (state.reason == RUNNING) & (draw.tokens >= 0)
-        fastrl_kernels.advance_slots(slots.buffers(state), draw, processors.ends, values=values)
+        advance(slots.buffers(state), draw, processors.ends, values, self.backend)
         if seen is not None:
             seen.scatter_(1, state.token.unsqueeze(1), True)
         if tail is not None and goes_on is not None:

@@ -11,24 +11,30 @@ from .dispatch import choose
 from .types import EOS, LENGTH, NAN, RUNNING, SampledTokens, SlotBuffers
 
 
-def _torch_advance_slots(
-    slots: SlotBuffers, draw: SampledTokens, ends: Tensor, values: Tensor | None
+def advance(
+    slots: SlotBuffers, draw: SampledTokens, ends: Tensor, values: Tensor | None, backend: str
 ) -> None:
+    """``advance_slots`` of checked arguments, where no gradient is recorded."""
+    if backend == "triton":
+        from ._triton.advance_slots import advance
+
+        advance(slots, draw, ends, values)
+        return
     token, position, num_generated, limit, reason, tokens, per_token = slots
-    rows, at = len(token), num_generated.unsqueeze(1)
     lost, running = draw.tokens < 0, reason == RUNNING
     goes_on = running > lost  # and not lost
-    torch.where(goes_on, draw.tokens, token, out=token)
-    tokens[:rows].scatter_(1, at, token.unsqueeze(1))
-    fields = [draw.logprobs, draw.logprobs_t1, draw.entropies]
-    fields += [] if values is None else [values.float()]
-    stored = torch.stack(fields).unsqueeze(2)
-    per_token[: len(fields), :rows].scatter_(2, at.expand(stored.shape), stored)
-    num_generated.add_(goes_on)
-    position.add_(goes_on)
+    token.copy_(torch.where(goes_on, draw.tokens, token))
+    at = num_generated.unsqueeze(1)
+    tokens.scatter_(1, at, token.unsqueeze(1))
+    fields = draw.logprobs, draw.logprobs_t1, draw.entropies, values
+    for x, stored in zip(fields, per_token, strict=True):
+        if x is not None:
+            stored.scatter_(1, at, x.float().unsqueeze(1))
+    num_generated += goes_on
+    position += goes_on
     found = (num_generated >= limit) * LENGTH
-    found.masked_fill_((token.unsqueeze(1) == ends).any(1), EOS).masked_fill_(lost, NAN)
-    torch.where(running, found, reason, out=reason)
+    found.masked_fill_((token == ends.unsqueeze(1)).any(0), EOS).masked_fill_(lost, NAN)
+    reason += running * found  # 0 of those that run
 
 
 def _check(slots: SlotBuffers, draw: SampledTokens, ends: Tensor, values: Tensor | None) -> None:
@@ -112,10 +118,5 @@ def advance_slots(
         _check(slots, draw, ends, values)
         if key is not None:
             _passed.keep(key, True)
-    if choose(backend, slots.token) == "triton":
-        from ._triton.advance_slots import advance
-
-        advance(slots, draw, ends, values)
-        return
     with torch.no_grad():
-        _torch_advance_slots(slots, draw, ends, values)
+        advance(slots, draw, ends, values, choose(backend, slots.token))

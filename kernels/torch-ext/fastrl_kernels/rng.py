@@ -29,10 +29,9 @@ def sample_states(seed: int | Tensor, sample_ids: Tensor) -> Tensor:
     return mixed((state ^ _bits(sample_ids, sample_ids.device)) + GAMMA)
 
 
-def token_keys(states: Tensor, token_index: int | Tensor, *, backend: str = "auto") -> Tensor:
-    """The keys of tokens [N] whose :func:`sample_states` are known: one hash instead of three, on a
-    GPU one launch."""
-    if choose(backend, states) == "triton":
+def token_keys(states: Tensor, token_index: int | Tensor, backend: str) -> Tensor:
+    """The keys of tokens [N] whose :func:`sample_states` are known: one hash instead of three."""
+    if backend == "triton":
         from ._triton.rng import keys
 
         return keys(None, states, token_index)
@@ -47,7 +46,7 @@ def _hashed(
         from ._triton.rng import keys
 
         return keys(seed, sample_ids, token_index)
-    return token_keys(sample_states(seed, sample_ids), token_index, backend=backend)
+    return token_keys(sample_states(seed, sample_ids), token_index, backend)
 
 
 @operator()
