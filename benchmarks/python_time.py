@@ -67,6 +67,10 @@ def _calls() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any] | Non
     live = ops.LiveTokens(positions.int() + 1)
     keys = torch.zeros(_ROWS, dtype=torch.int64)
     drawn = logits.detach()
+    *columns, found = torch.zeros(6, _ROWS, dtype=torch.int64)
+    stored = torch.zeros(_ROWS, 9, dtype=torch.int64), torch.zeros(4, _ROWS, 9)
+    slots = ops.SlotBuffers(*columns, *stored)
+    draw = ops.SampledTokens(found, *torch.zeros(5, _ROWS))
 
     def by(leaf: Tensor | tuple[Tensor, ...], *upstream: Tensor) -> Callable[[Any], Any]:
         return lambda found: torch.autograd.grad(found, leaf, upstream, retain_graph=True)
@@ -98,8 +102,10 @@ def _calls() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any] | Non
             lambda: ops.decode_attention(query, *cache, live, span=256),
             None,
         ),
+        "sample_keys": (lambda: ops.sample_keys(0, keys, keys), None),
         "sample_tokens": (lambda: ops.sample_tokens(drawn, keys), None),
         "sample_tokens top_k": (lambda: ops.sample_tokens(drawn, keys, top_k=5), None),
+        "advance_slots": (lambda: ops.advance_slots(slots, draw, keys[:1]), None),
         "kl_penalty": (lambda: ops.kl_penalty(new, old, "k3", mask=mask), by(new, advantages)),
         "kl_rewards": (
             lambda: ops.kl_rewards(new, old, per_row, mask, coef=0.1),

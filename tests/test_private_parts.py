@@ -143,6 +143,11 @@ USED = (
         "fastrl/plan/phantoms.py",
         *("", "calls are intercepted, and gradients that the engine alone holds known"),
     ),
+    Reason(
+        "_C _cdata _storage_Use_Count",
+        "fastrl/rollout/fused_layers.py",
+        *("", "weights are moved only where nobody else keeps their memory"),
+    ),
     Reason("_rand", "fastrl/run/random_state.py", "", "NumPy's generator behind numpy.random"),
     Reason("_instances", "fastrl/run/progress.py", "tqdm/std.py", "open bars of any library"),
     Reason("_get_default_store", "fastrl/run/processes.py", _GROUPS, "notes without an answer"),

@@ -37,7 +37,9 @@ OPS = {
     "rms_norm": decode.RMS_NORM,
     "swiglu": decode.SWIGLU,
     "rotate_and_store": decode.ROTATE_AND_STORE,
+    "sample_keys": decode.SAMPLE_KEYS,
     "linear_sample": decode.LINEAR_SAMPLE,
+    "advance_slots": decode.ADVANCE_SLOTS,
 }
 # The package whose kernels the ahead-of-time gate wants to see, each of them.
 PACKAGE = "fastrl_kernels._triton"

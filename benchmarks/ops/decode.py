@@ -1,5 +1,5 @@
-"""Ops of a decode step: rms_norm, swiglu, rotate_and_store in its layers, linear_sample at its
-end."""
+"""Ops of a decode step: rms_norm, swiglu, rotate_and_store in its layers, sample_keys,
+linear_sample and advance_slots around them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from benchmarks.ops.record import Compiled, Expect, Mains, Op, Sizes, Work
 from benchmarks.shapes import Shape
 from benchmarks.timing import DTYPES
 from fastrl_kernels import reference
+from fastrl_kernels.rng import token_keys
 
 # A product's result, and the stream it is added to: of 16-bit weights, and of fp32 ones under
 # autocast.
@@ -29,6 +30,7 @@ RECORDS = Expect(
     load_bytes=0, any_tile=True, why="factors go to shared memory, and records are small"
 )
 SMALL = Expect(load_bytes=0, any_tile=True, why="a head is smaller than a warp's vectors")
+ONE_EACH = Expect(load_bytes=0, any_tile=True, why="a few numbers for each row")
 
 
 def _norms() -> Iterator[Compiled]:
@@ -76,6 +78,39 @@ def _rotations() -> Iterator[Compiled]:
             label = f"{name} angles={wide} D={width} R={turned}" + (" norms" if normed else "")
             made = partial(call, DTYPES[name], DTYPES[wide], width, turned, normed)
             yield Compiled(label, made, SMALL)
+
+
+def _keys() -> Iterator[Compiled]:
+    def call(seed: int | Tensor, index: int | Tensor, hashed: bool) -> None:
+        ids = torch.zeros(256, dtype=torch.int64)
+        if hashed:
+            token_keys(ids, index, "triton")
+        else:
+            kernels.sample_keys(seed, ids, index, backend="triton")
+
+    numbers = torch.zeros(256, dtype=torch.int64)
+    for label, given in {
+        "tokens of a decode step": (0, numbers, True),
+        "all tensors": (numbers[0], numbers, False),
+        "all numbers": (2**64 - 1, 3, False),
+    }.items():
+        yield Compiled(label, partial(call, *given), ONE_EACH)
+
+
+def _advances() -> Iterator[Compiled]:
+    def call(values: torch.dtype | None, ends: int) -> None:
+        columns = [torch.zeros(256, dtype=torch.int64) for _ in range(6)]
+        drawn, *of_slots = columns
+        draw = kernels.SampledTokens(drawn, *(torch.zeros(256) for _ in range(5)))
+        stored = torch.zeros(256, 1025, dtype=torch.int64), torch.zeros(4, 256, 1025)
+        slots = kernels.SlotBuffers(*of_slots, *stored)
+        of_values = None if values is None else torch.zeros(256, dtype=values)
+        end = torch.arange(ends)
+        kernels.advance_slots(slots, draw, end, values=of_values, backend="triton")
+
+    for values, ends in ((None, 1), (torch.float32, 2), (torch.bfloat16, 5)):
+        label = f"{ends} ends" + ("" if values is None else f" values={values}")
+        yield Compiled(label.replace("torch.", ""), partial(call, values, ends), ONE_EACH)
 
 
 def _rms_norm(shape: Shape, generator: torch.Generator, backend: str, _: bool) -> Problem:
@@ -230,6 +265,8 @@ SWIGLU = Op(
     compiled=_gates,
 )
 ROTATE_AND_STORE = Op(compiled=_rotations)
+SAMPLE_KEYS = Op(compiled=_keys)
+ADVANCE_SLOTS = Op(compiled=_advances)
 LINEAR_SAMPLE = Op(
     problem=_linear_sample,
     work=_head_read,

@@ -78,9 +78,11 @@ def token_ids(
             :func:`fastrl.data.encode.encode_prompt`.
 
     Raises:
-        ValueError: as :func:`fastrl.data.chat.prompt_text`.
+        ValueError: as :func:`fastrl.data.chat.prompt_text`; a text without a tokenizer.
     """
     if isinstance(prompt, str) or is_chat(prompt):
+        if tokenizer is None:
+            raise ValueError(f"{name} is a text, but there is no tokenizer: pass one, or token ids")
         _, ids = encode_prompt(prompt, tokenizer, name, closed=closed)  # type: ignore[arg-type]
         return torch.tensor(ids, dtype=torch.long)
     return torch.as_tensor(prompt).cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
@@ -99,16 +100,21 @@ class DecodeAttention:
     """
 
     def __init__(self, kernel: DecodeKernel, kv_cache: KVCache, positions: Tensor, span: int):
-        self.kernel, self.kv_cache, self.span = kernel, kv_cache, span
-        self.places = torch.arange(len(positions), device=positions.device), positions
+        self.kernel, self.kv_cache, self.at, self.span = kernel, kv_cache, positions, span
         # Once for all layers; int32, which all kernels take.
-        self.live = LiveTokens((positions + 1).int())
+        lengths = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
+        self.live = LiveTokens(torch.add(positions, 1, out=lengths))
         self.layer = 0  # the current one
 
     @property
     def positions(self) -> Tensor:
         """[b, 1]."""
-        return self.places[1].unsqueeze(1)
+        return self.at.unsqueeze(1)
+
+    @functools.cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Where a row's new token is stored: its slot, and its position there."""
+        return torch.arange(len(self.at), device=self.at.device), self.at
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.layer = layer
@@ -119,7 +125,7 @@ class DecodeAttention:
 
     def state(self, layer: int, kind: str, index: int) -> Tensor:
         """A view, which the model's convolutions change in place."""
-        return self.kv_cache.states[layer, kind, index][: len(self.places[1])]
+        return self.kv_cache.states[layer, kind, index][: len(self.at)]
 
     def write_inputs(self, layer: int, index: int, inputs: Tensor) -> None:
         raise NotImplementedError("a convolution does not change its state in place")
@@ -146,9 +152,8 @@ class DecodeAttention:
         """Stores rotated keys [b, Hkv, D] and values of a layer; returns rotated queries."""
         self.layer = layer
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
-        positions = self.places[1]
         return fastrl_kernels.rotate_and_store(
-            query, key, value, cos, sin, *stored, positions, norms=norms
+            query, key, value, cos, sin, *stored, self.at, norms=norms
         )
 
     def attend_written(self, query: Tensor, variant: Variant) -> Tensor:
@@ -229,18 +234,17 @@ class PrefillAttention:
         return None
 
     def write_inputs(self, layer: int, index: int, inputs: Tensor) -> None:
-        stored = self.kv_cache.states[layer, CONVOLUTION, index]
-        last = self.layout.by_parts.last(stored.shape[-1])
+        key = layer, CONVOLUTION, index
+        last = self.layout.by_parts.last(self.kv_cache.states[key].shape[-1])
         longer = F.pad(inputs[0], (0, 1))  # [C, T + 1]
-        of_prompts = longer[:, last].transpose(0, 1)  # [P, C, K]
-        self._write(stored, of_prompts)
+        self._begin(key, longer[:, last].transpose(0, 1))  # [P, C, K]
 
     def write_state(self, layer: int, index: int, state: Tensor) -> None:
-        self._write(self.kv_cache.states[layer, RECURRENT, index], state)
+        self._begin((layer, RECURRENT, index), state)
 
-    def _write(self, stored: Tensor, of_prompts: Tensor) -> None:
+    def _begin(self, key: tuple[int, str, int], of_prompts: Tensor) -> None:
         slots, prompts = self.prompt_of_slot
-        stored[slots] = of_prompts[prompts].to(stored.dtype)
+        self.kv_cache.begin_states(key, slots, of_prompts[prompts])
         self._written()
 
     def _written(self) -> None:

@@ -11,19 +11,12 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.models.host_memory import to_device
 from fastrl.rollout.attention import DecodeAttention, choose_decode_kernel
-from fastrl.rollout.kv_cache import (
-    EOS,
-    FIELDS,
-    LENGTH,
-    NAN,
-    RUNNING,
-    STOP,
-    KVCache,
-    Slots,
-    SlotState,
-)
+from fastrl.rollout.kv_cache import KVCache, Slots, SlotState
 from fastrl.rollout.model_runner import ModelRunner
 from fastrl.rollout.sampling_params import SamplingParams
+from fastrl_kernels.advance_slots import advance
+from fastrl_kernels.rng import token_keys
+from fastrl_kernels.types import EOS, RUNNING, STOP
 
 
 class LogitsProcessors(NamedTuple):
@@ -179,6 +172,8 @@ class DecodeStep:
         self.model_runner, self.kv_cache, self.slots = model_runner, kv_cache, slots
         self.processors = processors
         self.attention_kernel = choose_decode_kernel(kv_cache, model_runner.attends_by_flash)
+        # Once: the ops around a step's forward look at nothing again.
+        self.backend = fastrl_kernels.explain(model_runner.device).backend
         self.from_logits = DrawFromLogits(model_runner, processors)
         self.from_head = DrawFromHead(model_runner, processors)
 
@@ -193,48 +188,19 @@ class DecodeStep:
         seen, tail = (None if x is None else x[:bucket] for x in (slots.seen, slots.tail))
 
         attention = DecodeAttention(self.attention_kernel, self.kv_cache, state.position, span)
-        keys = fastrl_kernels.sample_keys(slots.seed, state.sample, state.num_generated)
+        keys = token_keys(state.sample, state.num_generated, self.backend)
         way = self.from_head if self.from_head.takes(bucket) else self.from_logits
         draw, values = way(state, seen, attention, keys)
 
-        running = state.reason == RUNNING
-        lost = draw.tokens < 0  # no distribution: a NaN among the logits, or no token left to draw
-        goes_on = running & ~lost
-        token = torch.where(goes_on, draw.tokens, state.token)
-        self._record(bucket, state.num_generated, token, draw, values)
+        goes_on = None if tail is None else (state.reason == RUNNING) & (draw.tokens >= 0)
+        advance(slots.buffers(state), draw, processors.ends, values, self.backend)
         if seen is not None:
-            seen.scatter_(1, token.unsqueeze(1), True)
-        if tail is not None:
-            longer = torch.cat([tail[:, 1:], token[:, None]], dim=1)
+            seen.scatter_(1, state.token.unsqueeze(1), True)
+        if tail is not None and goes_on is not None:
+            longer = torch.cat([tail[:, 1:], state.token[:, None]], dim=1)
             tail.copy_(torch.where(goes_on[:, None], longer, tail))
-
-        count = state.num_generated + goes_on
-        reason = torch.where(count >= state.limit, LENGTH, RUNNING)
-        if tail is not None:
-            reason = torch.where(processors.stopped(tail), STOP, reason)
-        reason = torch.where((token.unsqueeze(1) == processors.ends).any(1), EOS, reason)
-        reason = torch.where(lost, NAN, reason)
-        state.reason.copy_(torch.where(running, reason, state.reason))
-        state.num_generated.copy_(count)
-        state.position.add_(goes_on)
-        state.token.copy_(token)
-
-    def _record(
-        self,
-        bucket: int,
-        column: Tensor,
-        token: Tensor,
-        draw: fastrl_kernels.SampledTokens,
-        values: Tensor | None,
-    ) -> None:
-        """Stores tokens with their log-probs, entropies and values; rows that have ended write
-        behind their last token."""
-        at = column.unsqueeze(1)
-        self.slots.tokens[:bucket].scatter_(1, at, token.unsqueeze(1))
-        by_name = draw._asdict() | {"values": values}
-        for field, stored in zip(FIELDS, self.slots.per_token, strict=True):
-            if by_name[field] is not None:
-                stored[:bucket].scatter_(1, at, by_name[field].float().unsqueeze(1))
+            stopped = goes_on & processors.stopped(tail) & (state.reason != EOS)
+            state.reason.masked_fill_(stopped, STOP)
 
 
 def _of_the_model(

@@ -20,7 +20,7 @@ from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
 from fastrl.rollout.cuda_graphs import KINDS, EagerRunner, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
-from fastrl.rollout.kv_cache import RUNNING, KVCache, LayerShape, Moves, Room, Slots
+from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, PromptCopy, Room, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
 from fastrl.rollout.sampling_params import (
     RolloutOutput,
@@ -29,9 +29,17 @@ from fastrl.rollout.sampling_params import (
     draw_seed,
     end_tokens,
 )
-from fastrl.rollout.scheduler import Results, RolloutSample, Scheduler, make_finish_poll
+from fastrl.rollout.scheduler import (
+    PASS_STEPS,
+    Results,
+    RolloutSample,
+    Scheduler,
+    make_finish_poll,
+)
 from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
 from fastrl.timing import start_clock
+from fastrl_kernels.rng import sample_states
+from fastrl_kernels.types import RUNNING
 
 PREFILL_TOKENS = 8192  # in one pass
 _ROUND = 64  # lengths of slots are multiples of it
@@ -48,7 +56,9 @@ class RolloutEngine:
     Args:
         model: a causal LM whose layers attend through transformers' attention interface, or a
             value-head model around one.
-        tokenizer: gives the EOS token.
+        tokenizer: gives the EOS token, and the ids of texts and chats. None where prompts are token
+            ids, and the model's generation_config or the sampling parameters say what ends a
+            response.
         max_slots: samples that run at a time.
         max_length: tokens of a slot, prompt and response; None grows slots as needed, up to the
             model's context.
@@ -141,22 +151,26 @@ class RolloutEngine:
 
         Raises:
             ValueError: an empty prompt, token ids outside the vocabulary, a prompt that with its
-                new tokens exceeds the model's context or ``max_length``; named by its index.
+                new tokens exceeds the model's context or ``max_length``; named by its index. No
+                tokenizer where one is needed.
         """
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
         self._check_room(request)
+        ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
         seed = draw_seed() if params.seed is None else params.seed
-        samples = _samples(request, params.n)
+        samples = _samples(request, params.n, seed)
         kv_cache, slots = self._make_room(request, len(samples))
-        scheduler, device = Scheduler(samples, kv_cache.slots), self.model_runner.device
+        if params.n > 1 and len(samples) > kv_cache.slots:
+            kv_cache.keep_prompts()
+        scheduler, device = self._scheduler(samples, kv_cache), self.model_runner.device
         poll = make_finish_poll(slots, scheduler)
         results = Results(len(samples), max(request.limits), device)
         routes = bool(kv_cache.experts)
         kept: dict[int, Tensor] = {}  # choices of experts, of samples by their index
         with self.model_runner.opened():
             step = DecodeStep(
-                self.model_runner, kv_cache, slots, self._begin_call(params, seed, slots)
+                self.model_runner, kv_cache, slots, self._begin_call(params, ends, slots)
             )
             self._runner.begin(step)
             clock = start_clock(device)
@@ -228,21 +242,35 @@ class RolloutEngine:
         self.model_runner.free()
         self._runner.free()
 
+    def _scheduler(self, samples: list[RolloutSample], kv_cache: KVCache) -> Scheduler:
+        """Where decode steps are replayed, a pass over prompts takes the time of several."""
+        return Scheduler(
+            samples,
+            kv_cache.slots,
+            keeps_prompts=kv_cache.keeps_prompts,
+            patience=PASS_STEPS if isinstance(self._runner, GraphRunner) else 0,
+        )
+
     def _admit(self, request: RolloutRequest, step: DecodeStep, scheduler: Scheduler) -> int:
-        """Fills free slots, and runs each new prompt once, without its last token, which the decode
-        step takes. Returns the number of tokens that were run."""
+        """Fills free slots. Prompts lie there without their last token, which the decode step
+        takes: those that another slot has are copied, each other one is run once. Returns the
+        number of tokens that were run."""
         kv_cache, slots = step.kv_cache, step.slots
-        admitted = scheduler.admit([len(prompt) for prompt in request.prompts])
+        admitted, held = scheduler.admit([len(prompt) for prompt in request.prompts])
         if not admitted:
             return 0
-        kv_cache.clear([slot for slot, _ in admitted])
         by_prompt: dict[int, list[int]] = {}
         for slot, sample in admitted:
             by_prompt.setdefault(sample.prompt, []).append(slot)
+        lengths = [len(prompt) - 1 for prompt in request.prompts]
+        copied = [i for i in by_prompt if i in held]
+        kv_cache.copy([PromptCopy(held[i], by_prompt.pop(i), lengths[i]) for i in copied])
+        if by_prompt:
+            kv_cache.clear([slot for targets in by_prompt.values() for slot in targets])
         tokens = 0
-        for part in _passes(by_prompt, [len(prompt) - 1 for prompt in request.prompts]):
-            lengths = [len(request.prompts[i]) - 1 for i in part]
-            attention = PrefillAttention(kv_cache, lengths, [by_prompt[i] for i in part])
+        for part in _passes(by_prompt, lengths):
+            targets = [by_prompt[i] for i in part]
+            attention = PrefillAttention(kv_cache, [lengths[i] for i in part], targets)
             packed = torch.cat([request.prompts[i][:-1] for i in part])
             packed = to_device(packed, self.model_runner.device)
             self.model_runner.prefill(packed, attention.layout.positions, attention)
@@ -255,17 +283,16 @@ class RolloutEngine:
             position=[len(prompt) - 1 for prompt in prompts],
             num_generated=[0] * len(at),
             limit=[sample.limit for _, sample in admitted],
-            sample=[sample.key for _, sample in admitted],
+            sample=[sample.state for _, sample in admitted],
             reason=[RUNNING] * len(at),
         )
         slots.remember(at, prompts)
         return tokens
 
-    def _begin_call(self, params: SamplingParams, seed: int, slots: Slots) -> LogitsProcessors:
+    def _begin_call(self, params: SamplingParams, ends: Tensor, slots: Slots) -> LogitsProcessors:
         """Prepares the slots for a call and returns its logits processors: those of an earlier call
         where they are equal, since captured steps contain the addresses of their tensors."""
         vocabulary = self.model.config.get_text_config().vocab_size
-        ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
         on_host = LogitsProcessors.of(params, ends, vocabulary)
         values = on_host.as_numbers()
         kept = self._processors.pop(values, None)
@@ -274,7 +301,6 @@ class RolloutEngine:
         if len(self._processors) > KINDS:
             del self._processors[next(iter(self._processors))]
         slots.begin(
-            seed=seed,
             vocabulary=vocabulary if processors.repetition_penalty != 1 else None,
             tail=None if processors.stops is None else processors.stops.shape[1],
         )
@@ -360,13 +386,14 @@ class RolloutEngine:
         return self.kv_cache_bytes // each
 
 
-def _samples(request: RolloutRequest, n: int) -> list[RolloutSample]:
-    """``n`` samples of each prompt, one after the other. A sample's key is a hash of its prompt's
-    id and its number among that prompt's samples."""
+def _samples(request: RolloutRequest, n: int, seed: int) -> list[RolloutSample]:
+    """``n`` samples of each prompt, one after the other. A sample's id, which keys its draws with
+    the seed, is a hash of its prompt's id and its number among that prompt's samples."""
     prompts = len(request.prompts)
     ids = torch.tensor(request.sample_ids).repeat_interleave(n)
-    keys = fastrl_kernels.sample_keys(0, ids, torch.arange(n).repeat(prompts)).tolist()
-    return [RolloutSample(i, i // n, request.limits[i // n], keys[i]) for i in range(n * prompts)]
+    ids = fastrl_kernels.sample_keys(0, ids, torch.arange(n).repeat(prompts), backend="torch")
+    states = sample_states(seed, ids).tolist()
+    return [RolloutSample(i, i // n, request.limits[i // n], states[i]) for i in range(n * prompts)]
 
 
 def _of_responses(

@@ -28,19 +28,24 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class _Stream:
-    """The residual stream, while a layer's last addition waits for the next one's norm."""
+    """The residual stream, while a layer's last addition waits for the next one's norm.
+
+    Attributes:
+        goes_on: whether that of the last layer waits for the model's norm.
+    """
 
     sum: Tensor
+    goes_on = False
 
 
 class JoinedProducts:
     """The products of one input with several linear layers: one product where their weights lie
-    one after the other in memory, as
-    :class:`fastrl.rollout.model_runner.AutocastWeightCache` makes them."""
+    one after the other in memory, as :func:`side_by_side` lays them."""
 
     def __init__(self, owner: Any, *names: str):
         self.owner, self.names = owner, names
         self._joined: tuple[Tensor, Tensor | None, list[int]] | None = None
+        self._whole: dict[str, Tensor] = {}  # of weights and biases that were laid so
 
     @property
     def layers(self) -> list[Any]:
@@ -48,21 +53,77 @@ class JoinedProducts:
         return [getattr(self.owner, name) for name in self.names]
 
     def join(self) -> None:
-        """Looks where the weights lie now."""
+        """Looks where the weights lie now; lays them side by side where they own their memory."""
         self._joined, layers = None, self.layers
         if not all(map(_is_plain, layers)):
             return
-        weight = joined_view([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers]
-        bias = None if biases[0] is None else joined_view(biases)
-        if weight is not None and (bias is not None or not any(x is not None for x in biases)):
+        weight = self._together("weight", layers)
+        biases = [layer.bias is not None for layer in layers]
+        bias = self._together("bias", layers) if all(biases) else None
+        if weight is not None and (bias is not None or not any(biases)):
             self._joined = weight, bias, [layer.out_features for layer in layers]
+
+    def _together(self, name: str, layers: list[Any]) -> Tensor | None:
+        parameters = [getattr(layer, name) for layer in layers]
+        found = joined_view(parameters)  # casts of weights, say
+        if found is not None:
+            return found
+        whole = self._whole.pop(name, None)
+        if whole is None or not _lie_in(whole, parameters):
+            whole = side_by_side(parameters)
+        if whole is not None:
+            self._whole[name] = whole
+        return whole
+
+    def free(self) -> None:
+        """Keeps no memory that the weights may have left; the next :meth:`join` lays them anew."""
+        self._joined = None
+        self._whole.clear()
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         if self._joined is None:
             return [layer(x) for layer in self.layers]
         weight, bias, sizes = self._joined
         return F.linear(x, weight, bias).split(sizes, -1)
+
+
+def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """Moves parameters to one piece of memory, along their first dimension, and returns it; None
+    where one of them is not alone in memory of its own: a view, a shard, or memory that others
+    keep, who expect to see what training makes of it.
+
+    Each gets a storage of its own that begins within the piece (as DLPack hands memory on), so that
+    to all who look the parameters are what they were: those who save, copy or move them find no
+    views of one tensor. The piece is freed with the last of them.
+    """
+    first = parameters[0]
+    kind = first.dtype, first.device, first.shape[1:]
+    if not all(map(_owns_its_memory, parameters)):
+        return None
+    if any((x.dtype, x.device, x.shape[1:]) != kind for x in parameters):
+        return None
+    whole = torch.cat([x.data for x in parameters])
+    for x, part in zip(parameters, whole.split([len(x) for x in parameters]), strict=True):
+        x.data = torch.from_dlpack(part)
+    return whole
+
+
+def _owns_its_memory(x: nn.Parameter) -> bool:
+    plain = type(x) is nn.Parameter and type(x.data) is Tensor and x.is_contiguous()
+    if not plain or x.untyped_storage().nbytes() != x.nbytes:
+        return False
+    # The parameter, and the object that this line makes.
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) <= 2
+
+
+def _lie_in(whole: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Whether parameters are where :func:`side_by_side` has laid them."""
+    at = whole.data_ptr()
+    for x in parameters:
+        if x.data_ptr() != at or x.dtype != whole.dtype:
+            return False
+        at += x.nbytes
+    return True
 
 
 def joined_view(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -90,8 +151,8 @@ def _is_plain(layer: Any) -> bool:
 class FusedDecoderLayer:
     """A decoder layer's forward for the tokens of a decode step; others are the layer's own.
 
-    Eleven launches beside those of attention: seven products (or four: :class:`JoinedProducts`),
-    two norms with the additions before them, the rotation that stores keys and values, the gate.
+    Eight launches beside those of attention: four products (or seven: :class:`JoinedProducts`), two
+    norms with the additions before them, the rotation that stores keys and values, the gate.
 
     Attributes:
         variant: of the layer's attention, as its own forward says.
@@ -116,7 +177,7 @@ class FusedDecoderLayer:
         x = self._attended(x, attention, *kwargs["position_embeddings"])
         x, stream = _add_and_norm(x, stream, layer.post_attention_layernorm)
         x = layer.mlp.down_proj(fastrl_kernels.swiglu(*self.mlp_products(x)))
-        if self.last:
+        if self.last and not self.stream.goes_on:
             return stream + x
         self.stream.sum = stream
         return x
@@ -131,6 +192,67 @@ class FusedDecoderLayer:
         query = attention.rotate_and_write(own.layer_idx, query, key, value, cos, sin, norms)
         out = attention.attend_written(query, self.variant)
         return own.o_proj(out.reshape(len(x), 1, -1).to(x.dtype))
+
+
+class FusedNorm:
+    """The norm behind the last layer, with that layer's last addition: one launch."""
+
+    def __init__(self, norm: Any, stream: _Stream):
+        self.module, self.stream = norm, stream
+        self.own_forward: Callable[..., Tensor] = norm.forward
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(current_attention(), DecodeAttention):
+            return self.own_forward(hidden_states, *args, **kwargs)
+        norm = self.module
+        found: Any = fastrl_kernels.rms_norm(
+            hidden_states, norm.weight, residual=self.stream.sum, eps=_eps(norm)
+        )
+        return found[0]
+
+    def renew(self) -> None:
+        """There is nothing to renew."""
+
+    def free(self) -> None:
+        """Nothing is kept."""
+
+
+class TabulatedRotary:
+    """A model's cosines and sines of positions in decode steps, from a table of all positions of a
+    slot: one launch. The model's own forward makes the table, anew for every rollout."""
+
+    def __init__(self, rotary: Any):
+        self.module = rotary
+        self.own_forward: Callable[..., tuple[Tensor, Tensor]] = rotary.forward
+        self._table: Tensor | None = None  # [2, length, R]
+
+    def renew(self) -> None:
+        """Computes the table again for a new rollout, at its address, which captured steps
+        contain."""
+        table = self._table
+        if table is not None and table.device == self.module.inv_freq.device:
+            table.copy_(self._computed(table[0], table.shape[1]))
+
+    def free(self) -> None:
+        self._table = None
+
+    def __call__(
+        self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        attention = current_attention()
+        plain = position_ids.shape == x.shape[:2] and x.shape[1] == 1 and not (args or kwargs)
+        if not (isinstance(attention, DecodeAttention) and plain):
+            return self.own_forward(x, position_ids, *args, **kwargs)
+        table, kind = self._table, (attention.kv_cache.length, x.dtype, x.device)
+        if table is None or (table.shape[1], table.dtype, table.device) != kind:
+            table = self._table = self._computed(x, kind[0])
+        cos, sin = table.index_select(1, position_ids.flatten()).unsqueeze(2)
+        return cos, sin
+
+    def _computed(self, x: Tensor, length: int) -> Tensor:
+        """By rows of one position, as decode steps have them."""
+        positions = torch.arange(length, device=x.device).unsqueeze(1)
+        return torch.stack(self.own_forward(x, positions)).squeeze(2)
 
 
 def _add_and_norm(x: Tensor, stream: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
@@ -157,11 +279,15 @@ class FusedLayers:
     def __init__(self, model: nn.Module):
         self.model = model
         found = _decoder_layers(model)
-        stream, end = _Stream(), len(found) - 1
+        self.stream, end = _Stream(), len(found) - 1
         self.layers = [
-            FusedDecoderLayer(layer, stream, first=i == 0, last=i == end)
+            FusedDecoderLayer(layer, self.stream, first=i == 0, last=i == end)
             for i, layer in enumerate(found)
         ]
+        norm, rotary = _around(model, found)
+        self.around: list[FusedNorm | TabulatedRotary] = []
+        self.around += [] if norm is None else [FusedNorm(norm, self.stream)]
+        self.around += [] if rotary is None else [TabulatedRotary(rotary)]
         self.active = False
 
     def together(self) -> list[Sequence[Any]]:
@@ -184,6 +310,18 @@ class FusedLayers:
         expected, variants = decode()
         for fused, variant in zip(self.layers, variants, strict=True):
             fused.variant = variant
+        cause = self._cause(decode, expected)
+        if cause and self.around:
+            self.around = []  # what lies around the layers may be another model's
+            cause = self._cause(decode, expected)
+        if cause:
+            warnings.warn(
+                f"fused decoder layers {cause}: rollouts run those, which are slower on a GPU",
+                stacklevel=4,
+            )
+
+    def _cause(self, decode: Callable[[], tuple[Tensor, Any]], expected: Tensor) -> str | None:
+        """Why the layers cannot run fused; switches them on where they can."""
         self.active = True
         try:
             found, _ = decode()
@@ -193,26 +331,36 @@ class FusedLayers:
         except Exception as error:  # of a model that only looks like the others
             cause = f"cannot run it ({type(error).__name__}: {error})"
             self.active = False
-        if not self.active:
-            warnings.warn(
-                f"fused decoder layers {cause}: rollouts run those, which are slower on a GPU",
-                stacklevel=4,
-            )
+        return None if self.active else cause
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Context in which the model's layers run fused, unless somebody looks into them or has put
         others in their place."""
         layers = self.layers if self.active and self._are_there() else []
+        now = _around(self.model, [x.layer for x in layers])
+        around = [x for x in self.around if any(x.module is y for y in now)]
+        self.stream.goes_on = any(isinstance(x, FusedNorm) for x in around)
         try:
             for fused in layers:
                 fused.attention_products.join()
                 fused.mlp_products.join()
                 fused.layer.forward = fused
+            for part in around:
+                part.renew()
+                part.module.forward = part
             yield
         finally:
-            for fused in layers:
-                vars(fused.layer).pop("forward", None)
+            for module in (*(x.layer for x in layers), *(x.module for x in around)):
+                vars(module).pop("forward", None)
+
+    def free(self) -> None:
+        """Frees what is kept between rollouts."""
+        for fused in self.layers:
+            fused.attention_products.free()
+            fused.mlp_products.free()
+        for part in self.around:
+            part.free()
 
     def _are_there(self) -> bool:
         """Whether the model still has these layers, and nothing else needs their calls."""
@@ -247,6 +395,25 @@ def _decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
     lists = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x)]
     fitting = [x for x in lists if all(map(_fits, x))]
     return list(fitting[0]) if len(fitting) == 1 else []
+
+
+def _around(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Any, Any]:
+    """The norm behind the layers and the module of rotary positions, of the module that runs the
+    layers; None for one of another name or structure, or that somebody looks into."""
+    for module in model.modules():
+        lists = [list(x) for x in module.children() if isinstance(x, nn.ModuleList)]
+        if layers and list(layers) in lists:
+            norm, rotary = (_untouched(module, name) for name in ("norm", "rotary_emb"))
+            norm = norm if norm is not None and _is_norm(norm) else None
+            return norm, rotary if hasattr(rotary, "inv_freq") else None
+    return None, None
+
+
+def _untouched(owner: nn.Module, name: str) -> Any:
+    """A module of that name which nobody looks into; None where there is none."""
+    module = getattr(owner, name, None)
+    plain = isinstance(module, nn.Module) and not (has_own_forward(module) or _is_hooked(module))
+    return module if plain else None
 
 
 def _fits(layer: Any) -> bool:
@@ -293,5 +460,10 @@ def _is_watched(layer: Any) -> bool:
     own, mlp = layer.self_attn, layer.mlp
     replaced = [own, mlp, mlp.act_fn, layer.input_layernorm, layer.post_attention_layernorm]
     replaced += [getattr(own, name) for name in _HEAD_NORMS if hasattr(own, name)]
-    hooked = (x._forward_hooks or x._forward_pre_hooks for x in (layer, *replaced))
-    return any(hooked) or layer._compiled_call_impl is not None
+    return any(map(_is_hooked, (layer, *replaced)))
+
+
+def _is_hooked(module: Any) -> bool:
+    """Whether hooks wait for a module's call, or it is compiled."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or module._compiled_call_impl is not None

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fastrl.models.host_memory import to_device
 from fastrl.models.routing import UNKNOWN
+from fastrl_kernels import SlotBuffers
+from fastrl_kernels.types import EOS, IDLE, LENGTH, NAN, STOP
 
-RUNNING, EOS, LENGTH, STOP, NAN, IDLE = range(6)
 FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
-# Numbers kept per token, fp32.
+# Numbers kept per token, fp32, in the order of ``fastrl_kernels.SlotBuffers``.
 FIELDS = ("logprobs", "logprobs_t1", "entropies", "values")
 
 
@@ -95,9 +96,9 @@ class KVCache:
             for i, layer in enumerate(layers)
             for state in layer.states
         }
+        self.of_prompts: dict[tuple[int, str, int], Tensor] = {}  # states at prompts' ends
         # The most tokens that a query reads; filled in as layers attend.
         self.windows: list[int | None] = [None] * len(layers)
-
         self.experts: list[Tensor] = []  # choices of each router, [slots, length, k] int16
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -122,11 +123,18 @@ class KVCache:
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerShape], length: int, dtype: torch.dtype) -> int:
         of_tokens = sum(layer.numbers for layer in layers) * length * dtype.itemsize
-        return of_tokens + state_bytes(layers)
+        return of_tokens + 2 * state_bytes(layers)  # those of prompts apart
 
     def tensors(self) -> list[Tensor]:
         """All that is kept."""
-        return [*self._of_tokens, *self.states.values()]
+        return [*self._of_tokens, *self.states.values(), *self.of_prompts.values()]
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether a slot still has what its prompt left there while and after its sample runs, so
+        that others can :meth:`copy` it. Keys and values lie behind the prompt's; states, which
+        decode steps overwrite, are kept apart where :meth:`keep_prompts` was called."""
+        return not self.states or bool(self.of_prompts)
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zeroes slots: a NaN left there would reach the next sample, as 0·NaN is NaN."""
@@ -136,12 +144,38 @@ class KVCache:
         for x in self.experts:
             x.index_fill_(0, where, UNKNOWN)
 
+    def keep_prompts(self) -> None:
+        """Keeps states at the ends of prompts apart, for samples that get a slot later."""
+        if not self.of_prompts:
+            self.of_prompts = {key: torch.zeros_like(x) for key, x in self.states.items()}
+
+    def begin_states(self, key: tuple[int, str, int], slots: Tensor, found: Tensor) -> None:
+        """Stores a layer's states [n, ...] at the ends of the prompts of slots [n]."""
+        for kept in (self.states, self.of_prompts):
+            if key in kept:
+                kept[key][slots] = found.to(kept[key].dtype)
+
+    def copy(self, copies: Sequence[PromptCopy]) -> None:
+        """Copies prompts from slots that have them to others, or the same, whose other tokens
+        become zero. All are read before any is written."""
+        device = self.keys[0].device
+        where = [to_device(torch.tensor(copy.targets), device) for copy in copies]
+        for x in (*self._of_tokens, *self.experts):
+            found = [x[copy.source, : copy.tokens].clone() for copy in copies]
+            for targets, prompt in zip(where, found, strict=True):
+                x.index_fill_(0, targets, UNKNOWN if x.dtype == torch.int16 else 0)
+                x[targets, : len(prompt)] = prompt
+        for key, x in self.of_prompts.items():
+            states = [x[copy.source].clone() for copy in copies]
+            for targets, state in zip(where, states, strict=True):
+                self.begin_states(key, targets, state.expand(len(targets), *state.shape))
+
     def move(self, moves: Moves, tokens: int) -> None:
         """Copies the first ``tokens`` of slots to others, whose others become zero."""
         for x in self._of_tokens:
             x.index_fill_(0, moves.targets, 0)
             x[moves.targets, :tokens] = x[moves.sources, :tokens]
-        for x in self.states.values():
+        for x in (*self.states.values(), *self.of_prompts.values()):
             x[moves.targets] = x[moves.sources]
         for x in self.experts:
             x.index_fill_(0, moves.targets, UNKNOWN)
@@ -151,6 +185,14 @@ class KVCache:
 def state_bytes(layers: Sequence[LayerShape]) -> int:
     """Bytes of a slot's states."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for layer in layers for x in layer.states)
+
+
+class PromptCopy(NamedTuple):
+    """A prompt that slots get from one that has it."""
+
+    source: int
+    targets: list[int]
+    tokens: int
 
 
 class Moves(NamedTuple):
@@ -172,7 +214,7 @@ class SlotState(NamedTuple):
     position: Tensor  # of that token
     num_generated: Tensor  # tokens generated so far
     limit: Tensor  # of tokens to generate
-    sample: Tensor  # the sample's key, from which its draws' keys are made
+    sample: Tensor  # the hash of seed and sample, from which its draws' keys are made
     reason: Tensor  # RUNNING, or why it ended
 
     def first(self, count: int) -> SlotState:
@@ -196,7 +238,6 @@ class Slots:
         # One column more than needed: rows that have ended write there.
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.long, device=device)
         self.per_token = torch.zeros(len(FIELDS), slots, length + 1, device=device)
-        self.seed = torch.zeros((), dtype=torch.long, device=device)
         self.seen: Tensor | None = None  # [S, V] bool, tokens that occurred
         self.tail: Tensor | None = None  # [S, W] the last tokens, newest last; -1 before the first
         # Those of calls so far, by kind and columns: captured steps contain their addresses.
@@ -207,14 +248,18 @@ class Slots:
         all_ = (*self.state, self.tokens, self.per_token, self.seen, self.tail)
         return [x for x in all_ if x is not None]
 
-    def begin(self, seed: int, vocabulary: int | None, tail: int | None) -> None:
+    def buffers(self, state: SlotState) -> SlotBuffers:
+        """What a step of the first slots, whose state this is, advances."""
+        columns = state.token, state.position, state.num_generated, state.limit, state.reason
+        return SlotBuffers(*columns, self.tokens, self.per_token)
+
+    def begin(self, vocabulary: int | None, tail: int | None) -> None:
         """Prepares a new call.
 
         Args:
             vocabulary: V where a repetition penalty needs the tokens that have occurred.
             tail: W where stop sequences need the last tokens.
         """
-        self.seed.fill_(seed - (1 << 64) if seed >= 1 << 63 else seed)
         self.seen = self._of_call(vocabulary, torch.bool)
         self.tail = self._of_call(tail, torch.long)
         for x in self.state:

@@ -60,6 +60,7 @@ class ModelRunner:
         self._cache_argument = cache_argument(self.language_model)
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
+        self._one = torch.ones(1, 1, dtype=torch.long)
         self._product = _head_product(self.language_model)
         self.fused_layers = FusedLayers(self.language_model)
         self.fused_draw = FusedDraw(self.language_model)
@@ -99,9 +100,9 @@ class ModelRunner:
         return self.autocast_weights.stored()
 
     def free(self) -> None:
-        """Frees the copies of weights."""
-        for copies in (self.autocast_weights, self.packed_products):
-            copies.free()
+        """Frees the copies of weights, and what fused layers keep."""
+        for kept in (self.autocast_weights, self.packed_products, self.fused_layers):
+            kept.free()
 
     def autocast_dtype(self) -> torch.dtype | None:
         """Dtype of matrix products under autocast, the caller's included; None where it is off."""
@@ -143,13 +144,15 @@ class ModelRunner:
         self, tokens: Tensor, positions: Tensor, attention: CachedAttention, head: bool
     ) -> Any:
         self._with_head = head
+        if self._one.device != tokens.device:
+            self._one = torch.ones(1, 1, dtype=torch.long, device=tokens.device)
         self._cache.attention = attention
         with attending(attention), routed(attention):
             return self.language_model(
                 input_ids=tokens,
                 position_ids=positions,
                 # Without a mask some models search the tokens for padding.
-                attention_mask=torch.ones_like(tokens),
+                attention_mask=self._one.expand(tokens.shape),
                 use_cache=True,
                 **{self._cache_argument: self._cache},
             ).logits

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl.rollout.bandwidth import copied_bytes
 from fastrl.rollout.decode_step import DecodeStep
 from fastrl.rollout.engine import RolloutEngine, _samples
-from fastrl.rollout.sampling_params import RolloutRequest, SamplingParams
+from fastrl.rollout.sampling_params import RolloutRequest, SamplingParams, end_tokens
 from fastrl.rollout.scheduler import Scheduler
 from fastrl.timing import start_clock
 from fastrl_kernels.dispatch import device_kind
@@ -29,12 +29,13 @@ class RehearsedEngine(RolloutEngine):
         """Takes up the memory of ``generate(prompts, params)``: fills the slots, and runs one
         decode step at the full length of the longest."""
         request = RolloutRequest.of(prompts, params, None, self.model, self.tokenizer)
-        samples = _samples(request, params.n)
+        samples = _samples(request, params.n, 0)
         kv_cache, slots = self._make_room(request, len(samples))
         scheduler = Scheduler(samples, kv_cache.slots)
         clock = start_clock(self.model_runner.device)
         with self.model_runner.opened():
-            processors = self._begin_call(params, 0, slots)
+            ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
+            processors = self._begin_call(params, ends, slots)
             step = DecodeStep(self.model_runner, kv_cache, slots, processors)
             with clock("prefill"):
                 self._admit(request, step, scheduler)

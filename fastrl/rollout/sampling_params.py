@@ -184,10 +184,21 @@ def _check_ids(name: str, ids: Any, least: int = 0) -> None:
 
 def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
     """Ids that end a response: those asked for, by default those of the model's generation_config;
-    and the tokenizer's EOS."""
+    and the tokenizer's EOS.
+
+    Raises:
+        ValueError: there is no tokenizer, and nothing else says which they are.
+    """
     if asked is None:
         asked = getattr(model, "pretrained_model", model).generation_config.eos_token_id
-    ids = [*(asked if isinstance(asked, Sequence) else [asked]), tokenizer.eos_token_id]
+    if tokenizer is None and asked is None:
+        raise ValueError(
+            "nothing says which tokens end a response: the engine has no tokenizer, and the "
+            "model's generation_config no eos_token_id: pass the engine a tokenizer, or "
+            "SamplingParams(eos_token_ids=[...]), [] where each runs to its limit"
+        )
+    own = getattr(tokenizer, "eos_token_id", None)
+    ids = [*(asked if isinstance(asked, Sequence) else [asked]), own]
     return torch.tensor(sorted({int(i) for i in ids if i is not None and i >= 0}), dtype=torch.long)
 
 

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from fastrl.models.host_memory import to_device
-from fastrl.rollout.kv_cache import FIELDS, FINISH_REASONS, RUNNING, Slots
+from fastrl.rollout.kv_cache import FIELDS, FINISH_REASONS, Slots
 from fastrl.rollout.sampling_params import RolloutOutput
+from fastrl_kernels.types import RUNNING
 
 POLL_STEPS = 8  # decode steps between polls
+# What a pass over prompts costs at least, in replayed decode steps: those of small models more.
+PASS_STEPS = 2
 
 
 @dataclass
@@ -24,7 +27,7 @@ class RolloutSample:
     index: int  # in the output
     prompt: int  # which of the prompts
     limit: int  # most tokens
-    key: int = 0  # from which its draws' keys are made
+    state: int = 0  # the hash of seed and sample, from which its draws' keys are made
 
 
 @dataclass
@@ -44,12 +47,32 @@ def bucket_sizes(slots: int) -> list[int]:
 
 class Scheduler:
     """Queue and slots. Running samples lie in the first slots; :meth:`pack` moves one only where
-    fewer rows are run for it."""
+    fewer rows are run for it.
 
-    def __init__(self, samples: Iterable[RolloutSample], slots: int):
+    The samples of a prompt follow each other in the queue, so that the next one finds its prompt in
+    the slot of one that runs or has just ended, unless it is the prompt's first: every prompt is
+    run once. One that has to be run can wait for others (``patience``), as a pass costs about the
+    same whatever it holds: until free slots have idled for as long as a pass takes.
+
+    Args:
+        keeps_prompts: whether slots keep what a prompt left there.
+        patience: decode steps of all slots that a pass over prompts is worth; 0: none waits.
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[RolloutSample],
+        slots: int,
+        *,
+        keeps_prompts: bool = True,
+        patience: int = 0,
+    ):
         self.waiting = deque(samples)
         self.slots: list[_Running | None] = [None] * slots
+        self.keeps_prompts, self.patience = keeps_prompts, patience
         self._sizes = bucket_sizes(slots)
+        self._left: dict[int, int] = {}  # prompts, by slot, of samples that have just ended
+        self._idled = 0  # steps of free slots since the last pass
         self.decode_steps = self.rows_run = 0
 
     @property
@@ -62,15 +85,29 @@ class Scheduler:
         """Samples by slot."""
         return [None if running is None else running.sample for running in self.slots]
 
-    def admit(self, prompt_lengths: list[int]) -> list[tuple[int, RolloutSample]]:
-        """Fills free slots; returns (slot, sample) of each new sample."""
+    def admit(
+        self, prompt_lengths: list[int]
+    ) -> tuple[list[tuple[int, RolloutSample]], dict[int, int]]:
+        """Fills free slots; returns (slot, sample) of each new sample, and of their prompts those
+        that lie in a slot, with that slot."""
+        held = {prompt: slot for slot, prompt in self._left.items()}
+        for slot, running in enumerate(self.slots):
+            if running is not None:
+                held[running.sample.prompt] = slot
+        held = held if self.keeps_prompts else {}
+        passes = not self.running or self._idled >= self.patience * len(self.slots)
         admitted = []
         for slot, running in enumerate(self.slots):
             if running is None and self.waiting:
-                sample = self.waiting.popleft()
+                sample = self.waiting[0]
+                if sample.prompt not in held:
+                    if not passes:
+                        break
+                    self._idled = 0
+                self.waiting.popleft()
                 self.slots[slot] = _Running(sample, sample.limit, prompt_lengths[sample.prompt])
                 admitted.append((slot, sample))
-        return admitted
+        return admitted, held
 
     def pack(self) -> list[tuple[int, int, int]]:
         """Makes the bucket as small as it can be: (from, to, tokens) of samples that move."""
@@ -105,6 +142,8 @@ class Scheduler:
 
     def advance(self, steps: int) -> list[int]:
         """Counts steps; returns the slots whose samples have reached their limit."""
+        self._left.clear()  # steps write there
+        self._idled += steps * self.slots.count(None) if self.waiting else 0
         self.decode_steps += steps
         self.rows_run += steps * self.bucket
         ended = []
@@ -122,7 +161,7 @@ class Scheduler:
         for slot in slots:
             running = self.slots[slot]
             assert running is not None
-            self.slots[slot] = None
+            self.slots[slot], self._left[slot] = None, running.sample.prompt
             freed.append((slot, running.sample))
         return freed
 

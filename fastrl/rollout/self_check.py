@@ -40,6 +40,7 @@ class Trial(Protocol):
     """The rollout engine, as it is checked."""
 
     model: Any
+    tokenizer: Any
     model_runner: Any
     _kv_cache: Any
 
@@ -74,7 +75,11 @@ def check_numbers(trial: Trial) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in _LENGTHS]
     params = SamplingParams(
-        max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, temperature=0, seed=0
+        max_new_tokens=_NEW_TOKENS,
+        min_new_tokens=_NEW_TOKENS,
+        temperature=0,
+        seed=0,
+        eos_token_ids=[] if trial.tokenizer is None else None,  # a call says which they are
     )
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

@@ -25,6 +25,8 @@ MOST_SCALAR_SPILLS = 88
 
 # Instructions per thread and byte of the main loop.
 MOST_PER_BYTE: dict[str, float] = {
+    # Fourteen numbers of a row, each from another place.
+    "advance_slots._advance_slots_kernel": 2.2,
     # fp32 with a group of heads, whose products tensor cores do not take; 3.2 in 16 bits.
     "decode_attention._decode_attention_fwd_kernel": 20.0,
     "decode_attention._decode_attention_merge_kernel": 5.0,
@@ -54,6 +56,8 @@ MOST_PER_BYTE: dict[str, float] = {
     "ppo_loss._ppo_loss_bwd_kernel": 2.5,
     "ppo_loss._ppo_loss_fwd_kernel": 16.1,
     "rms_norm._rms_norm_kernel": 5.9,
+    # Three hashes for the eight bytes of a sample id; one for sixteen in decode steps, 2.7.
+    "rng._sample_keys_kernel": 14.4,
     # A head of 64 of which 16 are turned: a few bytes for each warp, and the latency is the roof.
     "rotary._rotate_and_store_kernel": 16.0,
     # Of what reaches a row's bound, a few logits of many; and of the group that won, 8 KiB of a

@@ -35,6 +35,8 @@ MOST = {
     "rotate_and_store": 97,
     "decode_attention": 97,
     "decode_attention one split": 80,
+    "advance_slots": 115,
+    "sample_keys": 79,
     "sample_tokens": 135,
     "sample_tokens top_k": 169,
 }

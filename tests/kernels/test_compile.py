@@ -118,6 +118,18 @@ def _rotated(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
     return out, keys, values
 
 
+def _advanced(x: Inputs, **options: Any) -> ops.SlotBuffers:
+    """Two slots, of which the first runs."""
+    columns = [x.mask.sum(-1) * 0 + n for n in (3, 0, 0, 9, 0)]
+    columns[-1][1] = 1
+    stored = x.labels * 0, torch.zeros(4, *x.labels.shape, device=x.labels.device)
+    slots = ops.SlotBuffers(*columns, *stored)
+    scores = x.values.detach()[:, 0].float()
+    draw = ops.SampledTokens(x.labels[:, 1], *[scores] * 5)
+    ops.advance_slots(slots, draw, x.labels[0, 1:2], values=scores, **options)
+    return slots
+
+
 def _ppo(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
     loss, stats = ops.ppo_loss(x.new, x.old, x.old.square(), x.mask, **options)
     return loss, stats.tensor, stats.clipfrac
@@ -125,6 +137,7 @@ def _ppo(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
 
 # By op and what is special; ``b`` is the backend.
 CASES: dict[str, Callable[..., Any]] = {
+    "advance_slots": lambda x, b: _advanced(x, backend=b),
     "decode_attention": lambda x, b: _attended(x, backend=b),
     "decode_attention numbers": lambda x, b: _attended(
         x, scale=x.half, softcap=x.half * 9, window=x.index - 2, span=x.index - 1, backend=b
@@ -197,8 +210,10 @@ CASES: dict[str, Callable[..., Any]] = {
     "reward_loss": lambda x, b: ops.reward_loss(x.chosen, x.rejected, center_coef=0.1),
     "rms_norm": lambda x, b: ops.rms_norm(x.hidden, x.weight[0], residual=x.hidden * 2, backend=b),
     "rotate_and_store": lambda x, b: _rotated(x, backend=b),
-    "sample_keys": lambda x, b: ops.sample_keys(x.index, x.labels[0], x.index),
-    "sample_keys tensors": lambda x, b: ops.sample_keys(x.labels[1], x.labels[0], x.labels[1]),
+    "sample_keys": lambda x, b: ops.sample_keys(x.index, x.labels[0], x.index, backend=b),
+    "sample_keys tensors": lambda x, b: ops.sample_keys(
+        x.labels[1], x.labels[0], x.labels[1], backend=b
+    ),
     "sample_tokens": lambda x, b: _sampled(x, backend=b),
     "sample_tokens numbers": lambda x, b: _sampled(
         x, temperature=x.half, top_k=x.index, top_p=x.half, min_p=x.half / 20, backend=b

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl_kernels import dispatch, race, reference, sample_tokens
-from fastrl_kernels.rng import GAMMA, mixed
+from fastrl_kernels.splitmix import GAMMA, mixed
 from tests.kernels.draws import assert_same_bits, batch, keys_for
 
 ALL = os.environ.get("DRAWS") == "all"

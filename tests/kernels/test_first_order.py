@@ -28,8 +28,8 @@ __all__ = ["fresh_compiler"]  # a fixture
 PLAIN = {*ops.preference.__all__, "merge_moments"}
 # Results that are not differentiable.
 CONSTANT = {
-    "decode_attention", "linear_sample", "masked_moments", "rms_norm", "rotate_and_store",
-    "sample_keys", "sample_tokens", "swiglu",
+    "advance_slots", "decode_attention", "linear_sample", "masked_moments", "rms_norm",
+    "rotate_and_store", "sample_keys", "sample_tokens", "swiglu",
 }  # fmt: skip
 FUSED = [case for case in CASES if op_of(case) not in PLAIN | CONSTANT]
 RUNS = [(case, "torch") for case in FUSED]

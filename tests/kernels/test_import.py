@@ -40,6 +40,11 @@ def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return VocabParallel(0, len(weight))
 
+def slots():
+    # Of three samples that run.
+    state = torch.zeros(5, 3, dtype=torch.long)
+    return SlotBuffers(*state, torch.zeros(3, 4, dtype=torch.long), torch.zeros(4, 3, 4))
+
 def preference_loss(op):
     # A call with what it asks for.
     given = {"desirable": torch.arange(4) > 1, "kl": 0.1}
@@ -58,8 +63,11 @@ CALLS = {
     "Moments": "Moments(*torch.ones(3))",
     "PolicyLoss": "ppo_loss(ref, old, old, mask, objective=PolicyLoss('sapo'))",
     "SampledTokens": "SampledTokens(*torch.zeros(6, 3))",
+    "SlotBuffers": "slots()",
     "ValueTerm": "ValueTerm(values, old, old)",
     "VocabParallel": "linear_logprobs(hidden, weight, labels, vocab_parallel=alone())",
+    "advance_slots": "advance_slots(slots(), SampledTokens(torch.arange(3), *torch.zeros(5, 3)), "
+    "torch.tensor([1])) or torch.zeros(1)",
     "decode_attention": "decode_attention(cache[:, 0], cache, cache, torch.tensor([1, 4]))",
     "explain": "explain('cpu')",
     "full_kl": "full_kl(logits, ref_logits, mask=mask)",

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from fastrl_kernels import sample_keys, sample_tokens
+from fastrl_kernels.rng import sample_states, token_keys
 from tests.kernels.draws import RARE, z_score
+from tests.kernels.launches import interpreted, watched
 
 
 def mix(z):
@@ -27,15 +29,29 @@ def key_of(*parts):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
-def test_keys_are_those_of_the_definition(device, seed):
+def test_keys_are_those_of_the_definition(backend, device, seed):
     assert key_of(0) == 0xE220A8397B1DCDAF  # splitmix64's first output from seed 0, as published
     ids = [0, 1, -5, 2**40, 2**63 - 1]
     for indices in ([0] * 5, [7] * 5, [0, 1, 2, -3, 4]):
         given = torch.tensor(indices, device=device) if len(set(indices)) > 1 else indices[0]
-        keys = sample_keys(seed, torch.tensor(ids, device=device), given)
+        keys = sample_keys(seed, torch.tensor(ids, device=device), given, backend=backend)
         assert keys.dtype == torch.int64
         expected = [key_of(seed, i, j) for i, j in zip(ids, indices, strict=True)]
         assert [key % 2**64 for key in keys.tolist()] == expected
+        states = sample_states(seed, torch.tensor(ids, device=device))
+        assert torch.equal(token_keys(states, given, backend), keys)
+
+
+@interpreted
+def test_keys_are_one_launch(device):
+    """More of them than a program holds, of tensors as decode steps have them."""
+    ids, seed = torch.arange(300, device=device), torch.tensor(-7, device=device)
+    with watched() as calls:
+        keys = sample_keys(seed, ids, ids, backend="triton")
+        of_states = token_keys(ids, ids, "triton")
+    assert calls == ["_sample_keys_kernel"] * 2
+    assert torch.equal(keys, sample_keys(seed, ids, ids, backend="torch"))
+    assert torch.equal(of_states, token_keys(ids, ids, "torch"))
 
 
 def test_numbers_that_would_share_keys_with_others_are_refused(device):

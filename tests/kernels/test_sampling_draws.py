@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastrl_kernels import dispatch, race, reference, sample_tokens
-from fastrl_kernels.rng import GAMMA, mixed
+from fastrl_kernels.splitmix import GAMMA, mixed
 from tests.kernels.draws import (
     INF,
     RARE,

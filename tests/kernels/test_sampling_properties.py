@@ -185,7 +185,7 @@ def integers(draw: Draw, shape: tuple[int, ...], label: str) -> tuple[Tensor, li
 
 
 @examples(150)
-def test_sample_keys(device, random):
+def test_sample_keys(backend, device, random):
     draw = Draw(random, device)
     n = draw.one_of((1, 2, 5, 33), "samples")
     ids, given_ids = integers(draw, (n,), "dtype of ids")
@@ -201,7 +201,7 @@ def test_sample_keys(device, random):
         x, values = integers(draw, (n,) if kind == "per sample" else (), f"dtype of {name}")
         others.append(x)
         expected.append(values if kind == "per sample" else values * n)
-    keys = sample_keys(others[0], ids, others[1])
+    keys = sample_keys(others[0], ids, others[1], backend=backend)
     assert keys.dtype == torch.int64
     assert keys.shape == (n,)
     assert keys.device == ids.device

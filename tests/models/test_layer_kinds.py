@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -127,6 +128,34 @@ def test_the_engine_samples_as_a_plain_forward_says(family):
             expected = logprobs(model, torch.cat([prompt, sequence]))[len(prompt) - 1 : -1]
         found = expected.gather(1, sequence[:, None])[:, 0]
         assert (found - out.logprobs[i]).abs().max() <= CLOSE
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "deepseek_v3"])
+def test_a_prompt_is_run_once_whatever_the_slots(family, slots):
+    """Samples that get a slot later begin with what the prompt left, states included."""
+    model = build(family)
+    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=slots)
+    prompt = tiny_models.prompts(9)
+    params = SamplingParams(max_new_tokens=6, min_new_tokens=3, seed=0, n=16)
+    with counted_tokens(engine.model_runner) as tokens:
+        out = engine.generate(prompt, params)
+    assert tokens == [8]
+    for sequence, found in zip(out.sequences, out.logprobs, strict=True):
+        with torch.no_grad():
+            expected = logprobs(model, torch.cat([*prompt, sequence]))[8:-1]
+        assert (found - expected.gather(1, sequence[:, None])[:, 0]).abs().max() <= CLOSE
+
+
+@contextlib.contextmanager
+def counted_tokens(runner):
+    """Tokens of each prefill pass."""
+    own, found = runner.prefill, []
+    runner.prefill = lambda tokens, *rest: (found.append(len(tokens)), own(tokens, *rest))[1]
+    try:
+        yield found
+    finally:
+        del runner.prefill
 
 
 @pytest.mark.parametrize("family", FAMILIES)

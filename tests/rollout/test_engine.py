@@ -10,6 +10,7 @@ import torch
 
 from fastrl import GenerateEngine, RolloutEngine, SamplingParams
 from fastrl.models.attention import NAME
+from fastrl.rollout.model_runner import ModelRunner
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -198,6 +199,27 @@ def test_samples_do_not_depend_on_the_number_of_slots(gpt2, slots):
         engine_of(gpt2, max_slots=slots).generate(prompts, params),
         engine_of(gpt2, max_slots=3).generate(prompts, params),
     )
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16])
+def test_a_prompt_is_run_once_whatever_the_slots(gpt2, slots, monkeypatch):
+    passes, own = [], ModelRunner.prefill
+
+    def counted(self, tokens, *args):
+        passes.append(len(tokens))
+        own(self, tokens, *args)
+
+    monkeypatch.setattr(ModelRunner, "prefill", counted)
+    engine = engine_of(gpt2, max_slots=slots)
+    params = SamplingParams(max_new_tokens=20, n=16, seed=3)
+    passes.clear()  # those of the self-check
+    prompt, *others = tiny_models.prompts(13, 1, 6)
+    engine.generate([prompt], params)
+    assert passes == [12]  # without the last token, which the decode step takes
+    found = engine.generate([prompt, *others], params)
+    assert sum(passes) == 12 + 12 + 0 + 5
+    wide = engine_of(gpt2, max_slots=48)
+    same(found, wide.generate([prompt, *others], params))
 
 
 def test_samples_do_not_depend_on_the_order_of_prompts(gpt2):
@@ -468,6 +490,20 @@ def test_a_budget_bounds_the_slots(gpt2):
 def test_prompts_that_cannot_be_continued_are_refused_by_name(gpt2, prompts, params, message):
     with pytest.raises(ValueError, match=message):
         engine_of(gpt2).generate(prompts, SamplingParams(**{"max_new_tokens": 4, **params}))
+
+
+def test_an_engine_without_a_tokenizer_says_what_it_needs_one_for(gpt2):
+    prompts, params = tiny_models.prompts(3, 5), SamplingParams(max_new_tokens=20, seed=1, n=4)
+    engine = RolloutEngine(gpt2, None, max_slots=8)
+    same(engine.generate(prompts, params), engine_of(gpt2, max_slots=8).generate(prompts, params))
+    with pytest.raises(ValueError, match=r"prompts\[0\] is a text, but there is no tokenizer"):
+        engine.generate(["text"], params)
+    endless = tiny_models.policy("gpt2", eos_token_id=None)
+    engine = RolloutEngine(endless, None, max_slots=8)
+    with pytest.raises(ValueError, match=r"pass the engine a tokenizer, or SamplingParams\(eos_to"):
+        engine.generate(prompts, params)
+    out = engine.generate(prompts, replace(params, eos_token_ids=[]))
+    assert set(out.finish_reasons) == {"length"}
 
 
 def test_a_prompt_that_no_slot_holds_is_refused(gpt2):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils.other import clean_state_dict_for_safetensors
 from peft import LoraConfig, get_peft_model
 
 from fastrl import RolloutEngine, SamplingParams
@@ -95,13 +96,12 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("family", "autocast", "most"),
-    [("qwen2", True, 10), ("qwen3", True, 10), ("llama", False, 13)],
+    [("qwen2", True, 9), ("qwen3", True, 9), ("llama", False, 9), ("qwen2", False, 9)],
 )
 @pytest.mark.usefixtures("like_a_gpu")
 @interpreted
 def test_a_layers_launches(family: str, autocast: bool, most: int) -> None:
-    """Casts of weights lie side by side, so that products of one input are one; of other weights
-    they are three more."""
+    """Weights lie side by side, so that products of one input are one."""
     counts = []
     for layers in (2, 3):
         model = model_of(family, num_hidden_layers=layers)
@@ -115,6 +115,106 @@ def test_a_layers_launches(family: str, autocast: bool, most: int) -> None:
     fused_layer, own_layer = (b - a for a, b in zip(*counts, strict=True))
     assert fused_layer <= most
     assert own_layer >= 2.5 * fused_layer
+
+
+def test_weights_side_by_side_are_the_models_own() -> None:
+    """To those who save, copy or train them nothing has changed."""
+    model = model_of("qwen2")  # with biases
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    decoding = Decoding(model)
+    logits, _ = decoding.step(active=True)
+    own = model.model.layers[1].self_attn
+    weights = [own.q_proj.weight, own.k_proj.weight, own.v_proj.weight]
+    begin = [x.data_ptr() for x in weights]
+    assert begin == [begin[0] + sum(x.nbytes for x in weights[:n]) for n in range(3)]
+    assert all(x is parameters[name] for name, x in model.named_parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    for x in weights:
+        assert x.untyped_storage().nbytes() == x.nbytes
+        assert x.untyped_storage().data_ptr() == x.data_ptr()
+    saved = clean_state_dict_for_safetensors(model.state_dict())  # leaves out what shares memory
+    assert saved.keys() == before.keys()
+
+    decoding.step(active=True)
+    assert [x.data_ptr() for x in weights] == begin, "captured steps contain the addresses"
+    with torch.no_grad():
+        own.k_proj.weight.mul_(1.5)
+    (found, calls), (expected, _) = (decoding.step(active) for active in (True, False))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - logits).abs().max() > 1e-4
+    decoding.runner.free()  # and the model may go elsewhere
+    model.bfloat16().float()
+    decoding.step(active=True)
+    again, more = decoding.step(active=True)
+    assert len(more) == len(calls)
+    torch.testing.assert_close(again, found, rtol=0, atol=1e-1)
+
+
+def test_weights_whose_memory_others_keep_are_not_moved() -> None:
+    model = model_of("llama")
+    own = model.model.layers[0].self_attn
+    kept = own.k_proj.weight.detach()  # who expects to see what training makes of it
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight.data = torch.cat([mlp.up_proj.weight.data] * 2)[: len(mlp.up_proj.weight)]
+    shared = mlp.up_proj.weight.data_ptr()
+    _, calls = Decoding(model).step(active=True)
+    assert own.k_proj.weight.data_ptr() == kept.data_ptr()
+    assert mlp.up_proj.weight.data_ptr() == shared
+    _, fewer = Decoding(model_of("llama")).step(active=True)
+    assert len(calls) == len(fewer) + 3
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+@interpreted
+def test_what_lies_around_the_layers_is_a_launch_each() -> None:
+    """The embedding and the table's row in front of a first norm, one norm in front of the head."""
+    decoding = Decoding(model_of("llama"))
+    decoding.step(active=True)  # makes the table
+    _, calls = decoding.step(active=True)
+    assert calls[:3] == ["embedding", "index_select", "_rms_norm_kernel"]
+    assert calls[-3:] == ["mm", "_rms_norm_kernel", "mm"]
+
+
+def test_positions_are_those_of_now() -> None:
+    """A rollout makes the table of its cosines and sines anew."""
+    model = model_of("llama")
+    engine = engine_of(model, max_length=64)
+    before = generated(engine, temperature=0)
+    model.model.rotary_emb.inv_freq.mul_(0.1)
+    found = generated(engine, temperature=0)
+    expected = generated(engine_of(model, max_length=64), temperature=0)
+    for name in ("logprobs", "entropies"):
+        x, y, old = (torch.cat(getattr(z, name)) for z in (found, expected, before))
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
+        assert (x - old).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("change", ["hook", "replace"])
+def test_a_last_norm_that_others_look_into_or_replace_gets_the_whole_sum(change: str) -> None:
+    model = model_of("llama")
+    decoding = Decoding(model)
+    if change == "replace":
+        model.model.norm = copy.deepcopy(model.model.norm)
+    seen: list[torch.Tensor] = []
+    if change == "hook":
+        model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    (found, calls), (expected, _) = (decoding.step(active) for active in (True, False))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert "_swiglu_kernel" in calls
+    if change == "hook":
+        torch.testing.assert_close(*seen, rtol=0, atol=1e-5)
+
+
+def test_layers_are_fused_without_a_norm_that_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class that looks like theirs."""
+    model = model_of("llama")
+    kind = type("Norm", (type(model.model.norm),), {"forward": lambda self, x: 1.01 * x})
+    model.model.norm.__class__ = kind
+    decoding = Decoding(model)
+    (found, calls), (expected, _) = (decoding.step(active) for active in (True, False))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert "_swiglu_kernel" in calls
 
 
 def test_adapters_run_inside_of_fused_layers() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from fastrl import RolloutEngine, SamplingParams
 from fastrl.rollout import engine as engine_module
-from fastrl.rollout.kv_cache import EOS, RUNNING, Slots
+from fastrl.rollout.kv_cache import Slots
 from fastrl.rollout.scheduler import (
     POLL_STEPS,
     AsynchronousRead,
@@ -15,6 +15,7 @@ from fastrl.rollout.scheduler import (
     SynchronousRead,
     bucket_sizes,
 )
+from fastrl_kernels.types import EOS, RUNNING
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -25,7 +26,7 @@ def simulated(limits, slots):
     lengths = [1] * len(limits)
     order = []
     while scheduler.waiting or scheduler.running:
-        order += [sample.index for _, sample in scheduler.admit(lengths)]
+        order += [sample.index for _, sample in scheduler.admit(lengths)[0]]
         scheduler.pack()
         scheduler.release(scheduler.advance(scheduler.steps(8)))
     assert order == sorted(order), "first in, first out"
@@ -76,6 +77,53 @@ def test_samples_move_only_where_fewer_rows_are_run_for_it():
     assert scheduler.pack() == [(6, 0, 4), (7, 1, 4)]  # five need six
     assert scheduler.running == [0, 1, 2, 4, 5]
     assert scheduler.bucket == 6
+
+
+def admitted(scheduler):
+    new, held = scheduler.admit([4] * 9)
+    return [(slot, sample.prompt) for slot, sample in new], held
+
+
+def test_a_prompt_is_found_where_its_last_sample_ran_or_runs():
+    scheduler = Scheduler([RolloutSample(i, i // 3, 9) for i in range(9)], 2)
+    assert admitted(scheduler) == ([(0, 0), (1, 0)], {})
+    scheduler.advance(1)
+    scheduler.release([1])
+    assert admitted(scheduler) == ([(1, 0)], {0: 0})
+    scheduler.advance(1)
+    scheduler.release([0, 1])
+    assert admitted(scheduler) == ([(0, 1), (1, 1)], {0: 1})
+    scheduler.release([0, 1])
+    assert admitted(scheduler) == ([(0, 1), (1, 2)], {1: 1}), "in a slot that another prompt gets"
+
+
+def test_where_steps_overwrite_what_prompts_left_none_is_found():
+    scheduler = Scheduler([RolloutSample(i, 0, 9) for i in range(4)], 2, keeps_prompts=False)
+    admitted(scheduler)
+    scheduler.release([0])
+    assert admitted(scheduler) == ([(0, 0)], {})
+
+
+def test_a_prompt_that_has_to_be_run_waits_until_a_pass_has_been_idled_away():
+    """Two steps of four slots are worth a pass: eight of one that is free, or four of two."""
+    samples = [RolloutSample(i, prompt, 99) for i, prompt in enumerate([0, 0, 0, 0, 0, 1, 2, 3])]
+    scheduler = Scheduler(samples, 4, patience=2)
+    assert admitted(scheduler)[0] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    scheduler.advance(1)
+    scheduler.release([3])
+    assert admitted(scheduler)[0] == [(3, 0)], "its prompt is there"
+    scheduler.release([1])
+    for _ in range(2):
+        assert admitted(scheduler)[0] == []
+        scheduler.advance(2)
+    scheduler.release([2])
+    assert admitted(scheduler)[0] == []
+    scheduler.advance(2)
+    assert admitted(scheduler)[0] == [(1, 1), (2, 2)]
+    scheduler.release([1])
+    assert admitted(scheduler)[0] == []
+    scheduler.release([0, 2, 3])
+    assert admitted(scheduler)[0] == [(0, 3)], "nothing runs meanwhile"
 
 
 def test_buckets_grow_by_half():

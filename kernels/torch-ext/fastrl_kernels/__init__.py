@@ -1,6 +1,7 @@
 """Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
 
 from . import layers, losses, preference
+from .advance_slots import advance_slots
 from .decode_attention import LiveTokens, decode_attention
 from .dispatch import Choice, explain
 from .full_kl import full_kl
@@ -28,6 +29,7 @@ from .types import (
     LossStats,
     Moments,
     SampledTokens,
+    SlotBuffers,
     ValueTerm,
 )
 from .vocab_parallel import VocabParallel
@@ -43,8 +45,10 @@ __all__ = [
     "Moments",
     "PolicyLoss",
     "SampledTokens",
+    "SlotBuffers",
     "ValueTerm",
     "VocabParallel",
+    "advance_slots",
     "decode_attention",
     "explain",
     "full_kl",

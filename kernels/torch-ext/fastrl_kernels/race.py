@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rng import GAMMA, mixed, shifted
+from .splitmix import GAMMA, mixed, shifted
 
 # The version of the rule by which keys draw tokens. 1, of older packages: PyTorch inverted the
 # distribution function, Triton's raced over parts of another size.
@@ -40,8 +40,8 @@ def exponentials(states: Tensor, counters: Tensor) -> Tensor:
     backends compute the same u.
     """
     bits = shifted(mixed(states + counters * GAMMA), 17)
-    u = ((bits.double() + 0.5) * 2.0**-47).float().clamp_(max=MOST)
-    return torch.log1p(u.neg_()).neg_()
+    u = bits.double().add_(0.5).mul_(2.0**-47).float().clamp_(max=MOST)
+    return u.neg_().log1p_().neg_()
 
 
 def winners(sums: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

@@ -6,24 +6,9 @@ import torch
 from torch import Tensor
 
 from .argument_types import explains_types
+from .dispatch import choose
 from .operators import joined, operator, split
-
-# The increment and the two multipliers of splitmix64, as signed integers.
-GAMMA, _FIRST, _SECOND = (
-    x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-
-
-def shifted(x: Tensor, bits: int) -> Tensor:
-    """The logical right shift; that of int64 copies the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def mixed(x: Tensor) -> Tensor:
-    """splitmix64's output function of int64 bit patterns: each bit in moves half of those out."""
-    x = (x ^ shifted(x, 30)) * _FIRST
-    x = (x ^ shifted(x, 27)) * _SECOND
-    return x ^ shifted(x, 31)
+from .splitmix import GAMMA, mixed
 
 
 def _bits(x: int | Tensor, device: torch.device) -> Tensor:
@@ -37,12 +22,31 @@ def is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def hashed(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor) -> Tensor:
-    """``sample_keys`` of checked arguments."""
+def sample_states(seed: int | Tensor, sample_ids: Tensor) -> Tensor:
+    """h(seed, sample id) of :func:`sample_keys`, [N] int64: what the keys of a sample's tokens have
+    in common, of checked arguments."""
     state = mixed(_bits(seed, sample_ids.device) + GAMMA)
-    for x in (sample_ids, token_index):
-        state = mixed((state ^ _bits(x, sample_ids.device)) + GAMMA)
-    return state
+    return mixed((state ^ _bits(sample_ids, sample_ids.device)) + GAMMA)
+
+
+def token_keys(states: Tensor, token_index: int | Tensor, backend: str) -> Tensor:
+    """The keys of tokens [N] whose :func:`sample_states` are known: one hash instead of three."""
+    if backend == "triton":
+        from ._triton.rng import keys
+
+        return keys(None, states, token_index)
+    return mixed((states ^ _bits(token_index, states.device)) + GAMMA)
+
+
+def _hashed(
+    seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor, backend: str
+) -> Tensor:
+    """``sample_keys`` of checked arguments."""
+    if backend == "triton":
+        from ._triton.rng import keys
+
+        return keys(seed, sample_ids, token_index)
+    return token_keys(sample_states(seed, sample_ids), token_index, backend)
 
 
 @operator()
@@ -52,17 +56,21 @@ def _sample_keys(
     sample_ids: Tensor,
     token_index: Tensor | None,
     token_index_number: int,
+    backend: str,
 ) -> Tensor:
-    return hashed(joined(seed, seed_number), sample_ids, joined(token_index, token_index_number))
+    index = joined(token_index, token_index_number)
+    return _hashed(joined(seed, seed_number), sample_ids, index, backend)
 
 
 @_sample_keys.register_fake
-def _(seed: Tensor | None, _: int, ids: Tensor, token_index: Tensor | None, __: int) -> Tensor:
-    return hashed(joined(seed, 0), ids, joined(token_index, 0))
+def _(seed: Tensor | None, _: int, ids: Tensor, index: Tensor | None, __: int, ___: str) -> Tensor:
+    return _hashed(joined(seed, 0), ids, joined(index, 0), "torch")
 
 
 @explains_types
-def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor) -> Tensor:
+def sample_keys(
+    seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor, *, backend: str = "auto"
+) -> Tensor:
     """The key of each draw, a hash of (seed, sample id, token index) and of nothing else:
 
         h(seed) = mix(seed + γ),
@@ -76,6 +84,7 @@ def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tenso
         sample_ids: [N] integers; whatever tells one sample from the others.
         token_index: of the token to draw, within its sample: an integer in [0, 2⁶⁴), or integers
             [N].
+        backend: "auto", "triton" or "torch"; see ``explain``. The bits are the same.
 
     Returns:
         [N] int64, the bit patterns of unsigned integers; on the device of ``sample_ids``.
@@ -95,11 +104,12 @@ def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tenso
             raise TypeError(f"{name} must be integers, got {got}")
         if isinstance(x, int) and not 0 <= x < 1 << 64:
             raise ValueError(f"{name} must be in [0, 2**64), got {x}: others would share its keys")
+    chosen = choose(backend, sample_ids)
     if not torch.compiler.is_compiling():
-        return hashed(seed, sample_ids, token_index)
+        return _hashed(seed, sample_ids, token_index, chosen)
     # An operator's integers are signed.
     seed, token_index = (
         x - (1 << 64) if not isinstance(x, Tensor) and x >= 1 << 63 else x
         for x in (seed, token_index)
     )
-    return _sample_keys(*split(seed), sample_ids, *split(token_index))
+    return _sample_keys(*split(seed), sample_ids, *split(token_index), chosen)

@@ -16,6 +16,8 @@ LOG_RATIO_LIMIT = 20.0
 WHITEN_EPS = 1e-8
 # Lower sampling temperatures count as 0: their inverses would not be finite in fp32.
 COLDEST = 1e-30
+# Of a slot: its sample goes on; why it ended; nobody's.
+RUNNING, EOS, LENGTH, STOP, NAN, IDLE = range(6)
 # The lowest finite number of fp32: a maximum starts here, so that where all logits are -inf their
 # differences from it are -inf, never NaN, and any finite logit counts.
 LOWEST = -(2.0 - 2.0**-23) * 2.0**127
@@ -313,6 +315,18 @@ class AttentionSettings(NamedTuple):
     @property
     def outer(self) -> float:
         return self.scale if self.softcap is None else self.softcap
+
+
+class SlotBuffers(NamedTuple):
+    """What decode steps keep of the samples in the first B of S slots, see ``advance_slots``."""
+
+    token: Tensor  # [B] int64, the last one
+    position: Tensor  # [B] int64, of that token
+    num_generated: Tensor  # [B] int64
+    limit: Tensor  # [B] int64, of tokens to generate
+    reason: Tensor  # [B] int64, RUNNING or why a sample ended
+    tokens: Tensor  # [S, L] int64, the generated ones
+    per_token: Tensor  # [4, S, L] fp32: log-probs, those at temperature 1, entropies, values
 
 
 class HeadNorms(NamedTuple):

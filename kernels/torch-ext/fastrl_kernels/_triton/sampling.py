@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..race import FIRST_PART, MOST
-from ..rng import GAMMA
 from ..types import SampledTokens, SamplingParameters
 from .launch import launcher
 from .logprob import FLOOR, LN2, LOG2E, LOWEST
+from .rng import GAMMA_BITS, mixed
 from .rows import align_down, per_row
 from .tiles import device_of, power_of_2
 from .vocab_tiles import (
@@ -47,7 +47,6 @@ _HALF = tl.constexpr(16)
 _LEAST_HALF = tl.constexpr(0x7F)
 # Of a row's weight: what sums of it in fp32 may differ by.
 _ROUNDING = tl.constexpr(1e-5)
-_GAMMA = tl.constexpr(GAMMA % 2**64)
 _FIRST_PART, _MOST = tl.constexpr(FIRST_PART), tl.constexpr(MOST)
 
 
@@ -356,22 +355,14 @@ def _lowest_kept_code(
 
 
 @triton.jit
-def _mixed(x):
-    """``rng.mixed`` of uint64."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
 def race_state(key):
-    return _mixed(key.to(tl.uint64, bitcast=True) + _GAMMA)
+    return mixed(key.to(tl.uint64, bitcast=True) + GAMMA_BITS)
 
 
 @triton.jit
 def exponential(state, counter):
     """``race.exponentials``: the same uniforms, and their logarithms to rounding."""
-    bits = _mixed(state + counter.to(tl.uint64) * _GAMMA) >> 17
+    bits = mixed(state + counter.to(tl.uint64) * GAMMA_BITS) >> 17
     high = (bits >> 23).to(tl.int32).to(tl.float32)
     low = (bits & 0x7FFFFF).to(tl.int32).to(tl.float32)
     # Powers of 2: only the sum is rounded.
