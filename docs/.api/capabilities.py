@@ -1,4 +1,5 @@
-"""The table of docs/capabilities.md: what each way of training can, by the names it has there.
+"""The tables of docs/capabilities.md: what each way of training can, by the names it has there, and
+which layers run packed and in slots.
 
     python docs/.api/capabilities.py        writes it into the page (`make docs` does)
 
@@ -16,11 +17,16 @@ from typing import Any, NamedTuple
 
 import fastrl
 from fastrl import alignment
+from fastrl.models.layer_kinds import KINDS
 from fastrl.settings import idle_settings, refusals
 
 PAGE = Path(__file__).parents[1] / "capabilities.md"
 _BLOCK = re.compile(
     r"^(<!-- capabilities -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)", re.MULTILINE
+)
+_LAYERS = re.compile(
+    r"^(<!-- layers -->\n)(?:(?!<!-- end of layers -->).*\n)*(?=<!-- end of layers -->)",
+    re.MULTILINE,
 )
 _YOURS = "*the samples are yours*"
 _NO_RUN = "*has no run folder*"
@@ -273,8 +279,22 @@ def table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def layers() -> str:
+    """What runs packed and in slots, kind by kind."""
+    rows = [
+        "| layers | a slot keeps | in packed rows | among others in |",
+        "| --- | --- | --- | --- |",
+    ]
+    rows += [
+        f"| {kind.name} | {kind.keeps} | {kind.packed} | {kind.models} |"
+        for kind in reversed(KINDS)
+    ]
+    return "".join(f"{row}\n" for row in rows)
+
+
 def render(text: str) -> str:
-    return _BLOCK.sub(lambda found: found[1] + table(), text)
+    text = _BLOCK.sub(lambda found: found[1] + table(), text)
+    return _LAYERS.sub(lambda found: found[1] + layers(), text)
 
 
 if __name__ == "__main__":

@@ -23,29 +23,57 @@ class LayerKind(NamedTuple):
         called: a function that the forwards of its modules call, and those of no kind above it.
         keeps: what a slot of a rollout keeps of it.
         packed: how texts are kept apart in a row, and how responses continue from their prompt.
+        models: families that have it.
     """
 
     name: str
     called: str
     keeps: str
     packed: str
+    models: str
 
 
-_KEYS = "keys and values of each token"
-_ATTENDS_OWN = "tokens attend to those before them of their own text, responses to their prompt's"
-_STATE = "the last inputs of its convolution, and a state"
-_CONTINUES = "texts begin at 0, responses with the state at their prompt's end"
+_ATTENDED = "tokens attend to those of their own text, responses also to their prompt's"
+_CONTINUED = "texts begin with a state of zeros, responses with the one at their prompt's end"
+_STATE = "a state, and the last inputs of a convolution"
 KINDS = (
-    LayerKind("latent attention", "expand_kv", "the latent of each token", _ATTENDS_OWN),
-    LayerKind("attention", "ALL_ATTENTION_FUNCTIONS", _KEYS, _ATTENDS_OWN),
-    LayerKind("gated delta rule", "torch_chunk_gated_delta_rule", _STATE, _CONTINUES),
-    LayerKind("Kimi delta attention", "chunk_kimi_delta_attention", _STATE, _CONTINUES),
-    LayerKind("Mamba-2", "mamba2_chunk_scan", _STATE, _CONTINUES),
+    LayerKind(
+        "multi-head latent attention",
+        "expand_kv",
+        "a latent of each token",
+        _ATTENDED,
+        "deepseek_v3, glm4_moe_lite, longcat_flash, kimi_linear",
+    ),
+    LayerKind(
+        "attention: full, sliding windows, chunks, sinks",
+        "ALL_ATTENTION_FUNCTIONS",
+        "keys and values of each token",
+        _ATTENDED,
+        "llama, qwen3, gemma3, gpt_oss, llama4",
+    ),
+    LayerKind(
+        "gated delta rule",
+        "torch_chunk_gated_delta_rule",
+        _STATE,
+        _CONTINUED,
+        "qwen3_5, qwen3_5_moe, qwen3_next, olmo_hybrid",
+    ),
+    LayerKind(
+        "Kimi delta attention", "chunk_kimi_delta_attention", _STATE, _CONTINUED, "kimi_linear"
+    ),
+    LayerKind(
+        "Mamba-2",
+        "mamba2_chunk_scan",
+        _STATE,
+        _CONTINUED,
+        "nemotron_h, granitemoehybrid, falcon_h1, bamba",
+    ),
     LayerKind(
         "short convolution",
         CONVOLUTION,
         "the last inputs",
-        "zeros stand before a text, a prompt's last inputs before its responses",
+        "zeros stand before a text, the last inputs of a prompt before its responses",
+        "lfm2, lfm2_moe, lfm3",
     ),
 )
 ATTENTION = KINDS[:2]
