@@ -285,10 +285,7 @@ def layers() -> str:
         "| layers | a slot keeps | in packed rows | among others in |",
         "| --- | --- | --- | --- |",
     ]
-    rows += [
-        f"| {kind.name} | {kind.keeps} | {kind.packed} | {kind.models} |"
-        for kind in reversed(KINDS)
-    ]
+    rows += [f"| {kind.name} | {kind.keeps} | {kind.packed} | {kind.models} |" for kind in KINDS]
     return "".join(f"{row}\n" for row in rows)
 
 
