@@ -85,12 +85,8 @@ def gated_delta_rule(
     if _takes_lengths(rule):
         others["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
         return _by_lengths(rule, row, others, parts, output_final_state)
-    times = value.shape[2] // key.shape[2]
-    q, k, v, g, beta = (x[0] if x.dtype == torch.float64 else x[0].float() for x in row)
-    if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    q, k = (x if times == 1 else x.repeat_interleave(times, dim=1) for x in (q, k))
+    q, k, v = _operands(query[0], key[0], value[0], use_qk_l2norm_in_kernel)
+    g, beta = g[0].to(v.dtype), beta[0].to(v.dtype)
 
     def run(first: int, of: Parts, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         here = slice(first, first + of.tokens)
@@ -186,6 +182,56 @@ def _nothing(parts: PackedParts, fused: Any, *args: Any, **kwargs: Any) -> None:
     """Of a kernel that takes all of a layer at once: None has the layer call its parts."""
 
 
+def delta_step(
+    rule: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """One step of the gated delta rule in each slot, of all [b, 1, heads, ...], which changes the
+    states [b, heads, K, V] in place: a step reads and writes little else.
+
+    Args:
+        rule: the model's function; a kernel for GPUs is called.
+
+    Returns:
+        the outputs, and the states, if asked for.
+    """
+    if _takes_lengths(rule):
+        others["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+        return rule(  # type: ignore[no-any-return]
+            query, key, value, g=g, beta=beta, initial_state=initial_state,
+            output_final_state=output_final_state, **others,
+        )  # fmt: skip
+    states = initial_state.flatten(0, 1)
+    q, k, v = _operands(query, key, value, use_qk_l2norm_in_kernel)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b·heads, 1, ...]
+    decay, strength = (x.float().flatten()[:, None, None] for x in (g.float().exp(), beta))
+    written = (v - torch.bmm(k, states) * decay) * strength
+    states.mul_(decay).baddbmm_(k.mT, written)
+    out = torch.bmm(q, states).unflatten(0, initial_state.shape[:2]).transpose(1, 2)
+    return out.to(query.dtype), initial_state if output_final_state else None
+
+
+def _operands(
+    query: Tensor, key: Tensor, value: Tensor, normalised: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As they meet states, in fp32 or fp64: normalised and scaled, and for each head of values."""
+    q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
+    if normalised:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, times = q * q.shape[-1] ** -0.5, v.shape[-2] // k.shape[-2]
+    if times > 1:
+        q, k = (x.repeat_interleave(times, dim=-2) for x in (q, k))
+    return q, k, v
+
+
 def limited_update(
     limit: tuple[float, float],
     update: Any,
@@ -222,7 +268,11 @@ _OF_ROWS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": mamba2_scan,
     "mamba2_split_conv1d_scan_combined": _nothing,
 }
-_STEP = "mamba2_selective_state_update"
+_UPDATE = "mamba2_selective_state_update"
+_OF_SLOTS: dict[str, Callable[..., Any]] = {
+    _UPDATE: limited_update,
+    "torch_recurrent_gated_delta_rule": delta_step,
+}
 
 
 @contextlib.contextmanager
@@ -239,21 +289,23 @@ def in_place(
     def replaced(name: str, own: Any) -> Callable[..., Any]:
         @functools.wraps(own)
         def run(*args: Any, **kwargs: Any) -> Any:
-            of_row = parts() if running() else None
-            if of_row is not None and name != _STEP:
-                return _OF_ROWS[name](of_row, own, *args, **kwargs)
-            if name == _STEP and running():
-                return limited_update(limit, own, *args, **kwargs)
-            return own(*args, **kwargs)
+            if not running():
+                return own(*args, **kwargs)
+            if name in of_slots:
+                return of_slots[name](own, *args, **kwargs)
+            of_row = parts()
+            if of_row is None:
+                return own(*args, **kwargs)
+            return _OF_ROWS[name](of_row, own, *args, **kwargs)
 
         run.is_ours = True  # type: ignore[attr-defined]
         return run
 
     homes = {type(module).__module__ for module in model.modules()}
-    limit = _step_limit(model)
+    of_slots = _OF_SLOTS | {_UPDATE: functools.partial(limited_update, _step_limit(model))}
     before: list[tuple[Any, str, Any]] = []
     for home in map(sys.modules.get, homes):
-        names = () if home is None else {*_OF_ROWS, _STEP} & vars(home).keys()
+        names = () if home is None else {*_OF_ROWS, *_OF_SLOTS} & vars(home).keys()
         for name in names:
             own = getattr(home, name)
             if not hasattr(own, "is_ours"):  # of a context around this one

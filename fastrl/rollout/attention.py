@@ -131,7 +131,9 @@ class DecodeAttention:
         raise NotImplementedError("a convolution does not change its state in place")
 
     def write_state(self, layer: int, index: int, state: Tensor) -> None:
-        self.state(layer, RECURRENT, index).copy_(state)
+        kept = self.state(layer, RECURRENT, index)
+        if state.data_ptr() != kept.data_ptr():  # it was changed in place
+            kept.copy_(state)
 
     def route(self, number: int, _router: Any, _args: tuple, out: tuple) -> None:
         """Stores a router's choices, see :class:`fastrl.models.routing.Routes`."""
