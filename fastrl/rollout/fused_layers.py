@@ -7,6 +7,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,9 @@ class _Stream:
     goes_on = False
 
 
+_laid: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+
+
 class JoinedProducts:
     """The products of one input with several linear layers: one product where their weights lie
     one after the other in memory, as :func:`side_by_side` lays them."""
@@ -45,7 +49,8 @@ class JoinedProducts:
     def __init__(self, owner: Any, *names: str):
         self.owner, self.names = owner, names
         self._joined: tuple[Tensor, Tensor | None, list[int]] | None = None
-        self._whole: dict[str, Tensor] = {}  # of weights and biases that were laid so
+        # Of weights and biases that were laid so, by any engine on the model.
+        self._whole: dict[str, Tensor] = _laid.setdefault(owner, {})
 
     @property
     def layers(self) -> list[Any]:
@@ -102,9 +107,10 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
         return None
     if any((x.dtype, x.device, x.shape[1:]) != kind for x in parameters):
         return None
-    whole = torch.cat([x.data for x in parameters])
-    for x, part in zip(parameters, whole.split([len(x) for x in parameters]), strict=True):
-        x.data = torch.from_dlpack(part)
+    with torch.inference_mode(False):  # or nothing could be trained
+        whole = torch.cat([x.data for x in parameters])
+        for x, part in zip(parameters, whole.split([len(x) for x in parameters]), strict=True):
+            x.data = torch.from_dlpack(part)
     return whole
 
 
@@ -251,8 +257,9 @@ class TabulatedRotary:
 
     def _computed(self, x: Tensor, length: int) -> Tensor:
         """By rows of one position, as decode steps have them."""
-        positions = torch.arange(length, device=x.device).unsqueeze(1)
-        return torch.stack(self.own_forward(x, positions)).squeeze(2)
+        with torch.inference_mode(False), torch.no_grad():  # or it could not be renewed
+            positions = torch.arange(length, device=x.device).unsqueeze(1)
+            return torch.stack(self.own_forward(x, positions)).squeeze(2)
 
 
 def _add_and_norm(x: Tensor, stream: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
