@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from fastrl.models.delta_rule import CHUNK, chunked_delta_rule
 from fastrl.models.packed_parts import PackedParts, Parts
 
-_CHUNKS = range(16, 65)  # tokens of a chunk: more are computed with each other for no use
+_LEAST, _MOST = 16, 64  # tokens of a chunk: more are computed with each other for no use
 
 
 def convolved(
@@ -322,8 +322,14 @@ _NO_LIMIT = (0.0, float("inf"))
 
 
 def _step_limit(model: nn.Module) -> tuple[float, float]:
-    """That of dt: one for all layers, from the model's configuration."""
+    """That of dt: one for all layers, from the model's configuration.
+
+    Raises:
+        NotImplementedError: layers with several.
+    """
     limits = {tuple(limit) for x in model.modules() if (limit := getattr(x, "time_step_limit", ()))}
+    if len(limits) > 1:
+        raise NotImplementedError(f"its layers have several limits of the time step ({limits})")
     return limits.pop() if limits else _NO_LIMIT
 
 
@@ -338,7 +344,7 @@ def _takes_lengths(rule: Any) -> bool:
 
 def _chunk(length: int, most: int) -> int:
     """Tokens of a chunk: a power of two that is not much longer than the sequences."""
-    return min(most, max(_CHUNKS[0], 1 << (length - 1).bit_length()), _CHUNKS[-1])
+    return min(most, _MOST, max(_LEAST, 1 << (length - 1).bit_length()))
 
 
 def _by_lengths(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fastrl.rollout.kv_cache import KVCache
+from fastrl.rollout.kv_cache import KVCache, state_bytes
 
 _COPIED = {"cuda": 1 << 28}  # bytes, more than fit in its caches
 _COPIED_ELSEWHERE = 1 << 26
@@ -25,7 +25,8 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
-    """Bytes of keys and values that all decode steps of some samples read.
+    """Bytes of keys and values that all decode steps of some samples read, and of states that they
+    read and write.
 
     Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads p + t tokens, or
     the last of them where a layer has a window.
@@ -37,7 +38,8 @@ def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
     longest = kv_cache.length
     tokens = {w: int(contexts.clamp(max=w or longest).sum()) for w in set(kv_cache.windows)}
     each = kv_cache.keys[0].dtype.itemsize
-    return sum(
+    of_states = 2 * state_bytes(kv_cache.layers) * len(contexts)
+    return of_states + sum(
         layer.numbers * each * tokens[window]
         for layer, window in zip(kv_cache.layers, kv_cache.windows, strict=True)
     )
