@@ -301,21 +301,30 @@ def in_place(
         run.is_ours = True  # type: ignore[attr-defined]
         return run
 
-    homes = {type(module).__module__ for module in model.modules()}
+    homes = {home for x in model.modules() if _replaceable(home := type(x).__module__)}
+    if not homes:
+        yield
+        return
     of_slots = _OF_SLOTS | {_UPDATE: functools.partial(limited_update, _step_limit(model))}
     before: list[tuple[Any, str, Any]] = []
-    for home in map(sys.modules.get, homes):
-        names = () if home is None else {*_OF_ROWS, *_OF_SLOTS} & vars(home).keys()
-        for name in names:
-            own = getattr(home, name)
+    for home in homes:
+        for name in _replaceable(home):
+            own = getattr(sys.modules[home], name)
             if not hasattr(own, "is_ours"):  # of a context around this one
-                before.append((home, name, own))
-                setattr(home, name, replaced(name, own))
+                before.append((sys.modules[home], name, own))
+                setattr(sys.modules[home], name, replaced(name, own))
     try:
         yield
     finally:
-        for home, name, own in before:
-            setattr(home, name, own)
+        for module, name, own in before:
+            setattr(module, name, own)
+
+
+@functools.cache
+def _replaceable(home: str) -> tuple[str, ...]:
+    """The functions of a module, by its name, that are replaced."""
+    names = vars(sys.modules[home]) if home in sys.modules else ()
+    return tuple(name for name in (*_OF_ROWS, *_OF_SLOTS) if name in names)
 
 
 _NO_LIMIT = (0.0, float("inf"))
