@@ -136,6 +136,10 @@ class TokenBatch:
             ),
         )
 
+    def with_experts(self, experts: Sequence[Tensor | None] | None) -> Self:
+        """With choices of a mixture's experts, as far as they are known."""
+        return replace(self, experts=experts or [None] * len(self))
+
     @property
     def model_pass(self) -> ModelPass:
         """The forward over all samples."""

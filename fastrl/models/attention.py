@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fastrl.models import recurrence
 from fastrl.models.latents import Latents
+from fastrl.models.layer_functions import replacements
 from fastrl.models.layer_kinds import unknown_layer
 from fastrl.models.packed_parts import PackedParts
 from fastrl.models.routing import current_routes, routed
@@ -137,20 +137,32 @@ def _parts_of_row() -> PackedParts | None:
 def attached(model: nn.Module) -> Iterator[None]:
     """Context in which the model calls the attention of this module, and functions of packed rows
     in its recurrent layers."""
-    before = implementations(model)
-    tempered: list[Any] = [x for x in model.modules() if vars(x).get(_TEMPERED)]
+    before = [(owner, name, getattr(owner, name), x) for owner, name, x in _attachments(model)]
     try:
-        for config, _ in before:
-            config._attn_implementation_internal = NAME
-        for module in tempered:
-            module.attn_temperature_tuning = False
-        with recurrence.in_place(model, lambda: current_attention() is not None, _parts_of_row):
-            yield
+        for owner, name, _, ours in before:
+            setattr(owner, name, ours)
+        yield
     finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
-        for module in tempered:
-            module.attn_temperature_tuning = True
+        for owner, name, own, _ in before:
+            setattr(owner, name, own)
+
+
+def _attachments(model: nn.Module) -> list[tuple[Any, str, Any]]:
+    """What is other in :func:`attached`: owners, their attributes and the values there."""
+    found: list[tuple[Any, str, Any]] = []
+    configs: dict[int, Any] = {}
+    homes = set()
+    for module in model.modules():  # once: a tiny model's forward takes little longer
+        own = vars(module)
+        homes.add(type(module).__module__)
+        if own.get(_TEMPERED):
+            found.append((module, _TEMPERED, False))
+        config = own.get("config")
+        if hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
+    found += ((config, "_attn_implementation_internal", NAME) for config in configs.values())
+    found += replacements(model, homes, lambda: current_attention() is not None, _parts_of_row)
+    return found
 
 
 @contextlib.contextmanager

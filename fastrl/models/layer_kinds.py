@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fastrl.models.recurrence import CONVOLUTION
+from fastrl.models.layer_functions import CONVOLUTION
 
 
 class LayerKind(NamedTuple):

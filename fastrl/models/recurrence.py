@@ -1,28 +1,27 @@
 """Recurrent layers and convolutions of packed rows, in which no state goes from text to text and
 the responses to one prompt continue from its end.
 
-Layers of Hugging Face models call functions of their modelling file. While one runs a packed row,
-these are those of this module, see :func:`in_place`, which call the model's own with sequences in
-rows of their own, or one after the other where a kernel takes their lengths.
+Each takes the place of a function that a Hugging Face model's layers call, see
+:mod:`fastrl.models.layer_functions`, and calls the model's own with sequences in rows of their own,
+or one after the other where a kernel takes their lengths.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.activations import ACT2FN
 
 from fastrl.models.delta_rule import CHUNK, chunked_delta_rule
 from fastrl.models.packed_parts import PackedParts, Parts
 
+NO_LIMIT = (0.0, float("inf"))  # of time steps
 _LEAST, _MOST = 16, 64  # tokens of a chunk: more are computed with each other for no use
 
 
@@ -178,7 +177,7 @@ def mamba2_scan(
     return (out, states) if return_final_states else out
 
 
-def _nothing(parts: PackedParts, fused: Any, *args: Any, **kwargs: Any) -> None:
+def nothing(parts: PackedParts, fused: Any, *args: Any, **kwargs: Any) -> None:
     """Of a kernel that takes all of a layer at once: None has the layer call its parts."""
 
 
@@ -250,96 +249,13 @@ def limited_update(
         limit: of all of the model's layers.
         update: the model's function, which changes ``state``.
     """
-    if limit != _NO_LIMIT:
+    if limit != NO_LIMIT:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt, dt_bias = (F.softplus(dt) if dt_softplus else dt).clamp(*limit), None
         dt_softplus = False
     return update(  # type: ignore[no-any-return]
         state, x, dt, *others, dt_bias=dt_bias, dt_softplus=dt_softplus, **more
     )
-
-
-# By their names in transformers' modelling files.
-CONVOLUTION = "causal_conv1d_fn"
-_OF_ROWS: dict[str, Callable[..., Any]] = {
-    CONVOLUTION: convolved,
-    "torch_chunk_gated_delta_rule": gated_delta_rule,
-    "chunk_kimi_delta_attention": kimi_delta_rule,
-    "mamba2_chunk_scan": mamba2_scan,
-    "mamba2_split_conv1d_scan_combined": _nothing,
-}
-_UPDATE = "mamba2_selective_state_update"
-_OF_SLOTS: dict[str, Callable[..., Any]] = {
-    _UPDATE: limited_update,
-    "torch_recurrent_gated_delta_rule": delta_step,
-}
-
-
-@contextlib.contextmanager
-def in_place(
-    model: nn.Module, running: Callable[[], bool], parts: Callable[[], PackedParts | None]
-) -> Iterator[None]:
-    """Context in which a model's layers call the functions of this module.
-
-    Args:
-        running: whether a forward of ours is going on; else all is as it was.
-        parts: of the row that it runs; None: it runs steps of slots.
-    """
-
-    def replaced(name: str, own: Any) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not running():
-                return own(*args, **kwargs)
-            if name in of_slots:
-                return of_slots[name](own, *args, **kwargs)
-            of_row = parts()
-            if of_row is None:
-                return own(*args, **kwargs)
-            return _OF_ROWS[name](of_row, own, *args, **kwargs)
-
-        run.is_ours = True  # type: ignore[attr-defined]
-        return run
-
-    homes = {home for x in model.modules() if _replaceable(home := type(x).__module__)}
-    if not homes:
-        yield
-        return
-    of_slots = _OF_SLOTS | {_UPDATE: functools.partial(limited_update, _step_limit(model))}
-    before: list[tuple[Any, str, Any]] = []
-    for home in homes:
-        for name in _replaceable(home):
-            own = getattr(sys.modules[home], name)
-            if not hasattr(own, "is_ours"):  # of a context around this one
-                before.append((sys.modules[home], name, own))
-                setattr(sys.modules[home], name, replaced(name, own))
-    try:
-        yield
-    finally:
-        for module, name, own in before:
-            setattr(module, name, own)
-
-
-@functools.cache
-def _replaceable(home: str) -> tuple[str, ...]:
-    """The functions of a module, by its name, that are replaced."""
-    names = vars(sys.modules[home]) if home in sys.modules else ()
-    return tuple(name for name in (*_OF_ROWS, *_OF_SLOTS) if name in names)
-
-
-_NO_LIMIT = (0.0, float("inf"))
-
-
-def _step_limit(model: nn.Module) -> tuple[float, float]:
-    """That of dt: one for all layers, from the model's configuration.
-
-    Raises:
-        NotImplementedError: layers with several.
-    """
-    limits = {tuple(limit) for x in model.modules() if (limit := getattr(x, "time_step_limit", ()))}
-    if len(limits) > 1:
-        raise NotImplementedError(f"its layers have several limits of the time step ({limits})")
-    return limits.pop() if limits else _NO_LIMIT
 
 
 def _takes_lengths(rule: Any) -> bool:

@@ -62,11 +62,31 @@ def _is_router(module: Any) -> bool:
     return all(isinstance(x, int) for x in numbers) and not hasattr(module, "experts")
 
 
-def follow_routers(model: nn.Module) -> int:
+def refuse_dense(model: nn.Module, router_aux_loss_coef: float) -> None:
+    """
+    Raises:
+        ValueError: a coefficient of the routers' loss for a model without any.
+    """
+    if router_aux_loss_coef and not routers(model):
+        raise ValueError(
+            f"router_aux_loss_coef={router_aux_loss_coef:g}, but {type(model).__name__} is no "
+            "mixture of experts whose routers are known: leave it out"
+        )
+
+
+def follow_routers(model: nn.Module, router_aux_loss_coef: float = 0.0) -> int:
     """Has a model's routers speak to the routing of a forward; returns how many there are, 0 of
-    those whose routers cannot be followed."""
-    found = routers(model)
-    if why_not_followed(model) is not None:
+    those whose routers cannot be followed.
+
+    Raises:
+        ValueError: a coefficient of their loss, where they cannot.
+    """
+    found, cause = routers(model), why_not_followed(model)
+    if cause is not None:
+        if router_aux_loss_coef:
+            raise ValueError(
+                f"router_aux_loss_coef={router_aux_loss_coef:g}, but {cause}: leave it out"
+            )
         return 0
     for number, router in enumerate(found):
         if "router_number" not in vars(router):
@@ -105,6 +125,20 @@ def replays(model: nn.Module, asked: bool) -> bool:
             stacklevel=4,
         )
     return found
+
+
+def refuse_beside(**others: Any) -> None:
+    """Refuses ``replay_routing`` beside what has other responses than the engine's.
+
+    Raises:
+        ValueError: one of these is given.
+    """
+    given = [name for name, x in others.items() if x]
+    if given:
+        raise ValueError(
+            "replay_routing keeps the experts' choices of single responses of the engine: leave it "
+            f"out beside {', '.join(given)}"
+        )
 
 
 def _speak(router: Any, args: tuple, out: tuple) -> tuple | None:

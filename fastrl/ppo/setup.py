@@ -29,6 +29,7 @@ from fastrl.models.adapters import adapter_dropout
 from fastrl.models.layout import layout_of
 from fastrl.models.optimizer_state import optimizer_groups, set_weights
 from fastrl.models.quantised import WITHOUT_FSDP, compute_dtypes, refuse_quantised
+from fastrl.models.routing import refuse_dense
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.sharding import name_by_path
 from fastrl.models.utils import check_trainable, evaluating
@@ -62,7 +63,8 @@ def checked_policies(
 
     Raises:
         TypeError: names the argument of PPOTrainer that has a wrong type.
-        ValueError: a policy whose language model has no weight to train.
+        ValueError: a policy whose language model has no weight to train, or no routers for
+            ``router_aux_loss_coef``.
     """
     if not isinstance(config, PPOConfig):
         raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
@@ -72,6 +74,7 @@ def checked_policies(
     _check_types(learns_values, model, ref_model, tokenizer, scheduler)
     if not learns_values and model.v_head is not None:
         model.v_head.requires_grad_(False)
+    refuse_dense(model.pretrained_model, config.router_aux_loss_coef)
     check_trainable(model.pretrained_model, " but the value head" if learns_values else "")
     dropout = adapter_dropout(model.pretrained_model)
     if dropout:

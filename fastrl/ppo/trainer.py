@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +44,7 @@ from fastrl.models.optimizers import (
     make_optimizer,
 )
 from fastrl.models.products import Products
-from fastrl.models.routing import follow_routers
+from fastrl.models.routing import follow_routers, refuse_beside
 from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating, warn_of_fp16, warn_of_lost_updates
 from fastrl.overrides import overridden
@@ -218,13 +217,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_in_loss = method.has_kl_in_loss(config)
         self.advantages = method.advantages_of(config)
-        self._routes = follow_routers(model) > 0
-        if config.router_aux_loss_coef and not self._routes:
-            raise ValueError(
-                f"router_aux_loss_coef={config.router_aux_loss_coef:g}, but "
-                f"{type(model.pretrained_model).__name__} is no mixture of experts whose routers "
-                "are known: leave it out"
-            )
+        self._routes = follow_routers(model, config.router_aux_loss_coef) > 0
         loss = method.loss_of(
             config, values=config.needs_values and critic_model is None, routes=self._routes
         )
@@ -386,8 +379,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
             count.taken()  # of a step that failed
         batch = self.make_batch(given.queries, given.responses, given.masks)
         if self._routes:
-            none: list[Tensor | None] = [None] * len(batch)
-            batch = dataclasses.replace(batch, experts=given.experts or none)
+            batch = batch.with_experts(given.experts)
         self._check(batch, given)
         learning = self.warmup.learning(self.current_step)
         final_scores, moments = self.transform_scores(given.scores)
@@ -688,11 +680,8 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
             overwrite,
             max_tool_calling_iterations,
         )
-        if self.rollouts.replays and (tools or environment_factory or rollout_func):
-            raise ValueError(
-                "replay_routing keeps the experts' choices of single responses of the engine: "
-                "leave it out beside tools, environment_factory and rollout_func"
-            )
+        if self.rollouts.replays:
+            refuse_beside(tools=tools, environment=environment_factory, rollout_func=rollout_func)
         saves = numbers.save_every, numbers.keep_last
         saving = make_saving(self, output, *saves, resume, overwrite)
         loop = Loop(

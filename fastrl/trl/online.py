@@ -34,7 +34,7 @@ from fastrl.learn.samples import SampledResponses
 from fastrl.learn.scorer import check_tokens, scoring_request
 from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
-from fastrl.models.routing import Routing, follow_routers, replays
+from fastrl.models.routing import Routing, follow_routers, refuse_beside, replays
 from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
@@ -221,11 +221,11 @@ class OnlineTrainer(
         self.aux_loss_enabled, self.router_aux_loss_coef = router
         by_method = LOGPROBS in self.overrides
         self._replays = replays(model, args.replay_routing)
-        if self._replays and (interaction or rollout_func is not None or self.has_own_loss):
-            raise ValueError(
-                "replay_routing keeps the experts' choices of single responses of the engine: "
-                "leave it out beside tools, environment_factory, rollout_func and a loss of a "
-                "subclass's own"
+        if self._replays:
+            refuse_beside(
+                tools_or_environment=interaction,
+                rollout_func=rollout_func,
+                own_loss=self.has_own_loss,
             )
         # A subclass's own log-probs are of forwards of its own.
         self._routes = not by_method and follow_routers(model) > 0

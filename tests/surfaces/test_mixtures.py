@@ -366,7 +366,7 @@ def test_grpo_packs_mixtures_and_reports_on_their_routers(replay, tmp_path):
 def test_what_cannot_be_replayed_is_refused_or_ignored_with_a_warning(tmp_path):
     with pytest.raises(ValueError, match="rollout_backend='engine'"):
         grpo(tmp_path, replay_routing=True, rollout_backend="generate")
-    with pytest.raises(ValueError, match="beside tools, environment_factory"):
+    with pytest.raises(ValueError, match="beside rollout_func"):
         grpo(tmp_path, replay_routing=True, rollout_func=letters)
     with pytest.warns(UserWarning, match="replay_routing is ignored: .* is dense"):
         ppo(tiny_models.policy(), replay_routing=True)

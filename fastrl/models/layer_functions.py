@@ -1,0 +1,99 @@
+"""The functions of transformers' modelling files that recurrent layers call, and those that run in
+their place while a packed row or a step of slots is run."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from fastrl.models import recurrence
+from fastrl.models.packed_parts import PackedParts
+
+# By their names in transformers' modelling files.
+CONVOLUTION = "causal_conv1d_fn"
+_OF_ROWS: dict[str, Callable[..., Any]] = {
+    CONVOLUTION: recurrence.convolved,
+    "torch_chunk_gated_delta_rule": recurrence.gated_delta_rule,
+    "chunk_kimi_delta_attention": recurrence.kimi_delta_rule,
+    "mamba2_chunk_scan": recurrence.mamba2_scan,
+    "mamba2_split_conv1d_scan_combined": recurrence.nothing,
+}
+_UPDATE = "mamba2_selective_state_update"
+_OF_SLOTS: dict[str, Callable[..., Any]] = {
+    _UPDATE: recurrence.limited_update,
+    "torch_recurrent_gated_delta_rule": recurrence.delta_step,
+}
+
+
+def replacements(
+    model: nn.Module,
+    homes: Iterable[str],
+    running: Callable[[], bool],
+    parts: Callable[[], PackedParts | None],
+) -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
+    """Modelling files, their functions, and what a model's layers call in the place of these.
+
+    Args:
+        homes: names of the modules that define the model's layers.
+        running: whether a forward of ours is going on; else all is as it was.
+        parts: of the row that it runs; None: it runs steps of slots.
+    """
+    homes = [home for home in homes if _replaceable(home)]
+    limit = _step_limit(model) if homes else recurrence.NO_LIMIT
+    for home in homes:
+        module = sys.modules[home]
+        for name in _replaceable(home):
+            own = getattr(module, name)
+            if not hasattr(own, "is_ours"):  # of a context around this one
+                yield module, name, _replacing(name, own, limit, running, parts)
+
+
+def _replacing(
+    name: str,
+    own: Any,
+    limit: tuple[float, float],
+    running: Callable[[], bool],
+    parts: Callable[[], PackedParts | None],
+) -> Callable[..., Any]:
+    of_slots: dict[str, Any] = {
+        **_OF_SLOTS,
+        _UPDATE: functools.partial(recurrence.limited_update, limit),
+    }
+
+    @functools.wraps(own)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not running():
+            return own(*args, **kwargs)
+        if name in of_slots:
+            return of_slots[name](own, *args, **kwargs)
+        of_row = parts()
+        if of_row is None:
+            return own(*args, **kwargs)
+        return _OF_ROWS[name](of_row, own, *args, **kwargs)
+
+    run.is_ours = True  # type: ignore[attr-defined]
+    return run
+
+
+@functools.cache
+def _replaceable(home: str) -> tuple[str, ...]:
+    """The functions of a module, by its name, that are replaced."""
+    names = vars(sys.modules[home]) if home in sys.modules else ()
+    return tuple(name for name in (*_OF_ROWS, *_OF_SLOTS) if name in names)
+
+
+def _step_limit(model: nn.Module) -> tuple[float, float]:
+    """That of dt: one for all layers, from the model's configuration.
+
+    Raises:
+        NotImplementedError: layers with several.
+    """
+    limits = {tuple(limit) for x in model.modules() if (limit := getattr(x, "time_step_limit", ()))}
+    if len(limits) > 1:
+        raise NotImplementedError(f"its layers have several limits of the time step ({limits})")
+    return limits.pop() if limits else recurrence.NO_LIMIT
