@@ -78,7 +78,8 @@ KINDS = (
 )
 ATTENTION = KINDS[:2]
 _CONVOLUTION = KINDS[-1]
-_KEEPS_A_STATE = "get_recurrent_state"
+# Of a cache: a layer that has one of these keeps more than the inputs of a convolution.
+_KEEPS_A_STATE = {"get_recurrent_state", "update_recurrent_state", "recurrent_states"}
 # Of config.layer_types.
 _ATTENDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _MIXES_NO_TOKENS = {"mlp", "moe"}
@@ -92,7 +93,7 @@ def layers(model: nn.Module) -> Iterator[tuple[nn.Module, LayerKind]]:
         called = _called_by(type(module))
         for kind in KINDS:
             # Convolutions are part of other kinds, known and unknown.
-            other = kind is _CONVOLUTION and _KEEPS_A_STATE in called
+            other = kind is _CONVOLUTION and not _KEEPS_A_STATE.isdisjoint(called)
             if kind.called in called and not other:
                 yield module, kind
                 break

@@ -32,6 +32,10 @@ class CachedAttention(Attention, Protocol):
         """Stores keys and values [B, Hkv, T, D] of a layer, or latents and rotated keys; returns
         those that `attend` gets."""
 
+    @property
+    def any_layer(self) -> int | None:
+        """The number of a layer that keeps a state; None where there is none."""
+
     def state(self, layer: int, kind: str, index: int) -> Tensor | None:
         """The state [B, ...] with which a layer goes on; None where texts begin."""
 
@@ -51,6 +55,7 @@ class SlotCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+        self.layers: Any = _StatesOfLayers(self)
         self.attention: CachedAttention
 
     def update(
@@ -79,11 +84,43 @@ class SlotCache(Cache):
         self.attention.write_state(layer_idx, state_idx, recurrent_states)
         return recurrent_states
 
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return False  # no mask hangs on it: there is no padding
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        layer_idx = self.attention.any_layer if layer_idx is None else layer_idx
+        if layer_idx is None:
+            return False
+        return self.attention.state(layer_idx, CONVOLUTION, state_idx or 0) is not None
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:
         return False
+
+
+class _StatesOfLayers(list):
+    """The layers of a :class:`SlotCache`, in which models of transformers before 5.20 look for
+    states by themselves."""
+
+    def __init__(self, cache: SlotCache):
+        super().__init__()
+        self.cache = cache
+
+    def __getitem__(self, index: Any) -> Any:
+        return _StatesOfLayer(self.cache, index)
+
+
+class _StatesOfLayer:
+    record_past = False
+
+    def __init__(self, cache: SlotCache, index: int):
+        self.cache, self.index = cache, index
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:
+        return {0: self.cache.get_conv_state(self.index)}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        return {0: self.cache.get_recurrent_state(self.index)}
 
 
 # [B, 1, Hq, D] of queries [B, Hq, 1, D]; keys and values [S, M, Hkv, D], row i attending slot i;
@@ -122,6 +159,10 @@ class DecodeAttention:
         for whole, new in zip(stored, (keys, values), strict=True):
             whole.index_put_(self.places, new.squeeze(2).to(whole.dtype))
         return stored
+
+    @property
+    def any_layer(self) -> int | None:
+        return next((layer for layer, *_ in self.kv_cache.states), None)
 
     def state(self, layer: int, kind: str, index: int) -> Tensor:
         """A view, which the model's convolutions change in place."""
@@ -231,6 +272,8 @@ class PrefillAttention:
             whole.index_put_(self.places, tokens.to(whole.dtype))
         self._written()
         return keys, values
+
+    any_layer = None  # texts begin in all of them
 
     def state(self, layer: int, kind: str, index: int) -> None:
         return None
