@@ -111,6 +111,31 @@ def test_a_neighbours_tokens_change_not_one_bit(family):
     assert (grad[others] == 0).all()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neighbours_of_other_lengths_and_places_change_next_to_nothing(family):
+    """Products of other shapes round otherwise."""
+    ours, model = Group(6, (9, 4)), build(family)
+    ids = words(ours.prompt + sum(ours.responses))
+    found = []
+    for groups in ([ours], [Group(3, (17, 2)), ours, Group(40)], [Group(1), Group(5, (6,)), ours]):
+        layout = PackedLayout(groups)
+        at = groups.index(ours)
+        begin = sum(group.prompt for group in groups[:at])
+        behind = layout.first_response + sum(sum(group.responses) for group in groups[:at])
+        places = torch.cat(
+            [
+                torch.arange(begin, begin + ours.prompt),
+                torch.arange(behind, behind + sum(ours.responses)),
+            ]
+        )
+        row = words(layout.tokens, seed=len(groups) + at)
+        row[places] = ids
+        with torch.no_grad():
+            found.append(packed_logprobs(model, row, layout)[places])
+    for other in found[1:]:
+        assert (other - found[0]).abs().max() <= CLOSE
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_samples_as_a_plain_forward_says(family):
