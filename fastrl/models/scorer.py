@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastrl.models.attention import replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
-from fastrl.models.routing import routed
+from fastrl.models.routing import Routing, routed
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 
@@ -20,6 +20,12 @@ class ScoredPass(NamedTuple):
     scores: TokenScores  # without values
     hidden: Tensor  # [N, H], the last hidden states
     output: Any  # the model's own
+    routing: Routing | None = None  # of a mixture of experts whose routers are followed
+
+    @property
+    def aux_loss(self) -> Tensor:
+        """The load-balancing loss of a mixture of experts."""
+        return self.output.aux_loss if self.routing is None else self.routing.aux_loss()
 
     @property
     def logprobs(self) -> Tensor:
@@ -74,4 +80,4 @@ class TokenScorer:
             head.scoring(model, request) as results,
         ):
             output = forward(**given, **head.options)
-            return ScoredPass(*results(output), output)
+            return ScoredPass(*results(output), output, routing)

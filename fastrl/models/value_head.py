@@ -214,8 +214,9 @@ class PreTrainedModelWrapper(nn.Module):
             self.scorer.choose(self.pretrained_model, inputs)  # by all layers
             inputs |= {"attention": attention, "routing": routing}
             with self._starting_at(boundary):
-                scores, hidden, _ = self.scorer(self.pretrained_model, inputs, scoring)
-            return scores._replace(values=self._values(hidden) if scoring.values else None)
+                found = self.scorer(self.pretrained_model, inputs, scoring)
+            values = self._values(found.hidden) if scoring.values else None
+            return found.scores._replace(values=values)
 
         inputs["output_hidden_states"] = True
         if past_key_values is not None:

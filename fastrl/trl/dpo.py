@@ -81,7 +81,7 @@ class DPOTrainer(PreferenceTrainer):
 
     def losses(
         self, model: nn.Module, batch: Mapping[str, Any]
-    ) -> tuple[Tensor, Any, dict[str, tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, ScoredPass, dict[str, tuple[Tensor, Tensor]]]:
         args, completions = self.args, self.completions(batch)
         wanted = (*EXTRAS, "log_sum_sq_probs") if args.use_weighting else EXTRAS
         logprobs, found = self.score(model, completions, wanted)
@@ -104,7 +104,7 @@ class DPOTrainer(PreferenceTrainer):
             of_tokens = completions.scatter(excess, completions.rows())
             of_side = torch.exp(of_tokens.sum(1) / lengths).chunk(2)
             losses = losses * of_side[0] * of_side[1]
-        return losses, found.output, self._pair_metrics(sides, found, completions)
+        return losses, found, self._pair_metrics(sides, found, completions)
 
     def _losses(self, sides: tuple[Side, ...], logprobs: Tensor, mask: Tensor) -> Tensor:
         """[B], the weighted sum of all losses; log-probs and mask are those of tokens."""

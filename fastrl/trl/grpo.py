@@ -170,7 +170,7 @@ class GRPOTrainer(OnlineTrainer):
         if self.args.top_entropy_quantile == 1:
             return whole
         for each in parts:
-            each.scores = self._scored(model, each.part)[0].scores
+            each.scores = self._scored(model, each.part).scores
             each.loss = whole.old.advantages.new_zeros(())
         entropies = Pass.joined([each for each in parts if each.counts]).entropies
         return whole._replace(old=replace(whole.old, chosen=self._chosen(entropies)))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastrl.data.preferences import CompletionCollator, prepare_completions_of_ids
 from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.preferences import UNPAIRED_LOSSES, Side, mismatched_kl
+from fastrl.models.scorer import ScoredPass
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import KTO
 from fastrl.trl.kto_config import KTOConfig
@@ -84,7 +85,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def losses(
         self, model: nn.Module, batch: Mapping[str, Any]
-    ) -> tuple[Tensor, Any, dict[str, tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, ScoredPass, dict[str, tuple[Tensor, Tensor]]]:
         args = self.args
         completions, *others = both = self._completions(batch)
         if args.precompute_ref_log_probs:
@@ -106,7 +107,7 @@ class KTOTrainer(PreferenceTrainer):
             for name, which in sides.items():
                 parts[f"rewards/{name}"] = ((rewards * which).sum(), which.sum())
                 parts[f"logps/{name}"] = ((side.sums * which).sum(), which.sum())
-        return losses, found.output, parts
+        return losses, found, parts
 
     @torch.no_grad()
     def _kl(self, model: nn.Module, completions: TokenBatch, reference: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from fastrl.learn.samples import SampledResponses
 from fastrl.learn.scorer import check_tokens, scoring_request
 from fastrl.models import CausalLMPolicy
 from fastrl.models.products import Products
-from fastrl.models.routing import Routing, follow_routers, refuse_beside, replays
+from fastrl.models.routing import follow_routers, refuse_beside, replays
 from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
@@ -562,13 +562,11 @@ class OnlineTrainer(
     def _pass_loss(self, model: nn.Module, inputs: Pass) -> Tensor:
         part, aux = inputs.part, self.aux_loss_enabled and not self._routes
         objective = self._loss.in_one_pass(inputs, self._coefficient(), self.processes.count)
-        scored, inputs.routing = self._scored(model, part, objective, aux)
-        inputs.scores = scored.scores
+        scored = self._scored(model, part, objective, aux)
+        inputs.scores, inputs.routing = scored.scores, scored.routing
         loss = self.policy_loss(inputs)
         if self.aux_loss_enabled:
-            of_routers = inputs.routing
-            aux_loss = scored.output.aux_loss if of_routers is None else of_routers.aux_loss()
-            aux_loss = aux_loss * (part.size / inputs.whole.size)
+            aux_loss = scored.aux_loss * (part.size / inputs.whole.size)
             inputs.aux_loss = aux_loss.detach()
             loss = loss + self.router_aux_loss_coef * aux_loss
         return loss if inputs.counts else loss * 0
@@ -579,9 +577,8 @@ class OnlineTrainer(
         part: Minibatch,
         objective: PolicyObjective | None = None,
         aux: bool = False,
-    ) -> tuple[ScoredPass, Routing | None]:
-        """Log-probs and entropies of the tokens that are learned, and the loss of an objective; and
-        the routing of a mixture of experts."""
+    ) -> ScoredPass:
+        """Log-probs and entropies of the tokens that are learned, and the loss of an objective."""
         model_pass = self._scorer.model_pass(part)
         request = scoring_request(
             part.tokens,
@@ -591,8 +588,7 @@ class OnlineTrainer(
             values=False,
             objective=objective,
         )
-        inputs = dict(model_pass.inputs)
-        return self._scorer.policy(model, inputs, request, aux), inputs.get("routing")
+        return self._scorer.policy(model, dict(model_pass.inputs), request, aux)
 
     def _note(self, passes: list[Pass], mode: str) -> None:
         """Logs what is known of a batch that was learned from."""

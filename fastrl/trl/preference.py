@@ -20,6 +20,7 @@ from fastrl.data.token_batch import TokenBatch
 from fastrl.eras import eras_of
 from fastrl.learn.scorer import response_scores, scored_by
 from fastrl.models import CausalLMPolicy
+from fastrl.models.routing import follow_routers
 from fastrl.models.scorer import ScoredPass, TokenScorer
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating, without_dropout
@@ -96,6 +97,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
         self._reference = self._choose_reference(args, reference)
         found = router_loss(model, args.router_aux_loss_coef)
         self.aux_loss_enabled, self.router_aux_loss_coef = found
+        self._routes = self.aux_loss_enabled and follow_routers(model) > 0
         self._tokenizer = tokenizer
         self._settings = args
         self._max_length = length_limit(args, model, tokenizer)
@@ -135,9 +137,8 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
     @abstractmethod
     def losses(
         self, model: nn.Module, batch: Mapping[str, Any]
-    ) -> tuple[Tensor, Any, dict[str, tuple[Tensor, Tensor]]]:
-        """The loss of each example [B], the output of the model's forward, and metrics as sums and
-        counts."""
+    ) -> tuple[Tensor, ScoredPass, dict[str, tuple[Tensor, Tensor]]]:
+        """The loss of each example [B], the policy's forward, and metrics as sums and counts."""
 
     # Models.
 
@@ -308,14 +309,16 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
     # Log-probs.
 
     def completions(self, batch: Mapping[str, Any], prefix: str = "") -> TokenBatch:
-        return completions_of(batch, self._is_padding_free(), prefix)
+        found = completions_of(batch, self._is_padding_free(), prefix)
+        return found.with_experts(None) if self._routes else found
 
     def score(
         self, model: nn.Module, completions: TokenBatch, extras: tuple[str, ...] = ()
     ) -> tuple[Tensor, ScoredPass]:
         """The policy's log-probs [B, T-1], 0 outside of the completions; with ``extras`` also
         entropies and those statistics."""
-        router = {"output_router_logits": True} if self.aux_loss_enabled and extras else {}
+        by_model = self.aux_loss_enabled and not self._routes and extras
+        router = {"output_router_logits": True} if by_model else {}
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
         def forward(inputs: dict[str, Any], request: ScoringRequest) -> ScoredPass:
@@ -328,19 +331,20 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
         """The reference's log-probs [B, T-1]; before training the policy is its own reference."""
         reference = self._reference
         score = scored_by(self._policy) if reference is None else reference.score
-        return response_scores(score, completions)[0]
+        return response_scores(score, dataclasses.replace(completions, experts=None))[0]
 
     def _is_padding_free(self) -> bool:
         """Whether the model runs batches without padding; found at the first use, when it is on its
         device."""
         if self._packs is None:
-            if self.args.padding_free and self.aux_loss_enabled:
+            by_model = self.aux_loss_enabled and not self._routes
+            if self.args.padding_free and by_model:
                 warnings.warn(
                     "batches stay padded: the load-balancing loss counts the tokens of each "
                     "completion; router_aux_loss_coef=0 leaves it out",
                     stacklevel=2,
                 )
-            self._packs = not self.aux_loss_enabled and self.runs_packed(logprobs_of_labels)
+            self._packs = not by_model and self.runs_packed(logprobs_of_labels)
         return self._packs
 
     # Losses.
@@ -365,12 +369,12 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The mean, with what experts add, and the loss of each example [B]."""
         training = self.model.training
-        losses, output, parts = self.losses(model, inputs)
+        losses, scored, parts = self.losses(model, inputs)
         loss = losses.mean()
         if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * output.aux_loss
-            one = torch.ones((), device=loss.device)
-            parts = {**parts, "aux_loss": (output.aux_loss, one)}
+            aux_loss, one = scored.aux_loss, torch.ones((), device=loss.device)
+            loss = loss + self.router_aux_loss_coef * aux_loss
+            parts = {**parts, "aux_loss": (aux_loss, one)}
         self._metrics["train" if training else "eval"].add(parts)
         if training:
             self._metrics["train"].count("num_tokens", inputs["attention_mask"].sum())

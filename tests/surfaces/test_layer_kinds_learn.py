@@ -52,7 +52,7 @@ def dpo(model: Any, folder: Path) -> None:
     pairs = [{"prompt": x, "chosen": " w5 w6", "rejected": " w9"} for x in _TEXTS]
     fastrl.DPOTrainer(
         model,
-        args=fastrl.DPOConfig(**_arguments(folder)),
+        args=fastrl.DPOConfig(**_arguments(folder), padding_free=True),
         train_dataset=Dataset.from_list(pairs),
         processing_class=tiny.tokenizer(),
     ).train()

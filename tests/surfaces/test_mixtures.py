@@ -14,7 +14,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fastrl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RolloutEngine, SamplingParams
+from fastrl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RolloutEngine,
+    SamplingParams,
+)
 from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import Padded, TokenBatch
 from fastrl.learn.samples import SampledResponses
@@ -59,7 +70,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4},
     "mixtral": _LOCAL,
 }  # fmt: skip
-PLAIN = ("qwen3_moe", "qwen2_moe", "glm4_moe", "olmoe", "mixtral")  # in attention, too
 
 
 def mixture(family: str = "qwen3_moe", **changes: Any) -> Any:
@@ -156,7 +166,7 @@ def test_routers_of_another_form_are_refused_by_name():
         routers_of(model)
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", list(SETTINGS))
 def test_the_engine_keeps_what_was_chosen(family):
     model = mixture(family)
     engine = RolloutEngine(model, tiny.tokenizer(), max_slots=3, keep_experts=True)
@@ -361,6 +371,43 @@ def test_grpo_packs_mixtures_and_reports_on_their_routers(replay, tmp_path):
         again = SampledResponses.of_state(load_tree(tmp_path / "state"))
         for x, y in zip(again.experts, trainer._buffer[0].experts, strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_preferences_pack_mixtures_with_the_loss_that_transformers_computes(
+    kind, tmp_path, monkeypatch
+):
+    """Also of a prompt that stands once for both sides."""
+    prompts = {"prompt": ["w5 w6 w7", "w4", "w8 w9", "w3 w3"]}
+    if kind == "dpo":
+        config, trainer, sides = DPOConfig, DPOTrainer, {"chosen": [" w5 w6 w9"] * 4}
+        sides |= {"rejected": [" w9", " w4 w4", " w5", " w6 w7"]}
+    else:
+        config, trainer = KTOConfig, KTOTrainer
+        sides = {"completion": [" w5 w6 w9", " w4", " w8", " w7 w7"], "label": [True, False] * 2}
+
+    def first_step(followed, **settings):
+        with monkeypatch.context() as patch:
+            if not followed:
+                patch.setattr("fastrl.trl.preference.follow_routers", lambda model: 0)
+            options = {"logging_steps": 1, "max_steps": 1, "router_aux_loss_coef": 0.5}
+            args = config(output_dir=str(tmp_path), **{**ONE_STEP, **options, **settings})
+            data = Dataset.from_dict({**prompts, **sides})
+            made = trainer(
+                mixture(), args=args, train_dataset=data, processing_class=tiny.tokenizer()
+            )
+            made.train()
+            return made
+
+    expected = first_step(followed=False)
+    for made in (first_step(True), first_step(True, padding_free=True)):
+        for name in ("loss", "aux_loss"):
+            assert made.state.log_history[0][name] == pytest.approx(
+                expected.state.log_history[0][name], abs=1e-5
+            )
+        for x, right in zip(made.model.parameters(), expected.model.parameters(), strict=True):
+            assert (x - right).abs().max() <= 1e-5
+    assert made._is_padding_free()
 
 
 def test_what_cannot_be_replayed_is_refused_or_ignored_with_a_warning(tmp_path):
