@@ -34,10 +34,10 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from fastrl.models import quantised
+from fastrl.models.adapter_targets import with_targets
 from fastrl.models.flash_attention import need_flash_attention
 from fastrl.models.multimodal import (
     CLASSIFIER_HEADS,
-    for_text,
     freeze_unread,
     is_multimodal,
     loader_for,
@@ -614,7 +614,7 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
         model = quantised.prepared_for_adapters(model, args)
     with quantised.peft_hushed():
-        return get_peft_model(model, for_text(model, peft_config))
+        return get_peft_model(model, with_targets(model, peft_config))
 
 
 def own_storage(model: Model) -> Model:

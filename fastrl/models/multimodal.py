@@ -3,12 +3,9 @@ nothing trained but what reads texts."""
 
 from __future__ import annotations
 
-import copy
-import re
 import warnings
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
@@ -64,24 +61,3 @@ def freeze_unread(model: Any) -> None:
             "saved as it is",
             stacklevel=5,
         )
-
-
-def for_text(model: nn.Module, peft_config: Any) -> Any:
-    """An adapter's configuration for what texts reach of a multimodal model: where it names no
-    layers and PEFT knows none for the model's type, those of its text model's type or, where PEFT
-    knows none for that either, all linear ones."""
-    unread = unread_modules(model)
-    if not unread or not hasattr(peft_config, "exclude_modules"):
-        return peft_config
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    found, config = copy.copy(peft_config), cast("Any", model.config)
-    if found.target_modules is None and config.model_type not in KNOWN:
-        found.target_modules = KNOWN.get(config.get_text_config().model_type, "all-linear")
-    within = tuple(f"{name}." for name in unread)
-    inside = [name for name, _ in model.named_modules() if name.startswith(within)]
-    targets = found.target_modules or KNOWN.get(config.model_type, ())
-    named = isinstance(targets, str) or any(name.endswith(tuple(targets)) for name in inside)
-    if found.exclude_modules is None and named:  # PEFT warns of an exclusion that excludes nothing
-        found.exclude_modules = rf"({'|'.join(map(re.escape, unread))})\..*"
-    return found

@@ -1,0 +1,56 @@
+"""Which layers of a model a new adapter is put on, where its configuration does not say."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import nn
+
+from fastrl.models.multimodal import CLASSIFIER_HEADS, unread_modules
+from fastrl.models.routing import routers
+
+# Of layers that PEFT refuses in Mamba's models, whose kernels read these weights by themselves.
+_OF_MAMBA = ("out_proj", "conv1d")
+_MAMBA = ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba")
+
+
+def with_targets(model: nn.Module, peft_config: Any) -> Any:
+    """An adapter's configuration with layers: PEFT's for the model's type, else for its text
+    model's, else all linear ones but heads, routers of experts and gates of one number; of a
+    multimodal model those that texts reach. What it names itself stays."""
+    if not hasattr(peft_config, "target_modules") or not hasattr(peft_config, "exclude_modules"):
+        return peft_config
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    found, config = copy.copy(peft_config), cast("Any", model.config)
+    unread = unread_modules(model)
+    named = found.target_modules or getattr(found, "target_parameters", None)
+    if not named and config.model_type not in KNOWN:
+        of_text = config.get_text_config().model_type
+        found.target_modules = KNOWN.get(of_text) or _linear_layers(model, unread)
+    within = tuple(f"{name}." for name in unread)
+    inside = [name for name, _ in model.named_modules() if name.startswith(within)]
+    targets = found.target_modules or KNOWN.get(config.model_type, ())
+    hits = isinstance(targets, str) or any(name.endswith(tuple(targets)) for name in inside)
+    if unread and found.exclude_modules is None and hits:  # PEFT warns of one that excludes nothing
+        found.exclude_modules = rf"({'|'.join(map(re.escape, unread))})\..*"
+    return found
+
+
+def _linear_layers(model: nn.Module, unread: Sequence[str]) -> list[str]:
+    """The last parts of their names."""
+    heads = {id(getattr(model, name, None)) for name in CLASSIFIER_HEADS}
+    heads |= {id(cast("Any", model).get_output_embeddings())} | {id(x) for x in routers(model)}
+    within = tuple(f"{name}." for name in unread)
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) not in heads and module.out_features > 1
+        if not (within and name.startswith(within))
+    }
+    if cast("Any", model.config).model_type in _MAMBA:
+        names.difference_update(_OF_MAMBA)
+    return sorted(names)
