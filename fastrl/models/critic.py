@@ -13,6 +13,7 @@ from fastrl.models.attention import Attention, replaced
 from fastrl.models.load import check_causal, load_reward_model
 from fastrl.models.reward_head import score_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.sharding import layers_to_spread
 from fastrl.models.utils import check_trainable, context_length
 
 _HOW = "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
@@ -116,4 +117,4 @@ class Critic(nn.Module):
 
     @property
     def _no_split_modules(self) -> Any:
-        return getattr(self.pretrained_model, "_no_split_modules", None)
+        return layers_to_spread(self.pretrained_model)

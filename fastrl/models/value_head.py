@@ -30,6 +30,7 @@ from fastrl.models.load import (
 from fastrl.models.routing import Routing
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.sharding import layers_to_spread
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
 from fastrl.models.utils import cache_argument, cache_of, hidden_width, is_empty
 from fastrl.run import hub
@@ -311,7 +312,7 @@ class PreTrainedModelWrapper(nn.Module):
     @property
     def _no_split_modules(self) -> Any:
         """Classes of the language model's layers, by which accelerate finds them for FSDP."""
-        return getattr(self.pretrained_model, "_no_split_modules", None)
+        return layers_to_spread(self.pretrained_model)
 
     @property
     def device(self) -> torch.device:

@@ -18,7 +18,7 @@ from fastrl.models.optimizer_state import (
     optimizer_state,
 )
 from fastrl.models.quantised import WITHOUT_FSDP, refuse_quantised
-from fastrl.models.sharding import gathered_state_dict, is_spread, spread
+from fastrl.models.sharding import gathered_state_dict, is_spread, layers_to_spread, spread
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.transformers_base import OpenTrainer
@@ -70,6 +70,7 @@ class ShardedTrainer(OpenTrainer):
         if self.is_fsdp_enabled and not is_spread(self._plain_model):
             from accelerate.utils import fsdp2_prepare_model
 
+            self._plain_model._no_split_modules = layers_to_spread(self._plain_model)
             self.note_prepared(fsdp2_prepare_model(self.accelerator, self.model))
 
     def write_model(self, folder: Path) -> None:

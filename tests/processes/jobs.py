@@ -210,6 +210,14 @@ def policy_gradient(
     }
 
 
+def _in_groups(family: str, step: float = 0.1, **shape: Any) -> PPOTrainer:
+    policy = tiny_models.policy(family, **shape)
+    return make_trainer(policy, step, advantage="grpo", group_size=4)
+
+
+# Keys of short vectors are normalised: of a weight's last bit they make 5e-6 of its gradient, as
+# transformers' own layer does.
+TOLERANCES = {"grpo, qwen3_5": 5e-5}
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "ppo": policy_gradient,
     "ppo, scaled scores": lambda: policy_gradient(
@@ -227,6 +235,10 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         advantage="grpo", group_size=4, micro_batch_tokens=24
     ),
     "grpo, groups without spread replaced": resampled,
+    "grpo, nemotron_h": lambda: policy_gradient(trainer=_in_groups("nemotron_h")),
+    "grpo, qwen3_5": lambda: policy_gradient(
+        trainer=_in_groups("qwen3_5", step=3e-4, linear_key_head_dim=64)
+    ),
     "ppo, prompts that come again": lambda: policy_gradient(prompts=PROMPTS[:3] * 6),
     "rloo, gradients of tokens of high entropy accumulated": lambda: policy_gradient(
         advantage="rloo",

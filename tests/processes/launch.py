@@ -169,21 +169,21 @@ def kept(folder, name, processes):
     return [load_tree(folder / f"{name}-{processes}-{rank}") for rank in range(processes)]
 
 
-def assert_close(one, other, place=""):
+def assert_close(one, other, place="", tolerance=TOLERANCE):
     """Trees of tensors and plain values that are the same but for rounding."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), place
         for name in one:
             if not name.startswith(_OF_SPEED):
-                assert_close(one[name], other[name], f"{place}/{name}")
+                assert_close(one[name], other[name], f"{place}/{name}", tolerance)
     elif isinstance(one, list):
         assert len(one) == len(other), place
         for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_close(a, b, f"{place}/{i}")
+            assert_close(a, b, f"{place}/{i}", tolerance)
     elif isinstance(one, torch.Tensor):
-        assert float((one - other).abs().max()) <= TOLERANCE, place
+        assert float((one - other).abs().max()) <= tolerance, place
     elif isinstance(one, float):
         both_nan = math.isnan(one) and math.isnan(other)
-        assert both_nan or abs(one - other) <= TOLERANCE * max(1.0, abs(one)), (place, one, other)
+        assert both_nan or abs(one - other) <= tolerance * max(1.0, abs(one)), (place, one, other)
     else:
         assert one == other, (place, one, other)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -49,21 +50,25 @@ from tests.processes.launch import keep
 from tests.trainers.conftest import texts
 
 
-def make_policy(family: str, adapter: bool) -> Any:
+def make_policy(family: str, adapter: bool, **shape: Any) -> Any:
     torch.manual_seed(0)
     if not adapter:
-        return tiny_models.policy(family)
+        return tiny_models.policy(family, **shape)
     return AutoModelForCausalLMWithValueHead.from_pretrained(
         tiny_models.language_model(family), peft_config=tiny_models.lora()
     )
 
 
-def policy_gradient(family: str, adapter: bool = False, **settings: Any) -> dict[str, Any]:
+def policy_gradient(
+    family: str,
+    adapter: bool = False,
+    step: float = 0.1,
+    shape: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> dict[str, Any]:
     """Two steps of PPO, then one of the classic loop; its reference generates, too."""
     with fsdp() if process_count() > 1 else nullcontext():
-        # Larger steps of the few weights of an adapter make much of a difference in rounding.
-        step = 0.005 if adapter else 0.1
-        trainer = make_trainer(make_policy(family, adapter), step, **settings)
+        trainer = make_trainer(make_policy(family, adapter, **shape), step, **settings)
         keeper = Keeper()
         result = trainer.train(
             reward,
@@ -369,12 +374,19 @@ _LOADS_ONCE = {
     "FSDP_VERSION": "2",
 }
 FOLLOWS = {"sync_ref_every": 1, "ref_ema": 0.5}
+STATES = "qwen3_5, whose layers keep states"
+# As in jobs.py.
+TOLERANCES = {STATES: 5e-5}
 POLICIES: dict[str, Callable[[], dict[str, Any]]] = {
     "gpt2, whose head is tied": lambda: policy_gradient("gpt2", **FOLLOWS),
     "llama, whose head is not": lambda: policy_gradient("llama", **FOLLOWS),
+    STATES: lambda: policy_gradient(
+        "qwen3_5", step=3e-4, shape={"linear_key_head_dim": 64}, **FOLLOWS
+    ),
     "shared layers": lambda: policy_gradient("llama", num_shared_layers=1, **FOLLOWS),
+    # Larger steps of its few weights make much of a difference in rounding.
     "an adapter": lambda: policy_gradient(
-        "gpt2", adapter=True, reference_adapter="start", **FOLLOWS
+        "gpt2", adapter=True, step=0.005, reference_adapter="start", **FOLLOWS
     ),
 }
 
