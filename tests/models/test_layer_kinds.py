@@ -10,10 +10,12 @@ import torch
 
 from fastrl import RolloutEngine, SamplingParams
 from fastrl.data.choose_padding import why_not_packed
+from fastrl.models import layer_functions
 from fastrl.models.attention import replaced, why_not_replaceable
 from fastrl.models.latents import latent_layers
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 from fastrl.rollout.choose_engine import choose_engine
+from fastrl.rollout.self_check import UnsupportedModel
 from tests import tiny_models
 from tests.golden import tiny
 from tests.models.test_packed_attention import sequences
@@ -231,6 +233,47 @@ def test_latents_are_expanded_where_a_product_is_not_plain(hooked, monkeypatch):
             expected = expected.gather(1, sequence[:, None])[:, 0]
             assert (found - expected).abs().max() <= CLOSE
     assert bool(calls) == hooked
+
+
+# Of the last layer a rollout reads no results of prompts.
+_RECURRENT_FIRST = {
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "table", "function"),
+    [
+        ("qwen3_5", "_OF_ROWS", "causal_conv1d_fn"),
+        ("qwen3_5", "_OF_ROWS", "torch_chunk_gated_delta_rule"),
+        ("qwen3_5", "_OF_SLOTS", "torch_recurrent_gated_delta_rule"),
+        ("kimi_linear", "_OF_ROWS", "chunk_kimi_delta_attention"),
+        ("nemotron_h", "_OF_ROWS", "mamba2_chunk_scan"),
+        ("lfm2", "_OF_ROWS", "causal_conv1d_fn"),
+    ],
+)
+def test_a_spoiled_layer_is_found_out(family, table, function, monkeypatch):
+    """By the engine's self-check and by that of packed batches."""
+    functions = getattr(layer_functions, table)
+    right = functions[function]
+
+    def spoiled(*args, **kwargs):
+        found = right(*args, **kwargs)
+        # No factor: norms follow.
+        return found + 0.05 if isinstance(found, torch.Tensor) else (found[0] + 0.05, *found[1:])
+
+    shape = _RECURRENT_FIRST.get(family, {})
+    model = tiny_models.policy(family, **shape)
+    monkeypatch.setitem(functions, function, spoiled)
+    with pytest.raises(UnsupportedModel, match=r"off by .* from a plain forward"):
+        RolloutEngine(model, tiny.tokenizer())
+    packed = why_not_packed(model, torch.device("cpu"), torch.float32)
+    assert packed is None if table == "_OF_SLOTS" else "when packed" in packed
+    monkeypatch.setitem(functions, function, right)
+    again = tiny_models.policy(family, **shape)
+    RolloutEngine(again, tiny.tokenizer())
+    assert why_not_packed(again, torch.device("cpu"), torch.float32) is None
 
 
 @pytest.mark.parametrize(
