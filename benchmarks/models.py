@@ -16,6 +16,8 @@ from benchmarks.timing import DTYPES
 
 PRECISION = {"fp32": "fp32", "bf16": "bf16 by autocast over fp32 weights"}
 PAD, EOS = 0, 1  # the only special tokens
+HYBRID = "qwen3_5"  # three layers with states before one that attends
+_FAMILIES = {"gpt2": "GPT-2", "llama": "Llama", "qwen2": "Qwen2", HYBRID: "Qwen3.5"}
 # Allowed |Δ log-prob| beside a plain forward: the largest in fp32, the mean in less, where a single
 # logit may be off by more.
 EXACT, ROUNDED = 1e-5, 5e-3
@@ -26,7 +28,7 @@ class Model:
     """A model's sizes; the weights are random."""
 
     name: str
-    family: str  # gpt2, llama or qwen2
+    family: str  # gpt2, llama, qwen2 or qwen3_5
     layers: int
     width: int
     heads: int
@@ -41,19 +43,33 @@ class Model:
         """`GPT-2 of 4 layers, width 256, 4 heads, vocabulary 50257`."""
         grouped = self.kv_heads != self.heads
         keys = f" ({self.kv_heads} of keys and values)" if grouped else ""
-        family = {"gpt2": "GPT-2", "llama": "Llama", "qwen2": "Qwen2"}[self.family]
+        family = _FAMILIES[self.family]
         return (
             f"{family} of {self.layers} layers, width {self.width}, {self.heads} heads{keys}, "
             f"vocabulary {self.vocabulary}"
         )
+
+    @property
+    def head(self) -> int:
+        """The width of a head of attention; that of Qwen3.5's states is half of it, and they have
+        two such heads for each."""
+        return self.width // self.heads * (2 if self.family == HYBRID else 1)
+
+    @property
+    def attending(self) -> int:
+        """Layers that keep keys and values; the others keep states."""
+        return self.layers // 4 if self.family == HYBRID else self.layers
 
 
 SMALL = Model("GPT-2 4×256", "gpt2", 4, 256, 4, 4, 1024, 50257, 256, "fp32")
 LLAMA = Model("Llama 8×512", "llama", 8, 512, 8, 4, 1408, 32000, 1024, "fp32", tied=False)
 GPT2 = Model("GPT-2 124M", "gpt2", 12, 768, 12, 12, 3072, 50257, 1024)
 QWEN = Model("Qwen2.5 0.5B", "qwen2", 24, 896, 14, 2, 4864, 151936, 1024)
+QWEN35 = Model("Qwen3.5 0.8B", HYBRID, 24, 1024, 8, 2, 3584, 248320, 1024)
+SMALL_QWEN35 = Model("Qwen3.5 8×512", HYBRID, 8, 512, 8, 2, 1408, 151936, 1024, "fp32")
 TOY = Model("toy GPT-2", "gpt2", 2, 32, 4, 4, 128, 503, 128, "fp32")
 TOY_QWEN = Model("toy Qwen2", "qwen2", 2, 32, 4, 2, 96, 503, 128, "bf16")
+TOY_QWEN35 = Model("toy Qwen3.5", HYBRID, 4, 32, 4, 2, 96, 503, 128, "fp32")
 
 
 def config_of(model: dict[str, Any], positions: int = 0, end: int | None = EOS) -> Any:
@@ -64,7 +80,7 @@ def config_of(model: dict[str, Any], positions: int = 0, end: int | None = EOS) 
         positions: at least; the model's own context where that is more.
         end: the end-of-sequence token; None for generation that makes a given number of tokens.
     """
-    from transformers import GPT2Config, LlamaConfig, Qwen2Config
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     positions = max(model["context"], positions)
     common = {
@@ -76,7 +92,7 @@ def config_of(model: dict[str, Any], positions: int = 0, end: int | None = EOS) 
     if end is None:
         common["pad_token_id"] = None
     if model["family"] == "gpt2":
-        return GPT2Config(
+        return CONFIG_MAPPING["gpt2"](
             n_layer=model["layers"],
             n_embd=model["width"],
             n_head=model["heads"],
@@ -87,7 +103,17 @@ def config_of(model: dict[str, Any], positions: int = 0, end: int | None = EOS) 
             attn_pdrop=0.0,
             **common,
         )
-    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[model["family"]](
+    kind = model["family"]
+    if kind == HYBRID:
+        kind, half = f"{HYBRID}_text", model["width"] // model["heads"]
+        common |= {
+            "head_dim": 2 * half,
+            "linear_num_key_heads": 2 * model["heads"],
+            "linear_num_value_heads": 2 * model["heads"],
+            "linear_key_head_dim": half,
+            "linear_value_head_dim": half,
+        }
+    return CONFIG_MAPPING[kind](
         num_hidden_layers=model["layers"],
         hidden_size=model["width"],
         num_attention_heads=model["heads"],

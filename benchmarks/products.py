@@ -6,13 +6,14 @@ one that is slower than another in the same build.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.models import Model
+from benchmarks.models import HYBRID, Model
 from benchmarks.timing import DTYPES, copy_speed, now
 
 MM, ONEDNN, PACKED = "mm", "oneDNN", "oneDNN, prepacked"
@@ -49,15 +50,20 @@ class Product(NamedTuple):
 
 def of_model(model: Model, rows: int) -> list[Product]:
     """Those of a forward of some rows: of every layer's linear maps, and of the head."""
-    width, keys = model.width, model.kv_heads * (model.width // model.heads)
+    width, keys, attended = model.width, model.kv_heads * model.head, model.heads * model.head
+    down = [(model.intermediate, width)]
     if model.family == "gpt2":
-        sizes = [(width, 3 * width), (width, width)]
-        sizes += [(width, model.intermediate), (model.intermediate, width)]
+        attention = [(width, 3 * width), (width, width)]
+        feed = [(width, model.intermediate), *down]
     else:
-        sizes = [(width, width), (width, keys), (width, keys), (width, width)]
-        sizes += 2 * [(width, model.intermediate)] + [(model.intermediate, width)]
-    counts = {size: model.layers * sizes.count(size) for size in sizes}
-    layers = [Product(rows, k, n, count) for (k, n), count in counts.items()]
+        gated = 2 if model.family == HYBRID else 1
+        attention = [(width, gated * attended), (width, keys), (width, keys), (attended, width)]
+        feed = [*2 * [(width, model.intermediate)], *down]
+    # Of queries, keys and values, a gate, two numbers for each head, and the way out.
+    stateful = [(width, 3 * attended), (width, attended), *2 * [(width, 2 * model.heads)]]
+    sizes = model.layers * feed + model.attending * attention
+    sizes += (model.layers - model.attending) * [*stateful, (attended, width)]
+    layers = [Product(rows, *size, count) for size, count in Counter(sizes).items()]
     return [*layers, Product(rows, width, model.vocabulary)]
 
 

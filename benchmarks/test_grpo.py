@@ -102,15 +102,20 @@ def cases(run: Run) -> list[Case]:
     if run.device.type == "cuda":
         return [
             _beside_trl(Step(models.QWEN, **ON_GPU)),
+            _beside_trl(Step(models.QWEN35, **ON_GPU)),
             _beside_trl(Step(models.GPT2, **ON_GPU)),
             wide_half,
         ]
+    hybrid = Update(models.SMALL_QWEN35, 256, completion=64)
+    once, each = hybrid.positions
     return [
         _beside_trl(Step(small, 16), Goal("speedup", 2.7, against=TRL)),
         _beside_trl(Step(small, 256), faster, less),
         _beside_trl(Step(half, 16)),
         _beside_trl(Step(half, 256)),
         wide,
+        _beside_trl(Step(models.SMALL_QWEN35, 32), Goal("speedup", 1.0, against=TRL)),
+        _beside_padded(hybrid, Goal("speedup", 0.8 * each / once, against=PADDED)),
         *([dataclasses.replace(wide_half, main=False)] if run.full else []),
     ]
 

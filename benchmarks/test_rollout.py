@@ -29,7 +29,9 @@ from benchmarks.models import (
     GPT2,
     LLAMA,
     QWEN,
+    QWEN35,
     SMALL,
+    SMALL_QWEN35,
     TOY,
     Model,
     build,
@@ -88,6 +90,11 @@ _ON_CPU = (
      (Goal("speedup", 1.5, against=GENERATE),)),
     ("refilled", RolloutJob(SMALL, 64, 16, (4, 32), 40, 200, 1.0), ()),
     ("equal lengths", RolloutJob(SMALL, 16, 16, (4, 32), 48, 48), None),
+    *(
+        (f"prompts of {n}", RolloutJob(SMALL_QWEN35, 16, 16, (n, n), 64, 512, 0.8, all_peers=False),
+         (Goal("speedup", more, against=GENERATE),))
+        for n, more in ((256, 3.0), (32, 1.0))
+    ),
 )  # fmt: skip
 _ON_CUDA = (
     ("alone", RolloutJob(GPT2, 1, 1, (16, 16), 256, 256),
@@ -98,7 +105,7 @@ _ON_CUDA = (
      (Goal("slots used", 0.95, ("nvidia", "amd")),)),
     *(
         (f"batch of {n}", RolloutJob(model, n, n, (448, 448), 128, 128, all_peers=False), None)
-        for n in (1, 16, 64, 256) for model in (GPT2, QWEN)
+        for n in (1, 16, 64, 256) for model in (GPT2, QWEN, QWEN35)
         if (n, model) != (256, QWEN)  # that is the wide one
     ),
 )  # fmt: skip
@@ -127,16 +134,19 @@ def cases(run: Run) -> list[Case]:
 def kv_bytes(job: RolloutJob, work: Workload) -> int:
     """Bytes of live tokens' keys and values, summed over all steps of all samples.
 
-    Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads those of p + t.
+    Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads those of p + t; and
+    it reads and writes the states, in fp32, of layers that keep them instead.
     """
     model = job.model
     itemsize = DTYPES[model.dtype].itemsize
-    per_token = 2 * model.layers * model.kv_heads * (model.width // model.heads) * itemsize
+    per_token = 2 * model.attending * model.kv_heads * model.head * itemsize
+    state = 2 * model.heads * (model.head // 2) ** 2 * 4
+    states = 2 * (model.layers - model.attending) * state * sum(work.limits)
     tokens = sum(
         n * len(prompt) + n * (n - 1) // 2
         for prompt, n in zip(work.prompts, work.limits, strict=True)
     )
-    return per_token * tokens
+    return per_token * tokens + states
 
 
 def weight_bytes(model: Any) -> int:

@@ -61,7 +61,7 @@ def test_a_build_without_an_operator_is_measured_without_it_and_says_so(monkeypa
 
 
 def test_the_products_of_a_model_are_those_of_its_linear_layers() -> None:
-    for model in (models.TOY, models.TOY_QWEN):
+    for model in (models.TOY, models.TOY_QWEN, models.TOY_QWEN35):
         built = models.build(model, CPU)
         sizes = []
         for module in built.modules():

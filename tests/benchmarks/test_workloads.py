@@ -17,7 +17,7 @@ from benchmarks import environments, test_ref_model, test_rollout, timing
 from benchmarks.cases import OURS, Case, faster, rooflines
 from benchmarks.environments import Uninstallable
 from benchmarks.harness import Measurement, Red, Run, own_accelerate
-from benchmarks.models import EXACT, Model, build
+from benchmarks.models import EXACT, TOY_QWEN35, Model, build
 from benchmarks.sides import __main__ as script
 from benchmarks.sides import rollout
 from benchmarks.sides.rollout import Generated, RolloutSide, Workload, workload
@@ -285,6 +285,13 @@ def test_bytes_of_a_step_are_those_that_it_cannot_but_read() -> None:
     grouped = dataclasses.replace(TINY, kv_heads=1, dtype="bf16", layers=2)
     job = dataclasses.replace(JOB, model=grouped)
     assert test_rollout.kv_bytes(job, work) == 2 * 2 * 8 * 2 * (3 + 4 + 1)
+    hybrid = dataclasses.replace(JOB, model=TOY_QWEN35)
+    config = build(TOY_QWEN35, CPU).config
+    state = config.linear_num_value_heads * config.linear_key_head_dim
+    state *= config.linear_value_head_dim
+    keys = 2 * config.num_key_value_heads * config.head_dim
+    # One of four layers attends; three tokens read and write the states of the others.
+    assert test_rollout.kv_bytes(hybrid, work) == 4 * (keys * (3 + 4 + 1) + 3 * state * 2 * 3)
 
 
 ((_, REF_CASE),) = enumerate(test_ref_model.cases(Run(CPU, toy=True)))
