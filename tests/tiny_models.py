@@ -187,7 +187,44 @@ _MORE_OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MORE_KINDS = tuple(_MORE_OF_KIND)
-_SETTINGS |= _OF_KIND | _MORE_OF_KIND
+# Attention alone, in the forms that models of the last years have.
+_OF_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("qwen2_moe", _ROTARY | _ONE_EXPERT),
+    "qwen3_moe": ("qwen3_moe", _ROTARY | _ONE_EXPERT | {"head_dim": 4}),
+    "glm4_moe": (
+        "glm4_moe",
+        _ROTARY
+        | {
+            "head_dim": 4,
+            "moe_intermediate_size": 8,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "olmo3": (
+        "olmo3",
+        _ROTARY | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "smollm3": ("smollm3", _ROTARY | {"no_rope_layers": [1, 0]}),
+    "ministral3": ("ministral3", _ROTARY | {"head_dim": 4}),
+    "hunyuan": ("hunyuan_v1_dense", _ROTARY | {"head_dim": 4}),
+    "gemma4": (
+        "gemma4_text",
+        _ROTARY
+        | {
+            "head_dim": 4,
+            "global_head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": tiny.VOCABULARY,
+            "hidden_size_per_layer_input": 4,
+            "num_kv_shared_layers": 0,
+        },
+    ),
+}
+OF_ATTENTION = tuple(_OF_ATTENTION)
+_SETTINGS |= _OF_KIND | _MORE_OF_KIND | _OF_ATTENTION
 
 
 def config(family: str, **changes: Any) -> Any:

@@ -20,7 +20,7 @@ from tests import tiny_models
 from tests.golden import tiny
 from tests.models.test_packed_attention import sequences
 
-FAMILIES = tiny_models.KINDS + tiny_models.MORE_KINDS
+FAMILIES = tiny_models.KINDS + tiny_models.MORE_KINDS + tiny_models.OF_ATTENTION
 GROUPS = (Group(11, (9, 4, 13)), Group(7), Group(2, (3, 12)))
 # Of log-probs near -5, whose terms are up to 5 in fp32; gradients beside the largest of a weight.
 CLOSE = 1e-5

@@ -18,6 +18,7 @@ from tests.golden import tiny
 FAMILIES = (
     *tiny_models.KINDS,
     *tiny_models.MORE_KINDS,
+    *tiny_models.OF_ATTENTION,
     *("llama", "mistral", "qwen3", "gemma3", "phi3", "granite"),
 )
 _TEXTS = ["w5 w6 w7 w8", "w4 w9", "w6 w5 w3", "w8"]
