@@ -95,6 +95,21 @@ def follow_routers(model: nn.Module, router_aux_loss_coef: float = 0.0) -> int:
     return len(found)
 
 
+def computed_aux_loss(output: Any) -> Tensor:
+    """The load-balancing loss that a mixture's own forward has computed.
+
+    Raises:
+        ValueError: there is none, as of architectures whose routers transformers does not record.
+    """
+    found = output["aux_loss"]
+    if not isinstance(found, Tensor):
+        raise ValueError(
+            "this version of transformers computes no load-balancing loss for the model: set "
+            "router_aux_loss_coef=0"
+        )
+    return found
+
+
 def routers_of(model: nn.Module) -> list[Any]:
     """The routers of a mixture, followed; none of a dense model.
 

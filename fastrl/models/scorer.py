@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastrl.models.attention import replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
-from fastrl.models.routing import Routing, routed
+from fastrl.models.routing import Routing, computed_aux_loss, routed
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 
@@ -25,7 +25,9 @@ class ScoredPass(NamedTuple):
     @property
     def aux_loss(self) -> Tensor:
         """The load-balancing loss of a mixture of experts."""
-        return self.output.aux_loss if self.routing is None else self.routing.aux_loss()
+        if self.routing is None:
+            return computed_aux_loss(self.output)
+        return self.routing.aux_loss()
 
     @property
     def logprobs(self) -> Tensor:

@@ -34,6 +34,7 @@ from fastrl.eras import todays
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.prompt_learning import virtual_tokens
+from fastrl.models.routing import computed_aux_loss
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.overrides import overridden
@@ -453,7 +454,7 @@ class SFTTrainer(SupervisedTrainer):
         if training and self.share:  # else the batch does not count
             self._note(inputs, scores)
         if self.aux_loss_enabled:
-            aux = outputs["aux_loss"]
+            aux = computed_aux_loss(outputs)
             steps = self.current_gradient_accumulation_steps if whole_step else 1
             if training:
                 part = torch.full_like(aux, self._of_batch)

@@ -176,7 +176,7 @@ class OnlineMethods:
             if compute_entropy:
                 entropies.append(_spread(scored.scores.entropies, kept))
             if compute_aux_loss:
-                losses.append(scored.output.aux_loss)
+                losses.append(scored.aux_loss)
         return (
             torch.cat(logps),
             torch.cat(entropies) if entropies else None,

@@ -32,7 +32,15 @@ from fastrl.learn.samples import SampledResponses
 from fastrl.learn.scorer import scoring_request
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.attention import replaced
-from fastrl.models.routing import Routing, follow_routers, replayed, routed, routers, routers_of
+from fastrl.models.routing import (
+    Routing,
+    computed_aux_loss,
+    follow_routers,
+    replayed,
+    routed,
+    routers,
+    routers_of,
+)
 from fastrl.run.state import load_tree, save_tree
 from tests import tiny_models
 from tests.golden import tiny
@@ -420,3 +428,8 @@ def test_what_cannot_be_replayed_is_refused_or_ignored_with_a_warning(tmp_path):
     with pytest.raises(ValueError, match="Llama4Router has another form"):
         grpo(tmp_path, mixture("llama4_text", num_local_experts=2, num_experts_per_tok=1),
              replay_routing=True)  # fmt: skip
+
+
+def test_a_loss_of_routers_that_the_model_does_not_compute_is_refused():
+    with pytest.raises(ValueError, match=r"no load-balancing loss.*router_aux_loss_coef=0"):
+        computed_aux_loss({"aux_loss": 0})
