@@ -20,6 +20,7 @@ from tests import tiny_models
 from tests.golden import tiny
 from tests.models.test_packed_attention import sequences
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = tiny_models.KINDS + tiny_models.MORE_KINDS + tiny_models.OF_ATTENTION
 GROUPS = (Group(11, (9, 4, 13)), Group(7), Group(2, (3, 12)))
 # Of log-probs near -5, whose terms are up to 5 in fp32; gradients beside the largest of a weight.
@@ -29,7 +30,7 @@ CLOSE = 1e-5
 def build(family, dtype=torch.float32, **changes):
     """With sinks and scores that are far from equal. Delta rules of small outputs are normalised:
     with smaller weights, what fp32 rounds of them is not made so much larger."""
-    model = tiny_models.language_model(family, **changes).to(dtype)
+    model = tiny_models.language_model(family, **changes).to(DEVICE, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
@@ -52,7 +53,7 @@ def packed_logprobs(model, ids, layout):
 
 
 def words(count, seed=0):
-    return tiny_models.prompts(count, seed=seed)[0]
+    return tiny_models.prompts(count, seed=seed)[0].to(DEVICE)
 
 
 def gradients(model, loss):
@@ -64,23 +65,24 @@ def gradients(model, loss):
 @pytest.mark.parametrize("repeated", [False, True], ids=["prompts once", "prompts repeated"])
 def test_a_packed_row_is_its_sequences_alone(family, repeated):
     """Log-probs of every token, and the gradient of every weight."""
-    once, model = PackedLayout(GROUPS), build(family)
+    once, model = PackedLayout(GROUPS, DEVICE), build(family)
     ids = words(once.tokens)
     weights = torch.randn(once.tokens, tiny.VOCABULARY, generator=torch.Generator().manual_seed(1))
+    weights = weights.to(DEVICE)
     places = sequences(once)
     layout, row = once, torch.arange(once.tokens)
     if repeated:
-        layout, row = PackedLayout([Group(len(x)) for x in places]), torch.cat(places)
+        layout, row = PackedLayout([Group(len(x)) for x in places], DEVICE), torch.cat(places)
     # Of a token that stands several times, each time its share.
-    share = 1 / row.bincount()[row, None]
+    share = (1 / row.bincount()[row, None]).to(DEVICE)
     found = packed_logprobs(model, ids[row], layout)
     got = gradients(model, (found * weights[row] * share).sum())
 
-    alone, loss = build(family), torch.zeros(())
+    alone, loss = build(family), torch.zeros((), device=DEVICE)
     times = torch.cat(places).bincount()
     for own in places:
         expected = logprobs(alone, ids[own])
-        loss = loss + (expected * weights[own] / times[own, None]).sum()
+        loss = loss + (expected * weights[own] / times[own, None].to(DEVICE)).sum()
         at = torch.tensor([(row == i).nonzero()[0, 0] for i in own])
         assert (found[at] - expected).abs().max() <= CLOSE
     wanted = gradients(alone, loss)
@@ -91,10 +93,10 @@ def test_a_packed_row_is_its_sequences_alone(family, repeated):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_neighbours_tokens_change_not_one_bit(family):
-    layout, model = PackedLayout(GROUPS), build(family)
+    layout, model = PackedLayout(GROUPS, DEVICE), build(family)
     ids = words(layout.tokens)
     ours = torch.cat(sequences(layout)[-2:]).unique()  # the last group
-    others = torch.ones(layout.tokens, dtype=torch.bool)
+    others = torch.ones(layout.tokens, dtype=torch.bool, device=DEVICE)
     others[ours] = False
     changed = torch.where(others, words(layout.tokens, seed=7), ids)
     with torch.no_grad():
@@ -120,7 +122,7 @@ def test_neighbours_of_other_lengths_and_places_change_next_to_nothing(family):
     ids = words(ours.prompt + sum(ours.responses))
     found = []
     for groups in ([ours], [Group(3, (17, 2)), ours, Group(40)], [Group(1), Group(5, (6,)), ours]):
-        layout = PackedLayout(groups)
+        layout = PackedLayout(groups, DEVICE)
         at = groups.index(ours)
         begin = sum(group.prompt for group in groups[:at])
         behind = layout.first_response + sum(sum(group.responses) for group in groups[:at])
@@ -152,7 +154,8 @@ def test_the_engine_samples_as_a_plain_forward_says(family):
     for i, sequence in enumerate(out.sequences):
         prompt = prompts[i // 2]
         with torch.no_grad():
-            expected = logprobs(model, torch.cat([prompt, sequence]))[len(prompt) - 1 : -1]
+            expected = logprobs(model, torch.cat([prompt, sequence]).to(DEVICE))
+        expected = expected[len(prompt) - 1 : -1].cpu()
         found = expected.gather(1, sequence[:, None])[:, 0]
         assert (found - out.logprobs[i]).abs().max() <= CLOSE
 
@@ -170,7 +173,7 @@ def test_a_prompt_is_run_once_whatever_the_slots(family, slots):
     assert tokens == [8]
     for sequence, found in zip(out.sequences, out.logprobs, strict=True):
         with torch.no_grad():
-            expected = logprobs(model, torch.cat([*prompt, sequence]))[8:-1]
+            expected = logprobs(model, torch.cat([*prompt, sequence]).to(DEVICE))[8:-1].cpu()
         assert (found - expected.gather(1, sequence[:, None])[:, 0]).abs().max() <= CLOSE
 
 
@@ -187,8 +190,8 @@ def counted_tokens(runner):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batches_of_such_a_model_are_packed(family):
-    policy = tiny_models.policy(family)
-    assert why_not_packed(policy, torch.device("cpu"), torch.float32) is None
+    policy = tiny_models.policy(family).to(DEVICE)
+    assert why_not_packed(policy, DEVICE, torch.float32) is None
 
 
 def test_slots_keep_latents():
@@ -229,7 +232,8 @@ def test_latents_are_expanded_where_a_product_is_not_plain(hooked, monkeypatch):
         for layer in plain.model.layers:
             layer.self_attn.kv_b_proj.weight.mul_(2.0)
         for prompt, sequence, found in zip(prompts, out.sequences, out.logprobs, strict=True):
-            expected = logprobs(plain, torch.cat([prompt, sequence]))[len(prompt) - 1 : -1]
+            expected = logprobs(plain, torch.cat([prompt, sequence]).to(DEVICE))
+            expected = expected[len(prompt) - 1 : -1].cpu()
             expected = expected.gather(1, sequence[:, None])[:, 0]
             assert (found - expected).abs().max() <= CLOSE
     assert bool(calls) == hooked
@@ -264,16 +268,16 @@ def test_a_spoiled_layer_is_found_out(family, table, function, monkeypatch):
         return found + 0.05 if isinstance(found, torch.Tensor) else (found[0] + 0.05, *found[1:])
 
     shape = _RECURRENT_FIRST.get(family, {})
-    model = tiny_models.policy(family, **shape)
+    model = tiny_models.policy(family, **shape).to(DEVICE)
     monkeypatch.setitem(functions, function, spoiled)
     with pytest.raises(UnsupportedModel, match=r"off by .* from a plain forward"):
         RolloutEngine(model, tiny.tokenizer())
-    packed = why_not_packed(model, torch.device("cpu"), torch.float32)
+    packed = why_not_packed(model, DEVICE, torch.float32)
     assert packed is None if table == "_OF_SLOTS" else "when packed" in packed
     monkeypatch.setitem(functions, function, right)
-    again = tiny_models.policy(family, **shape)
+    again = tiny_models.policy(family, **shape).to(DEVICE)
     RolloutEngine(again, tiny.tokenizer())
-    assert why_not_packed(again, torch.device("cpu"), torch.float32) is None
+    assert why_not_packed(again, DEVICE, torch.float32) is None
 
 
 @pytest.mark.parametrize(

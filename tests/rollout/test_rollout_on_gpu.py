@@ -28,6 +28,7 @@ MODELS = {
     "qwen3": ("qwen3", {}),
     "a window": ("mistral", {"sliding_window": 4}),
     "a softcap": ("gemma2", {}),
+    **{f"{family}'s layers": (family, {}) for family in tiny_models.KINDS},
 }
 
 
