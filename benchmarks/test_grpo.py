@@ -32,6 +32,8 @@ from benchmarks.timing import Side
 # Of how far a parameter moves: its norm, of that of all of them.
 RELATIVE, OF_ALL = 1e-3, 1e-5
 GRADIENT = 1e-5  # of a parameter's gradient: the norm of the difference
+# transformers' own, in fp32 and padded, is 1e-5 off that of fp64, 1e-6 for a Llama of the size.
+GRADIENT_OF_STATES = 5e-5
 PADDED = "fastrl, padded"
 
 
@@ -191,7 +193,8 @@ def measure_update(measurement: Measurement, update: Update) -> None:
     measurement.run.result(measurement.case.benchmark)["versions"][OURS] = versions
     with own_accelerate():
         gradients = [s.gradients_of_step() for s in _both(shape | {"dtype": "fp32"}).values()]
-        if wrong := list(other_gradients(*gradients)):
+        allowed = GRADIENT_OF_STATES if update.model.family == models.HYBRID else GRADIENT
+        if wrong := list(other_gradients(*gradients, allowed)):
             measurement.refuse("; ".join(wrong))
         measurement.entry["remarks"].append(
             f"gradients differ by {max(apart(*gradients).values()):.0e} of their norm at most"
@@ -214,14 +217,16 @@ def _both(shape: dict[str, Any]) -> dict[str, UpdateSide]:
     }
 
 
-def other_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Iterator[str]:
+def other_gradients(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], allowed: float = GRADIENT
+) -> Iterator[str]:
     """A line for each parameter whose gradients differ, or that only one side has."""
     if not theirs:
         yield "there is no gradient"
     for name in sorted(ours.keys() ^ theirs.keys()):
         yield f"{name}: only one side has a gradient"
     for name, off in apart(ours, theirs).items():
-        if not off <= GRADIENT:  # NaN is not
+        if not off <= allowed:  # NaN is not
             yield f"{name}: gradients differ by {off:.1e} of their norm"
 
 
