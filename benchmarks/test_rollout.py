@@ -68,6 +68,7 @@ class RolloutJob(WorkerShape):
     most: int
     sigma: float = 0.0
     all_peers: bool = True  # or `generate` alone
+    group: int = 1  # responses to each prompt, all of one length
 
     @property
     def what(self) -> str:
@@ -75,8 +76,9 @@ class RolloutJob(WorkerShape):
         low, high = self.prompt
         prompt = f"{low}" if low == high else f"{low} to {high}"
         spread = f"log-normal (σ {self.sigma:g}, median {self.median}, at most {self.most})"
+        each = f"{self.group} to each, " if self.group > 1 else ""
         return (
-            f"{self.prompts} prompts of {prompt} tokens on {self.slots} slots, responses "
+            f"{self.prompts} prompts of {prompt} tokens on {self.slots} slots, responses {each}"
             f"{spread if self.sigma else self.median}; sampling at temperature 1"
         )
 
@@ -91,7 +93,8 @@ _ON_CPU = (
     ("refilled", RolloutJob(SMALL, 64, 16, (4, 32), 40, 200, 1.0), ()),
     ("equal lengths", RolloutJob(SMALL, 16, 16, (4, 32), 48, 48), None),
     *(
-        (f"prompts of {n}", RolloutJob(SMALL_QWEN35, 16, 16, (n, n), 64, 512, 0.8, all_peers=False),
+        (f"groups, prompts of {n}",
+         RolloutJob(SMALL_QWEN35, 4, 16, (n, n), 32, 256, 0.8, all_peers=False, group=8),
          (Goal("speedup", more, against=GENERATE),))
         for n, more in ((256, 3.0), (32, 1.0))
     ),

@@ -22,14 +22,16 @@ PATIENCE = 60  # seconds without an answer of continuous batching
 
 
 class Workload(NamedTuple):
-    """Prompts, on the host, and how many tokens are wanted after each."""
+    """Prompts, on the host, and how many tokens are wanted after each: of each sample, and those of
+    a group are one after the other."""
 
     prompts: list[Tensor]
     limits: list[int]
+    group: int = 1
 
     def part(self, first: int, count: int) -> Workload:
         """Some of the samples."""
-        return Workload(*(x[first : first + count] for x in self))
+        return Workload(*(x[first : first + count] for x in self[:2]))
 
     @property
     def longest(self) -> int:
@@ -53,7 +55,9 @@ def workload(shape: dict[str, Any]) -> Workload:
         for _ in range(shape["prompts"])
     ]
     lengths = rng.lognormal(math.log(shape["median"]), shape["sigma"], shape["prompts"])
-    return Workload(prompts, np.clip(np.rint(lengths), 1, shape["most"]).astype(int).tolist())
+    limits = np.clip(np.rint(lengths), 1, shape["most"]).astype(int).tolist()
+    group = shape["group"]
+    return Workload(*([x for x in of for _ in range(group)] for of in (prompts, limits)), group)
 
 
 def short_work(vocabulary: int) -> Workload:
@@ -148,12 +152,13 @@ class Engine(Generator):
 
     def __call__(self, work: Workload, greedy: bool = False) -> Generated:
         params = self.library.SamplingParams(
-            max_new_tokens=work.limits,
+            n=work.group,
+            max_new_tokens=work.limits[:: work.group],
             temperature=0.0 if greedy else 1.0,
             seed=0,
             eos_token_ids=(),
         )
-        output = self.engine.generate(work.prompts, params)
+        output = self.engine.generate(work.prompts[:: work.group], params)
         self.stats = output.stats
         return Generated(*([x.tolist() for x in y] for y in (output.sequences, output.logprobs_t1)))
 
@@ -353,7 +358,7 @@ def in_batches(model: Any, slots: int, work: Workload, options: dict[str, Any]) 
     """What `model.generate` makes of the work, `slots` left-padded prompts at a time."""
     sequences = []
     for first in range(0, len(work.prompts), slots):
-        prompts, limits = work.part(first, slots)
+        prompts, limits, _ = work.part(first, slots)
         width = max(map(len, prompts))
         tokens = torch.full((len(prompts), width), PAD)
         mask = torch.zeros_like(tokens)

@@ -269,7 +269,9 @@ def test_rollouts_fit_their_model_and_have_labels_of_their_own(device: str) -> N
     found = test_rollout.cases(Run(torch.device(device), full=True))
     assert len({str(case) for case in found}) == len(found)
     for case in found:
-        limits = workload(case.of.shape).limits
+        work = workload(case.of.shape)
+        limits = work.limits
+        assert len(limits) == len(work.prompts) == case.of.prompts * case.of.group
         assert case.of.prompt[1] + max(limits) <= case.of.model.context
         assert limits == workload(case.of.shape).limits, "the same every time"
 
