@@ -8,7 +8,6 @@ or one after the other where a kernel takes their lengths.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,8 +51,10 @@ def convolved(
         out = convolve(longer.t()[None], weight, bias, activation=activation, **others)[0].t()
     else:
         longer = F.pad(longer.to(weight.dtype), (0, 0, width - 1, 0))
-        of_each = [longer[i : i + halos.row.size] * weight[:, i] for i in range(width)]
-        out = functools.reduce(torch.add, of_each if bias is None else [*of_each, bias])
+        seen = [longer[i : i + halos.row.size] for i in range(width)]
+        out = seen[0] * weight[:, 0] if bias is None else torch.addcmul(bias, seen[0], weight[:, 0])
+        for i in range(1, width):
+            out = torch.addcmul(out, seen[i], weight[:, i])
         out = (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
     return halos.row.gathered(out).t()[None]
 
