@@ -34,12 +34,12 @@ class LongerRow:
 
     def spread(self, x: Tensor) -> Tensor:
         """[size, ...] of tokens [n, ...]."""
-        return x.new_zeros(self.size, *x.shape[1:]).index_copy(0, self.where, x)
+        return x.new_zeros(self.size, *x.shape[1:]).index_copy_(0, self.where, x)
 
     def gathered(self, x: Tensor) -> Tensor:
         """The tokens [n, ...] of a longer row [size, ...]."""
         found = x.new_zeros(self.tokens + 1, *x.shape[1:])
-        return found.index_copy(0, self.source, x)[: self.tokens]
+        return found.index_copy_(0, self.source, x)[: self.tokens]
 
 
 class Batches(NamedTuple):
