@@ -101,8 +101,7 @@ USED = (
     ),
     Reason(
         "_no_split_modules",
-        "fastrl/models/value_head.py fastrl/models/critic.py fastrl/models/sharding.py "
-        "fastrl/trainers/sharded.py",
+        "fastrl/models/sharding.py fastrl/trainers/sharded.py",
         *(_MODEL, "accelerate asks models for it, and refuses names of layers that they have not"),
     ),
     Reason(
