@@ -174,7 +174,7 @@ def test_a_launcher_starts_fastrl_ppo(alone, given, tmp_path, launcher, count):
     said = ended.stdout + ended.stderr
     once = ("PPO reference: copy", "step 3: held-out reward", "held-out prompts: mean reward")
     assert [said.count(text) for text in once] == [1, 1, 1]
-    assert said.count("Loading weights: 100%") == 2  # the policy and the reward
+    assert "Loading weights" not in said  # bars of libraries stay out of files
 
 
 def test_an_error_names_the_process(given, tmp_path, count):
