@@ -13,7 +13,7 @@ from tests.aot import __main__ as aot
 from tests.aot import versions, worker
 from tests.aot.bounds import Need
 from tests.aot.conftest import TOY_TARGETS
-from tests.aot.isa import Access, Operand
+from tests.aot.isa import Access, Loop, Operand
 from tests.aot.judge import Widths, judge
 from tests.aot.worker import (
     ABSENT,
@@ -24,6 +24,7 @@ from tests.aot.worker import (
     blocks_per_processor,
     covering,
     fullest,
+    main_loops,
     over_limits,
 )
 
@@ -193,6 +194,14 @@ def test_a_kernel_beyond_its_limits_fails(monkeypatch):
     assert over_limits(target, "op._op_kernel", 0, [2.0, 3.0], 0) == []
     (busy,) = over_limits(target, "op._op_kernel", 0, [2.0, 3.1], 0)
     assert busy.startswith("3.1 instructions per byte in the main loop, above its bound, 3.0")
+
+
+def test_a_main_loop_moves_the_most_bytes_or_has_the_most_instructions(monkeypatch):
+    tokens, merge = Loop(340, 128, 256), Loop(134, 160, 40)
+    assert main_loops([tokens, merge], "op._op_kernel") == [merge]
+    monkeypatch.setattr(worker, "BY_INSTRUCTIONS", {"op._op_kernel"})
+    assert main_loops([tokens, merge], "op._op_kernel") == [tokens]
+    assert main_loops([], "op._op_kernel") == []
 
 
 def test_a_kernel_whose_roof_is_the_memory_fails_where_it_is_not(monkeypatch):

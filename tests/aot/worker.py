@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.ops import Compiled, Expect
 from tests.aot import versions
-from tests.aot.bounds import MOST_PER_BYTE, MOST_SCALAR_SPILLS, NEEDS
+from tests.aot.bounds import BY_INSTRUCTIONS, MOST_PER_BYTE, MOST_SCALAR_SPILLS, NEEDS
 from tests.aot.cubin import disassemble, usage_of
 from tests.aot.isa import (
     Loop,
@@ -365,7 +365,7 @@ def analyse(compiled: Specialisation, target: Target, machine_code: str) -> Row:
     faults = [f"spills ({usage.spill_detail})"] if too_many else []
     name, shared = kernel_name(compiled.function), kernel.metadata.shared
     resident = blocks_per_processor(target, warps, usage.registers, shared)
-    main = main_loops(parse_loops(machine_code, target.backend))
+    main = main_loops(parse_loops(machine_code, target.backend), name)
     per_byte = [loop.instructions_per_byte for loop in main]
     in_flight = resident * warps * target.warp_size * max((x.in_flight for x in main), default=0)
     return Row(
@@ -402,10 +402,15 @@ def _shown(per_byte: Sequence[float], target: Target) -> str:
     return "/".join(both) + "!" * (max(per_byte) > target.issue_limit)
 
 
-def main_loops(loops: Sequence[Loop]) -> list[Loop]:
-    """Those that move the most bytes per round: the others are a row's ends."""
-    most = max((loop.moved for loop in loops), default=0)
-    return [loop for loop in loops if loop.moved == most]
+def main_loops(loops: Sequence[Loop], kernel: str = "") -> list[Loop]:
+    """Those that move the most bytes per round: the others are a row's ends. Of some kernels, by
+    their names in `bounds.py`, those of the most instructions."""
+
+    def size(loop: Loop) -> int:
+        return loop.instructions if kernel in BY_INSTRUCTIONS else loop.moved
+
+    most = max(map(size, loops), default=0)
+    return [loop for loop in loops if size(loop) == most]
 
 
 def blocks_per_processor(target: Target, warps: int, registers: int, shared: int) -> int:
