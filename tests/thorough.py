@@ -114,7 +114,12 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "device/test_host_reads.py::test_slots_are_refilled_without_waiting": (),
     "device/test_iterations.py::test_a_step_learns_what_it_learns_on_the_cpu": 1,
     "device/test_iterations.py::test_ppo_trains_with_every_reference": ("GRPO",),
-    "faults/test_kills.py::test_a_killed_run_is_resumed_bit_for_bit": ("ppo-0", "grpo-1", "sft-1"),
+    "faults/test_kills.py::test_a_killed_run_is_resumed_bit_for_bit": (
+        "ppo-0",
+        "grpo-1",
+        "hybrid-0",
+        "sft-1",
+    ),
     "faults/test_kills.py::test_a_run_may_be_killed_more_than_once": (),
     "faults/test_replays.py::test_samples_of_a_resumed_run_are_replayed": ("grpo",),
     "kernels/test_compile.py::test_a_step_that_joins_ops_is_one_graph": 1,

@@ -4,7 +4,9 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from transformers import AutoTokenizer
 
+from tests import tiny_models
 from tests.commands.conftest import world  # noqa: F401 - a fixture
 from tests.faults.zygote import Zygote
 
@@ -26,9 +28,15 @@ def varied(completion_ids, **_):
 
 @pytest.fixture(scope="module")
 def data(world):  # noqa: F811
-    """The same folder, with pairs that have prompts, and a reward that draws random numbers."""
+    """The same folder, with pairs that have prompts, a reward that draws random numbers, and a
+    model whose layers keep states."""
     (world / "varied.py").write_text(REWARD)
     rows = [json.loads(line) for line in (world / "pairs.jsonl").read_text().splitlines()]
     rows = [{"prompt": "the ", **row} for row in rows]
     (world / "prompted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(world / "lm")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape = {"bos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer), **ids}
+    tiny_models.language_model("qwen3_5", **shape).save_pretrained(world / "hybrid")
+    tokenizer.save_pretrained(world / "hybrid")
     return world

@@ -35,6 +35,7 @@ FITTING = {
 TRAINERS = {
     "ppo": ("ppo", LEARNING, PLACES),
     "grpo": ("grpo", {**LEARNING, "group-size": 4}, PLACES),
+    "hybrid": ("grpo", {**LEARNING, "group-size": 4, "model": "hybrid"}, PLACES),
     "sft": ("sft", {**FITTING, "dataset": "reviews.jsonl"}, FIT_PLACES),
     "reward": ("reward", {**FITTING, "dataset": "pairs.jsonl"}, FIT_PLACES),
     "dpo": ("align", {**FITTING, "dataset": "prompted.jsonl", "max-length": 40}, FIT_PLACES),

@@ -11,7 +11,7 @@ from tests.faults.test_kills import command, kill
 SAMPLES = 20 if os.environ.get("FAULTS") == "all" else 2
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "hybrid"])
 def test_samples_of_a_resumed_run_are_replayed(name, data, zygote, tmp_path):
     folder = tmp_path / "run"
     arguments = command(name, data, folder, **{"keep-last": 0})
