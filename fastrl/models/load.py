@@ -34,6 +34,7 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from fastrl.models import quantised
+from fastrl.models.adapter_start import check_start
 from fastrl.models.adapter_targets import with_targets
 from fastrl.models.flash_attention import need_flash_attention
 from fastrl.models.multimodal import (
@@ -587,11 +588,15 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     Raises:
         ImportError: peft is not installed.
         ValueError: four-bit weights that have an adapter already, or in a layout without a
-            gradient; an adapter that transformers loaded.
+            gradient; an adapter that transformers loaded; one that cannot be loaded as it was
+            trained, see :func:`fastrl.models.adapter_start.check_start`.
     """
     quantised.settle(model)
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        check_start(config, made=True)
     if peft_config is None:
         return model
+    check_start(peft_config, made=False)
     need_peft("peft_config")
     from peft import get_peft_model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -78,7 +79,9 @@ class StartAdapterRefModel(SwitchedAdapter):
         super().__init__(policy)
         self._peft: Any = policy.pretrained_model
         trained = self._peft.active_adapter
-        add_adapter(self._peft, REFERENCE_ADAPTER, self._peft.peft_config[trained])
+        config = copy.copy(self._peft.peft_config[trained])
+        config.init_lora_weights = True  # another start may change the base's weights once more
+        add_adapter(self._peft, REFERENCE_ADAPTER, config)
         self._trained = trained
         self.follow(1.0)
 

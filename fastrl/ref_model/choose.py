@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fastrl.config import PPOConfig
+from fastrl.models.adapter_start import moves_base
 from fastrl.models.master_weights import LOW_PRECISION
 from fastrl.models.quantised import refuse_quantised
 from fastrl.models.value_head import PreTrainedModelWrapper
@@ -130,6 +131,7 @@ def choose_ref_model(
             reference = StartAdapterRefModel(policy)
             why += ": a copy of it as training begins"
         else:
+            _check_base_kept(policy.pretrained_model)
             reference = AdapterOffRefModel(policy)
             why += ": the base model with it off"
             why += ", from which the policy differs already" if trained else ""
@@ -149,6 +151,17 @@ def choose_ref_model(
         reference = CopyRefModel(copied, policy)
     reference.why = why
     return reference
+
+
+def _check_base_kept(peft_model: Any) -> None:
+    for name in peft_model.active_adapters:
+        config = peft_model.peft_config[name]
+        if moves_base(config):
+            raise ValueError(
+                "reference_adapter='off': an adapter that begins with init_lora_weights="
+                f"{config.init_lora_weights!r} changes the base's weights, and the model without "
+                "it is not the one that it was put on: set reference_adapter='start'"
+            )
 
 
 def _copied(

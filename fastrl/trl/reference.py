@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastrl.models import CausalLMPolicy
+from fastrl.models.adapter_start import moves_base
 from fastrl.ref_model import RefModel, choose_ref_model
 
 
@@ -16,13 +17,16 @@ def reference_of(
 
     Args:
         fresh: the policy's adapter, if it has one, is new: its base is the reference, however the
-            adapter begins.
+            adapter begins; one that begins by changing the base is copied as it begins.
 
     Raises:
         ValueError: a reference that the policy cannot have, or that cannot follow it.
     """
     # Of an adapter that is to follow, a copy: the base has no weights that could.
     kind = "off" if fresh and not args.sync_ref_model else "auto"
+    configs = getattr(policy.pretrained_model, "peft_config", {})
+    if any(moves_base(config) for config in configs.values()):
+        kind = "start"
     settings = args.reference_settings(reference_adapter=kind)
     return choose_ref_model(settings, policy, given)
 
