@@ -19,13 +19,22 @@ _LINES = 6  # of a text, about
 _NAME, _LONGEST = 9, 20  # characters of a column's name in a line; of what is no number
 
 
-def _as_column(completions: Iterable[Any]) -> list[Any]:
-    """Completions of one type: as JSON where some call tools, whose arguments have none in
-    common."""
-    column = list(completions)
-    if any("tool_calls" in m for said in column if not isinstance(said, str) for m in said):
-        return [json.dumps(said, default=str, ensure_ascii=False) for said in column]
+def _as_column(values: Iterable[Any]) -> list[Any]:
+    """A column of values of one type: as JSON where some call tools, whose arguments have no type
+    in common, or hold a mapping without keys, of which Parquet has no type."""
+    column = list(values)
+    if any(_is_open(value) for value in column):
+        return [
+            x if isinstance(x, str) else json.dumps(x, default=str, ensure_ascii=False)
+            for x in column
+        ]
     return column
+
+
+def _is_open(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return not value or "tool_calls" in value or any(map(_is_open, value.values()))
+    return isinstance(value, list | tuple) and any(map(_is_open, value))
 
 
 class CompletionsTable(dict):
@@ -45,10 +54,10 @@ class CompletionsTable(dict):
         count = len(self["prompt"])
         return {
             "step": [step] * count,
-            "prompt": list(self["prompt"]),
+            "prompt": _as_column(self["prompt"]),
             "completion": _as_column(self["completion"]),
             **{name: list(values) for name, values in self["rewards"].items()},
-            **{name: list(x) for name, x in self["extra"].items() if len(x) == count},
+            **{name: _as_column(x) for name, x in self["extra"].items() if len(x) == count},
             **({"advantage": list(self["advantages"])} if self["advantages"] else {}),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import re
@@ -778,3 +779,16 @@ def test_a_generate_that_a_program_has_replaced_is_called(
     monkeypatch.setattr(GenerationMixin, "generate", fives)
     make(tmp_path, rewards=noted, max_steps=1).train()
     assert {tuple(ids) for ids in seen} == {(5, 5)}
+
+
+def test_a_table_of_completions_holds_calls_without_arguments(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    prompt = [{"role": "user", "content": "When?"}, {"role": "assistant", "tool_calls": [call]}]
+    table = CompletionsTable(4)
+    table.add([prompt], [[{"role": "assistant", "content": "At noon."}]], {"good": [1.0]})
+    table["extra"]["place"].append({"at": {}})
+    table.save(tmp_path, 1)
+    (row,) = Dataset.from_parquet(str(tmp_path / "completions" / "completions_00001.parquet"))
+    assert json.loads(row["prompt"]) == prompt
+    assert row["completion"] == [{"role": "assistant", "content": "At noon."}]
+    assert json.loads(row["place"]) == {"at": {}}
