@@ -7,14 +7,16 @@ of TRL programs take them as flags, `fastrl migrate` and the documents list them
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 SAID_TWICE = "FASTRL_TRUST_REMOTE_CODE"
@@ -217,80 +219,128 @@ MASTERS = (
     "moments are kept, with AdamW 12 bytes a weight in place of 4; False loses small steps"
 )
 _THEIRS: dict[type, dict[str, Any]] = {}  # that are taken in the place of ours
+_OURS = ("fastrl", "transformers")
 
 
 def other_defaults(config: Any) -> str:
     """A line about settings that have our default, where TRL 1.16 has another; "" without one."""
-    kind = type(config)
+    kind = base_of(type(config))
+    if kind is None or kind in _THEIRS or kind.__name__ not in DEFAULTS:
+        return ""
+    theirs, fields = DEFAULTS[kind.__name__], kind.__dataclass_fields__  # type: ignore[attr-defined]
     ours = {
         name: getattr(config, name)
-        for name in DEFAULTS.get(kind.__name__, {})
-        if getattr(config, name) == (kind.__dataclass_fields__[name].default or False)
+        for name in theirs
+        if type(config).__dataclass_fields__[name] is fields[name]
+        and getattr(config, name) == (fields[name].default or False)
     }
-    if not ours or kind in _THEIRS:
+    if not ours:
         return ""
-    told = ", ".join(f"{k}={v} ({DEFAULTS[kind.__name__][k]})" for k, v in ours.items())
+    told = ", ".join(f"{k}={v} ({theirs[k]})" for k, v in ours.items())
     return f"{kind.__name__} has defaults of its own, TRL 1.16's in brackets: {told}"
 
 
 @contextmanager
 def with_defaults_of_trl(configs: Sequence[type]) -> Iterator[None]:
-    """Context in which configurations have TRL 1.16's defaults, as flags too."""
-    fields = [
-        (config.__dataclass_fields__[name], value)  # type: ignore[attr-defined]
-        for config in configs
-        for name, value in DEFAULTS[config.__name__].items()
-    ]
-    before = [(field.default, field.metadata) for field, _ in fields]
-    for field, value in fields:
-        # Of flags that mean True alone, parsers know that by this default.
-        field.default, field.metadata = value, {"help": field.metadata["help"]}
-    _THEIRS.update({config: DEFAULTS[config.__name__] for config in configs})
-    try:
+    """Context in which configurations have TRL 1.16's defaults, as flags and in subclasses that
+    are made in it, too."""
+    with ExitStack() as back:
+        for config in configs:
+            fields: dict[str, Any] = config.__dataclass_fields__  # type: ignore[attr-defined]
+            for name, value in DEFAULTS[config.__name__].items():
+                # A field is one object of a class and its bases. Of flags that mean True alone,
+                # parsers know that by this default.
+                mine = copy.copy(fields[name])
+                mine.default, mine.metadata = value, {"help": mine.metadata["help"]}
+                back.callback(fields.__setitem__, name, fields[name])
+                fields[name] = mine
+            _THEIRS[config] = DEFAULTS[config.__name__]
+            back.callback(_THEIRS.pop, config)
         yield
-    finally:
-        _THEIRS.clear()
-        for (field, _), (value, metadata) in zip(fields, before, strict=True):
-            field.default, field.metadata = value, metadata
+
+
+def serves_a_program() -> bool:
+    """Whether a program for TRL is being run, see :func:`with_defaults_of_trl`."""
+    return bool(_THEIRS)
+
+
+def base_of(config: type) -> type | None:
+    """The class of fastrl's or transformers' that has its name in :data:`ERAS`, of a class of
+    configurations: itself or one that it derives from."""
+    mine = (x for x in config.__mro__ if x.__module__.partition(".")[0] in _OURS)
+    return next((x for x in mine if x.__name__ in ERAS), None)
+
+
+def _name_of(config: type) -> str:
+    return (base_of(config) or config).__name__
 
 
 def eras_of(config: type) -> dict[str, Era]:
     """What a class of configurations takes beside its fields."""
-    return ERAS.get(_name_of(config), {})
+    base = base_of(config)
+    return {} if base is None else ERAS[base.__name__]
 
 
-def _name_of(config: type) -> str:
-    """That of its base which has a name in TRL."""
-    names = [kind.__name__ for kind in config.__mro__]
-    return next((name for name in names if name in ERAS), names[0])
+def fields_added_to(config: type) -> set[str]:
+    """The settings that a class of configurations declares itself, beside or in the place of
+    fastrl's or transformers'; all of a class that derives from none of theirs."""
+    base = base_of(config)
+    known = {} if base is None else base.__dataclass_fields__  # type: ignore[attr-defined]
+    fields = dataclasses.fields(config)
+    return {x.name for x in fields if x.init and x is not known.get(x.name)}
 
 
 class OfEveryEra(type):
     """The class of configurations that take settings of other versions by their names: as keywords,
     since a field would be a flag, and a program may have a flag of that name itself."""
 
-    def __call__(cls, *args: Any, **given: Any) -> Any:
-        _check_names(cls, given)
-        given = {**_THEIRS.get(cls, {}), **flags_of(cls), **given}
-        now, kept = todays(cls, given)
-        self: Any = cls.__new__(cls)  # type: ignore[call-overload]
-        vars(self).update(kept, _given={k: v for k, v in given.items() if k in eras_of(cls)})
-        self.__init__(*args, **now)
-        return self
+    def __setattr__(cls, name: str, value: Any) -> None:
+        # A class has its __init__ in its body, dataclass() sets the one that it writes.
+        super().__setattr__(name, of_every_era(cls, value) if name == "__init__" else value)
 
 
-def _check_names(config: type, given: Mapping[str, Any]) -> None:
+def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]:
+    """The ``__init__`` that dataclass() wrote for a class of configurations, with settings of other
+    versions, from wherever it is called: the class, or ``super()`` in a subclass's own."""
+    taken = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def then(self: Any, *args: Any, **given: Any) -> None:
+        kind = type(self)
+        given = {**_THEIRS.get(config, {}), **flags_of(kind), **given}
+        _check_names(kind, taken, given)
+        fields = {name: kind.__dataclass_fields__[name] for name in fields_added_to(kind)}
+        # A subclass's own field of another version's name keeps its value, and has its effect.
+        own = {
+            name: given.get(name, field.default)
+            for name, field in fields.items()
+            if name in taken and (name in given or field.default is not dataclasses.MISSING)
+        }
+        eras = {
+            name: era
+            for name, era in eras_of(kind).items()
+            if name not in own or era.kind in (RENAMED, KEPT)
+        }
+        now, kept = todays(kind, {**own, **given}, eras)
+        vars(self).update(kept, _given={k: v for k, v in given.items() if k in eras})
+        init(self, *args, **{**now, **own})
+
+    return then
+
+
+def _check_names(config: type, taken: Collection[str], given: Mapping[str, Any]) -> None:
     """
+    Args:
+        taken: the names that its ``__init__`` has.
+
     Raises:
         TypeError: a setting that no version has, with the nearest.
         ValueError: two values, by an old name and by today's.
     """
-    taken = inspect.signature(config.__init__).parameters  # type: ignore[misc]
-    any_name = any(x.kind is x.VAR_KEYWORD for x in taken.values())
     eras, own = eras_of(config), _name_of(config)
     for name, value in given.items():
         era = eras.get(name)
-        if name not in taken and era is None and not any_name:
+        if name not in taken and era is None:
             near = difflib.get_close_matches(name, [*taken, *eras], n=1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{own} has no setting {name!r}{hint}")
@@ -310,7 +360,7 @@ def todays(
     """Settings by today's names, and those that are kept under their own.
 
     Args:
-        eras: by default the class's.
+        eras: what became of the others; by default as of the class.
 
     Raises:
         ValueError: one that is not honoured, named with what to do.
@@ -378,32 +428,49 @@ def flags_of(config: type) -> dict[str, Any]:
 
 
 @contextmanager
-def flags_taken(configs: Sequence[type], words: Sequence[str]) -> Iterator[list[str]]:
-    """Context in which configurations take what a command line says in names of other versions;
-    yields the other words. A flag that one of the configurations declares is its own."""
-    own = {x.name for config in configs for x in dataclasses.fields(config) if x.init}
-    rest: list[str] = []
+def settings_taken(configs: Sequence[type], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Context in which configurations take settings in names of other versions; yields the other
+    settings. One that a configuration declares is its own."""
     found: dict[type, dict[str, Any]] = {}
+    rest: dict[str, Any] = {}
+    for name, value in given.items():
+        config = taker_of(configs, name)
+        (rest if config is None else found.setdefault(config, {}))[name] = value
+    before = {config: _FLAGS.get(config, {}) for config in found}
+    for config, settings in found.items():
+        _FLAGS[config] = {**before[config], **settings}
+    try:
+        yield rest
+    finally:
+        _FLAGS.update(before)
+
+
+def taker_of(configs: Sequence[type], name: str) -> type | None:
+    """The configuration that takes a setting in a name of another version, which none declares."""
+    if any(x.name == name and x.init for config in configs for x in dataclasses.fields(config)):
+        return None
+    return next((x for x in configs if name in eras_of(x)), None)
+
+
+@contextmanager
+def flags_taken(configs: Sequence[type], words: Sequence[str]) -> Iterator[list[str]]:
+    """:func:`settings_taken` of a command line; yields the other words."""
+    rest: list[str] = []
+    found: dict[str, Any] = {}
     waiting = list(words)
     while waiting:
         word = waiting.pop(0)
         name, is_one, value = word.partition("=")
         name = name[2:].replace("-", "_") if name.startswith("--") else ""
-        config = next((x for x in configs if name in eras_of(x)), None)
-        if config is None or name in own:
+        if taker_of(configs, name) is None:
             rest.append(word)
             continue
         if not is_one:
             bare = not waiting or waiting[0].startswith("--")
             value = "True" if bare else waiting.pop(0)
-        found.setdefault(config, {})[name] = value_of(value)
-    before = {config: _FLAGS.get(config, {}) for config in found}
-    for config, given in found.items():
-        _FLAGS[config] = {**before[config], **given}
-    try:
+        found[name] = value_of(value)
+    with settings_taken(configs, found):
         yield rest
-    finally:
-        _FLAGS.update(before)
 
 
 def value_of(text: str) -> Any:

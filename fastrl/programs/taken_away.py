@@ -3,18 +3,29 @@ programs alone: each with one warning that says what stands in its place."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-from fastrl.eras import TRAINING, flags_of, flags_taken, of_another_era, todays
+from fastrl.eras import (
+    OfEveryEra,
+    base_of,
+    fields_added_to,
+    flags_taken,
+    of_another_era,
+    of_every_era,
+    settings_taken,
+)
 
 _GONE: set[str] = set()  # of which a warning was given
+_TEMPORARY = "nothing: a temporary folder is always used"
+_SAFE = "nothing: weights are saved as safetensors"
 _ALL_SCORES = "top_k=None, which sorts by score: pick what is meant by its label, not by its place"
 
 
@@ -33,9 +44,13 @@ class Served(NamedTuple):
 
 
 def _say(old: str, new: str) -> None:
-    if old not in _GONE:
-        _GONE.add(old)
-        warnings.warn(f"{old} is gone: use {new}", stacklevel=4)
+    _say_once(old, f"{old} is gone: use {new}")
+
+
+def _say_once(about: str, text: str) -> None:
+    if about not in _GONE:
+        _GONE.add(about)
+        warnings.warn(text, stacklevel=5)
 
 
 def _wrapped(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], Any]:
@@ -91,8 +106,28 @@ def _token(given: dict[str, Any]) -> None:
 
 def _upload(given: dict[str, Any]) -> None:
     _token(given)
-    if given.pop("use_temp_dir", None) is not None:
-        _say("push_to_hub(use_temp_dir=)", "nothing: a temporary folder is always used")
+    for name, today in (("use_temp_dir", _TEMPORARY), ("safe_serialization", _SAFE)):
+        if given.pop(name, None) is not None:
+            _say(f"push_to_hub({name}=)", today)
+
+
+def _data(given: dict[str, Any]) -> None:
+    _token(given)
+    if given.pop("trust_remote_code", None):
+        _say("load_dataset(trust_remote_code=)", "nothing: datasets runs no code of a data set")
+
+
+def _encode(name: str) -> Callable[[Any], Any]:
+    """A tokenizer's method whose work calling the tokenizer does."""
+
+    def made(now: Any) -> Any:
+        def then(self: Any, *args: Any, **given: Any) -> Any:
+            _say(f"tokenizer.{name}", "tokenizer(...)")
+            return self(*args, **given)
+
+        return now or then
+
+    return made
 
 
 def _trainer(now: Any) -> Any:
@@ -115,15 +150,21 @@ def _trainer(now: Any) -> Any:
 
 
 def _bits(given: dict[str, Any]) -> None:
-    """``use_auth_token=``, ``load_in_8bit=`` and ``load_in_4bit=`` of from_pretrained."""
+    """``use_auth_token=``, ``load_in_8bit=`` and ``load_in_4bit=`` of from_pretrained, beside which
+    a ``quantization_config=`` came first."""
     _token(given)
-    asked = [name for name in ("load_in_8bit", "load_in_4bit") if given.pop(name, None)]
+    if given.pop("use_flash_attention_2", None):
+        _say("from_pretrained(use_flash_attention_2=)", "attn_implementation='flash_attention_2'")
+        given.setdefault("attn_implementation", "flash_attention_2")
+    named = [name for name in ("load_in_8bit", "load_in_4bit") if name in given]
+    asked = {name: True for name in named if given.pop(name)}
     if asked:
         from transformers import BitsAndBytesConfig
 
-        (name,) = asked
-        _say(f"from_pretrained({name}=)", f"quantization_config=BitsAndBytesConfig({name}=True)")
-        given["quantization_config"] = BitsAndBytesConfig(**{name: True})
+        told = ", ".join(f"{name}=True" for name in asked)
+        _say(f"from_pretrained({told})", f"quantization_config=BitsAndBytesConfig({told})")
+        if given.get("quantization_config") is None:
+            given["quantization_config"] = BitsAndBytesConfig(**asked)
 
 
 def _from_pretrained(now: Any) -> Any:
@@ -132,37 +173,112 @@ def _from_pretrained(now: Any) -> Any:
     return classmethod(change)
 
 
-def _arguments(now: Any) -> Any:
-    """``TrainingArguments.__init__`` with the settings of other versions."""
+def _init(name: str, now: Any) -> Any:
+    """The ``__init__`` of transformers' arguments of a name, with the settings of other
+    versions."""
+    return of_every_era(getattr(importlib.import_module("transformers"), name), now)
+
+
+def _dataclass(now: Any) -> Any:
+    """``dataclasses.dataclass``, whose subclasses of transformers' TrainingArguments take the
+    settings of other versions as well."""
 
     @functools.wraps(now)
-    def then(self: Any, *args: Any, **given: Any) -> None:
-        given = {**flags_of(type(self)), **given}
-        vars(self)["_given"] = {name: x for name, x in given.items() if name in TRAINING}
-        now(self, *args, **todays(type(self), given, TRAINING)[0])
+    def then(kind: Any = None, /, **options: Any) -> Any:
+        def made(kind: type) -> type:
+            writes = "__init__" not in vars(kind)
+            kind = now(kind, **options)
+            if writes and base_of(kind) is not None and not isinstance(kind, OfEveryEra):
+                kind.__init__ = of_every_era(kind, kind.__init__)  # type: ignore[misc]
+            return kind
+
+        return made if kind is None else made(kind)
 
     return then
 
 
-def _parse(now: Any) -> Any:
+class _Shown:
+    """A dataclass as a parser of flags sees it: without settings that are another's flags."""
+
+    def __init__(self, kind: type, but: set[str]):
+        self.kind = kind
+        fields = kind.__dataclass_fields__.items()  # type: ignore[attr-defined]
+        self.__dataclass_fields__ = {name: x for name, x in fields if name not in but}
+
+    def __call__(self, **given: Any) -> Any:
+        return self.kind(**given)
+
+
+def _shown(kinds: Sequence[type]) -> list[Any]:
+    """Dataclasses without the settings of fastrl's and transformers' which the program's own
+    declare: at its time there were none of these names."""
+    programs = {kind: fields_added_to(kind) for kind in kinds if not _is_ours(kind)}
+    shown: list[Any] = []
+    for kind in kinds:
+        others = {x for other, names in programs.items() if other is not kind for x in names}
+        fields = {x.name for x in dataclasses.fields(kind) if x.init}
+        both = others & (fields - programs.get(kind, set()))
+        for name in sorted(both):
+            told = f"--{name} is the program's own: {kind.__name__}.{name} keeps its default"
+            _say_once(told, told)
+        shown.append(_Shown(kind, both) if both else kind)
+    return shown
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("fastrl", "transformers")
+
+
+def _add_flags(now: Any) -> Any:
+    """``HfArgumentParser._add_dataclass_arguments`` without what :func:`_shown` leaves out."""
+
+    @functools.wraps(now)
+    def then(self: Any, kind: Any) -> Any:
+        kinds = list(self.dataclass_types)
+        (shown,) = (x for x, k in zip(_shown(kinds), kinds, strict=True) if k is kind)
+        if shown is kind:
+            return now(self, kind)
+        fields = kind.__dataclass_fields__
+        kind.__dataclass_fields__ = shown.__dataclass_fields__
+        try:
+            return now(self, kind)
+        finally:
+            kind.__dataclass_fields__ = fields
+
+    return then
+
+
+def _parse(now: Any, taken: Any, default: Callable[[], Any]) -> Any:
+    """A parser's method that reads flags or settings, with those of other versions."""
+
     @functools.wraps(now)
     def then(self: Any, args: Any = None, *rest: Any, **given: Any) -> Any:
-        words = sys.argv[1:] if args is None else args
-        with flags_taken(list(self.dataclass_types), words) as todays_words:
-            return now(self, todays_words, *rest, **given)
+        kinds = list(self.dataclass_types)
+        with taken(kinds, default() if args is None else args) as todays:
+            self.dataclass_types = _shown(kinds)
+            try:
+                return now(self, todays, *rest, **given)
+            finally:
+                self.dataclass_types = kinds
 
     return then
 
 
-def _alias(home: str, name: str, old: str) -> Callable[[Any], Any]:
-    """Another thing in the place of one that is gone, where it is."""
+def _alias(home: str, name: str, old: str, but: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """Another thing in the place of one that is gone, where it is.
+
+    Args:
+        but: keywords that the other does without.
+    """
 
     def made(now: Any) -> Any:
         if now is not None:
             return now
 
         def then(*args: Any, **given: Any) -> Any:
-            _say(old, f"{home}.{name}")
+            left = {key: given.pop(key) for key in but if key in given}
+            without = f", which has no {', '.join(left)}" if left else ""
+            _say(old, f"{home}.{name}{without}")
             return getattr(importlib.import_module(home), name)(*args, **given)
 
         return then
@@ -170,6 +286,18 @@ def _alias(home: str, name: str, old: str) -> Callable[[Any], Any]:
     return made
 
 
+def _now_called(old: str, name: str, now: Any) -> Any:
+    """A class of transformers' in the place of one that is gone, where it is."""
+    return now or getattr(importlib.import_module("transformers"), name)
+
+
+# Classes of transformers by the names that they had.
+CLASSES = {
+    "BloomTokenizerFast": "PreTrainedTokenizerFast",
+    "EvaluationStrategy": "IntervalStrategy",
+    "AutoModelForVision2Seq": "AutoModelForImageTextToText",
+    "AutoModelWithLMHead": "AutoModelForCausalLM",
+}
 SERVED = (
     Served("transformers:TextClassificationPipeline", "_sanitize_parameters", _all_scores),
     Served("transformers.modeling_utils:PreTrainedModel", "from_pretrained", _from_pretrained),
@@ -183,11 +311,38 @@ SERVED = (
         "apply_chat_template",
         _chat_template,
     ),
-    Served("transformers:TrainingArguments", "__init__", _arguments),
+    Served("dataclasses", "dataclass", _dataclass),
+    *(
+        Served(f"transformers:{name}", "__init__", functools.partial(_init, name))
+        for name in ("TrainingArguments", "Seq2SeqTrainingArguments")
+    ),
     Served("transformers:TrainingArguments", "__getattr__", lambda _: of_another_era),
-    Served("transformers:HfArgumentParser", "parse_args_into_dataclasses", _parse),
+    Served("transformers:HfArgumentParser", "_add_dataclass_arguments", _add_flags),
+    Served(
+        "transformers:HfArgumentParser",
+        "parse_args_into_dataclasses",
+        functools.partial(_parse, taken=flags_taken, default=lambda: sys.argv[1:]),
+    ),
+    Served(
+        "transformers:HfArgumentParser",
+        "parse_dict",
+        functools.partial(_parse, taken=settings_taken, default=dict),
+    ),
     Served("transformers:Trainer", "__init__", _trainer),
-    Served("transformers.utils.hub:PushToHubMixin", "push_to_hub", _wrapped(_upload)),
+    *(
+        Served(owner, "push_to_hub", _wrapped(_upload))  # each class has a copy of its own
+        for owner in (
+            "transformers.utils.hub:PushToHubMixin",
+            "transformers:PreTrainedModel",
+            "transformers.tokenization_utils_base:PreTrainedTokenizerBase",
+            "transformers:PreTrainedConfig",
+            "transformers:ProcessorMixin",
+        )
+    ),
+    *(
+        Served("transformers.tokenization_utils_base:PreTrainedTokenizerBase", name, _encode(name))
+        for name in ("encode_plus", "batch_encode_plus")
+    ),
     Served(
         "transformers.tokenization_utils_base:PreTrainedTokenizerBase",
         "from_pretrained",
@@ -198,18 +353,20 @@ SERVED = (
         "from_pretrained",
         _from_pretrained,
     ),
-    Served("datasets", "load_dataset", _wrapped(_token)),
+    Served("datasets", "load_dataset", _wrapped(_data)),
     Served(
         "peft",
         "prepare_model_for_int8_training",
-        _alias("peft", "prepare_model_for_kbit_training", "prepare_model_for_int8_training"),
+        _alias(
+            *("peft", "prepare_model_for_kbit_training", "prepare_model_for_int8_training"),
+            but=("layer_norm_names", "output_embedding_layer_name"),
+        ),
+    ),
+    *(
+        Served("transformers", old, functools.partial(_now_called, old, name))
+        for old, name in CLASSES.items()
     ),
     Served("transformers", "AdamW", _alias("torch.optim", "AdamW", "transformers.AdamW")),
-    Served(
-        "transformers",
-        "BloomTokenizerFast",
-        lambda now: now or importlib.import_module("transformers").PreTrainedTokenizerFast,
-    ),
 )
 # Keywords that are served, by the call that had them.
 KEYWORDS = {
@@ -218,7 +375,10 @@ KEYWORDS = {
     ("from_pretrained", "load_in_4bit"): "today: quantization_config=BitsAndBytesConfig(...)",
     ("from_pretrained", "use_auth_token"): "today: token",
     ("load_dataset", "use_auth_token"): "today: token",
-    ("push_to_hub", "use_temp_dir"): "today: nothing, a temporary folder is always used",
+    ("from_pretrained", "use_flash_attention_2"): "today: attn_implementation='flash_attention_2'",
+    ("load_dataset", "trust_remote_code"): "today: nothing, datasets runs no code of a data set",
+    ("push_to_hub", "use_temp_dir"): f"today: {_TEMPORARY}",
+    ("push_to_hub", "safe_serialization"): f"today: {_SAFE}",
     ("Trainer", "tokenizer"): "today: processing_class",
 }
 

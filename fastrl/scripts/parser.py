@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
-from fastrl.eras import flags_taken
+from fastrl.eras import flags_taken, settings_taken
 
 
 class TrlParser(HfArgumentParser):
@@ -66,8 +66,7 @@ class TrlParser(HfArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         config = _taken_from(words)
         kinds = list(self.dataclass_types)
-        with flags_taken(kinds, _as_flags(config)) as flags, flags_taken(kinds, words) as rest:
-            config = _as_config(flags, config)
+        with settings_taken(kinds, config) as config, flags_taken(kinds, words) as rest:
             unread = self.set_defaults_with_config(**config)
             rest = _required(kinds, config) + rest
             found = self.parse_args_into_dataclasses(
@@ -83,6 +82,12 @@ class TrlParser(HfArgumentParser):
                 "leave them out"
             )
         return found
+
+    def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Instances of the dataclasses from a mapping of settings, as HfArgumentParser's; that of
+        a YAML or JSON file is read by it as well."""
+        with settings_taken(list(self.dataclass_types), args) as rest:
+            return super().parse_dict(rest, allow_extra_keys=allow_extra_keys)
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Puts values in the place of defaults; returns those that no dataclass has, as flags."""
@@ -125,16 +130,6 @@ def _read(path: str) -> dict[str, Any]:
         raise ValueError("`env` field should be a dict in the YAML file.")
     os.environ.update({str(name): str(value) for name, value in variables.items()})
     return config
-
-
-def _as_flags(config: dict[str, Any]) -> list[str]:
-    """Each setting as one word; values are looked up again."""
-    return [f"--{name}={value}" for name, value in config.items()]
-
-
-def _as_config(flags: Sequence[str], config: dict[str, Any]) -> dict[str, Any]:
-    names = [flag[2:].partition("=")[0] for flag in flags]
-    return {name: config[name] for name in names}
 
 
 def init_zero_verbose() -> None:

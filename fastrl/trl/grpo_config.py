@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from fastrl.eras import serves_a_program
 from fastrl.registry import GROUP_ADVANTAGES, learns_as_clip, own_functions
 from fastrl.settings import refused, setting, setting_like
 from fastrl.trl.online_config import OnlineConfig
@@ -111,6 +112,23 @@ class GRPOConfig(OnlineConfig):
         check_correction(self)
         loss = GroupLoss.of_grpo(self)
         self._check_loss(loss)
+
+    def _settle_batches(self) -> None:
+        """As the base's. In a program for TRL, batches that hold no whole groups count prompts, as
+        they did in TRL 0.14 and 0.15, which alone took them."""
+        own = (self.generation_batch_size, self.steps_per_generation) == (None, None)
+        size = self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
+        if own and size % self.num_generations and serves_a_program():
+            prompts = self.per_device_train_batch_size
+            self.per_device_train_batch_size *= self.num_generations
+            self.per_device_eval_batch_size *= self.num_generations_eval or self.num_generations
+            warnings.warn(
+                f"per_device_train_batch_size={prompts} counts prompts here, as in TRL 0.14, since "
+                f"a batch of so many completions holds no whole group of num_generations="
+                f"{self.num_generations}: it is {self.per_device_train_batch_size} completions",
+                stacklevel=5,
+            )
+        super()._settle_batches()
 
     def _check_loss(self, loss: GroupLoss) -> None:
         """Warns of a ``delta`` that nothing reads, and of a loss that makes no difference.

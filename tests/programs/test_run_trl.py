@@ -182,6 +182,128 @@ def test_defaults_are_trls_there_and_named_elsewhere(run: Any, tmp_path: Path) -
     assert other_defaults(fastrl.DPOConfig(str(tmp_path), use_cpu=True, report_to="none")) == ""
 
 
+HEAD = """\
+import json, sys
+from dataclasses import dataclass, field
+import transformers
+from transformers import HfArgumentParser, TrainingArguments
+from trl import DPOConfig, GRPOConfig, RewardConfig, SFTConfig, TrlParser
+off = dict(output_dir="x", use_cpu=True, report_to="none")
+words = ["--output_dir", "x", "--use_cpu", "--report_to", "none"]
+@dataclass
+class Own:
+    trust_remote_code: bool = field(default=False)
+    max_length: int = field(default=7)
+class WithInit(SFTConfig):
+    def __init__(self, name, **more):
+        super().__init__(**{**off, "max_seq_length": 64, "warmup_ratio": 0.25, **more})
+@dataclass
+class Added(SFTConfig):
+    data: str = "x"
+@dataclass
+class Again(SFTConfig):
+    max_seq_length: int = 33
+    learning_rate: float = 3e-4
+@dataclass
+class Plain(transformers.TrainingArguments):
+    cache_dir: str = "c"
+class PlainInit(TrainingArguments):
+    def __init__(self):
+        super().__init__("x", use_cpu=True, report_to="none", evaluation_strategy="no", warmup_ratio=0.5)
+def parsed(kinds, *more, parser=HfArgumentParser):
+    return parser(kinds).parse_args_into_dataclasses([*words, *more])
+"""  # noqa: E501
+# What a program computes, and what it must be: defaults are TRL 1.16's and transformers' own.
+COMPUTED: list[tuple[str, Any]] = [
+    ("[x := parsed(TrainingArguments)[0]] and (x.learning_rate, x.logging_steps)", (5e-5, 500)),
+    ("[x := TrainingArguments('x')] and (x.learning_rate, x.logging_steps)", (5e-5, 500)),
+    ("[x := parsed(SFTConfig)[0]] and (x.learning_rate, x.gradient_checkpointing)", (2e-5, True)),
+    ("[x := parsed(SFTConfig, '--no_gradient_checkpointing')[0]] and "
+     "(x.gradient_checkpointing, x.logging_steps)", (False, 10)),
+    ("[x := parsed(RewardConfig)[0]] and (x.learning_rate, x.max_length, x.disable_dropout)",
+     (1e-4, 1024, True)),
+    ("[x := DPOConfig(**off)] and (x.learning_rate, x.max_length)", (1e-6, 1024)),
+    ("[x := WithInit('x')] and (x.max_length, x.warmup_steps, x.learning_rate)", (64, 0.25, 2e-5)),
+    ("WithInit('x', max_seq_length=5).max_length", 5),
+    ("[x := Added(**off)] and (x.learning_rate, x.data)", (2e-5, "x")),
+    ("parsed(Added, '--max_seq_length', '9')[0].max_length", 9),
+    ("[x := Again(**off)] and (x.max_seq_length, x.max_length, x.learning_rate)", (33, 33, 3e-4)),
+    ("[x := parsed(Again, '--max_seq_length', '5')[0]] and (x.max_seq_length, x.max_length)",
+     (5, 5)),
+    ("[x := Plain('x', evaluation_strategy='no', warmup_ratio=0.5)] and "
+     "(x.warmup_steps, x.warmup_ratio, x.cache_dir)", (0.5, 0.5, "c")),
+    ("parsed(Plain, '--warmup_ratio', '0.5', '--no_cuda')[0].warmup_steps", 0.5),
+    ("PlainInit().warmup_steps", 0.5),
+    ("transformers.Seq2SeqTrainingArguments('x', warmup_ratio=0.5).warmup_steps", 0.5),
+    ("HfArgumentParser(SFTConfig).parse_dict({**off, 'max_seq_length': 5})[0].max_length", 5),
+    ("TrlParser(SFTConfig).parse_dict({**off, 'max_seq_length': 5})[0].max_length", 5),
+    ("open('c.yaml', 'w').write('max_seq_length: 5\\nwarmup_ratio: 0.5\\noutput_dir: x\\n"
+     "report_to: none\\n') and [x := HfArgumentParser(SFTConfig).parse_yaml_file('c.yaml')[0]] and "
+     "(x.max_length, x.warmup_steps)", (5, 0.5)),
+    ("[kinds := {'a': SFTConfig}] and kinds['a'](**off, **{'max_seq_length': 5}).max_length", 5),
+    ("[x := parsed((Own, DPOConfig), '--trust_remote_code', '--max_length', '9')] and "
+     "(x[0].trust_remote_code, x[0].max_length, x[1].trust_remote_code, x[1].max_length)",
+     (True, 9, False, 1024)),
+    ("[x := HfArgumentParser((Own, DPOConfig)).parse_dict({**off, 'max_length': 9})] and "
+     "(x[0].max_length, x[1].max_length)", (9, 1024)),
+    ("[x := parsed((Own, Added), '--max_length', '9')] and (x[0].max_length, x[1].max_length)",
+     (9, 1024)),
+    # Batches of prompts, as in TRL 0.14, where they hold no whole group.
+    ("[x := GRPOConfig(**off, per_device_train_batch_size=1, num_generations=16, "
+     "gradient_accumulation_steps=4)] and (x.per_device_train_batch_size, "
+     "x.gradient_accumulation_steps, x.generation_batch_size // x.num_generations)", (16, 4, 4)),
+    ("[x := GRPOConfig(**off, per_device_train_batch_size=2, num_generations=4, "
+     "gradient_accumulation_steps=2)] and (x.per_device_train_batch_size, x.generation_batch_size)",
+     (2, 4)),
+]  # fmt: skip
+
+
+def test_settings_of_programs_are_those_of_their_time(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said, status = run(HEAD + "".join(f"print('GOT', {text})\n" for text, _ in COMPUTED))
+    assert status == 0, said
+    found = [line.partition(" ")[2] for line in said.splitlines() if line.startswith("GOT")]
+    for (text, wanted), got in zip(COMPUTED, found, strict=True):
+        assert got == str(wanted), text
+    assert said.count("--trust_remote_code is the program's own: DPOConfig.trust_remote_code") == 1
+    assert said.count("per_device_train_batch_size=1 counts prompts here, as in TRL 0.14") == 1
+
+
+def test_batches_that_hold_no_group_are_refused_outside_of_programs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\(4\) must be divisible by num_generations \(16\)"):
+        fastrl.GRPOConfig(
+            str(tmp_path), use_cpu=True, report_to="none", per_device_train_batch_size=1,
+            gradient_accumulation_steps=4, num_generations=16,
+        )  # fmt: skip
+
+
+def test_calls_of_their_time_are_served(run: Any, model: Path) -> None:
+    said, status = run(
+        "import warnings\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, EvaluationStrategy\n"
+        "from peft import prepare_model_for_int8_training\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(model)!r}, use_flash_attention_2=False,"
+        " load_in_8bit=False)\n"
+        "names = dict(output_embedding_layer_name='lm_head', layer_norm_names=['norm'])\n"
+        "model = prepare_model_for_int8_training(model, **names)\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({str(model)!r})\n"
+        "same = tokenizer.encode_plus('w3 w4')['input_ids'] == tokenizer('w3 w4')['input_ids']\n"
+        "print('ENCODED', same, EvaluationStrategy.NO.value)\n"
+        "for x in (model, tokenizer):\n"
+        "    try:\n"
+        "        x.push_to_hub('no name', use_temp_dir=True, safe_serialization=True)\n"
+        "    except Exception as error:\n"
+        "        print('GOT', type(error).__name__)\n"
+    )
+    assert status == 0, said
+    assert "ENCODED True no" in said
+    assert said.count("GOT TypeError") == 0
+    for gone in ("prepare_model_for_int8_training", "push_to_hub(use_temp_dir=)", "encode_plus"):
+        assert said.count(f"{gone} is gone") == 1, said
+
+
 def test_names_are_those_of_the_programs_time() -> None:
     classic = "PPOTrainer(config, model, ref, tokenizer)\nt.step(a, b, c)"
     assert of_its_time(classic) == {}
