@@ -14,8 +14,7 @@ from fastrl.collect.environments import Environments
 from fastrl.collect.responses import Responses, ToolCalls
 from fastrl.collect.rollout_func import rolled_out
 from fastrl.collect.tools import Toolbox, ToolLoop
-from fastrl.data.chat import as_answer
-from fastrl.data.chat_prompts import check_prompt
+from fastrl.data.chat import as_answer, check_prompt
 from fastrl.data.prompts import Prompts
 from fastrl.rewards.calls import EventLoop
 from fastrl.rollout import RolloutOutput
@@ -188,7 +187,8 @@ class Conversations:
             own = asked.seed ^ turn << 32
             return self.sampled.further(ids, [numbers[i] for i in which], limits, own)
 
-        found = self.loop(sample, prompts.said, boxes)
+        templates = prompts.templates(self.loop.chat.template)
+        found = self.loop(sample, prompts.said, boxes, templates)
         ids = found.completion_ids
         output = RolloutOutput(
             ids,

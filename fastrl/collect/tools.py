@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from fastrl.data.chat import is_chat
-from fastrl.data.chat_prompts import encode_prompts
+from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.tool_calls import ToolChat
 from fastrl.rewards.calls import EventLoop, await_within
 from fastrl.rollout import RolloutOutput
@@ -145,6 +145,7 @@ class _Conversation:
 
     prompt: Tensor
     box: Toolbox
+    template: Mapping[str, Any]  # further arguments of the chat template
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
@@ -197,19 +198,25 @@ class ToolLoop:
         self.most_turns, self.most_tokens, self.context = most_turns, most_tokens, context
 
     def __call__(
-        self, sample: Sample, prompts: Sequence[Any], boxes: Sequence[Toolbox]
+        self,
+        sample: Sample,
+        prompts: Sequence[Any],
+        boxes: Sequence[Toolbox],
+        templates: Sequence[Mapping[str, Any]] = (),
     ) -> Conversed:
         """
         Args:
             prompts: chats.
-            boxes: the tools of each.
+            boxes: the tools of each, in the place of a column ``tools``.
+            templates: further arguments of the chat template for each; by default the chat's.
 
         Raises:
             ValueError: a prompt that is no chat.
         """
+        templates = templates or [self.chat.template] * len(prompts)
         talks = [
-            _Conversation(self._encode(i, prompt, box), box)
-            for i, (prompt, box) in enumerate(zip(prompts, boxes, strict=True))
+            self._begin(i, *each)
+            for i, each in enumerate(zip(prompts, boxes, templates, strict=True))
         ]
         going = list(range(len(talks)))
         output = sample([talk.prompt for talk in talks], going, 0, None)
@@ -220,7 +227,7 @@ class ToolLoop:
             calls, failures = calls + sum(map(len, results)), failures + failed
             limits = {}
             for i, said in zip(going, results, strict=True):
-                ids = self.chat.results(talks[i].ids, said)
+                ids = self.chat.results(talks[i].ids, said, talks[i].template)
                 room = self._room(talks[i]) - len(ids)
                 if room >= 1:
                     talks[i].add(ids, False, torch.zeros(len(ids)))
@@ -243,15 +250,19 @@ class ToolLoop:
             failures + unread,
         )
 
-    def _encode(self, i: int, prompt: Any, box: Toolbox) -> Tensor:
+    def _begin(
+        self, i: int, prompt: Any, box: Toolbox, template: Mapping[str, Any]
+    ) -> _Conversation:
         if not is_chat(prompt):
             raise ValueError(
                 f"prompt {i} is {prompt!r:.80}: tools need prompts that are lists of messages, as "
                 "the chat template tells the policy of them"
             )
         # None in place of an empty list: some templates write of tools as soon as there is a list.
-        further = {**self.chat.template, "tools": box.schemas or None}
-        return encode_prompts([prompt], self.chat.tokenizer, further)[0]
+        asked = {**template, "tools": box.schemas or None}
+        (ids,) = ids_of_prompts([prompt], self.chat.tokenizer, [asked], [f"prompt {i}"])
+        own = {name: x for name, x in template.items() if name != "tools"}
+        return _Conversation(ids, box, own)
 
     def _room(self, talk: _Conversation) -> int:
         """How many tokens may follow."""

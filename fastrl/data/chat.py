@@ -207,6 +207,9 @@ def _check_template(tokenizer: Any, held: str) -> None:
         )
 
 
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # which go to the chat template
+
+
 def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
     """What the columns ``tools`` (a list, or its JSON) and ``chat_template_kwargs`` (a dict) of row
     ``i`` hand to the chat template. Keys that are None are left out: tables fill in those that
@@ -228,6 +231,30 @@ def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
         )
     given = {name: x for name, x in others.items() if x is not None}
     return {"tools": tools, **given} if tools else given
+
+
+def templates_of(
+    prompts: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+    rows: Sequence[int],
+    common: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Mapping[str, Any]]:
+    """The further arguments of the chat template for each prompt: the common ones, and those that
+    its row's columns hand to it, see :func:`template_arguments`; of texts none.
+
+    Args:
+        columns: of which others than those two are not read.
+        rows: the numbers of the prompts' rows, for messages.
+    """
+    given = {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
+    if not given:
+        return [common] * len(prompts)
+    return [
+        {**common, **template_arguments({name: x[i] for name, x in given.items()}, row)}
+        if is_chat(prompt)
+        else {}
+        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+    ]
 
 
 def as_chatml(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,35 +303,60 @@ def assistant_spans(
     return spans
 
 
-def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
+def prompt_text(
+    prompt: TextOrMessages,
+    tokenizer: Any,
+    name: str,
+    template: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    plain: bool = True,
+) -> str:
     """A prompt as one text: a text as it is, a chat by the tokenizer's template, up to where the
     answer begins.
 
     Args:
         name: of the prompt, for messages.
+        template: further arguments of the chat template.
+        plain: messages hold texts, and the last is not the assistant's.
 
     Raises:
-        ValueError: messages that lack a role or a text, are all blank, or end with the assistant's;
-            a tokenizer without a chat template, or a template that refuses the messages.
+        ValueError: neither a text nor messages; messages that :func:`check_messages` refuses, or
+            that are not ``plain``; a tokenizer without a chat template, or a template that refuses
+            the messages.
     """
+    check_prompt(prompt, name, texts=plain)
     if isinstance(prompt, str):
         return check_unicode(prompt, f"{name} holds")
-    check_messages(prompt, name, texts=True)
-    if is_blank(prompt):
+    if plain and is_blank(prompt):
         raise ValueError(
             f"{name} is empty: nothing is said in its messages; write a text in one, or, with an "
             "environment, let its reset return one"
         )
-    if prompt[-1]["role"] == "assistant":
+    if plain and prompt[-1]["role"] == "assistant":
         raise ValueError(
             f"{name} ends with an assistant's message, which the policy is to write: leave it out "
             "of the prompt"
         )
     _check_template(tokenizer, f"{name} holds chat messages")
     try:
-        return check_unicode(render(prompt, tokenizer, answered=False))
+        return check_unicode(render(prompt, tokenizer, answered=False, template=template))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def check_prompt(prompt: Any, where: str, *, texts: bool = False) -> None:
+    """
+    Raises:
+        ValueError: neither a text nor chat messages, or messages that :func:`check_messages`
+            refuses; names where the prompt is from.
+    """
+    if isinstance(prompt, str):
+        return
+    if not is_chat(prompt):
+        raise ValueError(
+            f"{where} is {prompt!r:.80}: the column prompt holds texts, or lists of messages"
+        )
+    check_messages(prompt, where, texts=texts)
 
 
 def split_conversations(chats: Sequence[TextOrMessages], where: str) -> PromptAndAnswers:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, overload
 
-from fastrl.data.chat import PromptAndAnswers, is_blank
+from fastrl.data.chat import PromptAndAnswers, is_blank, template_arguments
 from fastrl.data.columns import (
     ANSWERS,
     FEEDBACK,
@@ -45,10 +45,11 @@ class DatasLoader(Sequence[Example]):
     feedback (chosen: desired, rejected: not), as answers (chosen) or as prompts, feedback as
     answers (the desired ones), all of them as prompts; see :meth:`as_kind`.
 
-    Prompts and responses are texts or chat messages, which go through the tokenizer's template. The
-    prompt may also be inside the responses: messages, or chosen and rejected, may be conversations;
-    chosen and rejected may be texts of the form "\\n\\nHuman: …\\n\\nAssistant: …", whose prompt is
-    what both have up to their last common "\\n\\nAssistant:".
+    Prompts and responses are texts or chat messages, which go through the tokenizer's template, as
+    do the columns ``tools`` and ``chat_template_kwargs``. The prompt may also be inside the
+    responses: messages, or chosen and rejected, may be conversations; chosen and rejected may be
+    texts of the form "\\n\\nHuman: …\\n\\nAssistant: …", whose prompt is what both have up to their
+    last common "\\n\\nAssistant:".
 
     All texts are checked here: examples with an empty response or with equal sides are left out,
     and counted in a warning. They are tokenised when they are read; sides that become equal by a
@@ -210,8 +211,11 @@ class DatasLoader(Sequence[Example]):
         read = {ROW, *self._roles.read(PROMPTS if self.kind == PROMPTS else self._given)}
         others = {k: v for k, v in row.items() if k not in read}
         chosen = [answers[side] for side in pick.sides]
+        encoder = self.encoder
+        if not isinstance(prompt, str):
+            encoder = encoder.with_template(template_arguments(row, number))
         try:
-            return self.encoder(prompt, chosen, desired=pick.desired, columns=others)
+            return encoder(prompt, chosen, desired=pick.desired, columns=others)
         except ValueError as error:
             raise ValueError(f"row {number} of the data set: {error}") from error
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from fastrl.data.chat import (
     TextOrMessages,
     as_messages,
     assistant_spans,
+    chat_ids,
     chat_ids_and_marks,
     check_unicode,
     is_blank,
@@ -59,6 +61,7 @@ class Encoder:
     add_eos: bool = True
     add_special: bool = True
     template: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    _base: Encoder | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_types(self, Encoder)
@@ -118,11 +121,12 @@ class Encoder:
         return Example(text, prompt_ids, tuple(responses), messages=messages, **others)
 
     def with_template(self, template: Mapping[str, Any]) -> Encoder:
-        """The same encoder with further arguments of the chat template."""
+        """The same encoder with these arguments of the chat template, too."""
         if not template:
             return self
-        other = copy.copy(self)  # with what has been found of the tokenizer
-        object.__setattr__(other, "template", template)
+        other = copy.copy(self)
+        object.__setattr__(other, "template", {**self.template, **template})
+        object.__setattr__(other, "_base", self)  # which knows what has been found of the tokenizer
         return other
 
     def joined(
@@ -143,7 +147,7 @@ class Encoder:
         """The token ids of a text without a prompt, or of a conversation; and which of them to
         learn: all, or those of the assistant's turns, as the chat template marks them."""
         if isinstance(said, str):
-            ids = encode_text(said, self.tokenizer, not self.add_special) if said else []
+            ids = self.text(said, not self.add_special) if said else []
             if self.add_eos and ids:
                 ids = _with_end(ids, self.tokenizer)
             learned = [True] * len(ids)
@@ -192,23 +196,69 @@ class Encoder:
         return ids[:begin], ids[begin:end], spans and spans[begin:end]
 
     def _between(self, ids: Sequence[int], added: Sequence[int]) -> tuple[int, int]:
-        """Where a text's tokens begin and end between the special tokens that were added."""
+        """Where a text's tokens begin and end between the special tokens that were added, or that
+        it begins with itself."""
         begin = next((i for i, special in enumerate(added) if not special), len(added))
-        if begin == 0 and ids[:1] in ([self.tokenizer.bos_token_id], [self.tokenizer.cls_token_id]):
-            begin = 1  # the text itself begins with it
+        if begin == len(ids):  # an empty text
+            begin -= begin > 0 and ids[-1] == end_token(self.tokenizer)
+        elif begin == 0:
+            begin = self._opening(ids)
         return begin, next((i for i in range(begin, len(added)) if added[i]), len(added))
 
+    def _opening(self, ids: Sequence[int]) -> int:
+        """How many of a text's tokens are those that the tokenizer puts in front of texts."""
+        front = self._front
+        if front and list(ids[: len(front)]) == front:
+            return len(front)
+        return int(list(ids[:1]) in ([self.tokenizer.bos_token_id], [self.tokenizer.cls_token_id]))
+
+    @cached_property
+    def _front(self) -> list[int]:
+        """The special tokens that the tokenizer puts in front of a text."""
+        if self._base is not None:
+            return self._base._front
+        ids, added, _ = _tokens(self.tokenizer, "a", True)
+        return ids[: next((i for i, special in enumerate(added) if not special), 0)]
+
+    def text(self, text: str, chat: bool = False) -> list[int]:
+        """The token ids of a whole text, with the tokenizer's special tokens at both ends; that of
+        a chat template has its own, and none stands twice."""
+        ids, added, _ = _tokens(self.tokenizer, text, not _is_complete(text, self.tokenizer, chat))
+        _, end = self._between(ids, added)
+        closing = ids[end:]
+        return ids[:end] if closing and ids[:end][-len(closing) :] == closing else ids
+
     def prompts(
-        self, texts: Sequence[str], chat: Sequence[bool], *, closed: bool = False
-    ) -> list[list[int]]:
-        """The token ids of many prompts, as :func:`encode_prompt` has those of one.
+        self,
+        prompts: Sequence[TextOrMessages],
+        name_of: Callable[[int], str],
+        templates: Sequence[Mapping[str, Any]] = (),
+        *,
+        closed: bool = False,
+        plain: bool = True,
+    ) -> tuple[list[str], list[list[int]]]:
+        """Many prompts as texts, and their token ids: of a text with the special tokens that the
+        tokenizer puts in front, unless it begins with BOS; of a chat as its template writes them.
 
         Args:
-            chat: which of the texts a chat template has written.
+            name_of: the name of a prompt by its index, for messages.
+            templates: further arguments of the chat template for each; by default the encoder's.
+            closed: add the special tokens at the end, too, which encoders read.
+            plain: see :func:`fastrl.data.chat.prompt_text`, whose errors these are.
         """
+        texts = [
+            prompt_text(
+                prompt,
+                self.tokenizer,
+                name_of(i),
+                templates[i] if templates else self.template,
+                plain=plain,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
         complete = [
-            _is_complete(text, self.tokenizer, is_chat)
-            for text, is_chat in zip(texts, chat, strict=True)
+            _is_complete(text, self.tokenizer, not isinstance(prompt, str))
+            for text, prompt in zip(texts, prompts, strict=True)
         ]
         found: dict[int, list[int]] = {}
         for special in (True, False):
@@ -223,8 +273,51 @@ class Encoder:
             )
             rows = zip(some, made["input_ids"], made["special_tokens_mask"], strict=True)
             for i, ids, added in rows:
-                found[i] = ids if closed else ids[: self._between(ids, added)[1]]
-        return [found[i] for i in range(len(texts))]
+                found[i] = list(ids) if closed else ids[: self._between(ids, added)[1]]
+        return texts, [self.cut_prompt(found[i]) for i in range(len(texts))]
+
+    def cut_prompt(self, ids: list[int]) -> list[int]:
+        """A prompt's tokens, of which at most ``max_prompt_length`` stay: the special tokens that
+        it begins with, and behind them the end or the beginning, see ``truncation``."""
+        limit = self.max_prompt_length
+        if limit is None or len(ids) <= limit:
+            return ids
+        front = self._opening(ids)
+        room = max(limit - front, 0)
+        begin = len(ids) - room if self.truncation == "keep_end" else front
+        return [*ids[:front], *ids[begin : begin + room]]
+
+    def together(
+        self, prompt: TextOrMessages, answers: Sequence[TextOrMessages]
+    ) -> tuple[list[int], list[list[int]]]:
+        """The token ids of a prompt, and of each answer behind it, where both are tokenised as one
+        text, by TRL's rule: the prompt's tokens are those that it has in front of the answers. No
+        limit cuts them. Warns where the prompt has other tokens alone."""
+        if isinstance(prompt, str):
+            alone = self._opened(prompt)
+            whole = [self._opened(prompt + said) for said in answers]  # type: ignore[operator]
+            if self.add_eos:
+                whole = [_with_end(ids, self.tokenizer) for ids in whole]
+        else:
+            options = {"tokenizer": self.tokenizer, "template": self.template}
+            alone = chat_ids(prompt, answered=False, **options)
+            whole = [chat_ids([*prompt, *said], **options) for said in answers]
+        shared = min(_shared(alone, ids) for ids in whole)
+        if shared < len(alone):
+            warnings.warn(
+                "the end of a prompt has other tokens in front of its completion than alone "
+                f"({self.tokenizer.decode(alone[shared:])!r}): the completion begins where they "
+                "part, so that the model is trained on another context than it generates from; end "
+                "prompts where a token ends, or use a chat template that writes them alike in both "
+                "cases",
+                stacklevel=2,
+            )
+        return alone[:shared], [ids[shared:] for ids in whole]
+
+    def _opened(self, text: str) -> list[int]:
+        """The tokens of a text with the special tokens in front, and none behind."""
+        front, ids, _ = self._prompt(text, False)
+        return [*front, *ids]
 
     def _response(
         self, prompt: TextOrMessages, prompt_text: str, answer: TextOrMessages, finished: bool
@@ -242,8 +335,9 @@ class Encoder:
             )
         text = whole[len(prompt_text) :]
         if not finished:  # the policy did not write what the template puts behind the message
-            content = answer[-1]["content"].strip()
-            text = text[: text.rfind(content) + len(content)]
+            content = answer[-1].get("content")
+            if isinstance(content, str):
+                text = text[: text.rfind(content.strip()) + len(content.strip())]
         ids, spans = self._encode_continuation(text)
         if finished:
             text, ids = self._cut(text, ids, spans, 0, self._end(ids))
@@ -287,6 +381,8 @@ class Encoder:
     def _continuation_tokenizer(self) -> Any:
         """The tokenizer without the space that SentencePiece puts in front of a text. (Other kinds
         that add a space are left as they are: some know words only with it.)"""
+        if self._base is not None:
+            return self._base._continuation_tokenizer
         if not self.tokenizer.is_fast:
             return self.tokenizer
         backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
@@ -320,18 +416,13 @@ def encode_prompt(
     Raises:
         ValueError: as :func:`fastrl.data.chat.prompt_text`.
     """
-    text, chat = prompt_text(prompt, tokenizer, name), not isinstance(prompt, str)
-    if closed:
-        return text, encode_text(text, tokenizer, chat)
-    front, ids, _ = Encoder(tokenizer)._prompt(text, chat)
-    return text, [*front, *ids]
+    (text,), (ids,) = Encoder(tokenizer).prompts([prompt], lambda _: name, closed=closed)
+    return text, ids
 
 
 def encode_text(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
-    """The token ids of a whole text, with the tokenizer's special tokens at both ends; that of a
-    chat template has its own."""
-    special = not _is_complete(text, tokenizer, chat)
-    return tokenizer(check_unicode(text), add_special_tokens=special)["input_ids"]
+    """The token ids of a whole text, see :meth:`Encoder.text`."""
+    return Encoder(tokenizer).text(text, chat)
 
 
 def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -376,6 +467,12 @@ def _with_end(ids: list[int], tokenizer: Any) -> list[int]:
 def _without_end(ids: list[int], tokenizer: Any) -> list[int]:
     """The ids without an end token behind them."""
     return ids[:-1] if ids and ids[-1] == end_token(tokenizer) else ids
+
+
+def _shared(ids: list[int], others: list[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(ids), len(others)))
 
 
 def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:

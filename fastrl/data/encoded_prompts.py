@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import TextOrMessages, prompt_text
+from fastrl.data.chat import TextOrMessages
 from fastrl.data.encode import Encoder
 from fastrl.run.files import cache_file
 from fastrl.run.fingerprint import hash_of
@@ -63,42 +64,48 @@ def encode_prompts(
     prompts: Sequence[TextOrMessages],
     name_of: Callable[[int], str],
     tokenizer: Any,
+    templates: Sequence[Mapping[str, Any]] = (),
     *,
     closed: bool = False,
 ) -> tuple[list[str], TokenRows]:
     """Prompts as texts, chats by the tokenizer's template; and their token ids, as
-    :func:`fastrl.data.encode.encode_prompt` has them one by one.
+    :meth:`fastrl.data.encode.Encoder.prompts` has them.
 
-    Of many prompts the result is kept in the cache of ``datasets``, by the prompts and all that the
-    tokenizer is: the next run, and the other processes of this one, read it.
+    Of many prompts the result is kept in the cache of ``datasets``, by the prompts, the templates'
+    arguments and all that the tokenizer is: the next run, and the other processes of this one, read
+    it.
 
     Args:
         name_of: the name of a prompt by its index, for messages.
+        templates: further arguments of the chat template for each prompt; none by default.
         closed: add the special tokens at the end, too, which encoders read.
 
     Raises:
         ValueError: as :func:`fastrl.data.chat.prompt_text`.
     """
-    place = _place(prompts, tokenizer, closed) if len(prompts) >= KEPT_FROM else None
+    place = _place(prompts, tokenizer, templates, closed) if len(prompts) >= KEPT_FROM else None
     known = None if place is None else _read(place)
     if known is not None:
         texts, rows = known
         return texts or list(prompts), rows  # type: ignore[arg-type]
     with _progress(len(prompts)) as advance:
-        texts, parts = [], []
+        texts, parts, encoder = [], [], Encoder(tokenizer)
         for i in range(0, len(prompts), _AT_A_TIME):
-            some = prompts[i : i + _AT_A_TIME]
-            chat = [not isinstance(prompt, str) for prompt in some]
-            for j, prompt in enumerate(some, start=i):
-                texts.append(prompt_text(prompt, tokenizer, name_of(j)))
-            ids = Encoder(tokenizer).prompts(texts[i:], chat, closed=closed)
+            part = slice(i, i + _AT_A_TIME)
+            names = functools.partial(_named, name_of, i)
+            written, ids = encoder.prompts(prompts[part], names, templates[part], closed=closed)
+            texts += written
             parts.append(TokenRows.of(ids))
-            advance(len(some))
+            advance(len(ids))
     rows = _joined(parts)
     if place is not None:
         all_texts = all(isinstance(prompt, str) for prompt in prompts)
         _keep(place, [] if all_texts else texts, rows)
     return texts, rows
+
+
+def _named(name_of: Callable[[int], str], first: int, i: int) -> str:
+    return name_of(first + i)
 
 
 def _joined(parts: Sequence[TokenRows]) -> TokenRows:
@@ -115,7 +122,9 @@ def _progress(count: int) -> Iterator[Any]:
         yield bar.update
 
 
-def _place(prompts: Sequence[Any], tokenizer: Any, closed: bool) -> Path | None:
+def _place(
+    prompts: Sequence[Any], tokenizer: Any, templates: Sequence[Any], closed: bool
+) -> Path | None:
     """The file of some prompts; None where it cannot be told what the tokenizer does."""
     import datasets
     import tokenizers
@@ -126,6 +135,7 @@ def _place(prompts: Sequence[Any], tokenizer: Any, closed: bool) -> Path | None:
         return None
     what = [
         hash_of(prompts),
+        hash_of(templates),
         tokenizer.backend_tokenizer.to_str(),
         type(tokenizer).__name__,
         template,

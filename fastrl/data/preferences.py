@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import as_messages, chat_ids, check_messages, is_chat, template_arguments
+from fastrl.data.chat import as_messages, check_messages, is_chat, template_arguments
 from fastrl.data.columns import read_label, refuse_pictures
+from fastrl.data.encode import Encoder
 from fastrl.data.padding_free import PaddingFree, right_padded
 from fastrl.data.tables import ROW, each_row, is_stream, row_number
 from fastrl.data.token_batch import Padded, TokenBatch
@@ -44,7 +45,7 @@ def prepare_pairs_of_ids(
         num_proc: processes; of a stream none.
         longest_prompt: tokens; rows with a longer prompt are dropped, and counted in a warning,
             but for those of a stream, which is prepared as it is read.
-        cuts: longer prompts keep their last tokens, longer completions their first ones.
+        cuts: longer prompts keep BOS and their last tokens, longer completions their first ones.
 
     Raises:
         ValueError: other columns, images, no row, messages without a role or a content.
@@ -52,7 +53,7 @@ def prepare_pairs_of_ids(
     options = _map_options(dataset, num_proc)
     row = _first(dataset)
     if all(name in row for name in OF_A_PAIR):
-        return _within(_cut(dataset, OF_A_PAIR, cuts, options), longest_prompt, options)
+        return _within(_cut(dataset, OF_A_PAIR, cuts, tokenizer, options), longest_prompt, options)
     _check(row, PAIR)
     if "prompt" not in row:
         _warn_of_no_prompt(row)
@@ -60,7 +61,7 @@ def prepare_pairs_of_ids(
     dataset = dataset.map(
         _encode_pair, with_indices=True, fn_kwargs={"tokenizer": tokenizer}, **options
     )
-    dataset = _cut(dataset, OF_A_PAIR, cuts, options)
+    dataset = _cut(dataset, OF_A_PAIR, cuts, tokenizer, options)
     _warn_of_equal_sides(dataset)
     return _within(dataset, longest_prompt, options)
 
@@ -103,7 +104,7 @@ def prepare_completions_of_ids(
             remove_columns=numbers,
             **options,
         )
-    dataset = _cut(dataset, OF_A_COMPLETION[:2], cuts, options)
+    dataset = _cut(dataset, OF_A_COMPLETION[:2], cuts, tokenizer, options)
     dataset = _within(dataset, longest_prompt, options)
     if mismatched is not None and "KL_completion_ids" not in row:
         dataset = dataset.map(_rotate, batched=True, batch_size=mismatched, **options)
@@ -265,16 +266,21 @@ def _check(row: Mapping[str, Any], columns: Sequence[str]) -> None:
         )
 
 
-def _cut(dataset: Any, columns: Sequence[str], cuts: Cuts, options: dict[str, Any]) -> Any:
+def _cut(
+    dataset: Any, columns: Sequence[str], cuts: Cuts, tokenizer: Any, options: dict[str, Any]
+) -> Any:
     if cuts == (None, None):
         return dataset
-    return dataset.map(_cut_row, fn_kwargs={"columns": columns, "cuts": cuts}, **options)
+    given = {"columns": columns, "cuts": cuts, "tokenizer": tokenizer}
+    return dataset.map(_cut_row, fn_kwargs=given, **options)
 
 
-def _cut_row(row: Mapping[str, Any], columns: Sequence[str], cuts: Cuts) -> dict[str, Any]:
+def _cut_row(
+    row: Mapping[str, Any], columns: Sequence[str], cuts: Cuts, tokenizer: Any
+) -> dict[str, Any]:
     prompt, *completions = columns
     ends = {name: row[name][: cuts[1]] for name in completions}
-    return {prompt: row[prompt] if cuts[0] is None else row[prompt][-cuts[0] :], **ends}
+    return {prompt: Encoder(tokenizer, max_prompt_length=cuts[0]).cut_prompt(row[prompt]), **ends}
 
 
 def _within(dataset: Any, longest_prompt: int | None, options: dict[str, Any]) -> Any:
@@ -343,28 +349,10 @@ def _encode(
     ``sides``."""
     row = _as_one_kind(row, sides)
     _check_parts(row, ("prompt", *sides), i)
-    prompt, completions = row["prompt"], [row[side] for side in sides]
+    encoder, prompt = Encoder(tokenizer), row["prompt"]
     if is_chat(prompt):
-        template = template_arguments(row, i)
-        alone = chat_ids(prompt, tokenizer, answered=False, template=template)
-        whole = [chat_ids([*prompt, *said], tokenizer, template=template) for said in completions]
-    else:
-        end = tokenizer.eos_token or ""
-        alone = _text_ids(prompt, tokenizer)
-        whole = [
-            _text_ids(prompt + (said if said.endswith(end) else said + end), tokenizer)
-            for said in completions
-        ]
-    shared = min(_shared(alone, ids) for ids in whole)
-    if shared < len(alone):
-        warnings.warn(
-            "the end of a prompt has other tokens in front of its completion than alone "
-            f"({tokenizer.decode(alone[shared:])!r}): the completion begins where they part, so "
-            "that the model is trained on another context than it generates from; end prompts "
-            "where a token ends, or use a chat template that writes them alike in both cases",
-            stacklevel=2,
-        )
-    return alone[:shared], [ids[shared:] for ids in whole]
+        encoder = encoder.with_template(template_arguments(row, i))
+    return encoder.together(prompt, [row[side] for side in sides])
 
 
 def _as_one_kind(row: Mapping[str, Any], sides: Sequence[str]) -> Mapping[str, Any]:
@@ -408,13 +396,3 @@ def _check_parts(row: Mapping[str, Any], columns: Sequence[str], i: int) -> None
         raise ValueError(
             f"{', '.join(columns)} of row {i} hold texts and chat messages: make all the same"
         )
-
-
-def _shared(ids: list[int], others: list[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = enumerate(zip(ids, others, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(ids), len(others)))
-
-
-def _text_ids(text: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer(text=text)["input_ids"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastrl.data.chat import TextOrMessages, is_chat
-from fastrl.data.encode import encode_prompt
+from fastrl.data.encode import Encoder, encode_prompt
 from fastrl.models.layout import layout_of
 
 Prompt = TextOrMessages | Tensor | Sequence[int]
@@ -86,3 +86,30 @@ def token_ids(
         _, ids = encode_prompt(prompt, tokenizer, name, closed=closed)  # type: ignore[arg-type]
         return torch.tensor(ids, dtype=torch.long)
     return torch.as_tensor(prompt).cpu()
+
+
+def ids_of_prompts(
+    prompts: Sequence[Any],
+    tokenizer: Any,
+    templates: Sequence[Mapping[str, Any]] = (),
+    names: Sequence[str] = (),
+    longest: int | None = None,
+) -> list[Tensor]:
+    """The 1-D token ids of texts or chats, see :meth:`fastrl.data.encode.Encoder.prompts`.
+    Messages may have contents that are no texts, and the last may be the assistant's.
+
+    Args:
+        templates: further arguments of the chat template for each prompt.
+        names: of the prompts, for messages; by default their places.
+        longest: longer prompts keep BOS and their last tokens.
+
+    Raises:
+        ValueError: as :func:`fastrl.data.chat.prompt_text`; a prompt without a token.
+    """
+    names = names or [f"prompt {i}" for i in range(len(prompts))]
+    encoder = Encoder(tokenizer, max_prompt_length=longest)
+    _, rows = encoder.prompts(prompts, names.__getitem__, templates, plain=False)
+    for name, ids in zip(names, rows, strict=True):
+        if not ids:
+            raise ValueError(f"{name} is empty: it needs at least one token")
+    return [torch.tensor(ids, dtype=torch.long) for ids in rows]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import TextOrMessages, is_chat
+from fastrl.data.chat import TextOrMessages, is_chat, templates_of
 from fastrl.data.columns import check_reserved
 from fastrl.data.encoded_prompts import TokenRows, encode_prompts
 from fastrl.data.tables import ROW
@@ -54,6 +54,7 @@ class Prompts:
         tokenizer: Any,
         name_of: Callable[[int], str] = "prompts[{}]".format,
         rows: list[int] | None = None,
+        templates: Sequence[Mapping[str, Any]] = (),
         *,
         closed: bool = False,
     ) -> Prompts:
@@ -64,6 +65,7 @@ class Prompts:
         front, unless it begins with BOS.
 
         Args:
+            templates: further arguments of the chat template for each prompt; none by default.
             closed: add the tokens that encoders read at the end, see
                 :func:`fastrl.data.encode.encode_prompt`.
 
@@ -89,7 +91,11 @@ class Prompts:
         own = {i: _token_ids(x, name_of(rows[i])) for i, x in enumerate(given) if not _is_said(x)}
         said = [i for i in range(len(given)) if i not in own]
         written, ids = encode_prompts(
-            [given[i] for i in said], lambda i: name_of(rows[said[i]]), tokenizer, closed=closed
+            [given[i] for i in said],
+            lambda i: name_of(rows[said[i]]),
+            tokenizer,
+            [templates[i] for i in said] if templates else (),
+            closed=closed,
         )
         for i, text in zip(said, written, strict=True):
             texts[i] = text
@@ -114,7 +120,8 @@ class Prompts:
         *,
         closed: bool = False,
     ) -> Prompts:
-        """Makes prompts from a column of texts or chats, or of token ids under ``input_ids``.
+        """Makes prompts from a column of texts or chats, or of token ids under ``input_ids``. The
+        columns ``tools`` and ``chat_template_kwargs`` go to the chat template.
 
         Args:
             of: the name of the data set, for messages.
@@ -141,15 +148,18 @@ class Prompts:
         check_reserved([c for c in names if c != column], f"{of}the dataset")
         if not len(dataset):
             raise ValueError(f"{of}the dataset has no rows: bring some")
+        columns = {c: _whole(dataset, c) for c in names if c not in (column, "input_ids", ROW)}
+        rows = _whole(dataset, ROW) if ROW in names else list(range(len(dataset)))
+        said = _whole(dataset, column)
         found = cls.from_list(
-            _whole(dataset, column),
+            said,
             tokenizer,
             lambda row: f"row {row} of {of}column {column!r}",
-            _whole(dataset, ROW) if ROW in names else None,
+            rows,
+            templates_of(said, columns, rows),
             closed=closed,
         )
-        others = [c for c in names if c not in (column, "input_ids", ROW)]
-        found.columns = {c: _whole(dataset, c) for c in others}
+        found.columns = columns
         return found
 
     @classmethod
@@ -204,6 +214,11 @@ class Prompts:
             for said, own in zip(self.said, ids, strict=True)
         ]
         return dataclasses.replace(self, texts=texts, ids=ids)
+
+    def templates(self, common: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """The further arguments of the chat template for each prompt: the common ones, and those of
+        the columns ``tools`` and ``chat_template_kwargs``."""
+        return templates_of(self.said, self.columns, self.rows, common)
 
     def row(self, i: int) -> dict[str, Any]:
         """The columns of a prompt, its own among them, unless it has none."""

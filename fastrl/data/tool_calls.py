@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from fastrl.data.chat import render
@@ -377,21 +378,26 @@ class ToolChat:
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             return {"role": "assistant", "content": text}, False
 
-    def results(self, response: Sequence[int], results: Sequence[dict[str, Any]]) -> list[int]:
+    def results(
+        self,
+        response: Sequence[int],
+        results: Sequence[dict[str, Any]],
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """The tokens between a response that calls tools and the next: the results, up to where
         the assistant is to go on.
 
         Args:
             results: a message of the role tool for each call.
+            template: arguments of the chat template, in the place of those of the same names.
 
         Raises:
             ValueError: a chat template that changes the end of a turn with what follows.
         """
         call = _calls([result["name"] for result in results])
-        alone = render([_ASKS, call], self.tokenizer, template=self.template)
-        whole = render(
-            [_ASKS, call, *results], self.tokenizer, answered=False, template=self.template
-        )
+        template = {**self.template, **template}
+        alone = render([_ASKS, call], self.tokenizer, template=template)
+        whole = render([_ASKS, call, *results], self.tokenizer, answered=False, template=template)
         # What a template writes in front of the last call, such as thoughts that it leaves out of
         # turns in the past, does not matter here.
         count = alone.count(_VALUE)

@@ -266,7 +266,9 @@ class Loop:
     def _encoded(self, prompts: Prompts) -> Prompts:
         """Prompts with what environments have said."""
         tokenizer = self.trainer.tokenizer
-        found = Prompts.from_list(prompts.said, tokenizer, prompts.name_of, prompts.rows)
+        found = Prompts.from_list(
+            prompts.said, tokenizer, prompts.name_of, prompts.rows, prompts.templates({})
+        )
         return dataclasses.replace(prompts, texts=found.texts, ids=found.ids)
 
     def _check_tokens(self, prompts: Prompts, new_tokens: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastrl.data.batch import pad
-from fastrl.data.chat import render
+from fastrl.data.chat import render, templates_of
 from fastrl.data.choose_padding import classifier_side
 from fastrl.data.encode import Encoder, encode_jointly
 from fastrl.data.reads_eos import load_from_adapter, recorded
@@ -21,7 +21,8 @@ from fastrl.models.utils import NO_LIMIT, context_length
 
 class ClassifierReward:
     """The logit of one label of a sequence classifier for "prompt + completion"; for chats, for the
-    whole conversation in the classifier's own chat template.
+    whole conversation in the classifier's own chat template, to which the data's columns ``tools``
+    and ``chat_template_kwargs`` go.
 
     A reward model that was trained here gets the token ids that it was trained on: prompt and
     completion tokenised apart, and EOS after a whole completion if it was trained with it, see
@@ -35,6 +36,7 @@ class ClassifierReward:
         label: index or name of the label; None is the last one (the only one of num_labels=1).
         batch_size: texts per forward pass.
         name: in statistics, beside other reward functions.
+        template: further arguments of the chat template, for all completions.
 
     Attributes:
         wants_finished: whether it needs to know which completions are whole (``finished``).
@@ -51,6 +53,7 @@ class ClassifierReward:
         label: int | str | None = None,
         batch_size: int = 64,
         name: str = "ClassifierReward",
+        template: Mapping[str, Any] | None = None,
     ):
         if batch_size < 1:
             raise ValueError(f"the reward's batch size must be positive, got {batch_size}")
@@ -70,6 +73,7 @@ class ClassifierReward:
         self.max_length = _max_length(model, tokenizer)
         reads_eos = recorded(model)
         self.wants_finished = reads_eos is not None
+        self._template = dict(template or {})
         self._encoder = Encoder(tokenizer, self.max_length, add_eos=bool(reads_eos))
 
     @classmethod
@@ -102,29 +106,32 @@ class ClassifierReward:
         completions: Sequence[Any],
         *_: Any,
         finished: Sequence[bool] | None = None,
-        **__: Any,
+        **columns: Any,
     ) -> list[float]:
         """Scores texts, or chat messages and the messages that answer them.
 
         Args:
             finished: False for a completion that was cut by its length, which gets no EOS; None
                 means that all are whole.
+            columns: the data's, of which ``tools`` and ``chat_template_kwargs`` are read.
 
         Raises:
             ValueError: chats, and the classifier's tokenizer has no chat template.
         """
         pairs = list(zip(prompts, completions, strict=True))
+        templates = templates_of(prompts, columns, range(len(pairs)), self._template)
         if not all(isinstance(prompt, str) for prompt in prompts):
             self._check_template()
         if self.wants_finished:
             whole = [True] * len(pairs) if finished is None else finished
             joined = [
-                self._encoder.joined(p, c, finished=end)[0]
-                for (p, c), end in zip(pairs, whole, strict=True)
+                self._encoder.with_template(template).joined(p, c, finished=end)[0]
+                for (p, c), template, end in zip(pairs, templates, whole, strict=True)
             ]
             return self._score(joined, self._padded)
         texts = [
-            p + c if isinstance(p, str) else render([*p, *c], self.tokenizer) for p, c in pairs
+            p + c if isinstance(p, str) else render([*p, *c], self.tokenizer, template=template)
+            for (p, c), template in zip(pairs, templates, strict=True)
         ]
         scores = torch.empty(len(texts))
         # A chat template writes the special tokens, the tokenizer adds them to a text.
@@ -167,7 +174,7 @@ class ClassifierReward:
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
             batch = batch_of([rows[i] for i in chosen])
-            inputs = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+            inputs = {name: tensor.to(self._device) for name, tensor in batch.items()}
             side = "right" if batch["attention_mask"].all() else self._side
             rewards = rewards_of_padded(self.model, inputs, side, padding_of(self.model))
             scores[chosen] = rewards[:, self.label].float().cpu()
@@ -176,7 +183,13 @@ class ClassifierReward:
     @cached_property
     def _side(self) -> str | None:
         """Of padding; found at the first batch that has some, when the model is on its device."""
-        return classifier_side(self.model, self.model.device, self.model.dtype, stacklevel=4)
+        dtype = next(self.model.parameters()).dtype
+        return classifier_side(self.model, self._device, dtype, stacklevel=4)
+
+    @property
+    def _device(self) -> torch.device:
+        own = getattr(self.model, "device", None)  # a module of the user's may have none
+        return next(self.model.parameters()).device if own is None else own
 
 
 def _label_index(config: Any, label: int | str | None) -> int:

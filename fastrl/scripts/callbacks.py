@@ -12,7 +12,8 @@ from transformers import TrainerCallback
 
 from fastrl.collect.completions_table import CompletionsTable
 from fastrl.data.batch import pad
-from fastrl.data.chat_prompts import encode_prompts
+from fastrl.data.chat import TEMPLATE_COLUMNS, templates_of
+from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.models.utils import evaluating
 from fastrl.run.terminal import plain, run_console
 
@@ -92,14 +93,19 @@ class LogCompletionsCallback(TrainerCallback):
             raise ValueError("LogCompletionsCallback needs a number of steps: pass freq")
         self.trainer, self.generation_config = trainer, generation_config
         self.freq = int(freq or trainer.args.eval_steps)
-        self.prompts = list(data["prompt"])[:num_prompts]
+        columns = ["prompt", *(name for name in TEMPLATE_COLUMNS if name in data.column_names)]
+        rows = data.with_format(None).select_columns(columns)[:num_prompts]
+        self.prompts = list(rows["prompt"])
+        common = getattr(trainer.args, "chat_template_kwargs", None) or {}
+        self._templates = templates_of(self.prompts, rows, range(len(self.prompts)), common)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self.freq:
             return
         trainer = self.trainer
-        with trainer.accelerator.split_between_processes(self.prompts) as prompts:
-            said = self._complete(list(prompts), args.per_device_eval_batch_size)
+        asked = list(zip(self.prompts, self._templates, strict=True))
+        with trainer.accelerator.split_between_processes(asked) as own:
+            said = self._complete(own, args.per_device_eval_batch_size)
         said = gather_object(said)
         if not state.is_world_process_zero:
             return
@@ -109,11 +115,12 @@ class LogCompletionsCallback(TrainerCallback):
         table.report(args.report_to, state.global_step, unique=False)
 
     @torch.no_grad()
-    def _complete(self, prompts: list[Any], size: int) -> list[tuple[str, str]]:
+    def _complete(self, asked: list[tuple[Any, Any]], size: int) -> list[tuple[str, str]]:
         """Prompts and their completions."""
         trainer = self.trainer
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
-        ids = encode_prompts(prompts, tokenizer, {})
+        prompts, templates = [prompt for prompt, _ in asked], [template for _, template in asked]
+        ids = ids_of_prompts(prompts, tokenizer, templates)
         said: list[tuple[str, str]] = []
         with evaluating(model):
             for i in range(0, len(prompts), size):

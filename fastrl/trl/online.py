@@ -21,8 +21,8 @@ from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
 from fastrl.collect.responses import Collected
 from fastrl.collect.tools import check_chats
 from fastrl.core import set_seed
-from fastrl.data.chat_prompts import encode_prompts
 from fastrl.data.columns import check_reserved
+from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.prompts import Prompts, PromptStream
 from fastrl.data.token_batch import Padded
 from fastrl.learn.correction import on_policy
@@ -368,10 +368,10 @@ class OnlineTrainer(
         )
 
     def _encoded(self, prompts: Prompts) -> Prompts:
-        ids = encode_prompts(
+        ids = ids_of_prompts(
             prompts.said,
             self._tokenizer,
-            self.chat_template_kwargs,
+            prompts.templates(self.chat_template_kwargs),
             longest=self.args.max_prompt_length,
         )
         for i, prompt in enumerate(ids):

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastrl.data.chat import is_blank
-from fastrl.data.chat_prompts import check_prompt, encode_prompts
+from fastrl.data.chat import TEMPLATE_COLUMNS, check_prompt, is_blank, template_arguments
 from fastrl.data.columns import REWARD_ARGUMENTS, check_reserved
+from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.tables import each_row, is_stream
 from fastrl.models.layout import layout_of
 
@@ -136,17 +136,22 @@ class PromptRoom:
         """
         for name, data in _named(train, evaluation).items():
             doubtful = (
-                (f"the prompt of row {i} of {name}", prompt)
-                for i, prompt in _prompts(data)
-                if not i or is_blank(prompt) or self._exceeded(_bytes_of(prompt)) is not None
+                (f"the prompt of row {i} of {name}", row["prompt"], self._template_of(row, i))
+                for i, row in _rows(data)
+                if not i
+                or is_blank(row["prompt"])
+                or self._exceeded(_bytes_of(row["prompt"])) is not None
             )
             while some := list(itertools.islice(doubtful, _AT_A_TIME)):
-                names, prompts = zip(*some, strict=True)
-                rows = encode_prompts(
-                    prompts, self._tokenizer, self._template, names, self._longest
-                )
+                names, prompts, templates = zip(*some, strict=True)
+                rows = ids_of_prompts(prompts, self._tokenizer, templates, names, self._longest)
                 for where, ids in zip(names, rows, strict=True):
                     self.check(ids, where)
+
+    def _template_of(self, row: Mapping[str, Any], i: int) -> dict[str, Any]:
+        if isinstance(row["prompt"], str):
+            return {}
+        return {**self._template, **template_arguments(row, i)}
 
     def check(self, ids: Any, name: str) -> None:
         """
@@ -180,18 +185,19 @@ def _check_prompts(data: Any, name: str) -> None:
     columns = getattr(data, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise ValueError(f"{name} needs a column prompt, it has {', '.join(columns)}")
-    for i, prompt in _prompts(data):
-        check_prompt(prompt, f"the prompt of row {i} of {name}")
+    for i, row in _rows(data):
+        check_prompt(row["prompt"], f"the prompt of row {i} of {name}")
 
 
-def _prompts(data: Any) -> Iterator[tuple[int, Any]]:
-    """The prompts of a data set by row; none of a stream, nor where a function makes the rows."""
+def _rows(data: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The prompts of a data set by row, with what goes to the chat template; none of a stream, nor
+    where a function makes the rows."""
     if getattr(data, "column_names", None) is None or is_stream(data):
         return
     if data.format["type"] != "custom":
-        column = data.with_format(None).select_columns(["prompt"])
-        for i, row in enumerate(each_row(column)):
-            yield i, row["prompt"]
+        read = ("prompt", *TEMPLATE_COLUMNS)
+        columns = [name for name in data.column_names if name in read]
+        yield from enumerate(each_row(data.with_format(None).select_columns(columns)))
 
 
 def _bytes_of(prompt: Any) -> int:

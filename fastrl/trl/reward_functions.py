@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.data.chat_prompts import classifier_inputs
-from fastrl.data.choose_padding import classifier_side
+from fastrl.data.reads_eos import load_from_adapter
 from fastrl.models.load import load_classifier, load_tokenizer
-from fastrl.models.reward_head import padding_of, rewards_of_padded
 from fastrl.rewards.calls import EventLoop
+from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.functions import load_ready
 from fastrl.rewards.weighted import RewardBatch, Rewards
 
@@ -27,8 +26,7 @@ class RewardFunctions:
 
     A function returns a number for each completion, or for each of its tokens, or None where it
     does not apply. Coroutine functions run at the same time, on one event loop. A sequence
-    classifier's reward is its first logit for the text of prompt and completion, or for the chat in
-    its own template.
+    classifier's reward is its first logit, read as :class:`fastrl.rewards.ClassifierReward` does.
 
     Args:
         reward_funcs: one, or a list, of functions, classifiers, paths and Hub ids of such, or names
@@ -98,7 +96,7 @@ class RewardFunctions:
         chat = dict(args.chat_template_kwargs or {})
         self._rewards = Rewards(
             [
-                _Classifier(name, function, reader, chat)
+                ClassifierReward(function, reader, label=0, name=name, template=chat)
                 if isinstance(function, nn.Module)
                 else function
                 for name, function, reader in zip(
@@ -150,31 +148,13 @@ class RewardFunctions:
         return self._rewards.event_loop()
 
 
-class _Classifier:
-    """A sequence classifier's first logit."""
-
-    def __init__(self, name: str, model: Any, tokenizer: Any, chat: dict[str, Any]):
-        self.__name__ = name
-        self.model, self.tokenizer, self.chat = model, tokenizer, chat
-
-    @torch.inference_mode()
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        inputs = classifier_inputs(prompts, completions, self.tokenizer, **self.chat)
-        first = next(self.model.parameters())
-        inputs = {name: x.to(first.device) for name, x in inputs.items()}
-        rewards = rewards_of_padded(self.model, inputs, self._side, padding_of(self.model))
-        return rewards[:, 0].float().tolist()
-
-    @functools.cached_property
-    def _side(self) -> str | None:
-        """That of padding; found at the first call, when the model is on its device."""
-        first = next(self.model.parameters())
-        return classifier_side(self.model, first.device, first.dtype)
-
-
 def _loaded(name: str, options: dict[str, Any]) -> Any:
     ready = load_ready(name)
-    return load_classifier(name, **options) if ready is None else ready
+    if ready is not None:
+        return ready
+    model = load_classifier(name, **options)
+    load_from_adapter(model, name)
+    return model
 
 
 def _reader_of(model: Any, given: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.utils import DistributedType
 
 from fastrl.collect.respond import samples_per_prompt
-from fastrl.data.chat_prompts import encode_prompts
+from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.models.sharding import is_spread, whole_weights
 from fastrl.rollout import RolloutEngine, SamplingParams, sampling_params
 from fastrl.rollout.self_check import UnsupportedModel
@@ -91,7 +91,8 @@ class TRLRollouts:
         _check_wrapped(trainer, model)
         group = trainer.num_generations if model.training else trainer.num_generations_eval
         params = _params(trainer, model)
-        ids = encode_prompts(prompts, trainer.processing_class, trainer.chat_template_kwargs)
+        templates = [trainer.chat_template_kwargs] * len(prompts)
+        ids = ids_of_prompts(prompts, trainer.processing_class, templates)
         size = samples_per_prompt(ids, group)
         # Draws differ by the number of a prompt, which no other process has, however many it has.
         every, own = trainer.accelerator.num_processes, trainer.accelerator.process_index

@@ -1,0 +1,338 @@
+"""The same rows through every door have the ids and marks that one reading of their text says.
+
+That reading knows no encoder and no template: the text is written by hand, and read by the
+``tokenizers`` library alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from fastrl.alignment import DatasLoader
+from fastrl.data.collators import IGNORED
+from fastrl.data.preferences import prepare_completions_of_ids, prepare_pairs_of_ids
+from fastrl.data.prepare import prepare_pairs, prepare_texts
+from fastrl.data.prompts import Prompts
+from fastrl.data.reads_eos import KEY
+from fastrl.rewards.functions import ClassifierReward
+from fastrl.trl.grpo import GRPOTrainer
+from fastrl.trl.reward_functions import RewardFunctions
+
+# A prompt's end may have other tokens in front of its completion than alone.
+pytestmark = pytest.mark.filterwarnings("ignore:the end of a prompt has other tokens")
+
+ROWS = 12  # of a tokenizer and a template
+SPECIAL = ("<s>", "<e>", "<p>", "<t>", "<x>", "<k>")
+MERGES = [("a", "b"), ("b", "c"), ("a", "c"), ("d", "ab"), ("{BLANK}", "a"), ("{BLANK}", "ab")]
+# Which special tokens a tokenizer puts around texts, and how it splits them.
+OPENS, CLOSES = {"opens", "both", "first", "always", "trims"}, {"closes", "both", "trims"}
+KINDS = ("neither", "opens", "closes", "both", "first", "always", "trims")
+
+HEAD = (
+    "{% if tools %}{{ '<t>n' + (tools | tojson) + '<x>' }}{% endif %}"
+    "{% if mood %}{{ '<t>m' + mood + '<x>' }}{% endif %}"
+)
+FRONT = "{{ '<t>' + m.role[0] }}{% if think and m.role == 'assistant' %}{{ '<k>' }}{% endif %}"
+LOOP = "{% for m in messages %}TURN{% endfor %}"
+ASKED = "{% if add_generation_prompt %}{{ '<t>a' }}{% if think %}{{ '<k>' }}{% endif %}{% endif %}"
+SAID = "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<e>' }}{% endgeneration %}"
+TURNS = {
+    "plain": FRONT + "{{ m.content + '<e>\n' }}",
+    "begins": FRONT + "{{ m.content + '<e>' }}",
+    "strips": FRONT + "{{ m.content | trim + '<e>\n' }}",
+    "switches": FRONT
+    + "{{ m.content + ('<e>' if loop.last and not add_generation_prompt else '<x>') }}",
+    "marks": FRONT + SAID + "{{ '\n' }}{% else %}{{ m.content + '<e>\n' }}{% endif %}",
+}
+TEMPLATES = {name: HEAD + LOOP.replace("TURN", turn) + ASKED for name, turn in TURNS.items()}
+TEMPLATES["begins"] = "{{ bos_token }}" + TEMPLATES["begins"]
+TEMPLATES["macro"] = (
+    "{% macro turn(m) %}" + TURNS["marks"] + "{% endmacro %}" + HEAD
+    + LOOP.replace("TURN", "{{ turn(m) }}") + ASKED
+)  # fmt: skip
+
+
+def written(
+    template: str, messages: Sequence[Any], row: dict[str, Any], asks: bool = False
+) -> list[tuple[str, bool]]:
+    """The pieces of a chat's text, and which of them the assistant says."""
+    options = row.get("chat_template_kwargs") or {}
+    thought = "<k>" if options.get("think") else ""
+    pieces = [("<s>", False)] if template == "begins" else []
+    if row.get("tools"):
+        pieces.append((f"<t>n{json.dumps(row['tools'])}<x>", False))
+    if options.get("mood"):
+        pieces.append((f"<t>m{options['mood']}<x>", False))
+    for i, message in enumerate(messages):
+        own = message["role"] == "assistant"
+        said = message["content"].strip() if template == "strips" else message["content"]
+        last = i + 1 == len(messages) and not asks
+        end = "<x>" if template == "switches" and not last else "<e>"
+        pieces += [(f"<t>{message['role'][0]}" + thought * own, False), (said + end, own)]
+        pieces.append(("" if template in ("begins", "switches") else "\n", False))
+    return [*pieces, ("<t>a" + thought, False)] if asks else pieces
+
+
+def backend(kind: str, prefix: bool = True) -> Tokenizer:
+    """What splits texts, without special tokens around them."""
+    blank = "▁" if kind in ("first", "always") else "Ġ"
+    if blank == "▁":
+        alphabet = [chr(i) for i in range(33, 127)] + ["\n", "▁"]
+    else:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a.format(BLANK=blank), b) for a, b in MERGES]
+    vocabulary = dict.fromkeys([*alphabet, *(a + b for a, b in merges)])
+    core = Tokenizer(models.BPE({x: i for i, x in enumerate(vocabulary)}, merges))
+    if kind == "first":
+        scheme = "first" if prefix else "never"
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        core.decoder = decoders.Metaspace(prepend_scheme="first")
+    elif kind == "always":
+        front = [normalizers.Prepend("▁")] if prefix else []
+        core.normalizer = normalizers.Sequence([*front, normalizers.Replace(" ", "▁")])
+        core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    else:
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([*SPECIAL])
+    return core
+
+
+@functools.cache
+def tokenizer(kind: str, template: str) -> Any:
+    core = backend(kind)
+    ends = [(x, core.token_to_id(x)) for x in ("<s>", "<e>")]
+    around = f"{'<s> ' * (kind in OPENS)}$A{' <e>' * (kind in CLOSES)}"
+    post: list[Any] = [processors.TemplateProcessing(single=around, special_tokens=ends)]
+    if kind == "trims":
+        post.insert(0, processors.ByteLevel(trim_offsets=True))
+    core.post_processor = processors.Sequence(post)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="<e>", pad_token="<p>"
+    )
+    made.chat_template = TEMPLATES[template]
+    return made
+
+
+class Reading:
+    """The reading of texts by a kind of tokenizer."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.core, self.bare = backend(kind), backend(kind, prefix=False)
+        self.bos, self.eos = (self.core.token_to_id(x) for x in ("<s>", "<e>"))
+
+    def ids(self, text: str) -> list[int]:
+        return self.core.encode(text, add_special_tokens=False).ids
+
+    def opened(self, text: str, chat: bool) -> list[int]:
+        """A text with BOS, where the tokenizer begins texts with it and it has none."""
+        begins = chat or text.startswith("<s>") or self.kind not in OPENS
+        return self.ids(text) if begins else [self.bos, *self.ids(text)]
+
+    def behind(self, text: str) -> list[int]:
+        """A text as it goes on behind another one: no blank is put in front."""
+        found = re.search("|".join(SPECIAL), text)
+        at = found.start() if found else len(text)
+        front = self.bare.encode(text[:at], add_special_tokens=False).ids
+        return [*front, *(self.ids(text[at:]) if text[at:] else [])]
+
+    def ended(self, ids: list[int]) -> list[int]:
+        return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
+
+
+def up_to_eos(text: str) -> str:
+    """A text without the blanks behind its last EOS."""
+    end = text.rfind("<e>") + len("<e>")
+    return text[:end] if "<e>" in text and not text[end:].strip() else text
+
+
+def drawn_text(draw: random.Random) -> str:
+    letters = [draw.choice("abcd  \n.") for _ in range(draw.randint(1, 6))]
+    return "".join([*letters, draw.choice("abcd"), draw.choice(["", "", " ", "\n"])])
+
+
+class Case:
+    """A row, and what is to be read in it.
+
+    Attributes:
+        row: with a prompt, a completion, another one, and what goes to the chat template.
+        prompt: the prompt's ids.
+        texts: both completions as they stand behind the prompt.
+    """
+
+    def __init__(self, kind: str, template: str, number: int):
+        draw = random.Random(f"{kind} {template} {number}")
+        self.read, self.template = Reading(kind), template
+        said = functools.partial(drawn_text, draw)
+        what = ("texts", "written", "chat", "turns", "tools", "thinks")[number % 6]
+        self.chat = what not in ("texts", "written")
+        self.options: dict[str, Any] = {}
+        if what in ("tools", "thinks"):
+            self.options["tools"] = [{"type": "function", "function": {"name": said()}}]
+        if what == "thinks":
+            self.options["chat_template_kwargs"] = {"think": True, "mood": said()}
+        turns = [{"role": "user", "content": said()}]
+        if what == "turns":
+            turns += [
+                {"role": "assistant", "content": said()},
+                {"role": "user", "content": said()},
+            ]
+        one, other = said(), said() + "d"
+        self.messages = turns
+        if what == "texts":
+            self.prompt_text, texts, prompt = said(), [one, other + "<e>"], None
+        else:
+            replies = [[{"role": "assistant", "content": x}] for x in (one, other)]
+            self.prompt_text = self.text(turns, asks=True)
+            texts = [self.text([*turns, *x])[len(self.prompt_text) :] for x in replies]
+            prompt = turns
+        self.texts = texts
+        if self.chat:
+            self.row = {"prompt": prompt, "completion": replies[0], **self.options}
+            self.pair = {"prompt": prompt, "chosen": replies[0], "rejected": replies[1]}
+        else:
+            self.row = {"prompt": self.prompt_text, "completion": texts[0]}
+            self.pair = {"prompt": self.prompt_text, "chosen": texts[0], "rejected": texts[1]}
+        self.pair |= self.options
+
+    def text(self, messages: list[Any], asks: bool = False) -> str:
+        return "".join(x for x, _ in written(self.template, messages, self.options, asks))
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.read.opened(self.prompt_text, self.chat)
+
+    def answers(self, ends: bool) -> list[list[int]]:
+        """Ids of the completions behind the prompt.
+
+        Args:
+            ends: texts with EOS; chats have that of their template.
+        """
+        if self.chat:
+            return [self.read.behind(up_to_eos(text)) for text in self.texts]
+        every = [self.read.behind(text) for text in self.texts]
+        return [self.read.ended(ids) if ends else ids for ids in every]
+
+    def jointly(self, texts: list[str]) -> tuple[list[int], list[list[int]]]:
+        """The prompt's tokens in front of completions, and what follows them, where both are read
+        as one text."""
+        whole = [self.read.opened(self.prompt_text + text, self.chat) for text in texts]
+        if not self.chat:
+            whole = [self.read.ended(ids) for ids in whole]
+        columns = enumerate(zip(self.prompt, *whole, strict=False))
+        at = next((i for i, ids in columns if len(set(ids)) > 1), len(self.prompt))
+        return self.prompt[:at], [ids[at:] for ids in whole]
+
+
+class Reader(torch.nn.Module):
+    """A classifier that remembers what it read."""
+
+    def __init__(self, reads_eos: bool | None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        given = {} if reads_eos is None else {KEY: reads_eos}
+        self.config = SimpleNamespace(
+            num_labels=1, pad_token_id=0, label2id={"x": 0}, name_or_path="reader", **given
+        )
+        self.config.get_text_config = lambda: self.config
+        self.read: list[list[int]] = []
+
+    def forward(self, input_ids: Any, attention_mask: Any, **_: Any) -> Any:
+        rows = zip(input_ids, attention_mask, strict=True)
+        self.read += [ids[mask.bool()].tolist() for ids, mask in rows]
+        return SimpleNamespace(logits=torch.zeros(len(input_ids), 1))
+
+
+def scored(door: str, made: Any, cases: list[Case], reads_eos: bool | None) -> list[list[int]]:
+    """What a classifier reads of rows as a reward."""
+    reader = Reader(reads_eos)
+    prompts, said = ([case.row[name] for case in cases] for name in ("prompt", "completion"))
+    columns = {name: [case.options[name] for case in cases] for name in cases[0].options}
+    if door == "reward":
+        ClassifierReward(reader, made, batch_size=1)(prompts, said, **columns)
+    else:
+        settings = SimpleNamespace(
+            reward_weights=None, chat_template_kwargs=None, reward_timeout=None, reward_retries=0,
+            reward_batch_size=None, on_nonfinite="raise",
+        )  # fmt: skip
+        functions = RewardFunctions(reader, made, {}, (), settings)
+        functions(prompts, said, [[1]] * len(said), columns, finished=[True] * len(said))
+    return sorted(reader.read)
+
+
+def sampled_from(made: Any, cases: list[Case]) -> list[list[int]]:
+    """The ids that GRPOTrainer and RLOOTrainer go on from."""
+    trainer: Any = SimpleNamespace(
+        _tokenizer=made, chat_template_kwargs={}, args=SimpleNamespace(max_prompt_length=None)
+    )
+    trainer._room = SimpleNamespace(check=lambda *_: None)
+    asked = Prompts.of_rows([c.row for c in cases], [c.row["prompt"] for c in cases])
+    return [ids.tolist() for ids in GRPOTrainer._encoded(trainer, asked).ids]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_door_reads_a_row_alike(kind: str, template: str) -> None:
+    made, drawn = tokenizer(kind, template), [Case(kind, template, i) for i in range(ROWS)]
+    for chat, columns in ((False, 0), (True, 0), (True, 1), (True, 2)):
+        cases = [case for case in drawn if (case.chat, len(case.options)) == (chat, columns)]
+        for door, (found, wanted) in doors(made, cases).items():
+            assert found == wanted, (door, [case.row for case in cases])
+
+
+def doors(made: Any, cases: list[Case]) -> dict[str, tuple[list[Any], list[Any]]]:
+    """What each door makes of rows, and what it should."""
+    data, pairs = (Dataset.from_list([getattr(c, x) for c in cases]) for x in ("row", "pair"))
+    prompts = [case.prompt for case in cases]
+    both = {ends: [case.answers(ends) for case in cases] for ends in (True, False)}
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
+
+    rows = prepare_texts(data, made)
+    found["SFT"] = (
+        [(row["input_ids"], row["labels"]) for row in rows],
+        [
+            ([*prompt, *said], [IGNORED] * len(prompt) + said)
+            for prompt, (said, _) in zip(prompts, both[True], strict=True)
+        ],
+    )
+    for ends, answers in both.items():
+        whole = [[[*prompt, *ids] for ids in x] for prompt, x in zip(prompts, answers, strict=True)]
+        rows = prepare_pairs(pairs, made, None, add_eos=ends)
+        read = [[row["chosen_ids"], row["rejected_ids"]] for row in rows]
+        found[f"reward model, EOS {ends}"] = (read, whole)
+        for door in ("reward", "reward in GRPO"):
+            read = scored(door, made, cases, ends)
+            found[f"{door}, EOS {ends}"] = (read, sorted(first for first, _ in whole))
+    for name, source, count in (("answers", data, 1), ("pairs", pairs, 2)):
+        found[f"alignment, {name}"] = (
+            [([*x.prompt_ids], [[*y.ids] for y in x.responses]) for x in DatasLoader(source, made)],
+            [(prompt, x[:count]) for prompt, x in zip(prompts, both[True], strict=True)],
+        )
+    read = [ids.tolist() for ids in Prompts.from_dataset(data, "prompt", made).ids]
+    found["PPO"] = (read, prompts)
+    found["GRPO, RLOO"] = (sampled_from(made, cases), prompts)
+
+    rows = prepare_pairs_of_ids(pairs, made, None, None)
+    found["DPO"] = (
+        [(row["prompt_ids"], [row["chosen_ids"], row["rejected_ids"]]) for row in rows],
+        [case.jointly(case.texts) for case in cases],
+    )
+    rows = prepare_completions_of_ids(pairs, made, None, None)
+    found["KTO"] = (
+        [(row["prompt_ids"], [row["completion_ids"]]) for row in rows],
+        [case.jointly([case.texts[i]]) for i in (0, 1) for case in cases],
+    )
+    return found
