@@ -34,6 +34,12 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from fastrl.models import quantised
+from fastrl.models.adapter_base import (
+    settle_adapters,
+    untie_adapted,
+    warn_of_other_base,
+    with_task,
+)
 from fastrl.models.adapter_start import check_start
 from fastrl.models.adapter_targets import with_targets
 from fastrl.models.flash_attention import need_flash_attention
@@ -105,10 +111,10 @@ def load_language_model(
             or without safetensors.
     """
     checkpoint = _Checkpoint(path, {"dtype": torch.float32} | _renamed(options))
-    if checkpoint.adapter is not None and checkpoint.adapter.task_type == "SEQ_CLS":
+    if checkpoint.adapter is not None and checkpoint.classifies():
         raise ValueError(
-            f"the adapter in {checkpoint.folder} is a reward model's (task_type SEQ_CLS), not a "
-            "language model's: name the folder of a language model"
+            f"the adapter in {checkpoint.folder} is a reward model's (task_type SEQ_CLS, or a "
+            "head for it), not a language model's: name the folder of a language model"
         )
     if not whole and checkpoint.may_be_empty() and loads_once():
         return checkpoint.empty(loader)
@@ -200,7 +206,7 @@ def load_saved(path: str | os.PathLike, **options: Any) -> Any:
     if checkpoint.adapter is None:
         classifies = named.endswith("ForSequenceClassification")
     else:
-        classifies = checkpoint.adapter.task_type == "SEQ_CLS"
+        classifies = checkpoint.classifies()
     if classifies:
         return load_classifier(path, **{"dtype": torch.float32} | options)
     decoder = not getattr(config, "is_encoder_decoder", False)
@@ -502,7 +508,7 @@ class _Checkpoint:
         more: dict[str, Any] = {}
         if self.adapter is not None:
             kind = self.adapter.task_type
-            if kind != "SEQ_CLS":
+            if not self.classifies():
                 of = f"of task_type {kind}" if kind else "without a task_type"
                 raise ValueError(
                     f"{self.folder} is not a trained sequence classifier but an adapter {of}: that "
@@ -519,6 +525,14 @@ class _Checkpoint:
                     )
                 more["ignore_mismatched_sizes"] = True  # the base's head is replaced
         return self.load(AutoModelForSequenceClassification, trainable=trainable, **more)
+
+    def classifies(self) -> bool:
+        """Whether the adapter is a sequence classifier's: by its task type or, where it has none,
+        by the head that is saved with it."""
+        if self.adapter.task_type:
+            return self.adapter.task_type == "SEQ_CLS"
+        named = {*CLASSIFIER_HEADS} & {*(getattr(self.adapter, "modules_to_save", None) or ())}
+        return bool(named)
 
     def _saved_whole(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights that the adapter has whole (a classification head, and
@@ -547,12 +561,14 @@ class _Checkpoint:
             base = quantised.prepared_for_adapters(base)
         try:
             with quantised.peft_hushed():
-                return PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
+                model = PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
         except (RuntimeError, KeyError) as error:  # weights of other shapes or names
             raise ValueError(
                 f"the adapter in {self.folder} does not fit "
                 f"{self.adapter.base_model_name_or_path}, the base that it names: {error}"
             ) from error
+        untie_adapted(model)
+        return model
 
 
 def check_causal(model: Any) -> None:
@@ -587,39 +603,35 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
 
     Raises:
         ImportError: peft is not installed.
-        ValueError: four-bit weights that have an adapter already, or in a layout without a
-            gradient; an adapter that transformers loaded; one that cannot be loaded as it was
-            trained, see :func:`fastrl.models.adapter_start.check_start`.
+        ValueError: a new adapter for a model that has one; four-bit weights in a layout without a
+            gradient; a classifier with a new head that its adapter does not save; an adapter on one
+            of several tied weights, or one that cannot be loaded as it was trained, see
+            :func:`fastrl.models.adapter_start.check_start`.
     """
     quantised.settle(model)
     for config in (getattr(model, "peft_config", None) or {}).values():
         check_start(config, made=True)
-    if peft_config is None:
-        return model
-    check_start(peft_config, made=False)
-    need_peft("peft_config")
-    from peft import get_peft_model
-
-    if hasattr(model, "peft_config"):
-        quantised.refuse_quantised(
-            model, "an adapter that is merged", "leave out peft_config to train it"
-        )
-        if not hasattr(model, "merge_and_unload"):
+    if peft_config is not None:
+        check_start(peft_config, made=False)
+        need_peft("peft_config")
+        if hasattr(model, "peft_config"):
             raise ValueError(
-                "the model has an adapter that transformers loaded, which cannot be merged for a "
-                "new one: load it by peft.AutoPeftModelForCausalLM, or leave out peft_config to "
-                "train the one that is there"
+                "the model has an adapter already, and a new one beside it (peft_config) would be "
+                "saved without it: leave out peft_config to train the one that is there, or "
+                f"{MERGE_ADAPTER} and pass peft_config with the merged model"
             )
-        warnings.warn(
-            "the model's adapter is merged into its weights, and a new one is trained: leave out "
-            "peft_config to train the one that is there",
-            stacklevel=3,
-        )
-        model = model.merge_and_unload()
-    if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
-        model = quantised.prepared_for_adapters(model, args)
-    with quantised.peft_hushed():
-        return get_peft_model(model, with_targets(model, peft_config))
+    elif not hasattr(model, "peft_config"):
+        return model
+    warn_of_other_base(model)
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
+            model = quantised.prepared_for_adapters(model, args)
+        with quantised.peft_hushed():
+            model = get_peft_model(model, with_targets(model, with_task(model, peft_config)))
+    settle_adapters(model)
+    return model
 
 
 def own_storage(model: Model) -> Model:

@@ -96,8 +96,9 @@ def settle(model: nn.Module) -> None:
 @contextlib.contextmanager
 def peft_hushed() -> Iterator[None]:
     """Context in which PEFT's use of names that newer versions of transformers have renamed is not
-    warned of: users cannot change it."""
+    warned of, as users cannot change it, nor adapters on tied weights, which are untied here."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         for name in ("is_gradient_checkpointing", "gradient_checkpointing_enable"):
             warnings.filterwarnings("ignore", f".?{name}", FutureWarning)
         yield

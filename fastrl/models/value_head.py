@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from fastrl.models import quantised
+from fastrl.models.adapter_base import settle_adapters
 from fastrl.models.adapters import NOT_TRAINED, RewardAdapter
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import last_hidden
@@ -114,6 +115,7 @@ class PreTrainedModelWrapper(nn.Module):
         super().__init__()
         self._check(pretrained_model)
         quantised.settle(pretrained_model)
+        settle_adapters(pretrained_model)
         self.pretrained_model: Any = pretrained_model
         self.config = pretrained_model.config
         self.is_peft_model = hasattr(pretrained_model, "peft_config")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -274,21 +273,6 @@ class RewardTrainer(SupervisedTrainer):
             adapts = self._peft_config is not None or hasattr(model, "peft_config")
             settle_model(model, self._tokenizer, self._settings, adapts)
             self._check_end(model)
-        kind = getattr(self._peft_config, "task_type", "SEQ_CLS")
-        if kind in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):  # which PEFT puts on no classifier
-            self._peft_config = copy.copy(self._peft_config)
-            self._peft_config.task_type = "SEQ_CLS"
-            warnings.warn(
-                f"peft_config.task_type={kind} is taken as SEQ_CLS: the layer that computes the "
-                "reward is trained with the adapter",
-                stacklevel=3,
-            )
-        elif kind != "SEQ_CLS":
-            warnings.warn(
-                "peft_config.task_type is not SEQ_CLS: the layer that computes the reward is "
-                "frozen unless modules_to_save names it",
-                stacklevel=3,
-            )
         model = with_adapter(model, self._peft_config, self._settings)
         if self._settings.disable_dropout:
             without_dropout(model)

@@ -173,22 +173,6 @@ def test_prompt_learning_is_refused():
         )
 
 
-@torch.no_grad()
-def test_a_second_adapter_finds_the_first_in_the_weights(ids):
-    first = adapted().pretrained_model
-    for name, weight in first.named_parameters():
-        if "lora_" in name:
-            weight.fill_(0.1)
-    expected = first(ids).logits
-    with pytest.warns(UserWarning, match="adapter is merged into its weights, and a new one is"):
-        second = AutoModelForCausalLMWithValueHead.from_pretrained(
-            first, peft_config=tiny_models.lora()
-        )
-    with second.pretrained_model.disable_adapter():
-        torch.testing.assert_close(second.pretrained_model(ids).logits, expected)
-    assert len(second.pretrained_model.peft_config) == 1
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt_projected"])
 def test_save_and_load_give_the_same_outputs(family, ids, tmp_path):
     model = tiny_models.policy(family)

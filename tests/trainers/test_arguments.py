@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,11 +161,17 @@ def test_a_reward_model_resumes_whatever_its_first_head_was(
     assert resumed.state.global_step == 4
 
 
-def test_an_adapter_of_another_task_leaves_the_reward_layer_frozen_and_says_so(
-    make_reward: Make,
+@pytest.mark.parametrize("kind", [None, "CAUSAL_LM", "TOKEN_CLS"])
+def test_an_adapter_of_any_task_trains_the_reward_layer(
+    make_reward: Make, kind: str | None
 ) -> None:
-    with pytest.warns(UserWarning, match="task_type is not SEQ_CLS"):
-        make_reward(reward_model("gpt2"), peft_config=tiny_models.lora(task_type=None))
+    config = tiny_models.lora(task_type=kind)
+    told = pytest.warns(UserWarning, match=f"task_type={kind} is taken as SEQ_CLS")
+    with told if kind else contextlib.nullcontext():
+        trainer = make_reward(reward_model("gpt2"), peft_config=config)
+    assert trainer.model.base_model.model.score.modules_to_save["default"].weight.requires_grad
+    assert trainer.model.peft_config["default"].task_type == "SEQ_CLS"
+    assert config.task_type == kind
 
 
 @pytest.mark.parametrize("flag", ["is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit"])

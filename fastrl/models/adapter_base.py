@@ -1,0 +1,266 @@
+"""The base under an adapter: what is saved must load as what was trained.
+
+An adapter's folder names its base, and whoever loads or merges it starts from there. So the base in
+memory must be the one in the files, and an adapter that changes one of two tied matrices needs both
+apart: merged into the weight that they share, its change would act in both places.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fastrl.models.adapter_start import moves_base
+from fastrl.models.multimodal import CLASSIFIER_HEADS
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_WRAPPERS = (".base_layer", ".original_module", ".token_adapter")  # PEFT's, in names of weights
+
+
+def task_of(model: Any) -> str | None:
+    """PEFT's task type for a model of transformers; None for another kind."""
+    config = getattr(model, "config", None)
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return "SEQ_CLS"
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        return None
+    if model.get_output_embeddings() is None:
+        heads = (hasattr(model, name) for name in CLASSIFIER_HEADS)
+        return "SEQ_CLS" if any(heads) else None
+    return "SEQ_2_SEQ_LM" if getattr(config, "is_encoder_decoder", False) else "CAUSAL_LM"
+
+
+def with_task(model: Any, peft_config: Any) -> Any:
+    """A new adapter's configuration with the model's task type, by which PEFT trains and saves a
+    classifier's head with the adapter, and whoever loads it finds its kind. Warns of another."""
+    task, named = task_of(model), getattr(peft_config, "task_type", None)
+    if task is None or named == task:
+        return peft_config
+    if named is not None:
+        head = ": the layer that computes the reward is trained with the adapter"
+        warnings.warn(
+            f"peft_config.task_type={getattr(named, 'value', named)} is taken as {task}, the "
+            f"model's{head * (task == 'SEQ_CLS')}",
+            stacklevel=5,
+        )
+    found = copy.copy(peft_config)
+    found.task_type = task
+    return found
+
+
+def settle_adapters(model: Any) -> None:
+    """Has a PEFT model's adapters load as what they are, see :func:`untie_adapted`; another model
+    stays as it is.
+
+    Raises:
+        ValueError: a classifier's head is new, and its adapter does not save it; a LoRA adapter
+            that is to stay tied; a model that cannot be saved with embedding and head apart.
+    """
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        _settle_task(model)
+        _refuse_tied_lora(model)
+        untie_adapted(model)
+
+
+def _settle_task(peft_model: Any) -> None:
+    """Names the task of a classifier's adapters that name none, so that they are loaded as such.
+
+    Raises:
+        ValueError: the classifier's head is new, and the adapter does not save it.
+    """
+    base = peft_model.get_base_model()
+    if task_of(base) != "SEQ_CLS":
+        return
+    for config in peft_model.peft_config.values():
+        config.task_type = config.task_type or "SEQ_CLS"
+    for name in CLASSIFIER_HEADS:
+        head = getattr(base, name, None)
+        if head is None or hasattr(head, "modules_to_save"):
+            continue
+        files = _files(_name_of(peft_model), base)
+        if files and not any(key.startswith(f"{name}.") for key, _ in _saved(files)):
+            raise ValueError(
+                f"the model's {name} layer, which computes the reward, is new, and its adapter "
+                "neither trains nor saves it: pass the plain model with peft_config "
+                "(task_type='SEQ_CLS'), or make the adapter with that task_type"
+            )
+
+
+def warn_of_other_base(model: Any) -> None:
+    """Warns where a model's weights are not those in the files that a saved adapter will name as
+    its base, because an adapter was merged into them, say, or they were trained.
+
+    Some numbers of each weight are compared that has the same name and shape in the files; nothing
+    is downloaded for it.
+    """
+    adapts = hasattr(model, "peft_config")
+    base = model.get_base_model() if adapts else model
+    configs = model.peft_config.values() if adapts else ()
+    if any(moves_base(config) for config in configs):
+        return
+    if any(getattr(module, "merged", False) for module in base.modules()):
+        return
+    name = _name_of(model)
+    weights = {_plain_name(key): p for key, p in base.named_parameters()}
+    for key, part in _saved(_files(name, base)):
+        weight = weights.get(key)
+        if weight is None or not _comparable(weight, part):
+            continue
+        saved, here = part[:1], weight.detach()[:1].cpu()
+        # Loaded in a lower precision and raised again, as quantised models' other weights are.
+        readings = (saved.to(dtype).to(here.dtype) for dtype in (here.dtype, *_FLOATS[2:]))
+        if not any(torch.equal(reading, here) for reading in readings):
+            warnings.warn(
+                f"the model's weights are not those in {name} (such as {key}), the base that the "
+                "saved adapter names: loaded with that, it is another model than the one that is "
+                "trained here; save the model first (model.save_pretrained(FOLDER)), and load it "
+                "from that folder",
+                stacklevel=4,
+            )
+            return
+
+
+def _refuse_tied_lora(peft_model: Any) -> None:
+    """
+    Raises:
+        ValueError: an adapter with ``ensure_weight_tying`` on both of two tied matrices: PEFT keeps
+            two weights for it that share memory until they are moved or cast, and merges both into
+            the weight that the matrices share.
+    """
+    base = peft_model.get_base_model()
+    layers = base.get_input_embeddings(), base.get_output_embeddings()
+    configs = peft_model.peft_config.values()
+    asked = any(getattr(config, "ensure_weight_tying", False) for config in configs)
+    if asked and all(hasattr(layer, "base_layer") for layer in layers):
+        raise ValueError(
+            "ensure_weight_tying beside embedding or head in target_modules: PEFT does not keep "
+            "the two parts of such an adapter equal; leave ensure_weight_tying out to train them "
+            "apart, or train the matrix whole and tied (modules_to_save in place of "
+            "target_modules)"
+        )
+
+
+def untie_adapted(model: Any) -> None:
+    """Gives the LM head a weight of its own where an adapter changes it and the embedding that it
+    is tied to in different ways, with a warning; nothing changes in what the model computes.
+
+    Raises:
+        ValueError: a model that cannot be saved with the two apart.
+    """
+    base = model.get_base_model()
+    head = base.get_output_embeddings()
+    if head is None:
+        return
+    embedding = base.get_input_embeddings()
+    inner, outer = _plain(embedding), _plain(head)
+    if not hasattr(inner, "weight") or inner.weight is not getattr(outer, "weight", None):
+        return
+    weight = inner.weight
+    if (inner is embedding and outer is head) or _change_alike(embedding, head):
+        return
+    configs = {id(x): x for x in (base.config, base.config.get_text_config())}
+    before = {key: x.tie_word_embeddings for key, x in configs.items()}
+    others = base.get_expanded_tied_weights_keys(all_submodels=True)
+    for config in configs.values():
+        config.tie_word_embeddings = False
+    if len(others) != 1 or base.get_expanded_tied_weights_keys(all_submodels=True):
+        for key, config in configs.items():
+            config.tie_word_embeddings = before[key]
+        raise ValueError(
+            f"the adapter changes one of the tied weights {', '.join(others)} of "
+            f"{type(base).__name__}, which has to be saved with them tied: leave embeddings and "
+            "head out of target_modules and modules_to_save"
+        )
+    base.all_tied_weights_keys = {}
+    outer.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    size = weight.numel() * weight.element_size() / 2**20
+    warnings.warn(
+        "the adapter changes the LM head and the embedding that it is tied to in different ways: "
+        f"they are apart from here on ({size:.3g} MiB more). The saved adapter is right on its "
+        "base; merge it with `fastrl merge`, which unties them too, as PEFT alone would merge each "
+        "change into both",
+        stacklevel=4,
+    )
+
+
+def _change_alike(embedding: Any, head: Any) -> bool:
+    """Whether an adapter keeps both tied: of trained tokens, or of modules that are saved whole."""
+    if all(hasattr(x, "token_adapter") for x in (embedding, head)):
+        return head.token_adapter.tied_adapter is embedding.token_adapter
+    wholes = [dict(getattr(x, "modules_to_save", None) or {}) for x in (embedding, head)]
+    first, second = ({name: x.weight for name, x in whole.items()} for whole in wholes)
+    return (
+        bool(first)
+        and first.keys() == second.keys()
+        and all(first[name] is second[name] for name in first)
+    )
+
+
+def _plain(module: Any) -> Any:
+    """The base's own module under what PEFT has put around it."""
+    while True:
+        inner = getattr(module, "base_layer", None)
+        inner = getattr(module, "original_module", None) if inner is None else inner
+        if inner is None:
+            return module
+        module = inner
+
+
+def _plain_name(key: str) -> str:
+    for wrapper in _WRAPPERS:
+        key = key.replace(wrapper, "")
+    return key
+
+
+def _name_of(model: Any) -> str:
+    """What a saved adapter will name as its base."""
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "base_model_name_or_path", None):
+            return str(config.base_model_name_or_path)
+    return str(getattr(model, "name_or_path", None) or "")
+
+
+def _files(name: str, base: Any) -> list[str]:
+    """The safetensors files of a model's folder, or of its Hub id where they are on this
+    machine."""
+    if not name:
+        return []
+    if os.path.isdir(name):
+        return [str(file) for file in sorted(Path(name).glob("model*.safetensors"))]
+    revision = getattr(getattr(base, "config", None), "_commit_hash", None)
+    try:
+        file = try_to_load_from_cache(name, "model.safetensors", revision=revision)
+    except ValueError:  # no id of the Hub
+        return []
+    first = [file] if isinstance(file, str) else []
+    return first or [str(x) for x in _shards(name, revision)]
+
+
+def _shards(name: str, revision: str | None) -> list[Path]:
+    index = try_to_load_from_cache(name, "model.safetensors.index.json", revision=revision)
+    return sorted(Path(index).parent.glob("model*.safetensors")) if isinstance(index, str) else []
+
+
+def _saved(files: list[str]) -> Iterator[tuple[str, Any]]:
+    """Names and slices of the weights in files."""
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a dict
+                yield key, tensors.get_slice(key)
+
+
+def _comparable(weight: Tensor, part: Any) -> bool:
+    plain = weight.device.type != "meta" and not is_traceable_wrapper_subclass(weight)
+    shape = tuple(part.get_shape())
+    floats = part.get_dtype() in ("F64", "F32", "BF16", "F16") and weight.dtype in _FLOATS
+    return plain and floats and bool(shape) and shape == tuple(weight.shape)

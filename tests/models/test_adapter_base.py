@@ -1,0 +1,133 @@
+"""The base under an adapter: the one that its folder names, and with what is tied apart."""
+
+import warnings
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from fastrl.models.adapter_base import warn_of_other_base
+from fastrl.models.load import load_classifier, with_adapter
+from tests import tiny_models
+from tests.golden import tiny
+from tests.serving.drawn_adapters import TRAINERS, Case, logits, off, trainer_of
+
+pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+IDS = torch.tensor([[3, 4, 5, 6, 7]])
+
+
+@pytest.fixture
+def base(tmp_path):
+    folder = tmp_path / "base"
+    tiny_models.language_model("llama", tie_word_embeddings=True).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def lora(*targets, **changes):
+    return LoraConfig(r=2, target_modules=[*targets] or ["q_proj"], **changes)
+
+
+def plain(base, kind=AutoModelForCausalLM, **options):
+    return kind.from_pretrained(base, **options)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_no_trainer_puts_a_second_adapter_on_a_first(kind, base, tmp_path):
+    classifies = "eward" in kind
+    auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+    task = "SEQ_CLS" if classifies else "CAUSAL_LM"
+    first = get_peft_model(
+        plain(base, auto, **({"num_labels": 1} if classifies else {})), lora(task_type=task)
+    )
+    before = logits(first)
+    case = Case(kind, "llama", True, "attention", (), None)
+    with pytest.raises(ValueError, match="has an adapter already"):
+        trainer_of(case, first, lora("v_proj"), tmp_path / "run")
+    assert off(before, first) == 0
+    assert list(first.peft_config) == ["default"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["merged", "trained", "nothing", "bfloat16", "half", "pissa"])
+def test_a_base_that_is_not_in_its_files_is_told_of(change, base):
+    model = plain(base, dtype={"half": torch.float16}.get(change, torch.float32))
+    if change == "merged":
+        first = get_peft_model(model, lora("v_proj", init_lora_weights=False))
+        model = first.merge_and_unload()
+    elif change == "trained":
+        model.model.layers[1].mlp.up_proj.weight += 1e-3
+    elif change == "bfloat16":
+        model = model.bfloat16().float()
+    elif change == "pissa":  # what is left in the base is part of the adapter
+        model = get_peft_model(model, lora(init_lora_weights="pissa"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with_adapter(model, None if change == "pissa" else lora())
+    said = [str(w.message) for w in told if "are not those in" in str(w.message)]
+    assert bool(said) is (change in ("merged", "trained"))
+    if said:
+        named = "v_proj" if change == "merged" else "layers.1.mlp.up_proj.weight"
+        assert named in said[0]
+        assert str(base) in said[0]
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_a_loaded_model_is_that_of_its_files(family, tmp_path):
+    tiny_models.language_model(family).save_pretrained(tmp_path)
+    warn_of_other_base(plain(tmp_path))  # warnings are errors
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("targets", [("lm_head",), ("embed_tokens",), ("embed_tokens", "lm_head")])
+@pytest.mark.parametrize("given", ["new", "there already"])
+def test_tied_matrices_are_apart_under_an_adapter_on_one(targets, given, base, tmp_path):
+    config = lora("q_proj", *targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = plain(base)
+    if given == "there already":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's, which names no remedy
+            model, config = get_peft_model(model, config), None
+        before = logits(model)
+    with pytest.warns(UserWarning, match="they are apart from here on"):
+        adapted = with_adapter(model, config)
+    said = logits(adapted)
+    if given == "there already":
+        torch.testing.assert_close(said, before, rtol=0, atol=0)
+    merged = adapted.merge_and_unload()
+    assert off(said, merged) < 1e-5
+    merged.save_pretrained(tmp_path / "merged")
+    again = plain(tmp_path / "merged")
+    assert not again.config.tie_word_embeddings
+    assert off(said, again) < 1e-5
+
+
+def test_a_lora_that_is_to_stay_tied_is_refused(base):
+    config = lora("embed_tokens", "lm_head", ensure_weight_tying=True)
+    with pytest.raises(ValueError, match="ensure_weight_tying beside embedding or head"):
+        with_adapter(plain(base), config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"modules_to_save": ["score"]}, "right"),
+        ({}, "neither trains nor saves it"),
+    ],
+)
+def test_a_classifiers_adapter_without_a_task_type(settings, found, base, tmp_path):
+    model = plain(base, AutoModelForSequenceClassification, num_labels=1)
+    adapted = get_peft_model(model, lora(**settings, init_lora_weights=False))
+    if found != "right":
+        with pytest.raises(ValueError, match=found):
+            with_adapter(adapted, None)
+        return
+    adapted.save_pretrained(tmp_path / "as PEFT saves it")  # without a task type
+    assert off(logits(adapted), load_classifier(tmp_path / "as PEFT saves it")) == 0
+    with_adapter(adapted, None).save_pretrained(tmp_path / "saved")
+    loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(
+        tmp_path / "saved", num_labels=1
+    )
+    assert off(logits(adapted), loaded) == 0
