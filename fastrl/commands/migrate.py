@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastrl.commands.flags import own_parser, yaml_settings
+from fastrl.eras import REFUSED
 from fastrl.programs.migrate import (
     AS_IT_IS,
     THERE,
@@ -16,8 +17,15 @@ from fastrl.programs.migrate import (
     read_program,
     rewritten,
 )
+from fastrl.programs.names import read_source
 from fastrl.run.files import free_name, write_file
 from fastrl.run.terminal import plain, run_console
+
+# Why lines are left as they were.
+_LEFT = {
+    "only fastrl run-trl runs them": (THERE,),
+    "fastrl refuses them or has nothing of that name": (REFUSED, UNKNOWN),
+}
 
 
 def run_migrate(arguments: Sequence[str]) -> int:
@@ -36,8 +44,8 @@ def run_migrate(arguments: Sequence[str]) -> int:
     path = Path(flags.script)
     if not path.is_file():
         raise FileNotFoundError(f"there is no script {path}")
-    source = path.read_text(encoding="utf-8")
     try:
+        source = read_source(path)
         findings = read_program(source)
     except SyntaxError as error:
         raise ValueError(f"{path} does not parse: line {error.lineno}: {error.msg}") from error
@@ -100,8 +108,9 @@ def _write(path: Path, source: str, findings: list[Outcome]) -> None:
         write_file(kept, source)
         write_file(path, changed)
         console.print(plain(f"written: {path}; as it was: {kept}"), soft_wrap=True)
-    left = sorted({x.line for x in findings if x.kind == THERE})
-    if left:
-        lines = f"line{'s'[: len(left) > 1]} {', '.join(map(str, left))} of the old one"
-        told = f"left, as only fastrl run-trl runs them: {lines}; what to write is said above"
-        console.print(told, soft_wrap=True)
+    for why, kinds in _LEFT.items():
+        left = sorted({x.line for x in findings if x.kind in kinds})
+        if left:
+            lines = f"line{'s'[: len(left) > 1]} {', '.join(map(str, left))} of the old one"
+            told = f"left, as {why}: {lines}; what to write is said above"
+            console.print(told, soft_wrap=True)

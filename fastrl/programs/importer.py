@@ -9,8 +9,16 @@ from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-from fastrl.programs.names import MODULES, SECOND_PPO, find, missing
+from fastrl.programs.names import (
+    MODULES,
+    SECOND_PPO,
+    find,
+    missing,
+    only_named_by,
+    stand_in,
+)
 
 
 class TRLImporter(MetaPathFinder, Loader):
@@ -40,7 +48,26 @@ class TRLImporter(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         renamed = SECOND_PPO if module.__name__ == "trl.experimental.ppo" else self.renamed
-        module.__getattr__ = partial(find, renamed=renamed)  # type: ignore[method-assign]
+        module.__getattr__ = partial(_found, module, renamed)  # type: ignore[method-assign]
+
+
+def _found(module: ModuleType, renamed: Mapping[str, str], name: str) -> Any:
+    """What a name of TRL's is in fastrl, or stands in its place where the file that imports it only
+    names it.
+
+    Raises:
+        AttributeError: neither.
+    """
+    try:
+        return find(name, renamed)
+    except AttributeError:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        if name in only_named_by(frame.f_code.co_filename):
+            vars(module)[name] = stand_in(name)
+            return vars(module)[name]
+        raise
 
 
 @contextmanager
@@ -54,6 +81,7 @@ def importing_fastrl(renamed: Mapping[str, str]) -> Iterator[None]:
     before = {name: x for name, x in sys.modules.items() if name.partition(".")[0] == "trl"}
     for name in before:
         del sys.modules[name]
+    only_named_by.cache_clear()  # files may have changed
     finder = TRLImporter(renamed)
     sys.meta_path.insert(0, finder)
     try:

@@ -6,14 +6,27 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import io
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fastrl.eras import DEFAULTS, IDLE, KEPT, REFUSED, RENAMED, TRAINING, Era, eras_of
 from fastrl.overrides import not_called
-from fastrl.programs.names import HOMES, MODULES, called, find, home_of, missing, of_its_time
-from fastrl.programs.taken_away import KEYWORDS
+from fastrl.programs.calls import Call, called, calls_of
+from fastrl.programs.names import (
+    HOMES,
+    MODULES,
+    find,
+    home_of,
+    imported_names,
+    is_trl,
+    missing,
+    of_its_time,
+    only_named_in,
+)
+from fastrl.programs.taken_away import GONE, KEYWORDS
 from fastrl.settings import idle_settings, refusals
 
 _BITS = ("load_in_8bit", "load_in_4bit")
@@ -23,6 +36,10 @@ _TODAY = "today: "
 _LINE = 100  # characters
 
 
+# The first and last place (line, column in bytes) of a text to be replaced, and what by.
+Edit = tuple[tuple[int, int], tuple[int, int], str]
+
+
 class Outcome(NamedTuple):
     """What becomes of a name or a setting.
 
@@ -30,14 +47,14 @@ class Outcome(NamedTuple):
         kind: AS_IT_IS, "renamed", "kept", DEFAULT, "changes nothing", "refused", UNKNOWN; or THERE,
             which plain Python does not run.
         text: what to know of it.
-        edit: the first and last place (line, column) of a text to be replaced, and what by.
+        edit: what ``--write`` changes.
     """
 
     line: int
     name: str
     kind: str
     text: str = ""
-    edit: tuple[tuple[int, int], tuple[int, int], str] | None = None
+    edit: Edit | None = None
 
 
 def read_program(source: str) -> list[Outcome]:
@@ -48,16 +65,21 @@ def read_program(source: str) -> list[Outcome]:
     """
     tree = ast.parse(source)
     renamed, aliases = of_its_time(source), _aliases(tree)
+    only_named = only_named_in(source)
     found: list[Outcome] = []
+    for call in calls_of(tree, {"TrainingArguments": "TrainingArguments", **aliases}):
+        if call.name == "TrainingArguments":
+            found += _of_training_arguments(call)
+        else:
+            found += _of_call(call, renamed.get(call.name, call.name))
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and _is_trl(node.module) and not node.level:
-            found += _of_import_from(node, renamed)
+        if isinstance(node, ast.ImportFrom) and is_trl(node.module) and not node.level:
+            found += _of_import_from(node, renamed, only_named)
+        elif isinstance(node, ast.ImportFrom) and node.module in ("transformers", "peft"):
+            found += _of_gone(node)
         elif isinstance(node, ast.Import):
             found += _of_import(node)
         elif isinstance(node, ast.Call):
-            name = aliases.get(called(node), "")
-            if name:
-                found += _of_call(node, renamed.get(name, name))
             found += _taken_away(node)
         elif isinstance(node, ast.ClassDef):
             bases = (getattr(base, "attr", getattr(base, "id", "")) for base in node.bases)
@@ -71,7 +93,7 @@ def read_program(source: str) -> list[Outcome]:
         elif isinstance(node, ast.Assign):
             found += _of_two_results(node)
     found += _imports_of(tree, found)
-    return sorted(found, key=lambda x: (x.line, x.name))
+    return sorted(_parsing(source, found), key=lambda x: (x.line, x.name))
 
 
 def read_config(settings: str, program: str) -> list[Outcome]:
@@ -113,33 +135,77 @@ def read_config(settings: str, program: str) -> list[Outcome]:
     return found
 
 
-def rewritten(source: str, findings: list[Outcome]) -> str:
+def rewritten(source: str, findings: Sequence[Outcome]) -> str:
     """The program with all edits of its findings."""
-    lines = source.splitlines(keepends=True)
-    edits = sorted((x.edit for x in findings if x.edit is not None), reverse=True)
-    for (first, start), (last, end), text in edits:
+    lines = io.StringIO(source, newline="").readlines()  # as Python counts them
+    for (first, start), (last, end), text in reversed(_joined(findings)):
         before = lines[first - 1].encode()[:start].decode()
         behind = lines[last - 1].encode()[end:].decode()
         lines[first - 1 : last] = [before + text + behind]
     return "".join(lines)
 
 
-def _is_trl(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] == "trl"
+def _joined(findings: Sequence[Outcome]) -> list[Edit]:
+    """The edits, by place; those that leave out what overlaps are one."""
+    edits: list[Edit] = []
+    for first, last, text in sorted(x.edit for x in findings if x.edit is not None):
+        if edits and first < edits[-1][1] and text == edits[-1][2] == "":
+            edits[-1] = (edits[-1][0], max(last, edits[-1][1]), "")
+        else:
+            edits.append((first, last, text))
+    return edits
+
+
+def _parsing(source: str, findings: list[Outcome]) -> list[Outcome]:
+    """The findings without edits that overlap others, or with which the program does not parse."""
+    if _parses(source, findings):
+        return findings
+    kept: list[Outcome] = []
+    for x in findings:
+        if x.edit is not None and not _parses(source, [*kept, x]):
+            text = f"{_TODAY}{x.edit[2].strip()}" if x.edit[2].strip() else x.text
+            x = x._replace(kind=THERE, text=text, edit=None)
+        kept.append(x)
+    return kept
+
+
+def _parses(source: str, findings: Sequence[Outcome]) -> bool:
+    edits = _joined(findings)
+    if any(before[1] > behind[0] for before, behind in itertools.pairwise(edits)):
+        return False
+    try:
+        ast.parse(rewritten(source, findings))
+    except SyntaxError:
+        return False
+    return True
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
     """Names of TRL's by what the program calls them; of ``trl.X`` itself X."""
-    found: dict[str, str] = {}
+    found = imported_names(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and _is_trl(node.module):
-            found |= {alias.asname or alias.name: alias.name for alias in node.names}
-        elif isinstance(node, ast.Import) and any(_is_trl(alias.name) for alias in node.names):
-            found |= {name: name for name in HOMES}
+        if isinstance(node, ast.Import) and any(is_trl(alias.name) for alias in node.names):
+            found = {**{name: name for name in HOMES}, **found}
     return {shown: name for shown, name in found.items() if name in HOMES}
 
 
-def _of_import_from(node: ast.ImportFrom, renamed: dict[str, str]) -> Iterator[Outcome]:
+def _of_gone(node: ast.ImportFrom) -> Iterator[Outcome]:
+    """Names that transformers and PEFT have dropped, which run-trl serves."""
+    for alias in node.names:
+        today = GONE.get((str(node.module), alias.name))
+        if today is None:
+            continue
+        full, (home, _, name) = f"{node.module}.{alias.name}", today.rpartition(".")
+        if home == node.module:
+            edit = _whole(alias, f"{name} as {alias.asname or alias.name}")
+            yield Outcome(node.lineno, full, RENAMED, f"now {name}", edit)
+        else:
+            yield Outcome(node.lineno, full, THERE, _TODAY + today)
+
+
+def _of_import_from(
+    node: ast.ImportFrom, renamed: dict[str, str], only_named: set[str]
+) -> Iterator[Outcome]:
     """An import is written anew, with a line for each of fastrl's modules, where all is there."""
     homes: dict[str, list[str]] = defaultdict(list)
     known = True
@@ -151,9 +217,8 @@ def _of_import_from(node: ast.ImportFrom, renamed: dict[str, str]) -> Iterator[O
                 find(alias.name)
                 yield Outcome(node.lineno, alias.name, THERE)
             except AttributeError:
-                yield Outcome(
-                    node.lineno, alias.name, UNKNOWN, missing(alias.name, str(node.module))
-                )
+                kind = THERE if alias.name in only_named else UNKNOWN
+                yield Outcome(node.lineno, alias.name, kind, missing(alias.name, str(node.module)))
             continue
         module, own = home
         kind = AS_IT_IS if own == alias.name else RENAMED
@@ -179,7 +244,7 @@ def _import_line(module: str, names: list[str], indent: str, is_spread: bool) ->
 
 def _of_import(node: ast.Import) -> Iterator[Outcome]:
     for alias in node.names:
-        if _is_trl(alias.name):
+        if is_trl(alias.name):
             there = alias.name in MODULES
             kind = AS_IT_IS if there else UNKNOWN
             plain = alias.name == "trl" and len(node.names) == 1
@@ -188,13 +253,13 @@ def _of_import(node: ast.Import) -> Iterator[Outcome]:
             yield Outcome(node.lineno, alias.name, kind, "" if there else missing(alias.name), edit)
 
 
-def _of_call(node: ast.Call, name: str) -> Iterator[Outcome]:
+def _of_call(call: Call, name: str) -> Iterator[Outcome]:
     """Keywords of a configuration or a trainer."""
     kind = find(name)
     if isinstance(kind, type) and name.endswith("Trainer"):
-        yield from _of_trainer(node, name, kind)
+        yield from _of_trainer(call, name, kind)
     elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        yield from _of_config(node, name, kind)
+        yield from _of_config(call, name, kind)
 
 
 def _of_subclass(node: ast.ClassDef, bases: list[str]) -> Iterator[Outcome]:
@@ -231,7 +296,7 @@ def _of_two_results(node: ast.Assign) -> Iterator[Outcome]:
         )
 
 
-def _of_trainer(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
+def _of_trainer(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
     """Its own keywords, and settings that it took before they were its configuration's."""
     own = inspect.signature(kind).parameters
     config = find(name.removesuffix("Trainer") + "Config")
@@ -240,8 +305,8 @@ def _of_trainer(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
     old = {"tokenizer": "processing_class"} if both else {}
     old |= getattr(kind, "old_keywords", {})
     refused = getattr(kind, "refused_keywords", {})
-    given = {keyword.arg for keyword in node.keywords}
-    for keyword in node.keywords:
+    given = {keyword.arg for keyword in call.keywords}
+    for keyword in call.keywords:
         asked = keyword.arg
         if asked is None:  # **settings
             continue
@@ -249,7 +314,9 @@ def _of_trainer(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
         if asked in refused:
             yield Outcome(line, full, REFUSED, refused[asked])
         elif asked in old:
-            edit = None if old[asked] in given else _renamed(keyword, old[asked])
+            edit = None
+            if old[asked] not in given and keyword in call.node.keywords:
+                edit = _renamed(keyword, old[asked])
             yield Outcome(line, full, RENAMED, f"now {old[asked]}", edit)
         elif asked in settings and (asked in own or "settings" in own):
             era = settings[asked]
@@ -262,19 +329,19 @@ def _of_trainer(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
             yield Outcome(line, full, UNKNOWN, "no version of TRL that fastrl knows has it")
 
 
-def _of_config(node: ast.Call, name: str, kind: Any) -> Iterator[Outcome]:
-    eras, given = eras_of(kind), {keyword.arg for keyword in node.keywords}
-    for keyword in node.keywords:
+def _of_config(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
+    eras, given = eras_of(kind), {keyword.arg for keyword in call.keywords}
+    for keyword in call.keywords:
         if keyword.arg is None:  # **settings
             continue
         outcome = _of_setting(name, kind, keyword.arg, keyword.value.lineno)
         era = eras.get(keyword.arg)
-        yield outcome if era is None else _of_era(node, keyword, outcome.name, era, given)
+        yield outcome if era is None else _of_era(call, keyword, outcome.name, era)
     for setting, theirs in DEFAULTS.get(name, {}).items():
         ours = kind.__dataclass_fields__[setting].default
         if setting not in given and ours != theirs and None not in given:
             text = f"{ours!r} here, {theirs!r} in TRL 1.16"
-            yield Outcome(node.lineno, f"{name}({setting}=)", DEFAULT, text)
+            yield Outcome(call.node.lineno, f"{name}({setting}=)", DEFAULT, text)
 
 
 def _of_setting(name: str, kind: Any, setting: str, line: int) -> Outcome:
@@ -298,31 +365,40 @@ def _outcome(line: int, full: str, era: Era) -> Outcome:
     return Outcome(line, full, era.kind, era.today)
 
 
-def _of_era(
-    node: ast.Call, keyword: ast.keyword, full: str, era: Era, given: set[str | None]
-) -> Outcome:
+def _of_era(call: Call, keyword: ast.keyword, full: str, era: Era) -> Outcome:
     outcome = _outcome(keyword.value.lineno, full, era)
-    if outcome.kind == RENAMED and era.today not in given:
-        return outcome._replace(edit=_of_value(node, keyword, era))
+    if keyword not in call.node.keywords:  # of a dict, which may have other readers
+        return outcome
+    if outcome.kind == RENAMED and era.today not in {x.arg for x in call.keywords}:
+        return outcome._replace(edit=_of_value(call.node, keyword, era))
     if outcome.kind == IDLE:
-        return outcome._replace(edit=_without(node, keyword))
+        return outcome._replace(edit=_without(call.node, keyword))
     return outcome
 
 
-def _of_value(
-    node: ast.Call, keyword: ast.keyword, era: Era
-) -> tuple[tuple[int, int], tuple[int, int], str] | None:
+def _of_training_arguments(call: Call) -> Iterator[Outcome]:
+    for keyword in call.keywords:
+        era = TRAINING.get(str(keyword.arg))
+        if era is not None:
+            full = f"TrainingArguments({keyword.arg}=)"
+            outcome = _of_era(call, keyword, full, era)
+            if outcome.edit is None and era.today != keyword.arg:
+                outcome = outcome._replace(kind=THERE, text=_TODAY + era.today)
+            yield outcome
+
+
+def _of_value(node: ast.Call, keyword: ast.keyword, era: Era) -> Edit | None:
     """The edit to today's setting and its value; None where that hangs on what the program
     computes."""
     if era.is_plain:
         return _renamed(keyword, era.today)
     if not isinstance(keyword.value, ast.Constant):
         return None
-    beside = {x.arg: x.value.value for x in node.keywords if isinstance(x.value, ast.Constant)}
-    value = era.value(keyword.value.value, beside)  # type: ignore[arg-type]
+    beside = {str(x.arg): x.value.value for x in node.keywords if isinstance(x.value, ast.Constant)}
+    value = era.value(keyword.value.value, beside)
     if value is None:
         return _without(node, keyword)
-    return _whole(keyword, f"{era.today}={value!r}")  # type: ignore[arg-type]
+    return _whole(keyword, f"{era.today}={value!r}")
 
 
 def _taken_away(node: ast.Call) -> Iterator[Outcome]:
@@ -335,37 +411,46 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
             behind = _behind([*node.args, *node.keywords], ", return_dict=False")
             yield Outcome(node.lineno, "apply_chat_template", RENAMED, told, behind)
     for keyword in node.keywords:
-        if called(node) == "TrainingArguments" and keyword.arg in TRAINING:
-            full, era = f"TrainingArguments({keyword.arg}=)", TRAINING[keyword.arg]
-            outcome = _of_era(node, keyword, full, era, {*given})
-            if era.kind in (RENAMED, KEPT) and outcome.edit is None and era.today != keyword.arg:
-                outcome = outcome._replace(kind=THERE, text=_TODAY + era.today)
-            yield outcome
-            continue
         text = KEYWORDS.get((called(node), str(keyword.arg)))
         if text is not None:
             full, today = f"{called(node)}({keyword.arg}=)", text.removeprefix(_TODAY)
             edit = None
-            if today.isidentifier():
+            if today.isidentifier() and today not in given:
                 edit = _renamed(keyword, today)
             elif today.startswith("nothing"):
                 edit = _without(node, keyword)
             elif str(keyword.arg) in _BITS:
-                edit = _of_bits(keyword)
+                edit = _of_bits(node, keyword)
             told = f"now {today}" if edit else _TODAY + today
             yield Outcome(keyword.value.lineno, full, RENAMED if edit else THERE, told, edit)
 
 
-def _behind(nodes: list[Any], text: str) -> tuple[tuple[int, int], tuple[int, int], str]:
+def _behind(nodes: list[Any], text: str) -> Edit:
     """The edit that adds a text behind the last of some nodes."""
     place = max((x.end_lineno, x.end_col_offset) for x in nodes)
     return place, place, text
 
 
-def _of_bits(keyword: ast.keyword) -> tuple[tuple[int, int], tuple[int, int], str]:
-    value, config = ast.unparse(keyword.value), f"BitsAndBytesConfig({keyword.arg}=True)"
-    text = config if value == "True" else f"{config} if {value} else None"
-    return _whole(keyword, f"quantization_config={text}")  # type: ignore[arg-type]
+def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
+    """The edit to a quantization_config, where the first of its keywords stands; it comes first
+    where the call has one."""
+    given = [x for x in node.keywords if x.arg in _BITS]
+    others = [x.arg for x in node.keywords if x.arg not in _BITS]
+    if None in others:  # **settings may have one
+        return None
+    if keyword is not given[0] or "quantization_config" in others:
+        return _without(node, keyword)
+    values = {str(x.arg): ast.unparse(x.value) for x in given}
+    asked = {name: value for name, value in values.items() if value not in ("False", "None")}
+    if not asked:
+        return _without(node, keyword)
+    config = ", ".join(f"{name}={value}" for name, value in asked.items())
+    # Whether one is wanted may hang on what the program computes.
+    wanted = [f"({x})" if " " in x else x for x in asked.values() if x != "True"]
+    unless = f" if {' or '.join(wanted)} else None" if len(wanted) == len(asked) else ""
+    if len(wanted) == len(asked) == 1:
+        config = f"{next(iter(asked))}=True"
+    return _whole(keyword, f"quantization_config=BitsAndBytesConfig({config}){unless}")
 
 
 def _imports_of(tree: ast.Module, found: list[Outcome]) -> Iterator[Outcome]:
@@ -378,39 +463,33 @@ def _imports_of(tree: ast.Module, found: list[Outcome]) -> Iterator[Outcome]:
     }
     if "BitsAndBytesConfig" not in known:
         usual = [x for x in imports if getattr(x, "module", "") != "__future__"]
-        place = (usual[0].lineno, 0)
+        first = [x for x in tree.body if x not in imports and not _is_text(x)]
+        decorators = (x.lineno for x in getattr([*usual, *first][0], "decorator_list", ()))
+        place = (min([[*usual, *first][0].lineno, *decorators]), 0)
         text = "from transformers import BitsAndBytesConfig\n"
         yield Outcome(place[0], "BitsAndBytesConfig", RENAMED, "imported", (place, place, text))
 
 
-def _renamed(keyword: ast.keyword, today: str) -> tuple[tuple[int, int], tuple[int, int], str]:
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _renamed(keyword: ast.keyword, today: str) -> Edit:
     line, start = keyword.lineno, keyword.col_offset
     return (line, start), (line, start + len(str(keyword.arg).encode())), today
 
 
-def _whole(node: ast.stmt, text: str) -> tuple[tuple[int, int], tuple[int, int], str]:
+def _whole(node: ast.stmt | ast.keyword | ast.alias, text: str) -> Edit:
     end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
     return (node.lineno, node.col_offset), end, text
 
 
-def _without(
-    node: ast.Call, keyword: ast.keyword
-) -> tuple[tuple[int, int], tuple[int, int], str] | None:
-    """The edit that leaves out a keyword, with the comma behind it or in front of it."""
+def _without(node: ast.Call, keyword: ast.keyword) -> Edit:
+    """The edit that leaves out a keyword, with what stands up to the next, or to the call's end."""
     every: list[Any] = sorted([*node.args, *node.keywords], key=lambda x: (x.lineno, x.col_offset))
-    i = every.index(keyword)
+    i, start = every.index(keyword), (keyword.lineno, keyword.col_offset)
     if i + 1 < len(every):
-        behind = every[i + 1]
-        end = (behind.lineno, behind.col_offset)
-        return (keyword.lineno, keyword.col_offset), end, ""
-    if i == 0:
-        return _whole(keyword, "")  # type: ignore[arg-type]
-    before = every[i - 1]
-    return (
-        (before.end_lineno, before.end_col_offset),
-        (
-            keyword.end_lineno or keyword.lineno,
-            keyword.end_col_offset or 0,
-        ),
-        "",
-    )
+        return start, (every[i + 1].lineno, every[i + 1].col_offset), ""
+    if i:
+        start = (every[i - 1].end_lineno, every[i - 1].end_col_offset)
+    return start, (node.end_lineno or 0, (node.end_col_offset or 0) - 1), ""

@@ -7,9 +7,15 @@ import difflib
 import importlib
 import importlib.util
 import re
+import tokenize
+import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from fastrl.programs.calls import calls_of, only_named
 
 API = "1.16.0"  # what trl.__version__ says: the names that are looked up first
 _FASTRL: list[str] = importlib.import_module("fastrl").__all__
@@ -78,6 +84,8 @@ MODULES = (
         for method in ("dpo", "grpo", "kto", "ppo", "ppov2", "reward", "rloo", "sft")
         for kind in ("trainer", "config")
     ),
+    # Of trainers that fastrl has not, for programs that only name them.
+    *(f"trl.trainer.{x.lower()}_{kind}" for x in INSTEAD for kind in ("trainer", "config")),
 )
 # What names meant at other times: PPO's from TRL 0.12 on, RLOO's until 0.21; and keywords of their
 # trainers that tell them from the others.
@@ -87,6 +95,7 @@ _TOLD_BY: dict[str, tuple[set[str], dict[str, str]]] = {
     "PPOTrainer": ({"args", "processing_class", "value_model", "reward_model"}, SECOND_PPO),
     "RLOOTrainer": ({"policy", "ref_policy", "reward_model"}, FIRST_RLOO),
 }
+_NEAREST = ": the nearest is "
 _NEAR = 0.75  # below it, letters in common mean little
 _AVAILABLE = re.compile(r"is_(\w+)_available")
 
@@ -98,16 +107,62 @@ def of_its_time(source: str) -> dict[str, str]:
     except SyntaxError:  # which running it will say
         return {}
     found: dict[str, str] = {}
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        keywords, names = _TOLD_BY.get(called(call), (set(), {}))
+    names = {**dict(zip(_TOLD_BY, _TOLD_BY, strict=True)), **imported_names(tree)}
+    for call in calls_of(tree, names):
+        keywords, meant = _TOLD_BY.get(call.name, (set(), {}))
         if keywords & {keyword.arg for keyword in call.keywords}:
-            found |= names
+            found |= meant
     return found
 
 
-def called(call: ast.Call) -> str:
-    """The last name of what is called."""
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+def is_trl(module: str | None) -> bool:
+    """Whether a module's name is TRL's, or of one in it."""
+    return module is not None and module.partition(".")[0] == "trl"
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """The names that a program imports from TRL, by what it calls them."""
+    imports = (x for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) and is_trl(x.module))
+    return {alias.asname or alias.name: alias.name for x in imports for alias in x.names}
+
+
+def only_named_in(source: str) -> set[str]:
+    """The names that a program imports from TRL, that fastrl lacks, and without which it runs, see
+    :func:`fastrl.programs.calls.only_named`. What is nearly a name of fastrl's is none of them."""
+    tree = ast.parse(source)
+    without = only_named(tree, imported_names(tree))
+    return {name for name in without if name not in HOMES and _NEAREST not in missing(name)}
+
+
+@cache
+def only_named_by(path: str) -> set[str]:
+    """:func:`only_named_in` of a file; of what is none, nothing."""
+    try:
+        return only_named_in(read_source(Path(path)))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return set()
+
+
+def read_source(path: Path) -> str:
+    """A Python file's text, by the encoding that it declares.
+
+    Raises:
+        SyntaxError: it declares an unknown one.
+        UnicodeDecodeError: it is not in that encoding.
+    """
+    with tokenize.open(path) as file:
+        return file.read()
+
+
+def stand_in(name: str) -> type:
+    """A class in the place of one that fastrl lacks, which cannot be made."""
+    told = missing(name)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ImportError(told, name=name)
+
+    warnings.warn(f"{told}; the program only names it, and goes on", stacklevel=2)
+    return type(name, (), {"__new__": refuse})
 
 
 def find(name: str, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
@@ -157,7 +212,7 @@ def missing(name: str, where: str = "trl") -> str:
         return f"fastrl has no {name} of {where}: use {INSTEAD[method]}"
     known = [*HOMES, *(module.rpartition(".")[2] for module in MODULES)]
     near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
-    return f"fastrl has no {name} of {where}" + (f": the nearest is {near[0]}" if near else "")
+    return f"fastrl has no {name} of {where}" + (f"{_NEAREST}{near[0]}" if near else "")
 
 
 def _availability(package: str) -> Callable[..., bool]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastrl.eras import with_defaults_of_trl
 from fastrl.programs.importer import importing_fastrl
-from fastrl.programs.names import of_its_time
+from fastrl.programs.names import of_its_time, read_source
 from fastrl.programs.taken_away import served_as_then
 from fastrl.trainers import RewardConfig, SFTConfig
 
@@ -33,7 +33,7 @@ def run_program(script: str, arguments: Sequence[str]) -> int:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         with ExitStack() as then:
-            renamed = of_its_time(path.read_text(encoding="utf-8"))
+            renamed = of_its_time(read_source(path))
             then.enter_context(importing_fastrl(renamed))
             then.enter_context(served_as_then())
             then.enter_context(with_defaults_of_trl([SFTConfig, RewardConfig]))

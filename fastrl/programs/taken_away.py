@@ -368,6 +368,12 @@ SERVED = (
     ),
     Served("transformers", "AdamW", _alias("torch.optim", "AdamW", "transformers.AdamW")),
 )
+# Functions and classes that are served, by the module that had them: what stands in their place.
+GONE = {
+    ("peft", "prepare_model_for_int8_training"): "peft.prepare_model_for_kbit_training",
+    ("transformers", "AdamW"): "torch.optim.AdamW",
+    **{("transformers", old): f"transformers.{name}" for old, name in CLASSES.items()},
+}
 # Keywords that are served, by the call that had them.
 KEYWORDS = {
     ("pipeline", "return_all_scores"): _ALL_SCORES,
@@ -380,6 +386,13 @@ KEYWORDS = {
     ("push_to_hub", "use_temp_dir"): f"today: {_TEMPORARY}",
     ("push_to_hub", "safe_serialization"): f"today: {_SAFE}",
     ("Trainer", "tokenizer"): "today: processing_class",
+    **dict.fromkeys(
+        (
+            ("prepare_model_for_int8_training", "layer_norm_names"),
+            ("prepare_model_for_int8_training", "output_embedding_layer_name"),
+        ),
+        "today: nothing, each layer norm and the head are float32",
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,71 @@ def test_what_others_have_renamed_is_changed() -> None:
     assert read_program("\n".join(changed)) == []
 
 
+HEAD = "from trl import SFTConfig as S, PPOTrainer\n"
+MODEL = "from transformers import BitsAndBytesConfig\nm = A.from_pretrained('a', "
+QUANTIZED = "quantization_config=BitsAndBytesConfig"
+# A program, what of it changes to, and what is named.
+WRITTEN: list[tuple[str, str, set[tuple[str, str]]]] = [
+    (f"{MODEL}load_in_4bit=a, load_in_8bit=b or c)",
+     f"'a', {QUANTIZED}(load_in_4bit=a, load_in_8bit=b or c) if a or (b or c) else None)",
+     {("from_pretrained(load_in_4bit=)", "renamed")}),
+    (f"{MODEL}load_in_4bit=False, load_in_8bit=True, use_flash_attention_2=x)",
+     f"'a', {QUANTIZED}(load_in_8bit=True), use_flash_attention_2=x)",
+     {("from_pretrained(use_flash_attention_2=)", THERE)}),
+    (f"{MODEL}load_in_4bit=True, quantization_config=q)", "'a', quantization_config=q)", set()),
+    (f"{MODEL}load_in_4bit=True, **more)", "'a', load_in_4bit=True, **more)",
+     {("from_pretrained(load_in_4bit=)", THERE)}),
+    (f"{MODEL}load_in_4bit=f(S('x', max_seq_length=8)))", "load_in_4bit=f(S('x', max_length=8)))",
+     {("from_pretrained(load_in_4bit=)", THERE)}),
+    ("from peft import prepare_model_for_int8_training\n"
+     "prepare_model_for_int8_training(m, layer_norm_names=[])",
+     "import prepare_model_for_kbit_training as prepare_model_for_int8_training\n"
+     "prepare_model_for_int8_training(m)",
+     {("peft.prepare_model_for_int8_training", "renamed")}),
+    ("from transformers import AdamW, EvaluationStrategy",
+     "import AdamW, IntervalStrategy as EvaluationStrategy", {("transformers.AdamW", THERE)}),
+    ("class M(S):\n    def __init__(self):\n        super().__init__('x', max_seq_length=8)",
+     "super().__init__('x', max_length=8)", {("SFTConfig(max_seq_length=)", "renamed")}),
+    ("class M(TrainingArguments):\n    def __init__(self):\n"
+     "        super().__init__('x', no_cuda=True, warmup_ratio=r)",
+     "super().__init__('x', use_cpu=True, warmup_ratio=r)",
+     {("TrainingArguments(warmup_ratio=)", THERE)}),
+    ("kind = S if x else None\nkind('x', max_seq_length=8)", "kind('x', max_length=8)", set()),
+    ("partial(S, max_seq_length=8)", "partial(S, max_length=8)", set()),
+    ("kw = dict(max_seq_length=8)\nS('x', **kw)", "kw = dict(max_seq_length=8)\nS('x', **kw)",
+     {("SFTConfig(max_seq_length=)", "renamed")}),
+    ("S(**{'reference': 1})", "S(**{'reference': 1})", {("SFTConfig(reference=)", "not there")}),
+    ("S('x', use_ipex=True, use_mps_device=True)", "S('x', )", set()),
+    ("S(use_ipex=True,)", "S()", set()),
+    ("s = 'a\\x0cb\u2028'; S('x', max_seq_length=8)", "\u2028'; S('x', max_length=8)", set()),
+    ("def compute_loss(self, a, b=(False)): ...", "def compute_loss(self, a, b=(False)): ...",
+     {("compute_loss", THERE)}),
+    ("class M(PPOTrainer):\n    def __init__(self, r):\n        super().__init__(reward_model=r)",
+     "PPOv2Trainer as PPOTrainer", {("PPOTrainer", "renamed")}),
+    ("from trl import ORPOTrainer\ndef f(x: ORPOTrainer): ...", "from trl import ORPOTrainer",
+     {("ORPOTrainer", THERE)}),
+    ("from trl import ORPOTrainer\nORPOTrainer()", "from trl import ORPOTrainer",
+     {("ORPOTrainer", "not there")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "wanted", "named"), WRITTEN, ids=str)
+def test_what_is_written_parses_and_what_is_left_is_named(
+    program: str, wanted: str, named: set[tuple[str, str]]
+) -> None:
+    found = read_program(HEAD + program)
+    changed = rewritten(HEAD + program, found)
+    ast.parse(changed)
+    assert wanted in changed
+    assert named <= {(x.name, x.kind) for x in found}
+
+
+def test_an_import_is_written_in_front_of_the_first_statement() -> None:
+    program = '"""Doc."""\n@f\ndef g():\n    return A.from_pretrained("a", load_in_4bit=True)\n'
+    changed = rewritten(program, read_program(program)).splitlines()
+    assert changed[:3] == ['"""Doc."""', "from transformers import BitsAndBytesConfig", "@f"]
+
+
 def test_what_transformers_calls_otherwise_is_changed() -> None:
     program = (
         "class Mine(Trainer):\n"
@@ -244,8 +310,10 @@ def test_the_command_writes_and_keeps_what_was(tmp_path: Path, capsys: Any) -> N
     assert before.read_text().startswith("from trl")
     assert main(["migrate", str(script), "--write"]) == 0
     assert len(list(tmp_path.iterdir())) == 2
-    script.write_text("from trl import SFTConfig, Nonsense\n")
+    script.write_text("from trl import SFTConfig, Nonsense\nNonsense()\n")
     assert main(["migrate", str(script)]) == 1
+    script.write_bytes("# coding: latin-1\n# é\nfrom trl import SFTConfig\n".encode("latin-1"))
+    assert main(["migrate", str(script)]) == 0
     script.write_text("x = 1\ndef f(:\n")
     assert main(["migrate", str(script)]) == 2
     assert "train.py does not parse: line 2" in capsys.readouterr().err

@@ -154,8 +154,33 @@ def test_all_scores_of_a_classifier_are_in_the_order_of_its_labels(
 def test_trainers_that_fastrl_lacks_have_what_does_their_work(run: Any) -> None:
     said, _ = run("from trl import ORPOTrainer")
     assert "no ORPOTrainer of trl: use fastrl align --loss orpo" in said
-    said, _ = run("from trl import AlignPropTrainer")
+    said, _ = run("from trl import AlignPropTrainer as T\nT()")
     assert said.rstrip().endswith("no AlignPropTrainer of trl")
+
+
+def test_what_a_program_only_names_stands_there_and_cannot_be_made(run: Any) -> None:
+    said, status = run(
+        "from trl import ORPOTrainer, SFTConfig, WinRateCallback\n"
+        "from trl.trainer.orpo_trainer import ORPOConfig\n"
+        "def annotated(x: ORPOTrainer) -> ORPOConfig | None:\n"
+        "    return isinstance(x, ORPOTrainer) or None\n"
+        "class Unused(ORPOTrainer):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(ORPOConfig(), callbacks=[WinRateCallback()])\n"
+        "print('GOT', annotated(1))\n"
+        "globals()['Unused']()\n"
+    )
+    assert "GOT None" in said
+    assert status == 1
+    assert (
+        said.count("fastrl has no ORPOTrainer of trl: use fastrl align --loss orpo; the pro") == 1
+    )
+    assert "ImportError: fastrl has no ORPOTrainer of trl: use fastrl align --loss orpo" in said
+    for used in ("make(ORPOTrainer)", "def f():\n    return ORPOTrainer()\nf()"):
+        said, _ = run(f"from trl import ORPOTrainer\nprint('REACHED')\n{used}")
+        assert "REACHED" not in said
+    said, _ = run("try:\n    from trl import ORPOTrainer\nexcept ImportError:\n    print('GONE')")
+    assert "GONE" in said
 
 
 def test_defaults_are_trls_there_and_named_elsewhere(run: Any, tmp_path: Path) -> None:

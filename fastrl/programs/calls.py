@@ -1,0 +1,159 @@
+"""What a program that was written for TRL calls and uses, read from its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+_CHECKS = ("isinstance", "issubclass")
+
+
+class Call(NamedTuple):
+    """A call of something that has a name of interest.
+
+    Attributes:
+        node: the call.
+        name: what is called, by its own name.
+        keywords: the call's own, and those of the dicts that it unpacks, as far as the program
+            writes them out.
+    """
+
+    node: ast.Call
+    name: str
+    keywords: list[ast.keyword]
+
+
+def called(call: ast.Call) -> str:
+    """The last name of what is called."""
+    return _last(call.func)
+
+
+def calls_of(tree: ast.Module, names: Mapping[str, str]) -> Iterator[Call]:
+    """All calls of some names: under the program's aliases, through variables that hold what they
+    name, by ``functools.partial``, and as ``super().__init__`` of a subclass.
+
+    Args:
+        names: the names, by what the program imports them as.
+    """
+    nodes = list(ast.walk(tree))
+    known = dict(names)
+    dicts: dict[str, list[ast.keyword]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in (x.id for x in targets if isinstance(x, ast.Name)):
+                values = [node.value]
+                if isinstance(node.value, ast.IfExp):
+                    values = [node.value.body, node.value.orelse]
+                held = [known[_last(x)] for x in values if _last(x) in known]
+                if held:
+                    known.setdefault(target, held[0])
+                dicts[target] = [*dicts.get(target, []), *_entries(node.value)]
+    supers = {
+        id(node): known[base]
+        for kind in nodes
+        if isinstance(kind, ast.ClassDef)
+        for base in map(_last, kind.bases)
+        if base in known
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Call) and _is_super_init(node)
+    }
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        func = node.func
+        name = supers.get(id(node)) or known.get(called(node))
+        if called(node) == "partial" and node.args:
+            name = known.get(_last(node.args[0]))
+        elif name is None and called(node) == "__init__" and isinstance(func, ast.Attribute):
+            name = known.get(_last(func.value))
+        if name is not None:
+            keywords = [x for keyword in node.keywords for x in _written(keyword, dicts)]
+            yield Call(node, name, keywords)
+
+
+def _last(node: ast.AST) -> str:
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def _is_super_init(node: ast.Call) -> bool:
+    func = node.func
+    if not (isinstance(func, ast.Attribute) and func.attr == "__init__"):
+        return False
+    return isinstance(func.value, ast.Call) and called(func.value) == "super"
+
+
+def _written(keyword: ast.keyword, dicts: Mapping[str, list[ast.keyword]]) -> Iterator[ast.keyword]:
+    """A keyword; of ``**settings`` those that the program writes out, and itself."""
+    yield keyword
+    if keyword.arg is None:
+        yield from dicts.get(_last(keyword.value), ()) or _entries(keyword.value)
+
+
+def _entries(node: ast.expr) -> list[ast.keyword]:
+    """The keywords that a dict's literal, or ``dict(...)``, stands for."""
+    if isinstance(node, ast.Call) and called(node) == "dict":
+        return [x for x in node.keywords if x.arg is not None]
+    if not isinstance(node, ast.Dict):
+        return []
+    return [
+        ast.copy_location(ast.keyword(key.value, value), key)
+        for key, value in zip(node.keys, node.values, strict=True)
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    ]
+
+
+def only_named(tree: ast.Module, imported: Mapping[str, str]) -> set[str]:
+    """Imported names that annotate, or stand in functions and classes that nothing uses: a program
+    runs without them. One that a ``try`` imports is none: the program knows what to do without.
+
+    Args:
+        imported: the names, by what the program imports them as.
+    """
+    bodies: dict[str, list[ast.AST]] = {}
+    tried: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bodies.setdefault(node.name, []).extend(_inside(node))
+        elif isinstance(node, ast.Try):
+            found = (x for part in node.body for x in ast.walk(part))
+            imports = (x for x in found if isinstance(x, ast.ImportFrom))
+            tried |= {alias.asname or alias.name for x in imports for alias in x.names}
+    used: set[str] = set()
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        for name in _used_by(waiting.pop()):
+            if name not in used:
+                used.add(name)
+                waiting += bodies.get(name, ())
+    return {name for shown, name in imported.items() if shown not in used | tried}
+
+
+def _inside(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[ast.AST]:
+    """What runs where a function or class is used; a class's methods are used with it."""
+    if not isinstance(node, ast.ClassDef):
+        return [*node.body]
+    methods = [x for x in node.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inner = [part for x in methods for part in x.body]
+    return [*node.bases, *(x.value for x in node.keywords), *node.body, *inner]
+
+
+def _used_by(node: ast.AST) -> Iterator[str]:
+    """The names that a node uses where it is run: not those of annotations, of what is defined in
+    it, and of checks of a type."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        parts: list[ast.AST] = [*node.decorator_list, *node.args.defaults]
+        parts += [x for x in node.args.kw_defaults if x is not None]
+    elif isinstance(node, ast.ClassDef):
+        parts = [*node.decorator_list]
+    elif isinstance(node, ast.AnnAssign):
+        parts = [] if node.value is None else [node.value]
+    elif isinstance(node, ast.Call) and called(node) in _CHECKS:
+        parts = [*node.args[:1]]
+    else:
+        parts = [*ast.iter_child_nodes(node)]
+        if name := _last(node):
+            yield name
+    for part in parts:
+        yield from _used_by(part)
