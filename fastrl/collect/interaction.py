@@ -8,7 +8,7 @@ from typing import Any
 
 from fastrl.collect.environments import Environments
 from fastrl.collect.respond import Conversations, InEnvironments, Respond, Sampled
-from fastrl.collect.tools import Toolbox, ToolLoop
+from fastrl.collect.tools import Toolbox, ToolLoop, warn_of_schemas
 from fastrl.data.chat import is_chat
 from fastrl.data.prompts import Prompts
 from fastrl.data.tool_calls import Reader, ToolChat, find_reader
@@ -61,10 +61,13 @@ class Interaction:
             self._reader = find_reader(tokenizer, template)
 
     def check(self, prompts: Prompts) -> None:
-        """
+        """Warns of a column ``tools``, see :func:`check_chats`.
+
         Raises:
             ValueError: a prompt that is no chat, named.
         """
+        if self:
+            warn_of_schemas(prompts.columns)
         for said, row in zip(prompts.said, prompts.rows, strict=True):
             if self and not is_chat(said):
                 raise ValueError(
@@ -83,6 +86,7 @@ class Interaction:
         most_tokens: int,
         context: int | None,
         temperature: float,
+        longest: int | None = None,
     ) -> Respond:
         """What answers prompts.
 
@@ -91,12 +95,12 @@ class Interaction:
             template: further arguments of the chat template.
             ends: ids of the tokens that end a turn.
             event_loop: makes the one that coroutines run on.
-            most_turns, most_tokens, context, temperature: as of :class:`ToolLoop`.
+            most_turns, most_tokens, context, temperature, longest: as of :class:`ToolLoop`.
         """
         respond: Respond = sampled
         if self._reader is not None:
             chat = ToolChat(tokenizer, self._reader, list(ends), dict(template))
-            limits = most_turns, most_tokens, context, temperature
+            limits = most_turns, most_tokens, context, temperature, longest
             self.loop = ToolLoop(chat, event_loop, *limits)
             written = replace(sampled, encode=None)
             respond = Conversations(written, self.loop, self.box, self.environments)

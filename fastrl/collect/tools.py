@@ -6,6 +6,7 @@ import asyncio
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -80,18 +81,29 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def check_chats(rows: Any) -> None:
-    """
+    """Warns of a column ``tools``, in whose place the prompts have the tools that can be called.
+
     Args:
         rows: a data set, of which the first row is looked at unless it is a stream.
 
     Raises:
         ValueError: its prompts are texts.
     """
+    warn_of_schemas(getattr(rows, "column_names", None) or ())
     prompt = rows[0].get("prompt") if isinstance(rows, Dataset) and len(rows) else None
     if isinstance(prompt, str):
         raise ValueError(
             f"train_dataset has the prompt {prompt!r:.80}: tools and environments need prompts "
             "that are lists of messages, as the chat template tells the policy of them"
+        )
+
+
+def warn_of_schemas(columns: Iterable[str]) -> None:
+    if "tools" in columns:
+        warnings.warn(
+            "the column tools is not read beside tools or an environment_factory: the policy is "
+            "told of those that it can call; remove the column, or rename it",
+            stacklevel=5,
         )
 
 
@@ -183,6 +195,7 @@ class ToolLoop:
         most_tokens: of a response with the results in it.
         context: positions of the model; None: any number.
         temperature: of the log-probs.
+        longest: tokens of a prompt; longer ones keep BOS and their last tokens. None: any number.
     """
 
     def __init__(
@@ -193,7 +206,9 @@ class ToolLoop:
         most_tokens: int,
         context: int | None,
         temperature: float,
+        longest: int | None = None,
     ):
+        self.longest = longest
         self.chat, self.event_loop, self.temperature = chat, event_loop, temperature
         self.most_turns, self.most_tokens, self.context = most_turns, most_tokens, context
 
@@ -260,7 +275,8 @@ class ToolLoop:
             )
         # None in place of an empty list: some templates write of tools as soon as there is a list.
         asked = {**template, "tools": box.schemas or None}
-        (ids,) = ids_of_prompts([prompt], self.chat.tokenizer, [asked], [f"prompt {i}"])
+        names = [f"prompt {i}"]
+        (ids,) = ids_of_prompts([prompt], self.chat.tokenizer, [asked], names, self.longest)
         own = {name: x for name, x in template.items() if name != "tools"}
         return _Conversation(ids, box, own)
 

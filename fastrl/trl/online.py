@@ -365,6 +365,7 @@ class OnlineTrainer(
             args.max_completion_length,
             context_length(policy),
             args.temperature,
+            args.max_prompt_length,
         )
 
     def _encoded(self, prompts: Prompts) -> Prompts:

@@ -273,13 +273,15 @@ def scored(door: str, made: Any, cases: list[Case], reads_eos: bool | None) -> l
     return sorted(reader.read)
 
 
-def sampled_from(made: Any, cases: list[Case]) -> list[list[int]]:
+def sampled_from(
+    made: Any, rows: list[dict[str, Any]], longest: int | None = None
+) -> list[list[int]]:
     """The ids that GRPOTrainer and RLOOTrainer go on from."""
     trainer: Any = SimpleNamespace(
-        _tokenizer=made, chat_template_kwargs={}, args=SimpleNamespace(max_prompt_length=None)
+        _tokenizer=made, chat_template_kwargs={}, args=SimpleNamespace(max_prompt_length=longest)
     )
     trainer._room = SimpleNamespace(check=lambda *_: None)
-    asked = Prompts.of_rows([c.row for c in cases], [c.row["prompt"] for c in cases])
+    asked = Prompts.of_rows(rows, [row["prompt"] for row in rows])
     return [ids.tolist() for ids in GRPOTrainer._encoded(trainer, asked).ids]
 
 
@@ -323,7 +325,7 @@ def doors(made: Any, cases: list[Case]) -> dict[str, tuple[list[Any], list[Any]]
         )
     read = [ids.tolist() for ids in Prompts.from_dataset(data, "prompt", made).ids]
     found["PPO"] = (read, prompts)
-    found["GRPO, RLOO"] = (sampled_from(made, cases), prompts)
+    found["GRPO, RLOO"] = (sampled_from(made, [case.row for case in cases]), prompts)
 
     rows = prepare_pairs_of_ids(pairs, made, None, None)
     found["DPO"] = (
@@ -336,3 +338,34 @@ def doors(made: Any, cases: list[Case]) -> dict[str, tuple[list[Any], list[Any]]
         [case.jointly([case.texts[i]]) for i in (0, 1) for case in cases],
     )
     return found
+
+
+@pytest.mark.parametrize("template", ["plain", "begins"])
+@pytest.mark.parametrize("kind", ["neither", "both"])
+def test_prompts_that_are_cut_keep_bos(kind: str, template: str) -> None:
+    made, read = tokenizer(kind, template), Reading(kind)
+    chat = [{"role": "user", "content": "dcdcdc"}]
+    texts = {"text": "dcdcdc", "chat": "".join(x for x, _ in written(template, chat, {}, True))}
+    for what, prompt in (("text", "dcdcdc"), ("chat", chat)):
+        whole = read.opened(texts[what], what == "chat")
+        bos = whole[:1] == [read.bos]
+        wanted = [*whole[:bos], *whole[bos - 4 :]]
+        replies = {"chosen": "d", "rejected": "."}
+        if what == "chat":
+            replies = {k: [{"role": "assistant", "content": x}] for k, x in replies.items()}
+        pair = {"prompt": prompt, **replies}
+        rows = Dataset.from_list([pair])
+        (example,) = DatasLoader(rows, made, max_prompt_length=4)
+        cut = [
+            sampled_from(made, [pair], longest=4)[0],
+            prepare_pairs_of_ids(rows, made, None, None, (4, None))[0]["prompt_ids"],
+            prepare_completions_of_ids(rows, made, None, None, cuts=(4, None))[0]["prompt_ids"],
+            [*example.prompt_ids],
+        ]
+        assert cut == [wanted] * 4
+
+
+def test_a_text_that_ends_with_eos_is_closed_once() -> None:
+    made, read = tokenizer("both", "plain"), Reading("both")
+    (row,) = prepare_texts([{"text": "dc<e>"}], made)
+    assert row["input_ids"] == [read.bos, *read.ids("dc"), read.eos]

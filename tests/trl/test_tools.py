@@ -18,7 +18,7 @@ from torch import Tensor
 from fastrl import GRPOConfig, GRPOTrainer
 from fastrl.collect.respond import Asked
 from fastrl.collect.responses import Responses
-from fastrl.collect.tools import Toolbox, ToolLoop
+from fastrl.collect.tools import Toolbox, ToolLoop, check_chats
 from fastrl.data.chat import render
 from fastrl.data.tool_calls import ToolChat, find_reader
 from fastrl.rewards.calls import EventLoop
@@ -81,6 +81,31 @@ def loop(
 def converse(script: Script, tools: list[Any], **limits: Any) -> Any:
     count = len(script.turns[0])
     return loop(**limits)(script, [PROMPT] * count, [Toolbox(tools)] * count)
+
+
+def test_a_rows_arguments_reach_its_prompt_and_what_stands_behind_results() -> None:
+    made = chat_tokenizer.tokenizer()
+    end = "<|start|>assistant\n' }}"
+    assert end in made.chat_template
+    made.chat_template = made.chat_template.replace(end, end + "{{ mood or '' }}")
+    chat = ToolChat(made, find_reader(made, {}), [made.eos_token_id], {})
+    script = Script([call(a=3, b=4) + "<|end|>"] * 2, ["12<|end|>"] * 2)
+    templates = [{"mood": "sad", "tools": [{"name": "elsewhere"}]}, {}]
+    box = Toolbox([multiply])
+    found = ToolLoop(chat, EventLoop, None, 1000, None, 1.0)(
+        script, [PROMPT] * 2, [box] * 2, templates
+    )
+    prompts = made.batch_decode(found.prompt_ids)
+    assert [text.count("sad") for text in prompts] == [1, 0]
+    assert all("multiply" in text and "elsewhere" not in text for text in prompts)
+    said = made.batch_decode(found.completion_ids)
+    assert [text.count("<|start|>assistant\nsad") for text in said] == [1, 0]
+
+
+def test_a_column_of_tools_beside_tools_is_named() -> None:
+    rows = Dataset.from_list([{"prompt": PROMPT, "tools": []}])
+    with pytest.warns(UserWarning, match="the column tools is not read beside tools"):
+        check_chats(rows)
 
 
 def test_results_stand_behind_the_calls_and_are_masked() -> None:
