@@ -256,6 +256,7 @@ def with_defaults_of_trl(configs: Sequence[type]) -> Iterator[None]:
                 fields[name] = mine
             _THEIRS[config] = DEFAULTS[config.__name__]
             back.callback(_THEIRS.pop, config)
+        back.callback(_PARSED.clear)
         yield
 
 
@@ -307,7 +308,9 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
     @functools.wraps(init)
     def then(self: Any, *args: Any, **given: Any) -> None:
         kind = type(self)
-        given = {**_THEIRS.get(config, {}), **flags_of(kind), **given}
+        settings = {x.name for x in dataclasses.fields(kind) if x.init}
+        parsed = _PARSED.get(kind, {}) if settings <= given.keys() else {}
+        given = {**_THEIRS.get(config, {}), **parsed, **flags_of(kind), **given}
         _check_names(kind, taken, given)
         fields = {name: kind.__dataclass_fields__[name] for name in fields_added_to(kind)}
         # A subclass's own field of another version's name keeps its value, and has its effect.
@@ -418,8 +421,10 @@ def _note(era: Era, now: Mapping[str, Any]) -> str:
     return f"{'changes nothing' if era.kind == IDLE else 'today'}: {era.today}"
 
 
-# Settings of other versions that a command line gave, by the class that they are for.
+# Settings of other versions that a command line gave, by the class that they are for; and of a
+# program's, those that are no fields: one that is made with all fields is a copy of what it parsed.
 _FLAGS: dict[type, dict[str, Any]] = {}
+_PARSED: dict[type, dict[str, Any]] = {}
 
 
 def flags_of(config: type) -> dict[str, Any]:
@@ -439,6 +444,9 @@ def settings_taken(configs: Sequence[type], given: Mapping[str, Any]) -> Iterato
     before = {config: _FLAGS.get(config, {}) for config in found}
     for config, settings in found.items():
         _FLAGS[config] = {**before[config], **settings}
+        if serves_a_program():
+            eras = eras_of(config)
+            _PARSED[config] = {k: x for k, x in settings.items() if eras[k].kind == KEPT}
     try:
         yield rest
     finally:

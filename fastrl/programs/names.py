@@ -127,10 +127,14 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def only_named_in(source: str) -> set[str]:
-    """The names that a program imports from TRL, that fastrl lacks, and without which it runs, see
+    """The names that a program has of TRL, that fastrl lacks, and without which it runs, see
     :func:`fastrl.programs.calls.only_named`. What is nearly a name of fastrl's is none of them."""
     tree = ast.parse(source)
-    without = only_named(tree, imported_names(tree))
+    nodes = [*ast.walk(tree)]
+    aliases = (alias for x in nodes if isinstance(x, ast.Import) for alias in x.names)
+    modules = {alias.asname or alias.name for alias in aliases if is_trl(alias.name)}
+    asked = (x for x in nodes if isinstance(x, ast.Attribute) and ast.unparse(x.value) in modules)
+    without = only_named(tree, {**{x.attr: x.attr for x in asked}, **imported_names(tree)})
     return {name for name in without if name not in HOMES and _NEAREST not in missing(name)}
 
 

@@ -160,6 +160,7 @@ def test_trainers_that_fastrl_lacks_have_what_does_their_work(run: Any) -> None:
 
 def test_what_a_program_only_names_stands_there_and_cannot_be_made(run: Any) -> None:
     said, status = run(
+        "import trl\n"
         "from trl import ORPOTrainer, SFTConfig, WinRateCallback\n"
         "from trl.trainer.orpo_trainer import ORPOConfig\n"
         "def annotated(x: ORPOTrainer) -> ORPOConfig | None:\n"
@@ -167,10 +168,12 @@ def test_what_a_program_only_names_stands_there_and_cannot_be_made(run: Any) -> 
         "class Unused(ORPOTrainer):\n"
         "    def __init__(self):\n"
         "        super().__init__(ORPOConfig(), callbacks=[WinRateCallback()])\n"
-        "print('GOT', annotated(1))\n"
+        "class ByModule(trl.CPOConfig):\n"
+        "    pass\n"
+        "print('GOT', annotated(1), hasattr(trl, 'nonsense'))\n"
         "globals()['Unused']()\n"
     )
-    assert "GOT None" in said
+    assert "GOT None False" in said
     assert status == 1
     assert (
         said.count("fastrl has no ORPOTrainer of trl: use fastrl align --loss orpo; the pro") == 1
@@ -265,6 +268,10 @@ COMPUTED: list[tuple[str, Any]] = [
     ("open('c.yaml', 'w').write('max_seq_length: 5\\nwarmup_ratio: 0.5\\noutput_dir: x\\n"
      "report_to: none\\n') and [x := HfArgumentParser(SFTConfig).parse_yaml_file('c.yaml')[0]] and "
      "(x.max_length, x.warmup_steps)", (5, 0.5)),
+    ("[x := HfArgumentParser(DPOConfig).parse_dict({**off, 'max_prompt_length': 5})[0]] and "
+     "[keys := {f.name for f in __import__('dataclasses').fields(x) if f.init}] and "
+     "DPOConfig(**{k: v for k, v in vars(x).items() if k in keys}).max_prompt_length", 5),
+    ("DPOConfig(**off).max_prompt_length", None),
     ("[kinds := {'a': SFTConfig}] and kinds['a'](**off, **{'max_seq_length': 5}).max_length", 5),
     ("[x := parsed((Own, DPOConfig), '--trust_remote_code', '--max_length', '9')] and "
      "(x[0].trust_remote_code, x[0].max_length, x[1].trust_remote_code, x[1].max_length)",
