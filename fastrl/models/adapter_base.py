@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,48 @@ def with_task(model: Any, peft_config: Any) -> Any:
     return found
 
 
+def resize_as_saved(base: Any, adapter_file: str) -> None:
+    """Gives a base as many embeddings as the model had whose adapter is in the file: where they
+    were resized, PEFT saves them with the adapter.
+
+    Raises:
+        ValueError: the file has the new rows of only one of embedding and head.
+    """
+    layers = base.get_input_embeddings(), base.get_output_embeddings()
+    names = [f"base_model.model.{name}" for name in _names_of(layers, base)]
+    saved = {_plain_name(k): part.get_shape()[0] for k, part in _saved([adapter_file])}
+    rows = [saved[name] for name in names if name in saved]
+    if not rows or max(rows) == layers[0].weight.shape[0]:
+        return
+    if len(rows) < len(names) and not _share_weight(*layers):
+        raise ValueError(
+            f"{adapter_file} is of a model whose embeddings were resized, and has the new rows of "
+            f"only one of {' and '.join(names)}: what the other ones were is not saved"
+        )
+    base.resize_token_embeddings(max(rows), mean_resizing=False)
+
+
 def settle_adapters(model: Any) -> None:
     """Has a PEFT model's adapters load as what they are, see :func:`untie_adapted`; another model
     stays as it is.
 
     Raises:
-        ValueError: a classifier's head is new, and its adapter does not save it; a LoRA adapter
-            that is to stay tied; a model that cannot be saved with embedding and head apart.
+        ValueError: a classifier's head is new, and its adapter does not save it; embedding and head
+            were resized, and it saves one of them; a LoRA adapter that is to stay tied; a model
+            that cannot be saved with embedding and head apart.
     """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         _settle_task(model)
+        _refuse_half_resized(model)
         _refuse_tied_lora(model)
-        untie_adapted(model)
+        if untie_adapted(model):
+            warnings.warn(
+                "the adapter changes the LM head and the embedding that it is tied to in different "
+                "ways: they are apart from here on, which takes one matrix more. The saved adapter "
+                "is right on its base; merge it with `fastrl merge`, which unties them as well: "
+                "PEFT alone would merge each change into both",
+                stacklevel=4,
+            )
 
 
 def _settle_task(peft_model: Any) -> None:
@@ -130,6 +160,29 @@ def warn_of_other_base(model: Any) -> None:
             return
 
 
+def _refuse_half_resized(peft_model: Any) -> None:
+    """
+    Raises:
+        ValueError: embedding and head have other rows than in the base's files, and the adapter is
+            on one of them: PEFT saves the rows of that alone.
+    """
+    base = peft_model.get_base_model()
+    layers = base.get_input_embeddings(), base.get_output_embeddings()
+    if sum(hasattr(layer, "base_layer") for layer in layers) != 1:
+        return
+    plain = [_plain(layer) for layer in layers]
+    names = _names_of(plain, base)
+    saved = {key: part.get_shape()[0] for key, part in _saved(_files(_name_of(peft_model), base))}
+    rows = {saved[name] for name in names if name in saved}
+    if rows and rows != {plain[0].weight.shape[0]} and not _share_weight(*plain):
+        raise ValueError(
+            "the embeddings were resized, and the adapter is on one of embedding and head: PEFT "
+            "saves the new rows of that one alone; save the resized model first "
+            "(model.save_pretrained(FOLDER)) and load it from that folder, or put both or neither "
+            "into target_modules"
+        )
+
+
 def _refuse_tied_lora(peft_model: Any) -> None:
     """
     Raises:
@@ -150,9 +203,9 @@ def _refuse_tied_lora(peft_model: Any) -> None:
         )
 
 
-def untie_adapted(model: Any) -> None:
+def untie_adapted(model: Any) -> bool:
     """Gives the LM head a weight of its own where an adapter changes it and the embedding that it
-    is tied to in different ways, with a warning; nothing changes in what the model computes.
+    is tied to in different ways; returns whether it did. What the model computes stays the same.
 
     Raises:
         ValueError: a model that cannot be saved with the two apart.
@@ -160,14 +213,14 @@ def untie_adapted(model: Any) -> None:
     base = model.get_base_model()
     head = base.get_output_embeddings()
     if head is None:
-        return
+        return False
     embedding = base.get_input_embeddings()
     inner, outer = _plain(embedding), _plain(head)
-    if not hasattr(inner, "weight") or inner.weight is not getattr(outer, "weight", None):
-        return
+    if not _share_weight(inner, outer):
+        return False
     weight = inner.weight
     if (inner is embedding and outer is head) or _change_alike(embedding, head):
-        return
+        return False
     configs = {id(x): x for x in (base.config, base.config.get_text_config())}
     before = {key: x.tie_word_embeddings for key, x in configs.items()}
     others = base.get_expanded_tied_weights_keys(all_submodels=True)
@@ -183,14 +236,11 @@ def untie_adapted(model: Any) -> None:
         )
     base.all_tied_weights_keys = {}
     outer.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-    size = weight.numel() * weight.element_size() / 2**20
-    warnings.warn(
-        "the adapter changes the LM head and the embedding that it is tied to in different ways: "
-        f"they are apart from here on ({size:.3g} MiB more). The saved adapter is right on its "
-        "base; merge it with `fastrl merge`, which unties them too, as PEFT alone would merge each "
-        "change into both",
-        stacklevel=4,
-    )
+    return True
+
+
+def _share_weight(one: Any, other: Any) -> bool:
+    return hasattr(one, "weight") and one.weight is getattr(other, "weight", None)
 
 
 def _change_alike(embedding: Any, head: Any) -> bool:
@@ -214,6 +264,12 @@ def _plain(module: Any) -> Any:
         if inner is None:
             return module
         module = inner
+
+
+def _names_of(layers: Sequence[Any], base: Any) -> list[str]:
+    """The names of layers' weights in a base, as they are without adapters."""
+    found = [name for name, x in base.named_modules() if any(x is layer for layer in layers)]
+    return [_plain_name(f"{name}.weight") for name in found]
 
 
 def _plain_name(key: str) -> str:

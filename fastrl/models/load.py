@@ -35,6 +35,7 @@ from transformers.utils import cached_file, logging
 
 from fastrl.models import quantised
 from fastrl.models.adapter_base import (
+    resize_as_saved,
     settle_adapters,
     untie_adapted,
     warn_of_other_base,
@@ -453,6 +454,9 @@ class _Checkpoint:
         freeze_unread(model)
         keep_processor(model, _processor_files(name, options))
         if self.adapter is not None and not missing:
+            file = find_file(self.folder, ADAPTER_WEIGHTS, self.options)
+            if file is not None and loader is not AutoModelForSequenceClassification:
+                resize_as_saved(model, file)
             model = self._with_adapter(model, trainable)
         return own_storage(model), missing
 

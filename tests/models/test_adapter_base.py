@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastrl.models.adapter_base import warn_of_other_base
-from fastrl.models.load import load_classifier, with_adapter
+from fastrl.models.load import load_classifier, load_language_model, with_adapter
 from tests import tiny_models
 from tests.golden import tiny
 from tests.serving.drawn_adapters import TRAINERS, Case, logits, off, trainer_of
@@ -102,6 +102,55 @@ def test_tied_matrices_are_apart_under_an_adapter_on_one(targets, given, base, t
     again = plain(tmp_path / "merged")
     assert not again.config.tie_word_embeddings
     assert off(said, again) < 1e-5
+
+
+_RESIZED = {
+    "attention": {},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "both": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "whole": {"modules_to_save": ["embed_tokens"]},
+    "both whole": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [tiny.VOCABULARY, 5]}},
+}
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:the adapter changes the LM head", "ignore:Setting `save_embed")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", _RESIZED)
+def test_resized_embeddings_are_loaded_with_the_adapter(shape, tied, tmp_path):
+    ids = torch.tensor([[3, tiny.VOCABULARY, 5, tiny.VOCABULARY + 2]])
+    tiny_models.language_model("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    model = plain(tmp_path / "base")
+    model.resize_token_embeddings(tiny.VOCABULARY + 3)
+    for weight in {model.model.embed_tokens.weight, model.lm_head.weight}:
+        weight[tiny.VOCABULARY :] = torch.randn(3, 16, generator=torch.manual_seed(0))
+    config = LoraConfig(
+        r=2, init_lora_weights=False, **{"target_modules": ["q_proj"], **_RESIZED[shape]}
+    )
+    if shape == "embedding" and not tied:  # PEFT would not save the head's new rows
+        with pytest.raises(ValueError, match="the embeddings were resized, and the adapter is on"):
+            with_adapter(model, config)
+        return
+    adapted = with_adapter(model, config).eval()
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1
+    said = adapted(ids).logits
+    adapted.save_pretrained(tmp_path / "saved")
+    loaded = load_language_model(tmp_path / "saved").eval()
+    torch.testing.assert_close(loaded(ids).logits, said, rtol=0, atol=1e-5)
+    torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, said, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_with_half_of_the_resized_rows_is_refused(tmp_path):
+    tiny_models.language_model("llama").save_pretrained(tmp_path / "base")
+    model = plain(tmp_path / "base")
+    model.resize_token_embeddings(tiny.VOCABULARY + 3)
+    with pytest.warns(UserWarning, match="save_embedding_layers"):
+        get_peft_model(model, lora("embed_tokens")).save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match="has the new rows of only one of"):
+        load_language_model(tmp_path / "saved")
 
 
 def test_a_lora_that_is_to_stay_tied_is_refused(base):
