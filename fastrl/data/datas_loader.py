@@ -24,6 +24,7 @@ from fastrl.data.columns import (
 from fastrl.data.encode import Encoder
 from fastrl.data.examples import Example
 from fastrl.data.tables import ROW, columns_of, each_row, open_rows, row_number
+from fastrl.models.fast_tokenizer import as_fast
 from fastrl.run.fingerprint import fingerprint, hash_of
 
 # What each kind of data can be read as.
@@ -93,6 +94,7 @@ class DatasLoader(Sequence[Example]):
         chosen_column: str | None = None,
         rejected_column: str | None = None,
     ):
+        tokenizer = as_fast(tokenizer)
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, max_length, max_prompt_length, truncation, add_eos)
         self._rows = open_rows(source, split)

@@ -43,6 +43,7 @@ from fastrl.models.adapter_base import (
 )
 from fastrl.models.adapter_start import check_start
 from fastrl.models.adapter_targets import with_targets
+from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.flash_attention import need_flash_attention
 from fastrl.models.multimodal import (
     CLASSIFIER_HEADS,
@@ -71,7 +72,7 @@ _OF_EMPTY = {"dtype", "attn_implementation", "use_safetensors", "revision", "tok
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-_TOKENIZER_FILES_ON_THE_HUB = ("tokenizer_config.json", "tokenizer.json")
+_TOKENIZER_FILES_ON_THE_HUB = ("tokenizer_config.json", "tokenizer.json", "tekken.json")
 
 _MEND_BASE = (
     f"write the base's place into {ADAPTER_CONFIG} (base_model_name_or_path; relative to the "
@@ -255,6 +256,7 @@ def load_tokenizer(
         ) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made from a configuration alone
         raise FileNotFoundError(missing)
+    tokenizer = as_fast(tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

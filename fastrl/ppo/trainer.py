@@ -35,6 +35,7 @@ from fastrl.learn.update import Update
 from fastrl.learn.warmup import CriticWarmup
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.critic import Critic
+from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.host_memory import to_device
 from fastrl.models.master_weights import handles_rounding
 from fastrl.models.optimizers import (
@@ -162,6 +163,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         set_seed(config.seed)
         critic_model = checked_critic(config, critic, model, tokenizer)
         self.config = config
+        tokenizer = as_fast(tokenizer)
         self.tokenizer: Any = tokenizer
         self.is_encoder_decoder = model.is_encoder_decoder
         self.is_peft_model = model.is_peft_model

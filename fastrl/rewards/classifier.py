@@ -14,6 +14,7 @@ from fastrl.data.chat import render, templates_of
 from fastrl.data.choose_padding import classifier_side
 from fastrl.data.encode import Encoder, encode_jointly
 from fastrl.data.reads_eos import load_from_adapter, recorded
+from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.models.reward_head import padding_of, rewards_of_padded
 from fastrl.models.utils import NO_LIMIT, context_length
@@ -59,7 +60,7 @@ class ClassifierReward:
             raise ValueError(f"the reward's batch size must be positive, got {batch_size}")
         self.__name__ = name
         self.model = model.requires_grad_(False).eval()
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = as_fast(tokenizer)
         self.label = _label_index(model.config, label)
         self.batch_size = batch_size
         if tokenizer.pad_token is None:

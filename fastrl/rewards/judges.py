@@ -12,6 +12,7 @@ import torch
 
 from fastrl.data.chat import TextOrMessages, as_messages, as_text
 from fastrl.data.encode import encode_prompt
+from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.layout import EncoderDecoder, layout_of
 from fastrl.models.load import load_language_model, load_tokenizer
 from fastrl.rewards.functions import check_preferences, check_rewards
@@ -227,7 +228,8 @@ class ModelJudge:
     def __init__(
         self, model: Any, tokenizer: Any, params: SamplingParams | None = None, **engine: Any
     ):
-        self.model, self.tokenizer = model.requires_grad_(False).eval(), tokenizer
+        self.model = model.requires_grad_(False).eval()
+        self.tokenizer = tokenizer = as_fast(tokenizer)
         self.params = params or SamplingParams(max_new_tokens=64, temperature=0)
         if self.params.n != 1:
             raise ValueError(f"a judge gives one answer, params.n is {self.params.n}: leave it 1")

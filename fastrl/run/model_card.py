@@ -587,11 +587,14 @@ def _loading(
 
 def _using(name: str, auto: str, folder: Path | None) -> Sequence[str]:
     """Code that calls the model, where a tokenizer is saved with it."""
-    if folder is None or not (folder / "tokenizer_config.json").exists():
+    if folder is None:
+        return ()
+    settings, tekken = folder / "tokenizer_config.json", folder / "tekken.json"
+    if not settings.exists() and not tekken.exists():
         return ()
     loads = f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
-    chat = (folder / "chat_template.jinja").exists()
-    chat = chat or '"chat_template"' in (folder / "tokenizer_config.json").read_text("utf-8")
+    chat = (folder / "chat_template.jinja").exists() or tekken.exists()
+    chat = chat or '"chat_template"' in settings.read_text("utf-8")
     if auto == "SequenceClassification":
         return (
             loads,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.training_args import trainer_log_levels
 
 from fastrl.config import PPOConfig, parse_json
@@ -28,6 +28,7 @@ from fastrl.data.tables import errors_name, is_stream
 from fastrl.data.token_batch import TokenBatch
 from fastrl.data.vocabulary import check_table
 from fastrl.eras import OfEveryEra, of_another_era, other_defaults
+from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.load import load_tokenizer
 from fastrl.models.optimizers import check_optimizer, optimizer_name
 from fastrl.models.products import Products
@@ -690,7 +691,8 @@ def refuse_processor(processing_class: Any) -> None:
     Raises:
         TypeError: a processor of more than texts.
     """
-    if getattr(processing_class, "tokenizer", None) is not None:
+    inner = getattr(processing_class, "tokenizer", None)
+    if inner is not None and not isinstance(processing_class, PreTrainedTokenizerBase):
         raise TypeError(
             f"processing_class is a {type(processing_class).__name__}, and only texts are learned "
             "from: pass its tokenizer"
@@ -710,6 +712,7 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args:
         raise ValueError("pass the tokenizer as processing_class, or as tokenizer, not both")
     found = tokenizer if processing_class is None else processing_class
     refuse_processor(found)
+    found = as_fast(found)
     if found is None:
         path = model if is_path(model) else getattr(model, "name_or_path", "")
         if not path:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.utils import check_trainable, without_dropout
 from fastrl.trainers.special_tokens import settle_model
@@ -46,6 +47,7 @@ def padding_tokenizer(processing_class: Any, model: Any, args: Any) -> Any:
         TypeError: a processor of more than texts.
     """
     refuse_processor(processing_class)
+    processing_class = as_fast(processing_class)
     if processing_class is not None and processing_class.pad_token is None:
         processing_class.pad_token = processing_class.eos_token
     return tokenizer_of(None, processing_class, model, args)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.data.reads_eos import load_from_adapter
+from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.rewards.calls import EventLoop
 from fastrl.rewards.classifier import ClassifierReward
@@ -158,7 +159,7 @@ def _loaded(name: str, options: dict[str, Any]) -> Any:
 
 
 def _reader_of(model: Any, given: Any) -> Any:
-    found = load_tokenizer(model.config.name_or_path) if given is None else given
+    found = load_tokenizer(model.config.name_or_path) if given is None else as_fast(given)
     if found.pad_token_id is None:
         found.pad_token = found.eos_token
     # Classifiers find the last token by the padding behind it.
