@@ -71,7 +71,6 @@ def collected_of(batch: Batch, annotator: Any) -> Collected:
         rollout.recorded(),
         texts,
         [as_answer(example.said, text) for (example, _), text in zip(each, texts, strict=True)],
-        [example.responses[side].finished for example, side in each],
     )
     return Collected(responses, rewards, torch.zeros(len(each)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrl.collect.environments import Environments
-from fastrl.collect.responses import Responses, ToolCalls
+from fastrl.collect.responses import Responses
 from fastrl.collect.rollout_func import rolled_out
 from fastrl.collect.tools import Toolbox, ToolLoop
 from fastrl.data.chat import as_answer, check_prompt
@@ -51,14 +51,12 @@ class Sampled:
         run: samples.
         arguments: of ``model.generate``.
         decode: the text of a response.
-        ended: of a response and its finish reason, whether it ends by itself.
         encode: gives prompts their token ids, where they come without.
     """
 
     run: Callable[[Request], RolloutOutput]
     arguments: Mapping[str, Any]
     decode: Callable[[Tensor, Tensor], str]
-    ended: Callable[[Tensor, str], bool]
     encode: Callable[[Prompts], Prompts] | None = None
     batch_size: int | None = None  # prompts per call of ``model.generate``; None: all
 
@@ -76,7 +74,6 @@ class Sampled:
             replace(output, sequences=responses),
             texts,
             list(map(as_answer, prompts.said, texts)),
-            list(map(self.ended, responses, output.finish_reasons)),
         )
 
     def sample(
@@ -118,7 +115,9 @@ class RolloutFunction:
         function: gets the prompts, and what the trainer hands on.
         trainer: that.
         model: that is trained on them.
-        decode, ended: as of :class:`Sampled`.
+        decode: as of :class:`Sampled`.
+        ends: token ids of which the last of a response that ends by itself is one.
+        stops: token sequences at which responses end, too.
         reserved: names of what reward functions get by keyword, which no column may have.
         temperature: of the log-probs that it may return.
     """
@@ -128,7 +127,8 @@ class RolloutFunction:
     model: Any
     tokenizer: Any
     decode: Callable[[Tensor, Tensor], str]
-    ended: Callable[[Tensor, str], bool]
+    ends: Collection[int]
+    stops: Sequence[Sequence[int]]
     reserved: Sequence[str]
     temperature: float
 
@@ -141,17 +141,21 @@ class RolloutFunction:
         given = self.function(copy.deepcopy(said), self.trainer)
         found = rolled_out(given, len(said), self.model, self.reserved)
         texts = list(map(self.decode, found.prompt_ids, found.completion_ids))
-        ended = [self.ended(ids, "length") for ids in found.completion_ids]
         prompts = asked.prompts.with_ids(found.prompt_ids, self.tokenizer)
         prompts = replace(prompts, columns={**prompts.columns, **found.columns})
         output = RolloutOutput(
             found.completion_ids,
-            ["eos" if whole else "length" for whole in ended],
+            [self._finish_reason(ids.tolist()) for ids in found.completion_ids],
             found.logprobs,
             temperature=self.temperature,
         )
         completions = list(map(as_answer, said, texts))
-        return Responses(prompts, output, texts, completions, ended, found.masks)
+        return Responses(prompts, output, texts, completions, found.masks)
+
+    def _finish_reason(self, ids: list[int]) -> str:
+        if ids and ids[-1] in self.ends:
+            return "eos"
+        return "stop" if any(ids[-len(x) :] == list(map(int, x)) for x in self.stops) else "length"
 
 
 @dataclass(frozen=True)
@@ -201,9 +205,8 @@ class Conversations:
             output,
             list(map(self.sampled.decode, found.prompt_ids, ids)),
             found.completions,
-            list(map(self.sampled.ended, ids, found.finish_reasons)),
             found.masks,
-            ToolCalls(found.calls, found.failures),
+            found.tool_calls,
         )
 
 

@@ -34,20 +34,24 @@ class Responses:
             them.
         texts: what they say.
         completions: the same as reward functions get it: texts, or messages behind chats.
-        ended: whether they end by themselves, in EOS or at a stop.
         masks: bool, which of their tokens the policy wrote; None: all.
+        tool_calls: of each response, how often it called tools; None: it had none to call.
     """
 
     prompts: Prompts
     rollout: RolloutOutput
     texts: list[str]
     completions: list[Any]
-    ended: list[bool]
     masks: list[Tensor] | None = None
-    tool_calls: ToolCalls | None = None
+    tool_calls: list[ToolCalls] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def ended(self) -> list[bool]:
+        """Whether each ends by itself, in EOS or at a stop."""
+        return [reason in ("eos", "stop") for reason in self.rollout.finish_reasons]
 
     @property
     def written(self) -> list[Tensor]:
@@ -58,7 +62,7 @@ class Responses:
         """Of the rollout, and of calls of tools."""
         found = dict(self.rollout.stats)
         if self.tool_calls is not None:
-            calls, failures = self.tool_calls
+            calls, failures = map(sum, zip(*self.tool_calls, strict=True))
             found["tools/call_frequency"] = calls / len(self)
             found["tools/failure_frequency"] = failures / max(calls, 1)
         return found
@@ -76,8 +80,8 @@ class Responses:
             replace(rollout, stats=stats),
             self.texts + more.texts,
             self.completions + more.completions,
-            self.ended + more.ended,
             joined_masks([(x.rollout.sequences, x.masks) for x in (self, more)]),
+            None if self.tool_calls is None else self.tool_calls + (more.tool_calls or []),
         )
 
     def select(self, order: Sequence[int]) -> Responses:
@@ -92,8 +96,8 @@ class Responses:
             rollout=self.rollout.take(order),
             texts=some(self.texts),
             completions=some(self.completions),
-            ended=some(self.ended),
             masks=None if self.masks is None else some(self.masks),
+            tool_calls=None if self.tool_calls is None else some(self.tool_calls),
         )
 
 
@@ -190,16 +194,14 @@ class Collected:
         texts, calls, stats, penalties, seconds = zip(*parts, strict=True)
         tokens = processes.objects_at_main((own.rollout.recorded(), own.masks))
         rollouts, masks = zip(*(tokens or [(own.rollout, own.masks)]), strict=True)
-        known = [each for each in calls if each is not None]
         responses = replace(
             own,
             prompts=prompts,
             rollout=replace(RolloutOutput.joined(rollouts), stats=joined_statistics(stats)),
             texts=[each for part in texts for each in part],
             completions=[],  # these and what follows are not told
-            ended=[],
             masks=joined_masks([(x.sequences, m) for x, m in zip(rollouts, masks, strict=True)]),
-            tool_calls=ToolCalls(*map(sum, zip(*known, strict=True))) if known else None,
+            tool_calls=None if own.tool_calls is None else [x for part in calls for x in part],
         )
         return Collected(
             responses,

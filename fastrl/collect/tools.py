@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import (
     TypeHintParsingException,
 )
 
+from fastrl.collect.responses import ToolCalls
 from fastrl.data.chat import is_chat
 from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.tool_calls import ToolChat
@@ -147,8 +148,7 @@ class Conversed(NamedTuple):
     masks: list[Tensor]  # bool: the tokens that the policy wrote
     logprobs: list[Tensor] | None  # fp32; 0 at tokens of tools
     finish_reasons: list[str]  # of the last turns
-    calls: int  # of tools
-    failures: int  # of these: unreadable, unknown or raised
+    tool_calls: list[ToolCalls]  # of which those fail that are unreadable, unknown or raise
 
 
 @dataclass
@@ -164,6 +164,8 @@ class _Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     readable: bool = True
     finish_reason: str = ""  # of the latest turn
+    called: int = 0
+    failed: int = 0
 
     @property
     def sequence(self) -> Tensor:
@@ -236,10 +238,9 @@ class ToolLoop:
         going = list(range(len(talks)))
         output = sample([talk.prompt for talk in talks], going, 0, None)
         known = self._add(talks, output)
-        calls = failures = turn = 0
+        turn = 0
         while turn != self.most_turns and (going := [i for i in going if talks[i].calls]):
-            results, failed = self._run([talks[i] for i in going])
-            calls, failures = calls + sum(map(len, results)), failures + failed
+            results = self._run([talks[i] for i in going])
             limits = {}
             for i, said in zip(going, results, strict=True):
                 ids = self.chat.results(talks[i].ids, said, talks[i].template)
@@ -253,7 +254,6 @@ class ToolLoop:
                 sequences = [talks[i].sequence for i in going]
                 output = sample(sequences, going, turn, list(limits.values()))
                 known = self._add([talks[i] for i in going], output) and known
-        unread = sum(not talk.readable for talk in talks)
         return Conversed(
             [talk.prompt for talk in talks],
             [torch.tensor(talk.ids, dtype=torch.long) for talk in talks],
@@ -261,8 +261,10 @@ class ToolLoop:
             [torch.tensor(talk.mask, dtype=torch.bool) for talk in talks],
             [torch.cat(talk.logprobs) for talk in talks] if known else None,
             [talk.finish_reason for talk in talks],
-            calls + unread,
-            failures + unread,
+            [
+                ToolCalls(talk.called + (not talk.readable), talk.failed + (not talk.readable))
+                for talk in talks
+            ],
         )
 
     def _begin(
@@ -298,21 +300,21 @@ class ToolLoop:
             talk.add(ids, True, None if logprobs is None else logprobs[i].float().cpu())
         return logprobs is not None
 
-    def _run(self, talks: Sequence[_Conversation]) -> tuple[list[list[dict[str, Any]]], int]:
-        """A message of the role tool for each call, and how many of the calls failed."""
+    def _run(self, talks: Sequence[_Conversation]) -> list[list[dict[str, Any]]]:
+        """A message of the role tool for each call."""
         asked = [(talk, call) for talk in talks for call in talk.calls]
         calls = [functools.partial(_call, talk.box, call) for talk, call in asked]
         found = iter(outcomes(calls, self.event_loop))
-        failures = 0
         messages: list[list[dict[str, Any]]] = []
         for talk in talks:
             messages.append([])
+            talk.called += len(talk.calls)
             for call in talk.calls:
                 result, name = next(found), call["function"]["name"]
                 if isinstance(result, Exception):
-                    failures, result = failures + 1, {"error": str(result)}
+                    talk.failed, result = talk.failed + 1, {"error": str(result)}
                 messages[-1].append({"role": "tool", "name": name, "content": _text(name, result)})
-        return messages, failures
+        return messages
 
 
 def _call(box: Toolbox, call: Mapping[str, Any]) -> Any:

@@ -240,7 +240,8 @@ class Loop:
                 policy,
                 tokenizer,
                 rollouts.decode,
-                lambda ids, _: bool(len(ids)) and int(ids[-1]) in ends,
+                ends,
+                kwargs.get("stop") or (),
                 REWARD_ARGUMENTS,
                 config.temperature,
             )
@@ -249,7 +250,6 @@ class Loop:
                 rollouts.run,
                 kwargs,
                 rollouts.decode,
-                lambda _, reason: reason in ("eos", "stop"),
                 None if interaction.environments is None else self._encoded,
                 config.batch_size,
             ),

@@ -123,8 +123,8 @@ class GenerateEngine:
         without scores, since the arguments may change the distribution.
 
         ``stop`` is a further argument: token sequences, as in :class:`SamplingParams`. A response
-        ends at the first EOS, or where ``stop``, ``stop_strings``, ``stopping_criteria`` or
-        ``max_time`` stopped it, or before the first token whose logits are NaN.
+        ends at the first EOS, or where ``stop``, ``stop_strings`` or ``stopping_criteria`` stopped
+        it, or before the first token whose logits are NaN; ``max_time`` cuts it, as a length does.
 
         Args:
             limits: max_new_tokens of each prompt, in place of that argument.
@@ -178,6 +178,8 @@ class GenerateEngine:
         stops = _RecordedStops(stopping.criteria(front, device), front, rows, device)
         nans = _RecordedNaN(front, rows, device)
         criteria: list[StoppingCriteria] = [stops] if stops.criteria else []
+        if stopping.max_time:
+            criteria.append(MaxTimeCriteria(max_time=stopping.max_time))
         kwargs = dict(kwargs)
         if limits is not None:
             kwargs["max_new_tokens"] = max(limits)
@@ -304,8 +306,6 @@ class _Stopping(NamedTuple):
             criteria.append(_StopTokens(self.stop, front, device))
         if self.stop_strings:
             criteria.append(StopStringCriteria(self.tokenizer, self.stop_strings))
-        if self.max_time:
-            criteria.append(MaxTimeCriteria(max_time=self.max_time))
         return criteria
 
 

@@ -266,8 +266,8 @@ class OnlineTrainer(
         self._resampling = DynamicSampling(
             self.num_generations, args.dynamic_sampling_rounds, self.processes
         )
-        ends = end_tokens(self.accelerator.unwrap_model(self.model), self._tokenizer).tolist()
-        self._end_ids, self._ends = ends, {*ends, self._tokenizer.pad_token_id}
+        policy, ends = self.accelerator.unwrap_model(self.model), args.generation_arguments
+        self._end_ids = end_tokens(policy, self._tokenizer, ends.get("eos_token_id")).tolist()
         self._sampler = make_backend(
             self.args, self._tokenizer, self._autocast, self.processes.index, self._replays
         )
@@ -310,9 +310,6 @@ class OnlineTrainer(
     def _decode(self, prompt: Tensor, response: Tensor) -> str:
         return self._tokenizer.decode(response, skip_special_tokens=True)
 
-    def _ended(self, response: Tensor, reason: str = "") -> bool:
-        return bool(len(response)) and int(response[-1]) in self._ends
-
     def responding_by(self, function: Any) -> RolloutFunction:
         """What answers prompts by a ``rollout_func``."""
         return RolloutFunction(
@@ -321,7 +318,8 @@ class OnlineTrainer(
             self.accelerator.unwrap_model(self.model),
             self._tokenizer,
             self._decode,
-            self._ended,
+            {*self._end_ids, self._tokenizer.pad_token_id},
+            self.args.generation_arguments.get("stop") or (),
             reserved_of(environments=False),
             self.temperature,
         )
@@ -356,7 +354,7 @@ class OnlineTrainer(
             return self._sampler(self.accelerator.unwrap_model(self.model), request)
 
         return self._interaction.respond(
-            Sampled(run, arguments, self._decode, self._ended, self._encoded),
+            Sampled(run, arguments, self._decode, self._encoded),
             tokenizer,
             self.chat_template_kwargs,
             ends,

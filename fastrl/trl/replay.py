@@ -81,7 +81,6 @@ class _GenerationPlayer(Player):
 
     def _recorded(self, prompts: Prompts, rows: Sequence[dict[str, Any]]) -> Collected:
         rollout = recorded_rollout(list(rows), self.trainer.temperature)
-        ended = list(map(self.trainer._ended, rollout.sequences))
         masks = None
         if any(row["written"] is not None for row in rows):
             masks = [torch.tensor(row["written"], dtype=torch.bool) for row in rows]
@@ -98,11 +97,11 @@ class _GenerationPlayer(Player):
         by_function = {name.removeprefix(PER_FUNCTION): column(name) for name in names}
         seconds = dict.fromkeys(by_function, 0.0)
         rewards = RewardBatch(column("reward"), by_function, seconds, 0, 0, [None] * len(rows))
-        lengths = list(map(len, rollout.sequences))
+        responses = Responses(prompts, rollout, texts, list(texts), masks)
         return Collected(
-            Responses(prompts, rollout, texts, list(texts), ended, masks),
+            responses,
             rewards,
-            self.collector.penalties(ended, lengths),
+            self.collector.penalties(responses.ended, list(map(len, rollout.sequences))),
             [i for i, row in enumerate(rows) if row["finish_reason"] == "nan"],
         )
 

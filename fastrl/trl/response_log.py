@@ -83,7 +83,7 @@ class ResponseLog:
             metrics.add_number(f"completions/max_{name}length", float(of.max()))
         metrics.add_number("completions/clipped_ratio", float(cut.float().mean()))
         if found.tool_calls is not None:
-            calls, failures = map(torch.tensor, map(float, found.tool_calls))
+            calls, failures = torch.tensor(found.tool_calls, dtype=torch.float32).sum(0)
             count = torch.tensor(float(len(found)))
             metrics.add({"tools/call_frequency": (calls, count)})
             metrics.add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)

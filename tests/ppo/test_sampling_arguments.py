@@ -440,7 +440,7 @@ def test_a_criterion_and_the_time_stop_responses():
     assert out.finish_reasons == ["stop", "length"]
     assert [len(s) for s in out.sequences] == [4, 8]
     out = engine.generate_with(prompts, {**settings, "max_time": 1e-9})
-    assert out.finish_reasons == ["stop", "stop"]
+    assert out.finish_reasons == ["length", "length"]
     assert [len(s) for s in out.sequences] == [1, 1]
 
 
@@ -454,7 +454,7 @@ def test_a_generation_config_that_is_given_ends_responses():
     free = engine.generate_with(prompts, settings)
     config = GenerationConfig(max_time=1e-9, **settings)
     out = engine.generate_with(prompts, {"generation_config": config})
-    assert out.finish_reasons == ["stop", "stop"]
+    assert out.finish_reasons == ["length", "length"]
     assert [len(s) for s in out.sequences] == [1, 1]
     end = int(free.sequences[0][3])
     config = GenerationConfig(eos_token_id=end, **settings)

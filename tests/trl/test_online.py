@@ -284,8 +284,8 @@ def test_a_reward_that_is_not_finite_leaves_out_its_response(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_responses_that_are_all_cut_teach_nothing(kind: str, tmp_path: Path) -> None:
-    trainer = make(tmp_path, kind, mask_truncated_completions=True, max_completion_length=1)
-    trainer._ends = set()
+    settings = {"generation_kwargs": {"suppress_tokens": [tiny.EOS]}}
+    trainer = make(tmp_path, kind, mask_truncated_completions=True, **settings)
     before = copy.deepcopy(trainer.model)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(0, abs=1e-7)  # Σ A is rounded
@@ -392,6 +392,46 @@ def test_penalties_for_how_responses_end(tmp_path: Path) -> None:
     assert len(set(told)) > 1
     assert log["reward"] == pytest.approx(sum(told) / len(told), rel=1e-6)
     assert log["rewards/fixed/mean"] == 3.0
+
+
+STOPS = [[3, 4], [5]]
+
+
+def stopped_or_cut(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Of each four responses one ends at each stop, one in EOS, and one is cut."""
+    said = [[6, 3, 4], [5], [6, tiny.EOS], [3, 5, 6, 6, 6, 4]] * (len(prompts) // 4)
+    return {"prompt_ids": [[3]] * len(said), "completion_ids": said, "logprobs": None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rollout_func", [None, stopped_or_cut], ids=["policy", "function"])
+def test_a_response_that_ends_at_a_stop_is_whole(
+    kind: str, rollout_func: Any, tmp_path: Path
+) -> None:
+    told = []
+
+    def noted(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        told.extend(completion_ids)
+        return small_tokens(completion_ids)
+
+    trainer = make(
+        tmp_path, kind, noted, model=tiny_models.language_model(vocab_size=12), temperature=30.0,
+        generation_kwargs={"stop": STOPS, "eos_token_id": [tiny.EOS, 7]}, rollout_func=rollout_func,
+        mask_truncated_completions=True, missing_eos_penalty=0.5, num_generations=8,
+        per_device_train_batch_size=8,
+    )  # fmt: skip
+    trainer.train()
+    whole = {x: x[-1] in (tiny.EOS, 7, 5) or x[-2:] == (3, 4) for x in map(tuple, told)}
+    count = sum(whole[tuple(ids)] for ids in told)
+    assert {True, False} == {*whole.values()}
+    assert any(whole[x] and x[-1] in (4, 5) for x in whole)
+    samples, log = trainer._buffer[0], trainer.state.log_history[0]
+    for ids, mask in zip(samples.completion_ids, samples.masks, strict=True):
+        assert mask.all() if whole[tuple(ids.tolist())] else not mask.any()
+    assert log["completions/clipped_ratio"] == 1 - count / 8
+    lengths = [len(ids) for ids in told if whole[tuple(ids)]]
+    assert log["completions/mean_terminated_length"] == pytest.approx(sum(lengths) / count)
+    assert log["reward"] == pytest.approx(sum(small_tokens(told)) / 8 - 0.5 * (8 - count) / 8)
 
 
 def test_a_buffer_longer_than_completions_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer
 from fastrl.collect.respond import Asked
-from fastrl.collect.responses import Responses
+from fastrl.collect.responses import Responses, ToolCalls
 from fastrl.collect.tools import Toolbox, ToolLoop, check_chats
 from fastrl.data.chat import render
+from fastrl.data.prompts import Prompts
 from fastrl.data.tool_calls import ToolChat, find_reader
 from fastrl.rewards.calls import EventLoop
 from fastrl.rollout import RolloutOutput
@@ -78,6 +80,11 @@ def loop(
     return ToolLoop(chat, EventLoop, most_turns, most_tokens, context, 1.0)
 
 
+def totals(found: Any) -> tuple[int, ...]:
+    """How many calls there were, and how many of them failed."""
+    return tuple(map(sum, zip(*found.tool_calls, strict=True)))
+
+
 def converse(script: Script, tools: list[Any], **limits: Any) -> Any:
     count = len(script.turns[0])
     return loop(**limits)(script, [PROMPT] * count, [Toolbox(tools)] * count)
@@ -112,7 +119,7 @@ def test_results_stand_behind_the_calls_and_are_masked() -> None:
     answer = "It is 12<|end|>"
     script = Script(["Wait: " + call(a=3, b=4) + "<|end|>", "Twelve<|end|>"], [answer])
     found = converse(script, [multiply])
-    assert (found.calls, found.failures) == (1, 0)
+    assert totals(found) == (1, 0)
     asking = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 3, "b": 4}}}
     said = [
         {"role": "assistant", "content": "Wait:", "tool_calls": [asking]},
@@ -165,7 +172,7 @@ def test_failing_calls_are_answered_and_counted() -> None:
     assert "must be an object" in results[3][0]
     assert results[4:] == [[], []]
     assert [len(said) for said in found.completions[4:]] == [1, 1]
-    assert (found.calls, found.failures) == (7, 6)
+    assert totals(found) == (7, 6)
 
 
 def test_coroutines_of_all_responses_run_at_the_same_time() -> None:
@@ -190,14 +197,14 @@ def test_coroutines_of_all_responses_run_at_the_same_time() -> None:
     results = [[m["content"] for m in said if m["role"] == "tool"] for said in found.completions]
     assert results[0] == ["0", "12", "1"]  # in the order of the calls
     assert "error" in results[1][0]
-    assert (found.calls, found.failures) == (4, 1)
+    assert totals(found) == (4, 1)
 
 
 def test_limits_end_a_conversation() -> None:
     again = call(a=3, b=4) + "<|end|>"
     found = converse(Script([again], [again], [again]), [multiply], most_turns=2)
     assert [m["role"] for m in found.completions[0]] == ["assistant", "tool"] * 2 + ["assistant"]
-    assert found.calls == 2
+    assert totals(found)[0] == 2
     whole = converse(Script([again], ["Done<|end|>"]), [multiply])
     length, answer = len(whole.completion_ids[0]), len("Done$")
     prompt = len(whole.prompt_ids[0])
@@ -207,7 +214,7 @@ def test_limits_end_a_conversation() -> None:
             found = converse(Script([again, again], ["Done<|end|>"] * 2), [multiply], **limits)
             assert [len(said) for said in found.completions] == [roles] * 2
             assert len(found.completion_ids[0]) == (room if roles == 3 else len(found.masks[0]))
-            assert found.calls == 2
+            assert totals(found)[0] == 2
 
 
 def test_tools_that_do_not_do_are_named() -> None:
@@ -360,6 +367,49 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
     own = [ids[mask] for ids, mask in zip(of.completion_ids, of.masks, strict=True)]
     assert len({tuple(ids.tolist()) for ids in own}) == 4
     assert trainer.state.log_history[0]["tools/call_frequency"] == 2
+
+
+@pytest.mark.parametrize("stop", [[[i] for i in range(128)], None])
+def test_an_answer_behind_tools_that_ends_at_a_stop_is_whole(stop: Any, tmp_path: Path) -> None:
+    limits = {"max_completion_length": 60, "tools": [echo], "mask_truncated_completions": True}
+    trainer = make(tmp_path, **limits, generation_kwargs={"stop": stop, "suppress_tokens": [256]})
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["completions/clipped_ratio"] == (stop is None)
+    assert (log["grad_norm"] > 1e-4) == (stop is not None)
+
+
+def test_no_column_of_responses_is_lost() -> None:
+    """Joined with others and taken back, each is what it was."""
+
+    def some(first: int) -> Responses:
+        which = [*range(first, first + 3)]
+        sequences = [torch.tensor([i] * (i + 1)) for i in which]
+        numbers = [x.float() for x in sequences]
+        rollout = RolloutOutput(
+            sequences, ["eos", "stop", "length"], numbers, numbers, numbers, numbers,
+            [x[:, None, None] for x in sequences], 5, which, which,
+        )  # fmt: skip
+        names = [f"p{i}" for i in which]
+        prompts = Prompts(names, names, sequences, {"row": which}, which, str)
+        masks = [x > 0 for x in sequences]
+        calls = [ToolCalls(i + 1, i) for i in which]
+        return Responses(prompts, rollout, names, names, masks, calls)
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.tolist()
+        if dataclasses.is_dataclass(x):
+            return {f.name: plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
+        return [plain(e) for e in x] if isinstance(x, list | tuple) else x
+
+    one, other = some(0), some(3)
+    assert None not in plain(one).values()
+    both = one.joined(other).select([3, 4, 5, 0, 1, 2])
+    assert plain(both.select([0, 1, 2])) == plain(other)
+    assert plain(both.select([3, 4, 5])) == plain(one)
+    assert one.joined(other).statistics()["tools/call_frequency"] == 21 / 6
+    assert both.ended == [True, True, False] * 2
 
 
 def test_a_run_with_tools_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
