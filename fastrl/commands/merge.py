@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fastrl.commands.flags import own_parser
 from fastrl.run.files import new_folder
@@ -23,7 +24,7 @@ def run_merge(arguments: Sequence[str]) -> int:
         UsageError: an argument is missing, or unknown.
         FileNotFoundError: no model in the folder, or no base at the place that the adapter names.
         ValueError: a whole model without ``--dtype``; an output that is not empty; an adapter that
-            was trained on four-bit weights.
+            was trained on four-bit weights, or that cannot be merged.
     """
     flags = make_parser().parse_args(list(arguments))
     out = Path(flags.out)
@@ -56,6 +57,38 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def merge(model: Any) -> Any:
+    """The whole model that a PEFT model is, as any library loads it; the PEFT model is used up.
+
+    Raises:
+        ValueError: adapters that cannot be merged, or whose merged model says something else.
+    """
+    import torch
+
+    config = next(iter(model.peft_config.values()))
+    kind, remedy = getattr(config.peft_type, "value", config.peft_type), "serve it on its base"
+    if not hasattr(model, "merge_and_unload"):
+        raise ValueError(f"{kind} is no change of weights that can be merged: {remedy}")
+    if getattr(config, "layer_replication", None):
+        raise ValueError(
+            "the adapter is on layers that share their weights (layer_replication), with which no "
+            f"whole model is saved: {remedy}"
+        )
+    vocabulary = model.config.get_text_config().vocab_size
+    inputs = {"input_ids": torch.arange(min(8, vocabulary), device=model.device)[None]}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    with torch.no_grad():
+        before = model.eval()(**inputs).logits
+        merged = model.merge_and_unload(safe_merge=True)
+        off = (merged.eval()(**inputs).logits - before).abs().max()
+    left = [name for name, x in merged.named_modules() if type(x).__module__.startswith("peft.")]
+    if left or not off <= 1e-3 * before.abs().max().clamp(min=1):
+        why = f"PEFT leaves {left[0]} apart" if left else f"its logits would be off by {off:.2g}"
+        raise ValueError(f"this adapter ({kind}) cannot be merged, as {why}: {remedy}")
+    return merged
+
+
 def save_merged(source: str, out: Path, dtype: str | None) -> None:
     """Writes the whole model of an adapter's folder, or of a whole model's, to a new one."""
     import torch
@@ -73,7 +106,7 @@ def save_merged(source: str, out: Path, dtype: str | None) -> None:
         "others (from_pretrained(..., quantization_config=None)), and call merge_and_unload()",
     )
     reads_eos.load_from_adapter(model, source)
-    merged = model.merge_and_unload(safe_merge=True) if hasattr(model, "peft_config") else model
+    merged = merge(model) if hasattr(model, "peft_config") else model
     if dtype is not None:
         merged.to(getattr(torch, dtype))
     head = read_value_head(source, {})

@@ -245,8 +245,9 @@ def _share_weight(one: Any, other: Any) -> bool:
 
 def _change_alike(embedding: Any, head: Any) -> bool:
     """Whether an adapter keeps both tied: of trained tokens, or of modules that are saved whole."""
-    if all(hasattr(x, "token_adapter") for x in (embedding, head)):
-        return head.token_adapter.tied_adapter is embedding.token_adapter
+    inner, outer = (getattr(x, "token_adapter", x) for x in (embedding, head))
+    if getattr(outer, "tied_adapter", None) is inner:
+        return True
     wholes = [dict(getattr(x, "modules_to_save", None) or {}) for x in (embedding, head)]
     first, second = ({name: x.weight for name, x in whole.items()} for whole in wholes)
     return (

@@ -550,11 +550,12 @@ class _Checkpoint:
                 "safetensors, no other format is read"
             )
         _check_weights(self.folder, self.options.get("subfolder"))
-        modules = {*CLASSIFIER_HEADS, *(self.adapter.modules_to_save or ())}
+        modules = {*CLASSIFIER_HEADS, *(getattr(self.adapter, "modules_to_save", None) or ())}
         found = {}
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dict
-                name = key.removeprefix("base_model.model.")
+                # Prompt learning has the base under one name less.
+                name = key.removeprefix("base_model.").removeprefix("model.")
                 if "lora_" not in name and modules & set(name.split(".")):
                     found[name] = tuple(tensors.get_slice(key).get_shape())
         return found

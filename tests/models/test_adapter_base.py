@@ -1,5 +1,6 @@
 """The base under an adapter: the one that its folder names, and with what is tied apart."""
 
+import copy
 import warnings
 
 import peft
@@ -8,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from fastrl import cli
 from fastrl.models.adapter_base import warn_of_other_base
 from fastrl.models.load import load_classifier, load_language_model, with_adapter
 from tests import tiny_models
@@ -180,3 +182,41 @@ def test_a_classifiers_adapter_without_a_task_type(settings, found, base, tmp_pa
         tmp_path / "saved", num_labels=1
     )
     assert off(logits(adapted), loaded) == 0
+
+
+_OTHER_KINDS = {  # by what `fastrl merge` says of them
+    "is no change of weights": peft.PromptTuningConfig(num_virtual_tokens=3),
+    "PEFT leaves score apart": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "share their weights": lora(layer_replication=[[0, 2], [1, 2]]),
+    "saved": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
+@pytest.mark.parametrize("said", _OTHER_KINDS)
+def test_reward_adapters_of_other_kinds_load_and_are_merged_or_refused(
+    said, base, tmp_path, capsys
+):
+    model = plain(base, AutoModelForSequenceClassification, num_labels=1)
+    adapted = with_adapter(model, copy.copy(_OTHER_KINDS[said]))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1
+    adapted.save_pretrained(tmp_path / "saved")
+    assert off(logits(adapted), load_classifier(tmp_path / "saved")) == 0
+    status = cli.main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")])
+    assert status == (0 if said == "saved" else 2)
+    assert said in "".join(capsys.readouterr())
+    assert (tmp_path / "out").exists() is (said == "saved")
+
+
+@torch.no_grad()
+def test_an_adapter_of_tokens_alone_is_loaded(base, tmp_path):
+    config = peft.TrainableTokensConfig(token_indices=[3, 5], target_modules=["embed_tokens"])
+    adapted = with_adapter(plain(base), config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1
+    adapted.save_pretrained(tmp_path / "saved")
+    assert off(logits(adapted), load_language_model(tmp_path / "saved")) == 0
