@@ -210,3 +210,22 @@ def test_a_files_name_is_taken_literally(name, tmp_path):
         (tmp_path / other).parent.mkdir(exist_ok=True)
         (tmp_path / other).write_text(text.replace("own", "another"))
     assert list(load_table(str(path))["prompt"]) == ["own"]
+
+
+@pytest.mark.parametrize("as_lines", [True, False])
+def test_texts_of_dates_in_json_stay_texts(as_lines, tmp_path):
+    rows = [
+        {"n": i, "solution": day, "of": {"at": day}}
+        for i, day in enumerate(("2024-01-01", "2023-05-06"))
+    ]
+    said = "\n".join(map(json.dumps, rows)) if as_lines else json.dumps(rows)
+    file = tmp_path / ("rows.jsonl" if as_lines else "rows.json")
+    file.write_text(said)
+    assert load_table(str(file)).to_list() == rows
+
+
+def test_columns_that_only_later_rows_have_are_kept():
+    assert prompt_data.as_dataset([{"a": 1}, {"a": 2, "b": 3}]).to_list() == [
+        {"a": 1, "b": None},
+        {"a": 2, "b": 3},
+    ]
