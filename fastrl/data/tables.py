@@ -119,7 +119,9 @@ def as_dataset(dataset: Any) -> Dataset:
 
         rows = [dataset[i] for i in range(len(dataset))]
         try:
-            dataset = datasets.Dataset.from_list(rows)
+            # Dataset.from_list would have the first row's columns alone.
+            names = dict.fromkeys(name for row in rows for name in row)
+            dataset = datasets.Dataset.from_dict({x: [row.get(x) for row in rows] for x in names})
         except UnicodeEncodeError:
             for i, row in enumerate(rows):
                 for name, value in row.items():
@@ -327,16 +329,37 @@ def _read_files(files: list[Path]) -> Dataset:
     for file in files:
         _check_bytes(file)
     options = {"delimiter": "\t"} if files[0].suffix == ".tsv" else {}
+    kind = formats.pop()
     try:
         with _quiet():
-            return datasets.load_dataset(
-                formats.pop(),
+            table = datasets.load_dataset(
+                kind,
                 data_files=list(map(_literal, files)),
                 split="train",
                 **options,
             )
     except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
         _raise_read_error(files, error)
+    return _with_texts_of_dates(table, files) if kind == "json" else table
+
+
+def _with_texts_of_dates(table: Dataset, files: list[Path]) -> Dataset:
+    """The table of JSON files with texts such as "2024-01-01" as they stand there: JSON knows no
+    dates, and ``datasets`` makes some of them."""
+    dates = [name for name, kind in table.features.items() if "timestamp" in str(kind)]
+    if not dates:
+        return table
+    rows: list[Any] = []
+    for file in files:
+        text = file.read_text("utf-8-sig")
+        try:
+            rows += json.loads(text) if text.lstrip().startswith("[") else [json.loads(text)]
+        except json.JSONDecodeError:  # a row in each line
+            rows += [json.loads(line) for line in text.split("\n") if line.strip()]
+    order = table.column_names
+    for name in dates:
+        table = table.remove_columns(name).add_column(name, [row.get(name) for row in rows])
+    return table.select_columns(order)
 
 
 def _literal(file: Path) -> str:
