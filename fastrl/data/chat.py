@@ -18,6 +18,18 @@ _SHAREGPT = {"human": "user", "gpt": "assistant"}
 _MISSPELT = 0.8  # difflib's ratio from which an unknown role is taken for a known one
 
 
+# How a template marks what the assistant generates, and characters that stand for it: Unicode keeps
+# them free of any use between programs.
+_MARK = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_BORDERED = (
+    "{% macro fastrl_generation() %}{{ '"
+    + _OPEN
+    + "' ~ caller() ~ '"
+    + _CLOSE
+    + "' }}{% endmacro +%}"
+)
+
 _NOT_TEXT = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 
 
@@ -173,30 +185,8 @@ def chat_ids(
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """The token ids of what :func:`render` writes; arguments and errors are its."""
-    return chat_ids_and_marks(messages, tokenizer, False, answered=answered, template=template)[0]
-
-
-def chat_ids_and_marks(
-    messages: Sequence[Any],
-    tokenizer: Any,
-    marks: bool = True,
-    *,
-    answered: bool = True,
-    template: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[list[int], list[bool]]:
-    """The token ids of a chat, and which of them the chat template marks as the assistant's; none
-    of them without ``marks``. Further arguments and errors are those of :func:`render`."""
-    made = _written(
-        messages,
-        tokenizer,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=marks,
-        add_generation_prompt=not answered,
-        **template,
-    )
-    ids = list(made["input_ids"])
-    return ids, [bool(x) for x in made["assistant_masks"]] if marks else [False] * len(ids)
+    options = {"tokenize": True, "return_dict": True, "add_generation_prompt": not answered}
+    return list(_written(messages, tokenizer, **options, **template)["input_ids"])
 
 
 def _check_template(tokenizer: Any, held: str) -> None:
@@ -272,6 +262,39 @@ def marks_answers(tokenizer: Any) -> bool:
     return bool(re.search(r"{%-?\s*generation\b", tokenizer.get_chat_template()))
 
 
+def marked_spans(
+    messages: Sequence[dict[str, Any]], tokenizer: Any, template: Mapping[str, Any]
+) -> list[tuple[int, int]]:
+    """Where in the text of a conversation the chat template marks what the assistant generates, in
+    characters.
+
+    Each marked part is written between two characters that no text holds, so that it is found where
+    it stands at last, in a macro, a ``{% set %}`` or a ``{% filter %}`` too.
+
+    Raises:
+        ValueError: a template that changes the text by what is marked in it.
+    """
+    source = _BORDERED + _MARK.sub(
+        lambda tag: f"{tag[1]}{'endcall' if tag[2] else 'call fastrl_generation()'}{tag[3]}",
+        tokenizer.get_chat_template(tools=template.get("tools")),
+    )
+    made = render(list(messages), tokenizer, template={**template, "chat_template": source})
+    spans, text = [], ""
+    for part in re.split(f"([{_OPEN}{_CLOSE}])", made):
+        if part == _OPEN:
+            spans.append((len(text), len(text)))
+        elif part == _CLOSE and spans:
+            spans[-1] = (spans[-1][0], len(text))
+        else:
+            text += part
+    if text != render(list(messages), tokenizer, template=template):
+        raise ValueError(
+            "the chat template changes its text by what it marks with {% generation %}, so that "
+            "the assistant's turns cannot be found: mark them where they are written"
+        )
+    return spans
+
+
 def assistant_spans(
     messages: Sequence[dict[str, Any]], tokenizer: Any, template: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
@@ -285,22 +308,50 @@ def assistant_spans(
     """
     said, spans = list(messages), []
     whole = render(said, tokenizer, template=template)
+    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     for i, message in enumerate(said):
         if message["role"] != "assistant":
             continue
         front = render(said[:i], tokenizer, answered=False, template=template) if i else ""
-        alone = render(said[: i + 1], tokenizer, template=template)
+        alone = render(said[: i + 1], tokenizer, template=template).rstrip()
         content = message.get("content")
-        at = alone.rfind(content.strip()) if isinstance(content, str) else len(front)
-        ending = alone[max(at, len(front)) :].rstrip()
-        end = whole.find(ending, len(front))
-        if not i or not ending or not whole.startswith(front) or end < 0:
+        end = -1
+        if i and whole.startswith(front):
+            answer = content.strip() if isinstance(content, str) else ""
+            end = _end_of_turn(whole, alone, len(front), answer, ends)
+        if end < 0:
             raise ValueError(
                 f"message {i}: the assistant's turn cannot be found in what the chat template "
                 "writes: mark it there with {% generation %} and {% endgeneration %}"
             )
-        spans.append((len(front), end + len(ending)))
+        spans.append((len(front), end))
     return spans
+
+
+def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence[str]) -> int:
+    """Where the assistant's turn ends in a conversation's text; -1: it cannot be found.
+
+    Args:
+        alone: the text up to that turn, as its last one, without blanks behind.
+        front: the length of what is written in front of the turn.
+        answer: what the assistant says in it, besides its calls.
+        ends: special tokens, with one of which a turn may end that is not the last one.
+    """
+    if len(alone) > front and whole.startswith(alone):
+        return len(alone)
+    place = alone.rfind(answer)
+    at = whole.find(answer, front)
+    if not answer or place < front or at < 0:
+        return -1
+    ending = alone[place + len(answer) :]
+    behind = at + len(answer)
+    if ending and whole.startswith(ending, behind):
+        return behind + len(ending)
+    # A template may end the last turn with another token than the others.
+    token = ending.lstrip()
+    behind += len(ending) - len(token)
+    found = (end for end in ends if token in ends and whole.startswith(end, behind))
+    return next((behind + len(end) for end in found), -1)
 
 
 def prompt_text(

@@ -15,9 +15,9 @@ from fastrl.data.chat import (
     as_messages,
     assistant_spans,
     chat_ids,
-    chat_ids_and_marks,
     check_unicode,
     is_blank,
+    marked_spans,
     marks_answers,
     prompt_text,
     render,
@@ -152,16 +152,15 @@ class Encoder:
                 ids = _with_end(ids, self.tokenizer)
             learned = [True] * len(ids)
         else:
-            marks = assistant_only and marks_answers(self.tokenizer)
-            ids, marked = chat_ids_and_marks(said, self.tokenizer, marks, template=self.template)
-            ids = ids[: self._end(ids)]
-            if marks:
-                learned = marked[: len(ids)]
-            elif assistant_only:
-                spans = assistant_spans(said, self.tokenizer, self.template)
-                learned = self._within(said, spans)[: len(ids)]
-            else:
-                learned = [True] * len(ids)
+            ids = chat_ids(said, self.tokenizer, template=self.template)
+            ids, learned = ids[: self._end(ids)], [True] * len(ids)
+            if assistant_only:
+                marks = marks_answers(self.tokenizer)
+                found = (marked_spans if marks else assistant_spans)(
+                    said, self.tokenizer, self.template
+                )
+                learned = self._within(said, found)
+            learned = learned[: len(ids)]
         return ids[: self.max_length], learned[: self.max_length]
 
     def behind(self, prompt: list[dict[str, Any]], whole: list[dict[str, Any]]) -> list[bool]:
@@ -171,12 +170,11 @@ class Encoder:
 
     def _within(self, said: list[dict[str, Any]], parts: Sequence[tuple[int, int]]) -> list[bool]:
         """Which tokens of a conversation begin within parts of its text."""
-        _, _, spans = _tokens(self.tokenizer, self._rendered(said))
+        _, _, spans = _tokens(self._exact_tokenizer, self._rendered(said))
         if spans is None:
             raise ValueError(
                 f"{type(self.tokenizer).__name__} does not tell where its tokens lie, by which the "
-                "assistant's turns are found: use a fast tokenizer, or a chat template that marks "
-                "them with {% generation %} and {% endgeneration %}"
+                "assistant's turns are found: use a fast tokenizer"
             )
         return [any(a <= begin < b for a, b in parts) for begin, _ in spans]
 
@@ -376,6 +374,19 @@ class Encoder:
             for row in (ids, first)
         )
         return [*first[:end], *ids[begin:]], [*(where or ())[:end], *(spans or ())[begin:]]
+
+    @cached_property
+    def _exact_tokenizer(self) -> Any:
+        """The tokenizer without special tokens around texts, whose spans have the blanks in front
+        of words, which ``trim_offsets`` leaves out."""
+        if self._base is not None:
+            return self._base._exact_tokenizer
+        if not self.tokenizer.is_fast or self.tokenizer.backend_tokenizer.post_processor is None:
+            return self.tokenizer
+        exact = copy.copy(self.tokenizer)
+        exact._tokenizer = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        exact._tokenizer.post_processor = None
+        return exact
 
     @cached_property
     def _continuation_tokenizer(self) -> Any:

@@ -169,7 +169,8 @@ class MistralCommonTokenizer(MistralCommonBackend):
         text, and all that it depends on, as a text."""
         version = self.tokenizer.instruct_tokenizer.tokenizer.version
         said = json.dumps([self.get_vocab(), version.value])
-        return SimpleNamespace(normalizer=None, pre_tokenizer=None, to_str=lambda: said)
+        steps = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
+        return SimpleNamespace(**steps, to_str=lambda: said)
 
     def _ids(self, text: str, split: bool) -> list[int]:
         tekken = self.tokenizer.instruct_tokenizer.tokenizer

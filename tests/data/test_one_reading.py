@@ -149,6 +149,12 @@ class Reading:
         front = self.bare.encode(text[:at], add_special_tokens=False).ids
         return [*front, *(self.ids(text[at:]) if text[at:] else [])]
 
+    def marked(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
+        """A chat's tokens, and which of them begin within what the assistant says."""
+        text, said = "".join(x for x, _ in pieces), [own for x, own in pieces for _ in x]
+        found = self.core.encode(up_to_eos(text), add_special_tokens=False)
+        return found.ids, [said[begin] for begin, _ in found.offsets]
+
     def ended(self, ids: list[int]) -> list[int]:
         return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
@@ -340,6 +346,24 @@ def doors(made: Any, cases: list[Case]) -> dict[str, tuple[list[Any], list[Any]]
     return found
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_are_of_what_the_assistant_said(kind: str, template: str) -> None:
+    made, read = tokenizer(kind, template), Reading(kind)
+    drawn = [Case(kind, template, i) for i in range(ROWS)]
+    for columns in range(3):
+        cases = [case for case in drawn if len(case.options) == columns]
+        chats = [[*c.messages, {"role": "assistant", "content": "ab"}] for c in cases]
+        pairs = list(zip(chats, cases, strict=True))
+        data = Dataset.from_list([{"messages": x, **case.options} for x, case in pairs])
+        for row, (chat, case) in zip(
+            prepare_texts(data, made, assistant_only=True), pairs, strict=True
+        ):
+            ids, marks = read.marked(written(template, chat, case.options))
+            labels = [x if own else IGNORED for x, own in zip(ids, marks, strict=True)]
+            assert (row["input_ids"], row["labels"]) == (ids, labels), chat
+
+
 @pytest.mark.parametrize("template", ["plain", "begins"])
 @pytest.mark.parametrize("kind", ["neither", "both"])
 def test_prompts_that_are_cut_keep_bos(kind: str, template: str) -> None:
@@ -369,3 +393,13 @@ def test_a_text_that_ends_with_eos_is_closed_once() -> None:
     made, read = tokenizer("both", "plain"), Reading("both")
     (row,) = prepare_texts([{"text": "dc<e>"}], made)
     assert row["input_ids"] == [read.bos, *read.ids("dc"), read.eos]
+
+
+def test_a_turn_between_two_equal_answers_is_not_learned() -> None:
+    """Of a template that ends the last turn with another token."""
+    made, read = tokenizer("neither", "switches"), Reading("neither")
+    turns = [("user", "a"), ("assistant", "d"), ("user", "d"), ("assistant", "d")]
+    chat = [{"role": role, "content": said} for role, said in turns]
+    (row,) = prepare_texts([{"messages": chat}], made, assistant_only=True)
+    learned = [x for x in row["labels"] if x != IGNORED]
+    assert learned == read.ids("d<x>d<e>")
