@@ -25,8 +25,9 @@ def math_reward(
 ) -> list[float | None]:
     r"""1 where a response's answer is equal to the solution, by math-verify, else 0.
 
-    A response's answer is its LaTeX, that of ``\boxed{...}`` first; one that does not parse is
-    wrong. None, for "does not apply", where the solution does not parse, or is None.
+    A response's answer is its LaTeX in ``\boxed{...}``, or behind "answer"; one that does not parse
+    is wrong. A solution without delimiters is read as if it stood in a box. None, for "does not
+    apply", where the solution does not parse, or is None; docs/ready_rewards.md has a table.
 
     The answers are parsed in a process of its own, so that what takes longer than 10 seconds, or
     would never end, can be ended, whatever thread this is called in: such a solution is None, such
@@ -34,7 +35,7 @@ def math_reward(
 
     Args:
         completions: texts, or lists of messages.
-        solution: the data set's column: LaTeX, or numbers and expressions.
+        solution: the data set's column: LaTeX, or numbers, expressions and sentences.
         log_extra: as trainers by TRL 1.x's names pass it: notes what was parsed.
 
     Raises:

@@ -6,8 +6,46 @@ It needs math-verify alone: see :mod:`fastrl.rewards.timed_worker`.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
+
+_DELIMITED = re.compile(r"\$.+\$|\\\(|\\\[|\\boxed", re.DOTALL)
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?|\d*\.\d+|\d+)\s*%?")
+_SCIENTIFIC = re.compile(r"[-+]?(?:\d*\.)?\d+[eE][-+]?\d{1,3}")
+_MIXED = re.compile(r"(?<![\w/])(\d+) (\d+)/(\d+)(?![\w/])")
+_ROOT = re.compile(r"√\s*(\w+)")
+_FUNCTION = re.compile(
+    r"(?<![a-zA-Z\\])"
+    r"(arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|pi)"
+    r"(?![a-zA-Z])"
+)
+_TEXT = re.compile(r"\\text\w*\{[^}]*\}|\\(?:begin|end)\{\w+\}|\bsqrt\b|\\[a-zA-Z]+")
+_WORD = re.compile(r"(?<![a-zA-Z])(?!(?:and|or)\b)(?:[a-zA-Z]{3,}|is|it|of|to|in|at)(?![a-zA-Z])")
+_PIECE = re.compile(r"\\[a-zA-Z]|[\^_]\{")
+
+
+def delimited(solution: str) -> str:
+    r"""A solution with its LaTeX in delimiters, as math-verify reads it.
+
+    One that has none is an expression, read as if it stood in ``\boxed{}``, with the functions of
+    plain text (``2*sqrt(3)``, ``sin(x)``) as LaTeX's; or a sentence, of which the numbers alone are
+    read, and nothing ("") where it has LaTeX, of which a number may be a piece.
+    """
+    text = solution.rpartition("####")[2].strip()  # GSM8K's mark of the answer
+    text = re.sub(r"(?<=[^.])\.$", "", text)
+    if _SCIENTIFIC.fullmatch(text):
+        return format(Decimal(text), "f")
+    if _DELIMITED.search(text) or _NUMBER.fullmatch(text):
+        return text
+    text = _FUNCTION.sub(r"\\\1", text)
+    if not text.isalpha() and _WORD.search(_TEXT.sub(" ", text)):
+        return "" if _PIECE.search(text) else text
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", _ROOT.sub(r"\\sqrt{\1}", text))
+    for written, latex in (("**", "^"), ("√", "sqrt"), ("°", r"^\circ"), ("²", "^2"), ("³", "^3")):
+        text = text.replace(written, latex)
+    return rf"\boxed{{{text}}}"
 
 
 def make_judge() -> Callable[..., dict[str, Any]]:
@@ -25,7 +63,7 @@ def make_judge() -> Callable[..., dict[str, Any]]:
 
     @functools.lru_cache(maxsize=64)  # the responses to a prompt have one solution
     def solution_of(text: str) -> Any:
-        return parse(text, parsing_timeout=None)
+        return parse(delimited(text), parsing_timeout=None)
 
     def judge(solution: str, answer: str | None = None) -> dict[str, Any]:
         gold = solution_of(solution)
