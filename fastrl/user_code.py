@@ -153,6 +153,13 @@ def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
     return [frame for frame in below if not frame.filename.startswith(_LIBRARIES)] or below
 
 
+def is_users(file: str | None) -> bool:
+    """Whether a file of Python is none of a library's, of Python's or of fastrl's."""
+    if file is None or file.startswith((*_LIBRARIES, "<")):
+        return False
+    return not {"site-packages", "dist-packages"} & {*Path(file).parts}  # of another environment
+
+
 def load_function(name: str) -> Callable[..., Any]:
     """Loads the function of "module:function" or "path/to/file.py:function".
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.data.cache_key import own_code, user_code
 from fastrl.data.chat import TextOrMessages
 from fastrl.data.encode import Encoder
 from fastrl.run.files import cache_file
@@ -127,8 +128,6 @@ def _place(
 ) -> Path | None:
     """The file of some prompts; None where it cannot be told what the tokenizer does."""
     import datasets
-    import tokenizers
-    import transformers
 
     template = repr(tokenizer.chat_template)
     if not getattr(tokenizer, "is_fast", False) or "strftime" in template:  # writes the date
@@ -140,8 +139,8 @@ def _place(
         type(tokenizer).__name__,
         template,
         repr(tokenizer.special_tokens_map),
-        transformers.__version__,
-        tokenizers.__version__,
+        own_code(),
+        user_code(tokenizer),
         repr(closed),
     ]
     key = hashlib.sha256("\n".join(what).encode()).hexdigest()[:32]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.data.cache_key import keyed
 from fastrl.data.chat import as_messages, check_messages, is_chat, template_arguments
 from fastrl.data.columns import read_label, refuse_pictures
 from fastrl.data.encode import Encoder
@@ -50,7 +51,7 @@ def prepare_pairs_of_ids(
     Raises:
         ValueError: other columns, images, no row, messages without a role or a content.
     """
-    options = _map_options(dataset, num_proc)
+    dataset, options = _keyed(dataset, tokenizer), _map_options(dataset, num_proc)
     row = _first(dataset)
     if all(name in row for name in OF_A_PAIR):
         return _within(_cut(dataset, OF_A_PAIR, cuts, tokenizer, options), longest_prompt, options)
@@ -83,7 +84,7 @@ def prepare_completions_of_ids(
 
     Further arguments and errors are those of :func:`prepare_pairs_of_ids`.
     """
-    options = _map_options(dataset, num_proc)
+    dataset, options = _keyed(dataset, tokenizer), _map_options(dataset, num_proc)
     row = _first(dataset)
     if not all(name in row for name in OF_A_COMPLETION):
         numbers = []
@@ -239,6 +240,10 @@ def completions_of(batch: Mapping[str, Any], packed: bool = False, prefix: str =
     padding = PaddingFree() if packed and usual and bool(counts.all()) else Padded()
     own = {"mask": mask, "response_mask": mask, "position_ids": None}
     return replace(found, **own, padding=padding).to(given[0].device)
+
+
+def _keyed(dataset: Any, tokenizer: Any) -> Any:
+    return dataset if is_stream(dataset) else keyed(dataset, tokenizer)
 
 
 def _map_options(dataset: Any, num_proc: int | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fastrl.data.cache_key import keyed
 from fastrl.data.chat import as_chatml, check_messages, template_arguments
 from fastrl.data.collators import (
     ID_COLUMNS,
@@ -79,7 +80,7 @@ def prepare_texts(
     """
     streams = is_stream(dataset)
     if not streams:
-        dataset = as_dataset(dataset)
+        dataset = keyed(as_dataset(dataset), formatting_func, tokenizer)
     if formatting_func is not None:
         dataset, text_field = _formatted(dataset, formatting_func), _FORMATTED
         columns = [_FORMATTED]
@@ -345,7 +346,7 @@ def prepare_pairs(
     """
     streams = is_stream(dataset)
     if not streams:
-        dataset = as_dataset(dataset)
+        dataset = keyed(as_dataset(dataset), tokenizer)
     columns = set(stream_columns(dataset) if streams else dataset.column_names)
     margin = ["margin"] if "margin" in columns else []
     if margin and not streams:

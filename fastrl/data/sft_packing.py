@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from fastrl.data.cache_key import keyed
 from fastrl.data.collators import IGNORED, targets_of
 from fastrl.data.tables import is_stream
 from fastrl.models.utils import evaluating
@@ -56,6 +57,8 @@ def packed(texts: Any, room: int, strategy: str) -> Any:
             texts that are longer than a row), or "wrapped" (all texts one after the other, cut
             where a row is full: a row is one text, in which what comes later sees what was before).
     """
+    if strategy in (BFD_SPLIT, WRAPPED) and not is_stream(texts):
+        texts = keyed(texts)
     if strategy == BFD_SPLIT:
         texts = texts.map(partial(_pieces, room=room), batched=True)
     if strategy == WRAPPED:

@@ -1,0 +1,141 @@
+"""The key of prepared rows in the cache of ``datasets``.
+
+``datasets`` keys what a function made of rows by the function's name where it stands in a module:
+an edited function, or another version of fastrl, would read what the one before it wrote.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from fastrl.user_code import is_users
+
+
+def keyed(dataset: Any, *code: Any) -> Any:
+    """The data set, with a key for all that is made of it from here on, of the code that makes it:
+    fastrl's own, and the user's.
+
+    Args:
+        dataset: a ``datasets.Dataset``.
+        code: functions, objects and tokenizers that take part; None counts nothing.
+    """
+    said = [dataset._fingerprint, own_code(), user_code(*code)]
+    key = hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+    return dataset.remove_columns([], new_fingerprint=key)
+
+
+@functools.cache
+def own_code() -> str:
+    """A hash of what reads rows and writes token ids: this room, transformers and tokenizers."""
+    import tokenizers
+    import transformers
+
+    digest = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def user_code(*code: Any) -> str:
+    """A hash of the user's files that hold functions and objects, and of those that these import.
+    What a program or notebook itself defines counts by what it names: ``datasets`` pickles the
+    rest."""
+    files: dict[Path, bytes] = {}
+    seen: set[int] = set()
+    for each in code:
+        _visit(each, files, seen)
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(files[path])
+    return digest.hexdigest()
+
+
+def _visit(x: Any, files: dict[Path, bytes], seen: set[int]) -> None:
+    """Adds the files of an object's code."""
+    if id(x) in seen:
+        return
+    seen.add(id(x))
+    module = x if isinstance(x, ModuleType) else sys.modules.get(getattr(x, "__module__", ""))
+    if module is not None and module.__name__ != "__main__":
+        _add(getattr(module, "__file__", None), files)
+    for part in _parts(x):
+        _visit(part, files, seen)
+
+
+def _parts(x: Any) -> Iterator[Any]:
+    """What an object is made of that may be the user's code."""
+    if isinstance(x, functools.partial):
+        yield from (x.func, *x.args, *x.keywords.values())
+    elif isinstance(x, MethodType):
+        yield from (x.__func__, x.__self__)
+    elif isinstance(x, FunctionType):
+        yield getattr(x, "__wrapped__", None)
+        yield from (cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell))
+        if x.__module__ == "__main__":
+            yield from (x.__globals__.get(name) for name in _names(x.__code__))
+    elif isinstance(x, type):
+        yield from x.__mro__[1:]
+        if x.__module__ == "__main__":
+            yield from vars(x).values()
+    elif isinstance(x, list | tuple | set | frozenset):
+        yield from x
+    elif isinstance(x, dict):
+        yield from x.values()
+    elif not isinstance(x, ModuleType):
+        yield type(x)
+        if type(x).__module__ == "__main__" or is_users(getattr(_module_of(x), "__file__", None)):
+            yield from getattr(x, "__dict__", {}).values()
+
+
+def _add(file: str | None, files: dict[Path, bytes]) -> None:
+    """Adds a user's file, and those of the user's that it imports."""
+    path = None if file is None else Path(file)
+    if path is None or path in files or not is_users(file) or not path.is_file():
+        return
+    files[path] = path.read_bytes()
+    with contextlib.suppress(SyntaxError):
+        for node in ast.walk(ast.parse(files[path])):
+            for folder, name in _imported(node, path):
+                for found in (folder / f"{name}.py", folder / name / "__init__.py"):
+                    _add(str(found), files)
+
+
+def _imported(node: ast.AST, importer: Path) -> Iterator[tuple[Path, str]]:
+    """Folders, and names of modules that may lie in them."""
+    if isinstance(node, ast.Import):
+        names, folders = [each.name for each in node.names], [Path(p) for p in sys.path]
+    elif isinstance(node, ast.ImportFrom):
+        inner = [each.name for each in node.names]
+        base = (node.module or "").replace(".", "/")
+        names = [base, *(f"{base}/{name}".lstrip("/") for name in inner)]
+        above = importer.parents[node.level - 1] if node.level else None
+        folders = [Path(p) for p in sys.path] if above is None else [above]
+    else:
+        return
+    for folder in [importer.parent, *folders]:
+        yield from ((folder, name.replace(".", "/")) for name in names if name)
+
+
+def _module_of(x: Any) -> ModuleType | None:
+    return sys.modules.get(type(x).__module__)
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _names(code: CodeType) -> list[str]:
+    """Names that code reads, that of the functions within it too."""
+    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _names(c)]
+    return [*code.co_names, *inner]
