@@ -113,7 +113,14 @@ USED = (
     Reason("_is_vlm", "fastrl/trl/rollout_func.py", "", "of TRL's trainer, to refuse images"),
     # Of torch and others that are not behind the trainers.
     Reason("_DropoutNd", "fastrl/models/utils.py", "torch/nn/modules/dropout.py", "all kinds"),
-    Reason("_python_dispatch", "fastrl/models/load.py", _MODULE, "weights of several tensors"),
+    Reason("_fingerprint", "fastrl/data/cache_key.py", "", "the key to which ours is added"),
+    Reason("_commit_hash", "fastrl/models/adapter_base.py", "", "of a base from the Hub"),
+    Reason("_getframe", "fastrl/programs/importer.py", "", "the program that asks for a name"),
+    Reason(
+        "_python_dispatch",
+        "fastrl/models/load.py fastrl/models/adapter_base.py",
+        *(_MODULE, "weights of several tensors"),
+    ),
     Reason(
         "_forward_hooks",
         "fastrl/models/latents.py fastrl/models/lm_head.py fastrl/models/tied_embedding.py "
