@@ -18,7 +18,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastrl.alignment import DatasLoader
 from fastrl.data.collators import IGNORED
@@ -26,9 +26,11 @@ from fastrl.data.preferences import prepare_completions_of_ids, prepare_pairs_of
 from fastrl.data.prepare import prepare_pairs, prepare_texts
 from fastrl.data.prompts import Prompts
 from fastrl.data.reads_eos import KEY
+from fastrl.models.fast_tokenizer import as_fast
 from fastrl.rewards.functions import ClassifierReward
 from fastrl.trl.grpo import GRPOTrainer
 from fastrl.trl.reward_functions import RewardFunctions
+from tests import mistral_folders
 
 # A prompt's end may have other tokens in front of its completion than alone.
 pytestmark = pytest.mark.filterwarnings("ignore:the end of a prompt has other tokens")
@@ -403,3 +405,50 @@ def test_a_turn_between_two_equal_answers_is_not_learned() -> None:
     (row,) = prepare_texts([{"messages": chat}], made, assistant_only=True)
     learned = [x for x in row["labels"] if x != IGNORED]
     assert learned == read.ids("d<x>d<e>")
+
+
+class TekkenCase(Case):
+    """A chat with the ids that mistral-common itself writes."""
+
+    def __init__(self, write: Any, tools: list[Any], said: tuple[str, str, str]):
+        prompt, *replies = ([{"role": role, "content": text}] for role, text in zip(
+            ("user", "assistant", "assistant"), said, strict=True
+        ))  # fmt: skip
+        self.options, self.chat = {"tools": tools} if tools else {}, True
+        self.row = {"prompt": prompt, "completion": replies[0], **self.options}
+        self.pair = {"prompt": prompt, "chosen": replies[0], "rejected": replies[1]}
+        self.pair |= self.options
+        self.begin = write(prompt, tools, "test")
+        whole = [write([*prompt, *reply], tools, "finetuning") for reply in replies]
+        assert all(ids[: len(self.begin)] == self.begin for ids in whole)
+        self.texts: Any = [ids[len(self.begin) :] for ids in whole]
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.begin
+
+    def answers(self, ends: bool) -> list[list[int]]:
+        return self.texts
+
+    def jointly(self, texts: Any) -> tuple[list[int], list[list[int]]]:
+        return self.begin, texts
+
+
+@pytest.mark.parametrize("version", ["v7", "v13"])
+def test_every_door_reads_chats_as_mistral_common_writes_them(tmp_path: Any, version: str) -> None:
+    request = pytest.importorskip("mistral_common.protocol.instruct.request")
+    mistral = pytest.importorskip("mistral_common.tokens.tokenizers.mistral")
+    folder = mistral_folders.save(tmp_path, version)
+
+    def write(chat: list[Any], tools: list[Any], mode: str) -> list[int]:
+        own = mistral.MistralTokenizer.from_file(str(folder / "tekken.json"), mode=mode)
+        asked = request.ChatCompletionRequest.from_openai(messages=chat, tools=tools or None)
+        return own.encode_chat_completion(asked).tokens
+
+    made = as_fast(AutoTokenizer.from_pretrained(folder))
+    tool = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    for tools in ([], [{"type": "function", "function": tool}]):
+        said = [("hello the", "is", " world\n"), ("is é", "[x] ", "the")]
+        cases: list[Case] = [TekkenCase(write, tools, each) for each in said]
+        for door, (found, wanted) in doors(made, cases).items():
+            assert found == wanted, door
