@@ -192,7 +192,7 @@ BEHIND_TRAINERS = ("transformers/", "accelerate/", "peft/", "datasets/")
 REPLACED = {
     "fastrl/models/products.py": "vars(layer)['forward'], of linear layers on a CPU",
     "fastrl/models/activation_checkpointing.py": "vars(layer)['forward'], of decoder layers",
-    "fastrl/programs/taken_away.py": "calls of transformers, PEFT and datasets, in run-trl alone",
+    "fastrl/programs/importer.py": "names and calls of other packages, in run-trl alone",
 }
 # What ours do in the place of a function of theirs, or rely on the order of, without calling it.
 FOLLOWED = {
