@@ -108,7 +108,7 @@ def prepare_completions_of_ids(
     dataset = _cut(dataset, OF_A_COMPLETION[:2], cuts, tokenizer, options)
     dataset = _within(dataset, longest_prompt, options)
     if mismatched is not None and "KL_completion_ids" not in row:
-        dataset = dataset.map(_rotate, batched=True, batch_size=mismatched, **options)
+        dataset = _mismatched(dataset, mismatched, options)
     return dataset
 
 
@@ -342,8 +342,41 @@ def _unpair(rows: Mapping[str, list[Any]], numbers: list[int]) -> dict[str, list
     return {**others, "completion": both, "label": label, ROW: numbers * 2}
 
 
+def _mismatched(dataset: Any, size: int, options: Mapping[str, Any]) -> Any:
+    """Gives each row the completion of another one of its ``size`` rows, as KL_completion_ids.
+
+    A row that is left over belongs to those before it; in a stream, where these have gone by, it is
+    dropped.
+
+    Raises:
+        ValueError: there is one row alone.
+    """
+    if is_stream(dataset):
+        return dataset.map(_rotate, batched=True, batch_size=size, **options)
+    count = len(dataset)
+    if count == 1:
+        raise ValueError(
+            "one row has no other, whose completion the KL of KTO is measured on: bring two rows, "
+            "or choose loss_type='apo_zero_unpaired'"
+        )
+    import datasets
+
+    # Each process would have a row left over.
+    options = {name: x for name, x in options.items() if name != "num_proc"}
+    last = size + 1 if count % size == 1 else 0
+    parts = [(dataset.select(range(count - last)), size)] if count > last else []
+    parts += [(dataset.select(range(count - last, count)), last)] if last else []
+    found = [x.map(_rotate, batched=True, batch_size=of, **options) for x, of in parts]
+    return found[0] if len(found) == 1 else datasets.concatenate_datasets(found)
+
+
 def _rotate(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     completions = rows["completion_ids"]
+    if len(completions) == 1:
+        warnings.warn(
+            "the last row of a stream is dropped: KTO has no other beside it", stacklevel=2
+        )
+        return {name: [] for name in (*rows, "KL_completion_ids")}
     return {"KL_completion_ids": [completions[-1], *completions[:-1]]}
 
 

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -490,7 +490,6 @@ def _by_name(
             "reward_fn is empty: pass a reward function, or several, or an environment_factory "
             "whose objects have a get_reward"
         )
-    functions: dict[str, RewardFunction] = {}
     for name, function in named:
         if not callable(function):
             raise TypeError(
@@ -499,11 +498,19 @@ def _by_name(
             )
         if not isinstance(name, str) or not name:
             raise TypeError(f"the names of reward functions must be texts, got {name!r}")
+    names = numbered(name for name, _ in named)
+    return dict(zip(names, (function for _, function in named), strict=True))
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """Names of which each is there once: behind the first the others of a name have a number."""
+    found: dict[str, None] = {}
+    for name in names:
         unique, number = name, 2
-        while unique in functions:
+        while unique in found:
             unique, number = f"{name}_{number}", number + 1
-        functions[unique] = function
-    return functions
+        found[unique] = None
+    return [*found]
 
 
 def _ready(function: Any) -> Any:

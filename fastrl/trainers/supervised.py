@@ -10,7 +10,7 @@ import types
 import typing
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -461,7 +461,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         :meth:`held_out`, and does not depend on batches and processes."""
         losses: list[Tensor] = []
         self._losses_so_far = losses
-        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        prefix = prefix_of(args, kwargs)
         try:
             with self.products.on(self.model, self.ref_model):
                 output = super().evaluation_loop(*args, **kwargs)
@@ -631,6 +631,12 @@ def check_numbers(args: Any, kind: type) -> None:
         raise ValueError(
             f"unknown train_sampling_strategy {order!r}: choose one of {', '.join(_STRATEGIES)}"
         )
+
+
+def prefix_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What the names of an evaluation's metrics begin with, by the arguments of
+    ``evaluation_loop``: "eval", and of several sets with the name of each."""
+    return kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
 
 
 def settings_of(args: Any, kind: type, **keywords: Any) -> Any:

@@ -157,7 +157,7 @@ class GRPOTrainer(OnlineTrainer):
                 self._adapt_entropy((entropies * weights).sum(), weights.sum())
         if self.beta:
             kl = self._loss.kl(batch.whole, batch.logprobs)
-            metrics.add({"kl": mean_of(kl)}, of_none=0.0)
+            metrics.add({"kl": mean_of(kl)})
         self._note_clips(batch.whole, batch.logprobs, mode)
 
     def _chosen(self, entropies: Tensor) -> Tensor:
@@ -248,10 +248,10 @@ class GRPOTrainer(OnlineTrainer):
         rho, advantages = ratios.units, ratios.advantages
         if args.loss_type == "cispo":
             cut = (rho > high_of(args)) & (advantages > 0)
-            metrics.add({"cispo_clip_ratio": mean_of(cut)}, of_none=0.0)
+            metrics.add({"cispo_clip_ratio": mean_of(cut)})
         if args.loss_type == "vespo":
             gammas = part.means(self._loss.gammas(part, logprobs))[part.counts > 0]
-            metrics.add({"vespo/phi_seq_mean": mean_of(gammas)}, of_none=0.0)
+            metrics.add({"vespo/phi_seq_mean": mean_of(gammas)})
         if not self._loss.type.clips:
             return
         if args.delta is not None:

@@ -56,7 +56,7 @@ from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.sharded import ShardedTrainer
-from fastrl.trainers.supervised import check_one_gpu, settings_of
+from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of
 from fastrl.trl.group_loaders import GroupLoaders
 from fastrl.trl.judged import Judged
 from fastrl.trl.log_probs import ResponseScorer
@@ -467,7 +467,11 @@ class OnlineTrainer(
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._generations["eval"] = 0  # all evaluations draw the same random numbers
         with self.products.on(self.model, self.ref_model):
-            return super().evaluation_loop(*args, **kwargs)
+            output = super().evaluation_loop(*args, **kwargs)
+        taken = self._noted.take("eval", self.state.num_input_tokens_seen)
+        prefix = prefix_of(args, kwargs)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in taken.items()})
+        return output
 
     def prediction_step(
         self,
@@ -604,7 +608,7 @@ class OnlineTrainer(
             if name in routings[0]:
                 noted[f"router/{name}"] = mean_of(torch.stack([x[name] for x in routings]))
         self.note_batch(batch, mode)
-        self._metrics[mode].add(noted, of_none=0.0)
+        self._metrics[mode].add(noted)
 
     # Responses and rewards.
 
@@ -738,8 +742,8 @@ class OnlineTrainer(
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the means of what was noted since the last log, by TRL's names."""
-        mode = "train" if self.model.training else "eval"
-        logs.update(self._noted.take(mode, self.state.num_input_tokens_seen))
+        if self.model.training:
+            logs.update(self._noted.take("train", self.state.num_input_tokens_seen))
         super().log(logs, start_time)
         if self.processes.is_main:
             self._noted.show(self.state.global_step)

@@ -282,7 +282,7 @@ def note_clips(
     high = ((ratio > 1 + high_of(args)) & (advantages > 0)).float()
     parts = {"low": low, "high": high, "region": low + high}
     means = {f"clip_ratio/{name}_mean": mean_of(cut) for name, cut in parts.items()}
-    metrics.add(means, of_none=0.0)
+    metrics.add(means)
     for name, cut, most in (("low_min", low, False), ("high_max", high, True)):
         of_each = cut if per_response is None else per_response(cut)
         metrics.add_extreme(f"clip_ratio/{name}", of_each, most)

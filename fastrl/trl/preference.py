@@ -29,7 +29,13 @@ from fastrl.ref_model import Follow, RefModel
 from fastrl.settings import check_refused, kept_settings
 from fastrl.trainers.passes import fill
 from fastrl.trainers.router_loss import router_loss
-from fastrl.trainers.supervised import SupervisedTrainer, check_one_gpu, is_path, length_limit
+from fastrl.trainers.supervised import (
+    SupervisedTrainer,
+    check_one_gpu,
+    is_path,
+    length_limit,
+    prefix_of,
+)
 from fastrl.trl.planning import PlansMemory, plan_preference
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.preference_config import PreferenceConfig
@@ -400,14 +406,21 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the metrics' means since the last log."""
-        mode = "train" if self.model.training else "eval"
-        taken = self._metrics[mode].take(self.processes)
-        found = {name: x for name, x in taken.items() if x is not None}
-        logs |= found if mode == "train" else {f"eval_{name}": x for name, x in found.items()}
+        if self.model.training:
+            logs |= self._taken("train", "")
         super().log(logs, start_time)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
+        output.metrics.update(self._taken("eval", f"{prefix_of(args, kwargs)}_"))
+        return output
+
+    def _taken(self, mode: str, prefix: str) -> dict[str, float]:
+        taken = self._metrics[mode].take(self.processes)
+        return {f"{prefix}{name}": x for name, x in taken.items() if x is not None}
+
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
-        """None: :meth:`log` adds those of the evaluation."""
+        """None: :meth:`evaluation_loop` adds those that were noted."""
         return {}
 
     # Checkpoints.

@@ -76,7 +76,7 @@ class ResponseLog:
         every = self.processes.joined(torch.tensor(own), [len(own)] * self.processes.count)
         prompts, lengths, cut, learned = every.t()
         metrics, cut = self.metrics[mode], cut.bool()
-        whole = lengths[~cut] if bool((~cut).any()) else torch.zeros(1)
+        whole = lengths[~cut] if bool((~cut).any()) else torch.tensor([torch.nan])
         for name, of in (("", lengths), ("terminated_", whole)):
             metrics.add_number(f"completions/mean_{name}length", float(of.float().mean()))
             metrics.add_number(f"completions/min_{name}length", float(of.min()))
@@ -128,8 +128,7 @@ class ResponseLog:
         noted: Any = self.metrics[mode].take(self.processes)
         if noted:
             noted = {"num_tokens": float(tokens), **noted}
-        prefix = "eval_" if mode == "eval" else ""
-        return {f"{prefix}{name}": value for name, value in noted.items()}
+        return noted
 
     def show(self, step: int) -> None:
         """Prints the table, saves it and sends it to trackers, where ``log_completions``."""

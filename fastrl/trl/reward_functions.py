@@ -16,7 +16,7 @@ from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.rewards.calls import EventLoop
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.functions import load_ready
-from fastrl.rewards.weighted import RewardBatch, Rewards
+from fastrl.rewards.weighted import RewardBatch, Rewards, numbered
 
 _NOT_COLUMNS = ("completion", "completion_ids")
 
@@ -88,9 +88,7 @@ class RewardFunctions:
             _reader_of(function, tokenizer) if isinstance(function, nn.Module) else tokenizer
             for function, tokenizer in zip(self.functions, tokenizers, strict=True)
         ]
-        self.names = [
-            _name(function, asked) for function, asked in zip(self.functions, given, strict=True)
-        ]
+        self.names = numbered(map(_name, self.functions, given))
         own = [1.0] * count if weights is None else list(weights)
         own += [1.0] * len(further)
         self.weights = torch.tensor(own)

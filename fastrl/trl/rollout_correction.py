@@ -106,7 +106,7 @@ def _note(metrics: MetricMeans, found: SamplerStats, units: Tensor, known: Tenso
         f"{difference}/mean": (found.difference_mean.nan_to_num() * known, known),
         f"{ratio}/mean": (found.weight_mean.nan_to_num() * units, units),
     }
-    metrics.add(means, of_none=0.0)
+    metrics.add(means)
     for name, value, most in (
         (f"{difference}/max", found.difference_max, True),
         (f"{ratio}/min", found.weight_min, False),

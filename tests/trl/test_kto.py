@@ -158,3 +158,42 @@ def test_settings_that_cannot_be_are_refused(tmp_path, name):
 def test_completions_without_a_label_are_refused(tmp_path):
     with pytest.raises(ValueError, match="lacks label"):
         trainer(tmp_path, train_dataset=completions().remove_columns("label"))
+
+
+@pytest.mark.filterwarnings("ignore:the last row of a stream is dropped")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_no_row_is_paired_with_its_own_completion(tmp_path, count, stream):
+    data = completions([True] * count)
+    if stream:
+        data = data.to_iterable_dataset()
+    options = {"per_device_train_batch_size": 2, "max_steps": 1}
+    rows = list(trainer(tmp_path, train_dataset=data, **options).train_dataset)
+    assert len(rows) == (count // 2 * 2 if stream else count)
+    assert all(row["KL_completion_ids"] != row["completion_ids"] for row in rows)
+    said = [tuple(row["completion_ids"]) for row in rows]
+    assert sorted(said) == sorted(tuple(row["KL_completion_ids"]) for row in rows)
+
+
+def test_a_row_alone_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"one row has no other.*apo_zero_unpaired"):
+        trainer(tmp_path, train_dataset=completions([True]))
+
+
+@pytest.mark.parametrize("best", ["eval_easy_rewards/chosen", "eval_hard_kl"])
+def test_each_of_several_evaluation_sets_has_metrics_of_its_own(tmp_path, best):
+    sets = {"easy": completions(seed=1), "hard": completions(seed=2)}
+    made = trainer(
+        tmp_path, eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=2,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        metric_for_best_model=best, learning_rate=1e-2,
+    )  # fmt: skip
+    made.train()
+    found = made.evaluate()
+    assert best in found
+    assert "eval_kl" not in found
+    assert found["eval_easy_rewards/chosen"] != found["eval_hard_rewards/chosen"]
+    assert (
+        made.predict(sets["easy"]).metrics["test_rewards/chosen"]
+        == found["eval_easy_rewards/chosen"]
+    )

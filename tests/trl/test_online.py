@@ -185,7 +185,9 @@ def test_an_evaluation_is_of_the_data_that_it_is_given(tmp_path: Path) -> None:
     trainer = make(tmp_path, "grpo", place, eval_dataset=held_out)
     for given in (None, "three", prompts(5)):
         trainer.evaluate(given)
-    assert [log["eval_reward"] for log in trainer.state.log_history] == [0.5, 1.0, 1.0, 2.0]
+    names = ("eval_two_reward", "eval_three_reward", "eval_reward", "eval_reward")
+    found = [log[name] for name, log in zip(names, trainer.state.log_history, strict=True)]
+    assert found == [0.5, 1.0, 1.0, 2.0]
 
 
 @pytest.mark.filterwarnings("ignore:after ExitCalled the state is saved in")
@@ -432,6 +434,54 @@ def test_a_response_that_ends_at_a_stop_is_whole(
     lengths = [len(ids) for ids in told if whole[tuple(ids)]]
     assert log["completions/mean_terminated_length"] == pytest.approx(sum(lengths) / count)
     assert log["reward"] == pytest.approx(sum(small_tokens(told)) / 8 - 0.5 * (8 - count) / 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_of_several_evaluation_sets_has_metrics_of_its_own(kind: str, tmp_path: Path) -> None:
+    trainer = make(
+        tmp_path, kind, eval_dataset={"one": prompts(4), "other": prompts(8).select(range(4, 8))},
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, max_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="eval_other_reward",
+    )  # fmt: skip
+    trainer.train()
+    found = trainer.evaluate()
+    assert found["eval_one_reward"] != found["eval_other_reward"]
+    assert {"eval_one_entropy", "eval_other_rewards/small_tokens/mean"} <= found.keys()
+    assert "eval_reward" not in found
+
+
+def test_reward_functions_of_one_name_have_columns_of_their_own(tmp_path: Path) -> None:
+    def judging(value: float) -> Any:
+        def judge(completions: list[Any], **_: Any) -> list[float]:
+            return [value + i for i in range(len(completions))]
+
+        return judge
+
+    trainer = make(tmp_path, rewards=[judging(1.0), judging(5.0)], log_completions=True)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert (log["rewards/judge/mean"], log["rewards/judge_2/mean"]) == (2.5, 6.5)
+    assert {*trainer._logs["rewards"]} == {"judge", "judge_2"}
+    assert log["reward"] == 9.0
+
+
+def test_what_is_cut_whole_has_no_entropy(tmp_path: Path) -> None:
+    """Of two batches one is cut: the mean is that of the other."""
+    said = iter([[6, 7, tiny.EOS], [6, 7, 8]])
+
+    def answer(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        ids = [next(said)] * len(prompts)
+        return {"prompt_ids": [[3]] * len(ids), "completion_ids": ids, "logprobs": None}
+
+    settings = {"mask_truncated_completions": True, "max_steps": 2, "logging_steps": 2}
+    trainer = make(tmp_path, rollout_func=answer, learning_rate=0.0, **settings)
+    whole = copy.deepcopy(trainer.model)
+    trainer.train()
+    logits = whole(torch.tensor([[3, 6, 7, tiny.EOS]])).logits[0, :-1]
+    exact = torch.distributions.Categorical(logits=logits.detach().double()).entropy().mean()
+    log = trainer.state.log_history[0]
+    assert log["entropy"] == pytest.approx(float(exact), rel=1e-5)
+    assert log["completions/mean_terminated_length"] == 3
 
 
 def test_a_buffer_longer_than_completions_is_refused(tmp_path: Path) -> None:
