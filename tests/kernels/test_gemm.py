@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastrl_kernels import gemm
+from fastrl_kernels import gemm, linear_logprobs
 from tests.kernels.gpu_products import products_of_a_gpu
 from tests.kernels.judge import judge, results
 from tests.kernels.launches import allocations, watched
@@ -103,6 +104,70 @@ def test_onednn_gets_weights_and_biases_without_gaps():
         torch.testing.assert_close(found, x @ weight.t() + bias)
         packed = gemm.Packed(weight).linear(x, bias)
         torch.testing.assert_close(packed, found)
+
+
+class _HalfOperands(TorchDispatchMode):
+    """Notes the matrices in half precision that products are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.__name__.partition(".")[0] in ("mm", "addmm", "addmm_", "_linear_pointwise"):
+            given = [*args, *(kwargs or {}).values()]
+            self.found += [x for x in given if isinstance(x, Tensor) and x.dim() == 2]
+        return func(*args, **(kwargs or {}))
+
+    def with_gaps(self) -> list[tuple[int, ...]]:
+        matrices = [x for x in self.found if x.dtype == torch.bfloat16]
+        return [x.stride() for x in matrices if not (x.is_contiguous() or x.t().is_contiguous())]
+
+
+def beside_nan(x: Tensor) -> Tensor:
+    """The same numbers, as a slice of columns of a matrix that is NaN elsewhere."""
+    whole = torch.full((len(x), x.shape[1] + 64), torch.nan, dtype=x.dtype)
+    whole[:, 32:-32] = x
+    return whole[:, 32:-32]
+
+
+@pytest.mark.parametrize("name", gemm.LIBRARIES["bfloat16"])
+def test_no_product_of_a_cpu_gets_a_slice_in_half_precision(name):
+    """Whatever lies beside it: AMX multiplies that, too, and a NaN there is a NaN in the result."""
+    library = gemm.LIBRARIES["bfloat16"][name]
+    x, weight, _ = operands("bfloat16", k=64)
+    sliced = [beside_nan(t) for t in (x, weight)]
+    out = torch.empty(len(x), len(weight) + 3, dtype=x.dtype)
+    results = []
+    with _HalfOperands() as given:
+        for a, b in ((x, weight), sliced):
+            c, d = torch.empty(len(a), len(b), dtype=a.dtype), torch.zeros(len(a), len(b))
+            library.multiply(out[:, :-3], a, b, None)
+            library.product(c, a, b.t())
+            library.add_product_(d, a, b.t())
+            with gemm.using({"bfloat16": gemm.Choice(name)}):
+                layer = gemm.linear(a, b)
+            results.append([out[:, :-3].clone(), c, d, layer])
+    assert not given.with_gaps()
+    for plain, beside in zip(*results, strict=True):
+        assert torch.equal(plain, beside)
+
+
+@pytest.mark.parametrize("name", gemm.LIBRARIES["bfloat16"])
+def test_the_head_gives_products_no_slice_in_half_precision(name, backend):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        beside_nan(torch.randn(n, 64, generator=generator).bfloat16()).requires_grad_()
+        for n in (60, 5003)
+    )
+    bias = torch.randn(5003, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(5003, (60,), generator=generator)
+    with gemm.using({"bfloat16": gemm.Choice(name)}), _HalfOperands() as given:
+        found = linear_logprobs(hidden, weight, labels, bias=bias, backend=backend)
+        gradients = torch.autograd.grad(found.sum(), (hidden, weight, bias))
+    assert given.found
+    assert not given.with_gaps()
+    assert all(x.isfinite().all() for x in (found, *gradients))
 
 
 @pytest.mark.parametrize(("dtype", "name"), EQUAL_ROWS)

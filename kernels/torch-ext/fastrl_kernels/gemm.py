@@ -83,11 +83,12 @@ class Mm:
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.linear(without_gaps(x), without_gaps(weight), bias)
 
     @classmethod
     def multiply(cls, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        if out.dtype != x.dtype:
+        x, weight = without_gaps(x), without_gaps(weight)
+        if out.dtype != x.dtype or without_gaps(out) is not out:
             out.copy_(cls.linear(x, weight, bias))
         elif bias is None:
             torch.mm(x, weight.t(), out=out)
@@ -100,7 +101,8 @@ class Mm:
             cls._product_on_gpu(out, a.to(b.dtype), b)
             return
         in_pieces = a.shape[1] > _LONGEST_SUM or a.dtype != b.dtype
-        if a.dtype == b.dtype == out.dtype and not in_pieces:
+        a, b = without_gaps(a), without_gaps(b)
+        if a.dtype == b.dtype == out.dtype and not in_pieces and without_gaps(out) is out:
             torch.mm(a, b, out=out)
         elif out.dtype == torch.float32:
             cls.add_product_(out.zero_(), a, b)
@@ -157,6 +159,18 @@ def _gives_fp32(x: Tensor) -> bool:
 def _has_bf16(device: torch.device) -> bool:
     """Whether a GPU has instructions for bf16; others have products in it by conversion."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def without_gaps(x: Tensor) -> Tensor:
+    """A matrix that a half-precision product of a CPU may take: on a CPU a copy, if there is memory
+    of others between its rows or columns.
+
+    AMX multiplies whole tiles. It fills up the last one with what lies beside a slice, times zeros
+    of the other operand, and a NaN there is a NaN in the result.
+    """
+    if device_kind(x) != "cpu" or x.dtype == torch.float32:
+        return x
+    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
 class _InPieces(abc.ABC):
@@ -234,7 +248,7 @@ class Bf16(_InPieces):
     """bf16 products in bf16, with sums in fp32 that are rounded once a piece: for CPUs with
     instructions for them."""
 
-    rows_equal: ClassVar[bool] = True
+    rows_equal: ClassVar[bool] = False  # AMX has other kernels, and splits sums, for a few rows
 
     @staticmethod
     def absent() -> str | None:
@@ -244,7 +258,7 @@ class Bf16(_InPieces):
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.linear(without_gaps(x), without_gaps(weight), bias)
 
 
 class Fp32(_InPieces):
@@ -611,6 +625,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [..., N], once differentiable.
     """
     library = _library_of_layer(x, weight)
+    if x.dtype in (torch.bfloat16, torch.float16) and device_kind(x) == "cpu":
+        x, weight = x.contiguous(), without_gaps(weight)  # with their gradients
     if library is Mm:
         return torch.nn.functional.linear(x, weight, bias)
     if library is Fp32:  # as autocast does
@@ -680,6 +696,7 @@ class Packed:
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self._rows, dtype=self.dtype)
         x = x.to(self.dtype)
+        x = x if x.is_contiguous() else x.contiguous()
         bias = None if bias is None else bias.to(self.dtype)
         if self.wide:
             x, bias = x.float(), None if bias is None else bias.float()

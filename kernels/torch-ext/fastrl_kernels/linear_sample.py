@@ -9,6 +9,7 @@ from torch import Tensor
 from .argument_types import explains_types
 from .checks import check_count, check_per_token, check_positive
 from .dispatch import choose, device_kind
+from .gemm import without_gaps
 from .lm_head import DEFAULT_WORKSPACE_BYTES, WORKSPACE_BYTES, checked_factors, row_chunks
 from .operators import joined, new, operator, split
 from .race import part_size
@@ -54,7 +55,7 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
 ) -> Tensor:
     """[r, V] as the head rounds them; with a transform fp32."""
-    x = F.linear(hidden, weight, bias)
+    x = F.linear(without_gaps(hidden), without_gaps(weight), bias)
     if transform.softcap is not None:
         x = x.float().mul_(transform.inner).tanh_()
     return x if transform.outer == 1.0 else x.float().mul_(transform.outer)
