@@ -91,7 +91,9 @@ class ClippedValues(NamedTuple):
         weights, denominator = objective.token_weights, objective.denominator
         assert isinstance(values, Tensor)
         assert isinstance(denominator, Tensor)
-        near = torch.clamp(values, old_values - self.cliprange, old_values + self.cliprange)
+        low, high = old_values - self.cliprange, old_values + self.cliprange
+        # No torch.clamp, whose gradient at a bound depends on torch's version: here it is 1.
+        near = torch.where(values < low, low, torch.where(values > high, high, values))
         error, near_error = (values - returns).square(), (near - returns).square()
         clips = near_error > error
         losses = 0.5 * torch.where(clips, near_error, error)

@@ -323,7 +323,8 @@ def ppo_loss(
     """Σ_t w_t·v_t·[ u_t·max(-A_t·ρ_t, -A_t·clip(ρ_t, 1 - low, 1 + high)) + value, KL terms ].
 
     ρ = exp(log π - log π_old), its logarithm clamped to ±20 in the value; the gradient is that of
-    a ratio of the clamped size, and the statistics count how many were clamped.
+    a ratio of the clamped size, and the statistics count how many were clamped. A ratio or a value
+    that is exactly at a bound of its clip range counts as within it, and has its whole gradient.
 
     Args:
         logprobs: [..., T] log π of the sampled tokens, in nats; fp32, bf16 or fp16. All tensors

@@ -20,6 +20,15 @@ WHITEN_EPS = 1e-8
 CERTAIN = -(2.0**-24)  # of ORPO: the largest log-prob, as its value
 
 
+def _clamp(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """x between bounds that have no gradient; at a bound x has its whole gradient.
+
+    That of ``torch.clamp`` is 1 there before torch 2.14, and 0, or 1/2 for bounds that are tensors,
+    since then.
+    """
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
 def _zero_where_masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask, x, torch.zeros_like(x))
 
@@ -423,8 +432,8 @@ def ppo_loss(
         weight = _vespo_weights(log_ratio.detach(), a, mask, lengths, powers, decays)
         surrogate = -weight * a * torch.where(mask, logprobs, zero)
     else:
-        bounded = ratio if delta is None else ratio.clamp(max=delta)
-        near = ratio.clamp(1 - low, 1 + high)
+        bounded = ratio if delta is None else _clamp(ratio, -math.inf, delta)
+        near = _clamp(ratio, 1 - low, 1 + high)
         unclipped, clipped = -a * bounded, -a * near
         surrogate = torch.maximum(unclipped, clipped)
         is_clipped = mask & (clipped > unclipped) & (near != ratio)
@@ -452,7 +461,7 @@ def ppo_loss(
         values, old_values, returns = (
             torch.where(mask, x, zero) for x in (values, old_values, returns)
         )
-        near = torch.clamp(values, old_values - value_range, old_values + value_range)
+        near = _clamp(values, old_values - value_range, old_values + value_range)
         plain_error, near_error = (values - returns).square(), (near - returns).square()
         value_loss = 0.5 * (w * torch.maximum(plain_error, near_error)).sum()
         loss = loss + coef * value_loss
