@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastrl.models.master_weights import LOW_PRECISION
-from fastrl.models.quantised import NEEDS_AN_ADAPTER, is_quantised, scales
+from fastrl.models.quantised import NEEDS_AN_ADAPTER, is_quantised, scales, settle
 from fastrl.models.sharding import whole
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
@@ -148,16 +148,19 @@ def _drop_nothing(owner: Any) -> None:
 
 
 def check_trainable(model: nn.Module, but: str = "") -> None:
-    """Refuses a model without a trainable weight, and one in four bits without an adapter.
+    """Refuses a model without a trainable weight, and one in four bits without an adapter; settles
+    four-bit layers, see :func:`fastrl.models.quantised.settle`.
 
     Args:
         but: what else there is to train, for the message.
 
     Raises:
-        ValueError: no weight of the model can be trained, or only those that four bits leave over.
+        ValueError: no weight of the model can be trained, or only those that four bits leave over;
+            four-bit weights in a layout without a gradient.
     """
     if is_quantised(model) and not hasattr(model, "peft_config"):
         raise ValueError(NEEDS_AN_ADAPTER)
+    settle(model)
     if any(p.requires_grad for p in model.parameters()):
         return
     remedy = (

@@ -526,3 +526,16 @@ def test_settling_twice_changes_nothing(load):
     settle(model)
     assert_same(before, frozen(model))
     assert precision_of(model, SimpleNamespace(mixed_precision="no")) == torch.bfloat16
+
+
+def test_an_adapter_of_the_users_own_is_settled_before_it_is_trained(load):
+    """On CPUs with AVX512-BF16 an evaluation would take the gradient of its layers' inputs."""
+    model = load()
+    for layer in four_bit_layers(model):
+        layer.support_avx512bf16_for_cpu = True
+    check_trainable(model)
+    assert not any(layer.support_avx512bf16_for_cpu for layer in four_bit_layers(model))
+    layer = four_bit_layers(model)[0]
+    layer.weight.quant_state.packing_format_for_cpu = True  # as one evaluation leaves it
+    with pytest.raises(ValueError, match="layout for inference on a CPU, which has no gradient"):
+        check_trainable(model)
