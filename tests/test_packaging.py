@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -59,7 +60,8 @@ def test_a_wheel_has_all_files_of_its_packages_and_so_has_that_of_its_source_arc
     }
     assert names(build(WheelBuilder, clone / folder, tmp_path)) == there
     with tarfile.open(build(SdistBuilder, clone / folder, tmp_path)) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+        archive.extractall(tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert names(build(WheelBuilder, unpacked, tmp_path)) == there
 
@@ -113,3 +115,43 @@ def test_what_messages_say_to_install_is_what_the_extras_need():
             assert "fastrl" not in line, path
             for needed in re.findall(r"'([\w-]+>=[\d.]+)'", line):
                 assert f'"{needed}"' in extras, f"{path}: {needed}"
+
+
+# What a later patch release of a Python that requires-python allows brought: names, and arguments
+# of functions and methods.
+LATER_NAMES = {
+    *("data_filter", "fully_trusted_filter", "tar_filter"),  # tarfile, 3.10.12, 3.11.4
+    *("get_int_max_str_digits", "set_int_max_str_digits"),  # sys, 3.10.7
+    *("GetReparseDeferralEnabled", "SetReparseDeferralEnabled"),  # xml, 3.10.14, 3.11.9
+}
+LATER_ARGUMENTS = {
+    *(("extract", "filter"), ("extractall", "filter"), ("unpack_archive", "filter")),  # 3.11.4
+    *(("getaddresses", "strict"), ("parseaddr", "strict")),  # email.utils, 3.10.15, 3.11.10
+}
+
+
+def later_than_the_first_patch_release(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in LATER_NAMES:
+            found.append(f"line {node.lineno}: {node.attr}")
+        if isinstance(node, ast.ImportFrom):
+            found += [f"line {node.lineno}: {x.name}" for x in node.names if x.name in LATER_NAMES]
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            given = [x.arg for x in node.keywords if (name, x.arg) in LATER_ARGUMENTS]
+            found += [f"line {node.lineno}: {name}({x}=)" for x in given]
+    return found
+
+
+def test_nothing_needs_a_later_patch_release_of_python():
+    """Debian 12 has Python 3.11.2."""
+    planted = (
+        "import tarfile\ntarfile.open('x').extractall('y', filter='data')\ntarfile.data_filter"
+    )
+    assert len(later_than_the_first_patch_release(planted)) == 2
+    folders = ("fastrl", "kernels", "tests", "benchmarks", "docs", "examples")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path): later_than_the_first_patch_release(path.read_text()) for path in sources}
+    assert len(found) > 500
+    assert not {path: lines for path, lines in found.items() if lines}
