@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -163,8 +163,11 @@ def render(
 
 def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
     _check_template(tokenizer, "the data hold chat messages")
+    said = [_as_said(message) for message in messages]
     try:
-        made = tokenizer.apply_chat_template(messages, **options)
+        if any(_texts_of_arguments(said)):
+            said = _with_arguments(said, tokenizer, options)
+        made = tokenizer.apply_chat_template(said, **options)
     except Exception as error:  # a template's code fails as it may
         raise ValueError(
             f"the chat template refuses these messages: {type(error).__name__}: {error}"
@@ -175,6 +178,68 @@ def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
             "the chat template writes nothing for these messages: mend tokenizer.chat_template"
         )
     return made
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys of mappings, at any depth, that are None: a table fills in so each
+    key that only other rows have, and does not tell these from a None that was written. The
+    elements of lists, and JSON in a text, are left as they are."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(x) for name, x in value.items() if x is not None}
+    return [without_nulls(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def _as_said(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without the keys that tables fill in; each has a content, which may be None beside
+    calls."""
+    content = {"content": None} if "content" in message else {}
+    return {**content, **without_nulls(message)}
+
+
+def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The arguments of calls that are texts of JSON objects, as OpenAI's messages have them."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            if isinstance(_arguments(call), Mapping):
+                yield call["function"]["arguments"]
+
+
+def _arguments(call: Any) -> Any:
+    """What a call's arguments say if they are a text of JSON, else None."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    given = function.get("arguments") if isinstance(function, Mapping) else None
+    try:
+        return json.loads(given) if isinstance(given, str) else None
+    except json.JSONDecodeError:
+        return None
+
+
+def _with_arguments(
+    messages: list[dict[str, Any]], tokenizer: Any, options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The messages with arguments as mappings where they are texts of JSON that the template does
+    not write as they are: most templates write mappings as JSON, and a text as a text of JSON."""
+    as_text = {**options, "tokenize": False, "return_dict": False}
+    try:
+        made = tokenizer.apply_chat_template(messages, **as_text)
+    except Exception:  # the template takes mappings alone, or fails again with them
+        made = ""
+    texts = set(_texts_of_arguments(messages))
+    if all(text in made and json.dumps(text, ensure_ascii=False) not in made for text in texts):
+        return messages
+
+    def read(call: Any) -> Any:
+        found = _arguments(call)
+        if not isinstance(found, Mapping):
+            return call
+        return {**call, "function": {**call["function"], "arguments": found}}
+
+    return [
+        {**message, "tool_calls": [read(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
 def chat_ids(
@@ -214,12 +279,14 @@ def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise ValueError(f"column 'tools' of row {i} is not valid JSON: {error}") from error
+    else:  # a JSON text has the keys that were written
+        tools = without_nulls(tools)
     if not isinstance(tools, list | None) or not isinstance(others, Mapping):
         raise ValueError(
             f"row {i}: column 'tools' must hold a list of tools (or its JSON), and "
             "'chat_template_kwargs' a dict"
         )
-    given = {name: x for name, x in others.items() if x is not None}
+    given = without_nulls(others)
     return {"tools": tools, **given} if tools else given
 
 

@@ -110,7 +110,8 @@ def as_dataset(dataset: Any) -> Dataset:
     if getattr(dataset, "format", {"type": None})["type"] == "custom":
         raise ValueError(
             "the data set has a transform that runs as rows are read (Dataset.with_transform() or "
-            "set_transform()), which preparing it once would lose: apply it with dataset.map; or, "
+            "set_transform()), which preparing it once would lose: leave out one that removes keys "
+            "that are None, which no chat template gets; apply another one with dataset.map; or, "
             "for SFT, pass dataset_kwargs={'skip_prepare_dataset': True} and have the transform "
             "return trainer-ready rows (input_ids and labels)"
         )
