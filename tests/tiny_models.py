@@ -66,7 +66,7 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", _ROTARY | {"logit_scale": 3.0}),
 }
 FAMILIES = tuple(_SETTINGS)
-# Their layers do not attend through transformers' attention interface.
+# Layers that do not attend through the attention interface: BLOOM's, and GPT-J's before 5.24.
 _SETTINGS |= {
     "gptj": (
         "gptj",
@@ -84,7 +84,7 @@ _SETTINGS |= {
     ),
     "bloom": ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2}),
 }
-WITHOUT_INTERFACE = ("gptj", "bloom")
+WITHOUT_INTERFACE = ("bloom",)
 # Layers of other kinds: sinks, chunks and layers without RoPE, latents, states. Their mixtures have
 # one expert, or none, so that a token's results do not depend on how many others it has.
 _LATENT = {

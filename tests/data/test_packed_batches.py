@@ -182,8 +182,8 @@ def test_every_family_runs_packed(family):
 
 
 def test_a_model_whose_attention_is_its_own_gets_padded_batches_and_that_is_said():
-    with pytest.warns(UserWarning, match=r"GPTJForCausalLM: batches are padded.*interface"):
-        padding = choose_padding(True, CPU, torch.float32, deep("gpt2"), tiny_models.policy("gptj"))
+    with pytest.warns(UserWarning, match=r"BloomForCausalLM: batches are padded.*interface"):
+        padding = choose_padding(True, CPU, torch.float32, deep("gpt2"), tiny_models.policy("bloom"))
     assert isinstance(padding, Padded)
 
 

@@ -220,8 +220,8 @@ def test_padding_is_counted():
 
 
 def test_a_model_that_cannot_is_said_once_and_learns_padded():
-    with pytest.warns(UserWarning, match="GPTJForCausalLM: batches are padded"):
-        trainer = make_trainer(tiny_models.policy("gptj"))
+    with pytest.warns(UserWarning, match="BloomForCausalLM: batches are padded"):
+        trainer = make_trainer(tiny_models.policy("bloom"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.step(**make_batch())

@@ -219,9 +219,9 @@ def test_an_argument_that_the_engine_does_not_know_is_named_once():
 
 
 def test_a_model_without_the_interface_falls_back_with_a_warning():
-    with pytest.warns(UserWarning, match="GPTJForCausalLM: batches are padded"):
-        trainer = make_trainer(tiny_models.policy("gptj"))
-    with pytest.warns(UserWarning, match="GPTJForCausalLM: rollouts go through model.generate"):
+    with pytest.warns(UserWarning, match="BloomForCausalLM: batches are padded"):
+        trainer = make_trainer(tiny_models.policy("bloom"))
+    with pytest.warns(UserWarning, match="BloomForCausalLM: rollouts go through model.generate"):
         queries, responses, scores = rolled_out(trainer)
     assert engines_of(trainer) == [GenerateEngine]
     assert trainer.step(queries, responses, scores)["rollout/reused"] == 0.0

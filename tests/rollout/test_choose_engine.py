@@ -67,11 +67,11 @@ def test_models_without_the_interface_fall_back_and_say_so(family):
 
 
 def test_the_model_under_an_adapter_is_the_one_that_is_named():
-    lora = tiny_models.lora(target_modules=["q_proj", "v_proj"], fan_in_fan_out=False)
+    lora = tiny_models.lora(target_modules=["query_key_value"], fan_in_fan_out=False)
     model = AutoModelForCausalLMWithValueHead.from_pretrained(
-        tiny_models.language_model("gptj"), peft_config=lora
+        tiny_models.language_model("bloom"), peft_config=lora
     ).eval()
-    with pytest.warns(UserWarning, match="^GPTJForCausalLM: rollouts go through model.generate"):
+    with pytest.warns(UserWarning, match="^BloomForCausalLM: rollouts go through model.generate"):
         engine = choose(model)
     (prompt,) = tiny_models.prompts(4)
     out = engine.generate([prompt], SamplingParams(max_new_tokens=5, temperature=0))

@@ -228,7 +228,7 @@ def test_adapters_are_rolled_out(tmp_path: Path) -> None:
     [
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has num_beams=2"),
         ({"generation_kwargs": {"temperature": 0.5}}, r"GRPOConfig\(temperature=0.5\)"),
-        ({"family": "gptj"}, "cannot generate with GPTJForCausalLM"),
+        ({"family": "bloom"}, "cannot generate with BloomForCausalLM"),
     ],
     ids=["argument", "temperature", "model"],
 )
