@@ -313,6 +313,8 @@ def test_reward_models_log_how_far_the_sides_are_apart(make_reward: Make) -> Non
 
 
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+# PEFT hands its prefixes to the model by a name that transformers 5.24 has another for.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_prompt_tuning_learns_the_tokens_and_not_their_neighbours(
     make_sft: Make, kind: str
