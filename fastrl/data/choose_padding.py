@@ -17,11 +17,13 @@ from fastrl.data.token_batch import ModelPass, Padded, Padding, TokenBatch
 from fastrl.models.asked_once import asked_once
 from fastrl.models.attention import hidden_window, replaced, why_not_replaceable
 from fastrl.models.packed_attention import PackedAttention
+from fastrl.models.probes import narrowed, reach
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import computes_in_tf32, evaluating
 
-# Samples of the comparison: the number of the prompt, its tokens and those of the response.
+# Samples of the comparison: the number of the prompt, its tokens and those of the response; the
+# first prompt is longer where the model reads tokens by longer blocks.
 _SAMPLES = ((0, 3, 4), (1, 5, 2), (0, 3, 2), (2, 1, 3))
 _CHANGED = 1  # a sample with a prompt of its own
 # Differences, over the mean size of results or 1: the largest in fp32, the mean one in less; the
@@ -50,7 +52,7 @@ def choose_padding(
     given = [model for model in models if model is not None]
     if any(_language_model(model).config.is_encoder_decoder for model in given):
         return Padded()
-    if padding_free and runs_packed(given, device, precision, anywhere=anywhere, stacklevel=3):
+    if runs_packed(given, device, precision, asked=padding_free, anywhere=anywhere, stacklevel=3):
         return PaddingFree()
     return Padded() if anywhere(_needs_a_mask(device, precision, given)) else Padded(masked=False)
 
@@ -61,19 +63,37 @@ def runs_packed(
     precision: torch.dtype,
     scores: Scores | None = None,
     *,
+    asked: bool = True,
     anywhere: Callable[[bool], bool] = bool,
     stacklevel: int = 2,
 ) -> bool:
     """Whether all these models run packed batches, in all processes; a warning says why one does
-    not. Arguments are those of :func:`choose_padding` and :func:`why_not_packed`."""
-    said = False
-    for model in models:
+    not, and another where padded batches change what a model says of a text. Arguments are those
+    of :func:`choose_padding` and :func:`why_not_packed`.
+
+    Args:
+        asked: False for padded batches.
+    """
+    models, said = list(models), not asked
+    for model in models if asked else ():
         cause = why_not_packed(model, device, precision, scores)
         if cause is not None and not said:
             name = type(_language_model(model)).__name__
             warnings.warn(f"{name}: batches are padded, because {cause}", stacklevel=stacklevel + 1)
         said = said or cause is not None
-    return not anywhere(said)
+    packs = not anywhere(said)
+    for model in () if packs else models:
+        cause = why_not_padded(model, device, precision, scores)
+        if cause is not None:
+            name = type(_language_model(model)).__name__
+            warnings.warn(
+                f"{name}: padding changes what it computes of a text ({cause}), and batches are "
+                "padded: what is learned depends on the texts that share a batch. Batches of one "
+                "text, or texts of one length, have no padding",
+                stacklevel=stacklevel + 1,
+            )
+            break
+    return packs
 
 
 @asked_once
@@ -86,8 +106,8 @@ def why_not_packed(
 ) -> str | None:
     """Why a model cannot run packed batches; None if it can.
 
-    Packed results must be those of padded batches, and those of a sample must not move with another
-    sample's tokens.
+    Packed results must be those of each sample alone, and must not move with another sample's
+    tokens.
 
     Args:
         scores: what a model says of a batch; by default log-probs and values of the responses.
@@ -101,9 +121,9 @@ def why_not_packed(
     batch = _batch(language_model, device)
     observed = _Observed()
     packed = replace(batch, padding=observed)
-    with evaluating(model):
+    with evaluating(model), narrowed(model):
         try:
-            expected = score(model, batch)
+            expected = _alone(score, model, batch)
             found = score(model, packed)
             after = score(model, replace(packed, input_ids=_with_other_tokens(batch)))
         # Any other failure: such a model runs padded batches.
@@ -118,7 +138,34 @@ def why_not_packed(
     moved = moved[_of_others(batch, found)]
     if not moved.mean() <= _MOVED * expected.abs().mean().clamp(min=1):
         return f"results of a sample move by {moved.max():.1e} with another sample's tokens"
-    return _difference(model, precision, found, expected)
+    off = _difference(model, precision, found, expected)
+    return None if off is None else f"its results are off by {off} when packed"
+
+
+@asked_once
+@torch.no_grad()
+def why_not_padded(
+    model: nn.Module,
+    device: torch.device,
+    precision: torch.dtype,
+    scores: Scores | None = None,
+) -> str | None:
+    """By how much a model's results of padded batches differ from those of each sample alone, in
+    words; None where they do not, or the model says itself why it cannot run them. Arguments are
+    those of :func:`why_not_packed`."""
+    score, batch = scores or logprobs_and_values, _batch(_language_model(model), device)
+    with evaluating(model), narrowed(model):
+        try:
+            expected, found = _alone(score, model, batch), score(model, batch)
+        except Exception:
+            return None  # its own error comes with the first batch
+    off = _difference(model, precision, found, expected)
+    return None if off is None else f"by {off}, for samples of several lengths"
+
+
+def _alone(score: Scores, model: nn.Module, batch: TokenBatch) -> Tensor:
+    """What a model says of each sample of a batch without another beside it."""
+    return torch.cat([score(model, batch.select([i])) for i in range(len(batch))], dim=-1)
 
 
 class _Observed(PaddingFree):
@@ -180,7 +227,7 @@ def _difference(
     off = difference.max() if exact else difference.mean()
     if off <= size * (_EXACT if exact else _ROUNDED):
         return None
-    return f"its results are off by {off:.1e} when packed"
+    return f"{off:.1e}"
 
 
 def _batch(language_model: Any, device: torch.device) -> TokenBatch:
@@ -190,14 +237,16 @@ def _batch(language_model: Any, device: torch.device) -> TokenBatch:
     generator = torch.Generator().manual_seed(0)
     prompts: dict[int, Tensor] = {}
     sequences = []
-    for number, prompt, response in _SAMPLES:
+    longer = reach(language_model, max(p + r for _, p, r in _SAMPLES))
+    samples = [(n, p if n else p + longer, r) for n, p, r in _SAMPLES]
+    for number, prompt, response in samples:
         ids = torch.randint(vocabulary, (prompt + response,), generator=generator)
         # Classifiers find the last token by the padding behind it.
         ids = torch.where(ids == padding, (ids + 1) % vocabulary, ids)
         ids[:prompt] = prompts.setdefault(number, ids[:prompt].clone())
         sequences.append(ids)
     padded = pad(sequences, padding, "right")
-    queries, responses = [n for _, n, _ in _SAMPLES], [n for _, _, n in _SAMPLES]
+    queries, responses = [n for _, n, _ in samples], [n for _, _, n in samples]
     return TokenBatch.from_padded(
         padded["input_ids"], padded["attention_mask"], queries, responses
     ).to(device)

@@ -15,10 +15,11 @@ from torch.utils.data import Dataset
 from fastrl.data.cache_key import keyed
 from fastrl.data.collators import IGNORED, targets_of
 from fastrl.data.tables import is_stream
+from fastrl.models.probes import narrowed, reach
 from fastrl.models.utils import evaluating
 from fastrl.run.fingerprint import fingerprint, hash_of
 
-_ROWS = ((5, 3, 6), (4, 7))  # lengths of the texts with which a model is checked
+_ROWS = ((5, 3, 6), (4, 7))  # lengths of the texts with which a model is checked, at least
 BFD, BFD_SPLIT, WRAPPED = PACKINGS = ("bfd", "bfd_split", "wrapped")
 _TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and in lower precision
 
@@ -208,7 +209,12 @@ def choose_collator(
     Raises:
         ValueError: neither does.
     """
-    with evaluating(model), torch.no_grad(), autocast or contextlib.nullcontext():
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        narrowed(model),
+        autocast or contextlib.nullcontext(),
+    ):
         for mask in (None, torch.bool, model.dtype):
             collator = PackedCollator(tokenizer, mask)
             if _isolates(model, collator):
@@ -228,7 +234,10 @@ def _name_of(model: Any) -> str:
 def _isolates(model: Any, collator: PackedCollator) -> bool:
     """Whether texts have the same logits packed as alone."""
     vocabulary = model.config.get_text_config().vocab_size
-    rows = [list(lengths) for lengths in _ROWS]
+    longest = max(map(sum, _ROWS))
+    rows = [
+        [n + reach(model, longest) for n in lengths[:1]] + list(lengths[1:]) for lengths in _ROWS
+    ]
     features = []
     for row, lengths in enumerate(rows):
         ids = [(row + 3 * i) % vocabulary for i in range(1, sum(lengths) + 1)]

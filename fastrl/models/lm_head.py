@@ -166,14 +166,25 @@ class FullHead:
 
     options: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
 
-    def scoring(self, model: Any, request: ScoringRequest) -> AbstractContextManager[Results]:
+    @contextmanager
+    def scoring(self, model: Any, request: ScoringRequest) -> Iterator[Results]:
         """As Head's."""
+        given: list[Tensor] = []
+
+        def see(_head: nn.Module, hidden: Tensor) -> Tensor:
+            given.append(hidden)
+            return hidden
 
         def results(out: Any) -> tuple[TokenScores, Tensor]:
-            logits = out.logits.flatten(0, 1)[request.rows]
-            return score_logits(logits, request), last_hidden(out).flatten(0, 1)[request.rows]
+            hidden, logits = last_hidden(out), out.logits
+            # Gemma 3n's are four streams, [4, B, T, H], which its head reads as one.
+            if hidden.shape[:-1] != logits.shape[:-1] and given:
+                hidden = given[0]
+            scores = score_logits(logits.flatten(0, 1)[request.rows], request)
+            return scores, hidden.flatten(0, 1)[request.rows]
 
-        return nullcontext(results)
+        with in_front_of_head(model, see):
+            yield results
 
 
 def _learned(scores: TokenScores) -> Tensor:

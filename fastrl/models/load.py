@@ -621,6 +621,7 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     if peft_config is not None:
         check_start(peft_config, made=False)
         need_peft("peft_config")
+        quantised.refuse_compressed(model)
         if hasattr(model, "peft_config"):
             raise ValueError(
                 "the model has an adapter already, and a new one beside it (peft_config) would be "

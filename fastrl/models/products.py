@@ -152,6 +152,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
     for layer in model.modules():
         if (
             type(layer) in (nn.Linear, Conv1D)
+            and isinstance(getattr(layer, "weight", None), Tensor)  # compressed-tensors has none
             and layer.weight.device.type == "cpu"
             and not has_own_forward(layer)
             and not nn.utils.parametrize.is_parametrized(layer)

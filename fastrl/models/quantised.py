@@ -155,6 +155,21 @@ def refuse_quantised(model: Any, what: str, remedy: str) -> None:
         raise ValueError(f"{what} cannot have four-bit weights: {remedy}")
 
 
+def refuse_compressed(model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: linear layers have packed weights (compressed-tensors), through which neither
+            fastrl nor PEFT can train.
+    """
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear and not isinstance(getattr(layer, "weight", None), Tensor):
+            raise ValueError(
+                f"{name} has a compressed weight (quantised by compressed-tensors), which cannot "
+                "be trained, nor an adapter on it: train the checkpoint that it was made from, or "
+                "an adapter on four bits of that (load_in_4bit)"
+            )
+
+
 def device_map() -> dict[str, Any] | None:
     """Where transformers is to put a quantised model: on this process's GPU, where there are some.
 

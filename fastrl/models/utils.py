@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastrl.models.master_weights import LOW_PRECISION
-from fastrl.models.quantised import NEEDS_AN_ADAPTER, is_quantised, scales, settle
+from fastrl.models.quantised import (
+    NEEDS_AN_ADAPTER,
+    is_quantised,
+    refuse_compressed,
+    scales,
+    settle,
+)
 from fastrl.models.sharding import whole
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
@@ -156,8 +162,9 @@ def check_trainable(model: nn.Module, but: str = "") -> None:
 
     Raises:
         ValueError: no weight of the model can be trained, or only those that four bits leave over;
-            four-bit weights in a layout without a gradient.
+            four-bit weights in a layout without a gradient, packed weights of compressed-tensors.
     """
+    refuse_compressed(model)
     if is_quantised(model) and not hasattr(model, "peft_config"):
         raise ValueError(NEEDS_AN_ADAPTER)
     settle(model)

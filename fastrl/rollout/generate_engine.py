@@ -24,6 +24,7 @@ from fastrl.models.layout import layout_of
 from fastrl.models.products import Products
 from fastrl.models.sharding import is_spread_unit, wrapped_by_fsdp
 from fastrl.models.utils import evaluating
+from fastrl.rollout.generation_check import by_itself
 from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
 from fastrl.rollout.rescoring import Rescorer
 from fastrl.rollout.sampling_params import (
@@ -85,6 +86,7 @@ class GenerateEngine:
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
         request = request.repeated(params.n)
+        self._check(request.prompts)
         kwargs: dict[str, Any] = {"pad_token_id": self._padding(request.prompts)}
         kwargs |= neutral_kwargs(self.model) | params.generation_kwargs()
         ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids).tolist()
@@ -142,6 +144,7 @@ class GenerateEngine:
         self._layout.check_generation(kwargs)
         stopping = _Stopping.taken_from(kwargs, self.model, self.tokenizer)
         check_prompts(prompts, self.model, limits or kwargs.get("max_new_tokens"))
+        self._check(prompts)
         size = self.batch_size
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
         output = RolloutOutput(sequences=[], finish_reasons=[], seed=seed)
@@ -153,6 +156,13 @@ class GenerateEngine:
                 self._extend(output, prompts[part], kwargs, ends, stopping, most)
         _time(output, begin)
         return output
+
+    def _check(self, prompts: Sequence[Tensor]) -> None:
+        """Has prompts run one at a time where the model draws other tokens beside padding."""
+        if self.batch_size > 1 and len({len(prompt) for prompt in prompts}) > 1:
+            with evaluating(self.model), self.autocast():
+                if by_itself(self.model, self._layout):
+                    self.batch_size = 1
 
     def sleep(self) -> None:
         """Does nothing; :class:`RolloutEngine` frees memory here."""

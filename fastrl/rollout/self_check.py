@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.models.attention import hidden_window, why_not_replaceable
+from fastrl.models.probes import narrowed, reach
 from fastrl.models.quantised import compute_dtypes
 from fastrl.models.sharding import is_spread_unit
 from fastrl.models.utils import computes_in_tf32, evaluating
@@ -55,7 +56,7 @@ def check_weights_and_kind(model: Any) -> None:
     Raises:
         UnsupportedModel: sharded weights, an encoder–decoder, attention or positions of its own.
     """
-    cause = _why_not_by_weights(model) or why_not_replaceable(unwrapped(model))
+    cause = why_sharded(model) or why_not_replaceable(unwrapped(model))
     if cause is not None:
         raise UnsupportedModel(model, cause)
 
@@ -73,7 +74,9 @@ def check_numbers(trial: Trial) -> None:
     model, device = trial.model_runner.language_model, trial.model_runner.device
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in _LENGTHS]
+    longest = max(_LENGTHS) + _NEW_TOKENS
+    lengths = [n + reach(model, longest) if n == max(_LENGTHS) else n for n in _LENGTHS]
+    prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in lengths]
     params = SamplingParams(
         max_new_tokens=_NEW_TOKENS,
         min_new_tokens=_NEW_TOKENS,
@@ -81,7 +84,8 @@ def check_numbers(trial: Trial) -> None:
         seed=0,
         eos_token_ids=[] if trial.tokenizer is None else None,  # a call says which they are
     )
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), narrowed(model):
         try:
             worst, mean = _differences(trial, prompts, trial.generate(prompts, params))
             windows = [] if trial._kv_cache is None else trial._kv_cache.windows
@@ -109,7 +113,7 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def _why_not_by_weights(model: Any) -> str | None:
+def why_sharded(model: Any) -> str | None:
     """Finds sharded weights: torch's FSDP and tensor parallelism, DeepSpeed's ZeRO-3. Only the
     model's own forward can gather them."""
     for name, weight in model.named_parameters():

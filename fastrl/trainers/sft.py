@@ -616,7 +616,7 @@ class SFTTrainer(SupervisedTrainer):
             # The noise of NEFTune depends on the length of the row.
             noise = bool(self.args.neftune_noise_alpha)
             rows = not noise and self._virtual is None
-            self._padding_free = rows and self.runs_packed(logprobs_of_labels)
+            self._padding_free = self.runs_packed(logprobs_of_labels, rows)
         return self._padding_free
 
     def _hold_out(self, inputs: dict[str, Any], losses: Tensor, scores: TokenScores) -> None:

@@ -419,19 +419,21 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
             ValueError: an example has more.
         """
 
-    def runs_packed(self, scores: Callable[[nn.Module, TokenBatch], Tensor]) -> bool:
+    def runs_packed(
+        self, scores: Callable[[nn.Module, TokenBatch], Tensor], asked: bool = True
+    ) -> bool:
         """Whether the settings ask for batches without padding and the model runs them; a warning
         says why it does not.
 
         Args:
-            scores: by which packed batches are compared with padded ones.
+            scores: by which packed and padded batches are compared with texts alone.
+            asked: False where something else than the settings needs padded batches.
         """
-        if not self.args.padding_free:
-            return False
         model, device = self.model_wrapped, self.args.device
+        asked, anywhere = asked and bool(self.args.padding_free), self.processes.any
         with self.compute_loss_context_manager():
             return runs_packed(
-                [model], device, self.lowest_precision, scores, anywhere=self.processes.any
+                [model], device, self.lowest_precision, scores, asked=asked, anywhere=anywhere
             )
 
     @property

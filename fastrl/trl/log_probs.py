@@ -141,17 +141,15 @@ class ResponseScorer:
     def padding(self, model: nn.Module) -> Padding:
         """That of batches, which the processes choose together, whoever has a token."""
         if self._padding is None:
-            self._padding = Padded()
-            if self.args.padding_free:
-                lowest = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
-                with self.autocast():
-                    packs = runs_packed(
-                        [model],
-                        self.args.device,
-                        lowest,
-                        logprobs_of_labels,
-                        anywhere=self.processes.any,
-                    )
-                if packs:
-                    self._padding = PaddingFree()
+            lowest = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
+            with self.autocast():
+                packs = runs_packed(
+                    [model],
+                    self.args.device,
+                    lowest,
+                    logprobs_of_labels,
+                    asked=self.args.padding_free,
+                    anywhere=self.processes.any,
+                )
+            self._padding = PaddingFree() if packs else Padded()
         return self._padding

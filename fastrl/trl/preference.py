@@ -350,7 +350,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
                     "completion; router_aux_loss_coef=0 leaves it out",
                     stacklevel=2,
                 )
-            self._packs = not by_model and self.runs_packed(logprobs_of_labels)
+            self._packs = self.runs_packed(logprobs_of_labels, not by_model)
         return self._packs
 
     # Losses.

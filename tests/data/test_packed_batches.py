@@ -183,7 +183,9 @@ def test_every_family_runs_packed(family):
 
 def test_a_model_whose_attention_is_its_own_gets_padded_batches_and_that_is_said():
     with pytest.warns(UserWarning, match=r"BloomForCausalLM: batches are padded.*interface"):
-        padding = choose_padding(True, CPU, torch.float32, deep("gpt2"), tiny_models.policy("bloom"))
+        padding = choose_padding(
+            True, CPU, torch.float32, deep("gpt2"), tiny_models.policy("bloom")
+        )
     assert isinstance(padding, Padded)
 
 
@@ -199,7 +201,10 @@ def test_a_model_that_reads_its_neighbours_gets_padded_batches(monkeypatch):
         return out
 
     monkeypatch.setattr(type(model), "forward", mixes)
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM: .* off by .* when packed"):
+    with (
+        pytest.warns(UserWarning, match=r"LlamaForCausalLM: .* off by .* when packed"),
+        pytest.warns(UserWarning, match="LlamaForCausalLM: padding changes what it computes"),
+    ):
         padding = choose_padding(True, CPU, torch.float32, policy)
     assert isinstance(padding, Padded)
 

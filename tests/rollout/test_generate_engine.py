@@ -567,3 +567,21 @@ def test_an_end_outside_the_vocabulary_never_matches_here_either():
         RolloutEngine(model, tiny.tokenizer()),
     ):
         assert all(len(s) >= 3 for s in engine.generate(prompts, params).sequences)
+
+
+def test_prompts_run_one_at_a_time_where_padding_changes_what_is_drawn(monkeypatch):
+    model = tiny_models.policy("gpt2")
+    plain = model.pretrained_model
+    prepare = type(plain).prepare_inputs_for_generation
+
+    def unmasked(self, *args, **kwargs):
+        inputs = prepare(self, *args, **kwargs)
+        return {k: x for k, x in inputs.items() if k not in ("attention_mask", "position_ids")}
+
+    monkeypatch.setattr(type(plain), "prepare_inputs_for_generation", unmasked)
+    engine = GenerateEngine(model, tiny.tokenizer(), batch_size=3)
+    prompts = tiny_models.prompts(*LENGTHS)
+    with pytest.warns(UserWarning, match="padding changes what model.generate draws"):
+        out = engine.generate_with(prompts, GREEDY)
+    for prompt, got in zip(prompts, out.sequences, strict=True):
+        assert got.tolist() == alone(model, prompt)[: len(got)].tolist()

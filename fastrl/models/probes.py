@@ -1,0 +1,62 @@
+"""Texts of self-checks reach further than a token of a model looks at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fastrl.models.utils import context_length, text_config
+
+# Attributes of configurations and layers that say how far attention looks back, and to how much
+# they are shortened, so that short texts are longer.
+_WINDOWS, _NARROW = ("sliding_window", "attention_window_size", "attention_chunk_size"), 4
+# What else reads tokens by blocks: convolutions, chunks of recurrent layers, compressed blocks.
+_BLOCKS, _MOST = re.compile("conv|chunk|window|kernel|compress"), 64
+
+
+@contextlib.contextmanager
+def narrowed(model: nn.Module) -> Iterator[None]:
+    """Context in which every window and chunk of attention has at most four tokens, so that a
+    comparison on texts of seven sees whether a window is kept."""
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        for owner in (module, vars(module).get("config")):
+            if owner is not None:
+                owners[id(owner)] = owner
+                text = vars(owner).get("text_config")
+                owners[id(text)] = text
+    changed: list[tuple[dict[str, Any], str, int]] = []
+    for owner in owners.values():
+        own = {} if owner is None else vars(owner)
+        for name in _WINDOWS:
+            value = own.get(name)
+            if isinstance(value, int) and value > _NARROW:
+                changed.append((own, name, value))
+    try:
+        for own, name, _ in changed:
+            own[name] = _NARROW  # not by setattr: some configurations have such names by layer
+        yield
+    finally:
+        for own, name, value in changed:
+            own[name] = value
+
+
+def reach(model: Any, used: int = 0) -> int:
+    """By how many tokens a text of a check has to be longer than the widest block in which the
+    model reads tokens, beside the windows of :func:`narrowed`; at most 64.
+
+    Args:
+        used: tokens that the text has anyhow, which with these have to fit in the context.
+    """
+    sizes = [0]
+    for name, value in vars(text_config(model)).items():
+        if _BLOCKS.search(name) and name not in _WINDOWS:
+            values = value.values() if isinstance(value, dict) else [value]
+            sizes += [x for x in values if isinstance(x, int) and not isinstance(x, bool)]
+    context = context_length(model)
+    room = _MOST if context is None else max(0, context - used)
+    return min(max(sizes), _MOST, room)
