@@ -312,7 +312,12 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
         parsed = _PARSED.get(kind, {}) if settings <= given.keys() else {}
         given = {**_THEIRS.get(config, {}), **parsed, **flags_of(kind), **given}
         _check_names(kind, taken, given)
-        fields = {name: kind.__dataclass_fields__[name] for name in fields_added_to(kind)}
+        every = eras_of(kind)
+        fields = {
+            name: kind.__dataclass_fields__[name]
+            for name in fields_added_to(kind)
+            if name in every and every[name].today != name
+        }
         # A subclass's own field of another version's name keeps its value, and has its effect.
         own = {
             name: given.get(name, field.default)
@@ -321,7 +326,7 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
         }
         eras = {
             name: era
-            for name, era in eras_of(kind).items()
+            for name, era in every.items()
             if name not in own or era.kind in (RENAMED, KEPT)
         }
         now, kept = todays(kind, {**own, **given}, eras)

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from fastrl.data.batch import pad
@@ -35,6 +35,7 @@ def by_itself(model: Any, layout: Layout) -> bool:
     if not isinstance(plain, GenerationMixin) or why_sharded(model) is not None:
         return False
     if model not in _answers:
+        assert isinstance(plain, nn.Module)
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), narrowed(plain):
             _answers[model] = _differs(model, plain, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,11 @@ def learned(folder: Path, kind: str, **settings: Any) -> tuple[dict, dict, int]:
 
     trainer._scorer.policy = counted
     trainer.train()
-    logged = {k: v for k, v in trainer.state.log_history[0].items() if "time" not in k}
+    logged = {
+        k: math.nan if v is None else v
+        for k, v in trainer.state.log_history[0].items()
+        if "time" not in k
+    }
     return dict(trainer.model.named_parameters()), logged, sum(seen)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ._cpu.fp32_copies import in_fp32
-from .dispatch import device_kind
+from .dispatch import device_kind, kind_of_device
 from .first_order import first_order
 
 LIBRARY_VARIABLE = "FASTRL_KERNELS_PRODUCTS"
@@ -568,7 +568,10 @@ def library_for(weight: Tensor) -> type[Library]:
 
 
 def library_of(dtype: torch.dtype, elements: int) -> type[Library]:
-    """Of products in a dtype with weights of so many elements on a CPU."""
+    """Of products in a dtype with weights of so many elements on a CPU; where it stands for a GPU,
+    for which a plan is made, the library there."""
+    if kind_of_device(torch.device("cpu")) != "cpu":
+        return Mm
     name = str(dtype).removeprefix("torch.")
     choice = choices().get(name, MM)
     return Mm if elements < choice.fewest else LIBRARIES.get(name, {}).get(choice.library, Mm)
