@@ -193,7 +193,7 @@ class MistralCommonTokenizer(MistralCommonBackend):
     def _spans(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         """Where each token begins and ends in its text, in characters; one that has a part of a
         character spans all of it."""
-        tekken = self.tokenizer.instruct_tokenizer.tokenizer
+        tekken: Any = self.tokenizer.instruct_tokenizer.tokenizer
         pieces = [tekken.id_to_byte_piece(i, SpecialTokenPolicy.KEEP) for i in ids]
         # The number of the character that each byte belongs to; 0b10… is no character's first.
         of = list(accumulate(((byte & 0xC0) != 0x80 for byte in b"".join(pieces)), initial=-1))[1:]
