@@ -101,7 +101,7 @@ def computed_aux_loss(output: Any) -> Tensor:
     Raises:
         ValueError: there is none, as of architectures whose routers transformers does not record.
     """
-    found = output["aux_loss"]
+    found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor):
         raise ValueError(
             "this version of transformers computes no load-balancing loss for the model: set "

@@ -158,11 +158,11 @@ class GenerateEngine:
         return output
 
     def _check(self, prompts: Sequence[Tensor]) -> None:
-        """Has prompts run one at a time where the model draws other tokens beside padding."""
-        if self.batch_size > 1 and len({len(prompt) for prompt in prompts}) > 1:
-            with evaluating(self.model), self.autocast():
-                if by_itself(self.model, self._layout):
-                    self.batch_size = 1
+        """Has prompts run one at a time where others beside them change what the model draws."""
+        padded = self.batch_size > 1 and len({len(prompt) for prompt in prompts}) > 1
+        with evaluating(self.model), self.autocast():
+            if by_itself(self.model, self._layout, padded):
+                self.batch_size = 1
 
     def sleep(self) -> None:
         """Does nothing; :class:`RolloutEngine` frees memory here."""

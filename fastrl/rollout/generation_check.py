@@ -1,4 +1,4 @@
-"""Self-check of ``model.generate``: does a prompt beside padding go on as it does alone?"""
+"""Self-check of ``model.generate``: does a prompt go on as it does alone, and in a forward?"""
 
 from __future__ import annotations
 
@@ -11,65 +11,107 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from fastrl.data.batch import pad
-from fastrl.models.layout import Layout
+from fastrl.models.layout import DecoderOnly, Layout
 from fastrl.models.probes import narrowed, reach
 from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.self_check import why_sharded
 
-_LENGTHS, _STEPS = (7, 3, 5), 4
+_LENGTHS, _ALIKE = (7, 3, 5), (5, 5)  # of prompts beside padding, and without
+_STEPS = 4
 _EXACT, _ROUNDED = 1e-3, 0.1  # of log-probs: the largest difference in fp32, the mean one in less
-_answers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+# Whether prompts are to be run one at a time, by whether they are padded.
+_answers: WeakKeyDictionary[Any, dict[bool, bool]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def by_itself(model: Any, layout: Layout) -> bool:
-    """Whether prompts of several lengths are to be run one at a time, with a warning that says so:
-    where the log-probs of what ``generate`` draws next are others beside padding than alone.
+def by_itself(model: Any, layout: Layout, padded: bool) -> bool:
+    """Whether prompts are to be run one at a time, with a warning that says so: where the log-probs
+    of what ``generate`` draws next are others in a batch than alone. Another warning tells of a
+    model of which they are others in ``generate`` than in its forward, by which it is trained.
 
     Found once for each model, on random prompts; not where another object than a model of
     transformers generates, nor where the model fails, which then says so itself.
+
+    Args:
+        padded: the prompts have several lengths.
     """
     inner = getattr(model, "pretrained_model", model)
     plain = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     # Processes that share weights would wait for one that has nothing to check.
     if not isinstance(plain, GenerationMixin) or why_sharded(model) is not None:
         return False
-    if model not in _answers:
+    answers = _answers.setdefault(model, {})
+    if padded not in answers:
         assert isinstance(plain, nn.Module)
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), narrowed(plain):
-            _answers[model] = _differs(model, plain, layout)
-    return _answers[model]
+            answers[padded] = _differs(model, plain, layout, padded, first=not answers)
+    return answers[padded]
 
 
-def _differs(model: Any, plain: Any, layout: Layout) -> bool:
+def _differs(model: Any, plain: Any, layout: Layout, padded: bool, first: bool) -> bool:
     vocabulary = plain.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    longest, *others = _LENGTHS
-    lengths = [longest + reach(plain, longest + _STEPS), *others]
+    longest, *others = _LENGTHS if padded else _ALIKE
+    longest += reach(plain, longest + _STEPS)
+    lengths = [longest, *(others if padded else [longest])]
     low = min(5, vocabulary - 1)  # behind most special tokens
     prompts = [torch.randint(low, vocabulary, (n,), generator=generator) for n in lengths]
+    name, forward = type(plain).__name__, None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the calls of the run say the same
             alone = torch.cat([_log_probs(model, layout, [prompt]) for prompt in prompts])
             together = _log_probs(model, layout, prompts)
+            if first and isinstance(layout, DecoderOnly):
+                forward = torch.stack([_of_forward(plain, prompt) for prompt in prompts])
     except Exception:
         return False
-    same = torch.isfinite(alone) & torch.isfinite(together)
-    off = (alone - together).abs()[same]
-    single = {p.dtype for p in plain.parameters() if p.is_floating_point()}
-    exact = single <= {torch.float32, torch.float64} and not computes_in_tf32(model.device)
-    exact = exact and not torch.is_autocast_enabled(model.device.type)
-    found = 0.0 if not len(off) else float(off.max() if exact else off.mean())
-    if found <= (_EXACT if exact else _ROUNDED):
-        return False
-    warnings.warn(
-        f"{type(plain).__name__}: padding changes what model.generate draws (log-probs are off by "
-        f"{found:.1e}), so that rollouts run one prompt at a time",
-        stacklevel=5,
-    )
-    return True
+    off = None if forward is None else _off(plain, alone, forward)
+    if off is not None:
+        warnings.warn(
+            f"{name}: model.generate computes other log-probs than the model's forward (off by "
+            f"{off:.1e}), so that responses are drawn from another distribution than is learned: "
+            "train another model, or bring responses by a rollout_func",
+            stacklevel=4,
+        )
+    off = _off(plain, alone, together)
+    if off is not None:
+        cause = "padding changes" if padded else "the prompts of a batch change"
+        warnings.warn(
+            f"{name}: {cause} what model.generate draws (log-probs are off by {off:.1e}), so that "
+            "rollouts run one prompt at a time",
+            stacklevel=4,
+        )
+    return off is not None
+
+
+def _off(plain: Any, expected: Tensor, found: Tensor) -> float | None:
+    """By how much log-probs differ; None where it is no more than they are rounded."""
+    same = torch.isfinite(expected) & torch.isfinite(found)
+    if not same.any():
+        return None
+    off = (expected - found).abs()[same]
+    device = next(plain.parameters()).device
+    dtypes = {p.dtype for p in plain.parameters() if p.is_floating_point()}
+    exact = dtypes <= {torch.float32, torch.float64} and not computes_in_tf32(device)
+    exact = exact and not torch.is_autocast_enabled(device.type)
+    largest = float(off.max() if exact else off.mean())
+    return largest if largest > (_EXACT if exact else _ROUNDED) else None
+
+
+def _forced(step: int, vocabulary: int) -> int:
+    """The token that every prompt goes on with at a step."""
+    return (7 + 3 * step) % vocabulary
+
+
+def _of_forward(plain: Any, prompt: Tensor) -> Tensor:
+    """What :func:`_log_probs` has of one prompt, [steps, V], from one forward."""
+    vocabulary = plain.config.get_text_config().vocab_size
+    further = torch.tensor([_forced(step, vocabulary) for step in range(_STEPS - 1)])
+    ids = torch.cat([prompt, further])[None].to(plain.device)
+    logits = plain(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    return logits[0, len(prompt) - 1 :].float().log_softmax(-1).cpu()
 
 
 def _log_probs(model: Any, layout: Layout, prompts: list[Tensor]) -> Tensor:
@@ -80,7 +122,7 @@ def _log_probs(model: Any, layout: Layout, prompts: list[Tensor]) -> Tensor:
 
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
         chosen = torch.full_like(scores, -torch.inf)
-        chosen[:, (7 + 3 * (ids.shape[1] - front)) % scores.shape[1]] = 0
+        chosen[:, _forced(ids.shape[1] - front, scores.shape[1])] = 0
         return chosen
 
     out = model.generate(

@@ -20,6 +20,7 @@ def router_loss(model: Any, asked: float | None, as_configured: bool = False) ->
     # Llama 4 and DeepSeek V3 have the setting, and no such loss.
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     has_loss = hasattr(sys.modules[type(plain).__module__], "load_balancing_loss_func")
+    has_loss = has_loss and getattr(config, "is_moe", True)  # Doge's may be dense
     if not hasattr(config, "output_router_logits") or not has_loss:
         if asked:
             raise ValueError(

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastrl import GenerateEngine, RolloutEngine, SamplingParams
 from fastrl.rollout.kv_cache import FIELDS
@@ -585,3 +586,31 @@ def test_prompts_run_one_at_a_time_where_padding_changes_what_is_drawn(monkeypat
         out = engine.generate_with(prompts, GREEDY)
     for prompt, got in zip(prompts, out.sequences, strict=True):
         assert got.tolist() == alone(model, prompt)[: len(got)].tolist()
+
+
+def family(name, **settings):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        name, vocab_size=tiny.VOCABULARY, hidden_size=16, num_hidden_layers=2, bos_token_id=0,
+        eos_token_id=1, pad_token_id=2, **settings,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_prompts_of_one_length_run_one_at_a_time_where_a_batch_changes_what_is_drawn():
+    model = family("rwkv", attention_hidden_size=16)
+    prompts = tiny_models.prompts(5, 5)
+    engine = GenerateEngine(model, tiny.tokenizer(), batch_size=2)
+    with pytest.warns(UserWarning, match="the prompts of a batch change what model.generate draws"):
+        out = engine.generate_with(prompts, GREEDY)
+    for prompt, got in zip(prompts, out.sequences, strict=True):
+        expected = model.generate(prompt[None], **GREEDY, pad_token_id=2)[0, len(prompt) :]
+        assert got.tolist() == expected[: len(got)].tolist()
+
+
+def test_a_model_whose_generate_is_not_its_forward_is_named():
+    sizes = {"intermediate_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
+    model = family("roberta", is_decoder=True, initializer_range=0.2, **sizes)
+    engine = GenerateEngine(model, tiny.tokenizer())
+    with pytest.warns(UserWarning, match="RobertaForCausalLM: model.generate computes other"):
+        engine.generate_with(tiny_models.prompts(5), GREEDY)

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fastrl import (
@@ -42,6 +42,7 @@ from fastrl.models.routing import (
     routers_of,
 )
 from fastrl.run.state import load_tree, save_tree
+from fastrl.trainers.router_loss import router_loss
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import ONE_STEP
@@ -347,6 +348,15 @@ def test_the_coefficient_of_the_load_balancing_loss_acts():
     assert abs(found[1][0] - found[0][0]) > 0.5
     with pytest.raises(ValueError, match=r"router_aux_loss_coef=1, but .* is no mixture"):
         ppo(tiny_models.policy(), router_aux_loss_coef=1.0)
+
+
+def test_a_dense_model_of_a_family_with_mixtures_has_no_load_balancing_loss():
+    config = AutoConfig.for_model("doge", num_hidden_layers=1, hidden_size=16, vocab_size=32)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert router_loss(model, None) == (False, 0.0)
+    with pytest.raises(ValueError, match="no mixture"):
+        router_loss(model, 0.1)
 
 
 def grpo(folder: Path, model: Any = None, **settings: Any) -> GRPOTrainer:
