@@ -18,6 +18,7 @@ from fastrl.models.asked_once import asked_once
 from fastrl.models.attention import hidden_window, replaced, why_not_replaceable
 from fastrl.models.packed_attention import PackedAttention
 from fastrl.models.probes import narrowed, reach
+from fastrl.models.prompt_learning import virtual_tokens
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import computes_in_tf32, evaluating
@@ -156,6 +157,8 @@ def why_not_padded(
     score, batch = scores or logprobs_and_values, _batch(_language_model(model), device)
     with evaluating(model), narrowed(model):
         try:
+            if virtual_tokens(model):
+                return None  # its rows are longer than those that are compared
             expected, found = _alone(score, model, batch), score(model, batch)
         except Exception:
             return None  # its own error comes with the first batch

@@ -40,6 +40,8 @@ def by_itself(model: Any, layout: Layout, padded: bool) -> bool:
     # Processes that share weights would wait for one that has nothing to check.
     if not isinstance(plain, GenerationMixin) or why_sharded(model) is not None:
         return False
+    if any("generate" in vars(each) for each in (model, inner, plain)):
+        return False  # a user's own, which may count its calls
     answers = _answers.setdefault(model, {})
     if padded not in answers:
         assert isinstance(plain, nn.Module)
