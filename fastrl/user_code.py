@@ -26,10 +26,13 @@ from fastrl.nearest import did_you_mean, did_you_mean_path
 _MARK, _NAME = "_fastrl_user_code", "_fastrl_name"
 _files: dict[tuple[Path, int, int], Any] = {}  # modules by path, time of change and size
 _loaded: set[str] = set()  # names of modules that were loaded as files, once at least
+_KERNELS = importlib.util.find_spec("fastrl_kernels")
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
         os.path.dirname(__file__),
+        os.path.realpath(os.path.dirname(__file__)),  # an editable installation's
+        *(os.path.realpath(x) for x in getattr(_KERNELS, "submodule_search_locations", None) or ()),
         *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     )
 )
@@ -155,7 +158,12 @@ def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
 
 def is_users(file: str | None) -> bool:
     """Whether a file of Python is none of a library's, of Python's or of fastrl's."""
-    if file is None or file.startswith((*_LIBRARIES, "<")):
+    return file is not None and _is_users(file)
+
+
+@functools.lru_cache(maxsize=65536)
+def _is_users(file: str) -> bool:
+    if file.startswith((*_LIBRARIES, "<")) or os.path.realpath(file).startswith(_LIBRARIES):
         return False
     return not {"site-packages", "dist-packages"} & {*Path(file).parts}  # of another environment
 

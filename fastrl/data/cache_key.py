@@ -7,9 +7,9 @@ an edited function, or another version of fastrl, would read what the one before
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import hashlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +48,7 @@ def user_code(*code: Any) -> str:
     """A hash of the user's files that hold functions and objects, and of those that these import.
     What a program or notebook itself defines counts by what it names: ``datasets`` pickles the
     rest."""
-    files: dict[Path, bytes] = {}
+    files: dict[str, bytes] = {}
     seen: set[int] = set()
     for each in code:
         _visit(each, files, seen)
@@ -58,7 +58,7 @@ def user_code(*code: Any) -> str:
     return digest.hexdigest()
 
 
-def _visit(x: Any, files: dict[Path, bytes], seen: set[int]) -> None:
+def _visit(x: Any, files: dict[str, bytes], seen: set[int]) -> None:
     """Adds the files of an object's code."""
     if id(x) in seen:
         return
@@ -95,33 +95,46 @@ def _parts(x: Any) -> Iterator[Any]:
             yield from getattr(x, "__dict__", {}).values()
 
 
-def _add(file: str | None, files: dict[Path, bytes]) -> None:
+def _add(file: str | None, files: dict[str, bytes]) -> None:
     """Adds a user's file, and those of the user's that it imports."""
-    path = None if file is None else Path(file)
-    if path is None or path in files or not is_users(file) or not path.is_file():
+    if file is None or file in files or not is_users(file) or not os.path.isfile(file):
         return
-    files[path] = path.read_bytes()
-    with contextlib.suppress(SyntaxError):
-        for node in ast.walk(ast.parse(files[path])):
-            for folder, name in _imported(node, path):
-                for found in (folder / f"{name}.py", folder / name / "__init__.py"):
-                    _add(str(found), files)
+    files[file] = Path(file).read_bytes()
+    for found in _imports(file, files[file], tuple(sys.path)):
+        _add(found, files)
 
 
-def _imported(node: ast.AST, importer: Path) -> Iterator[tuple[Path, str]]:
-    """Folders, and names of modules that may lie in them."""
+@functools.lru_cache(maxsize=1024)
+def _imports(importer: str, source: bytes, folders: tuple[str, ...]) -> tuple[str, ...]:
+    """The user's files that a file imports by name, from beside it or from the search path."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except SyntaxError:
+        return ()
+    places = dict.fromkeys(place for node in nodes for place in _imported(node, importer, folders))
+    names = [
+        name for place in places for name in (f"{place}.py", os.path.join(place, "__init__.py"))
+    ]
+    return tuple(name for name in names if os.path.isfile(name) and is_users(name))
+
+
+def _imported(node: ast.AST, importer: str, folders: tuple[str, ...]) -> Iterator[str]:
+    """Where modules that a statement imports may lie: paths without an ending."""
+    beside = os.path.dirname(importer)
     if isinstance(node, ast.Import):
-        names, folders = [each.name for each in node.names], [Path(p) for p in sys.path]
+        names = [each.name for each in node.names]
     elif isinstance(node, ast.ImportFrom):
-        inner = [each.name for each in node.names]
-        base = (node.module or "").replace(".", "/")
-        names = [base, *(f"{base}/{name}".lstrip("/") for name in inner)]
-        above = importer.parents[node.level - 1] if node.level else None
-        folders = [Path(p) for p in sys.path] if above is None else [above]
+        base = node.module or ""
+        names = [base, *(f"{base}.{each.name}".lstrip(".") for each in node.names)]
+        for _ in range(node.level - 1):
+            beside = os.path.dirname(beside)
     else:
         return
-    for folder in [importer.parent, *folders]:
-        yield from ((folder, name.replace(".", "/")) for name in names if name)
+    absolute = isinstance(node, ast.Import) or not node.level
+    if absolute:
+        names = [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]
+    for folder in (beside, *folders) if absolute else (beside,):
+        yield from (os.path.join(folder, *name.split(".")) for name in names if name)
 
 
 def _module_of(x: Any) -> ModuleType | None:

@@ -82,9 +82,11 @@ def test_limits_and_stop_sequences_are_each_samples_own(family):
     stop = tuple(free.sequences[1][:3].tolist())
     stopped = SamplingParams(max_new_tokens=8, temperature=0, stop=[stop])
     steps = []
+    alone = GenerateEngine(model, tiny.tokenizer())
+    alone.generate(prompts[1:2], stopped)  # the first one also checks the model
     decoder = model.pretrained_model.get_decoder()
     handle = decoder.register_forward_hook(lambda *_: steps.append(1))
-    GenerateEngine(model, tiny.tokenizer()).generate(prompts[1:2], stopped)
+    alone.generate(prompts[1:2], stopped)
     handle.remove()
     assert len(steps) == 3, "it goes on no longer than a sample does"
     output = engine(model).generate(prompts[1:2], stopped)
