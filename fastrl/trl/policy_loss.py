@@ -28,7 +28,6 @@ LEVELS = ("token", "sequence")
 class Ratios(NamedTuple):
     """Probability ratios to the old policy, of tokens or of whole responses."""
 
-    tokens: Tensor  # ρ of each token, [N]; of all tokens of a response the same at "sequence"
     units: Tensor  # [N] or [B]
     advantages: Tensor  # of the units
     by_sequence: bool
@@ -39,11 +38,10 @@ def ratios_of(part: Minibatch, logprobs: Tensor, level: str) -> Ratios:
     its product Π_t ρ_t."""
     log_ratio = part.differences(logprobs)
     if level == "token":
-        ratio = log_ratio.exp()
-        return Ratios(ratio, ratio, part.old.advantages, False)
+        return Ratios(log_ratio.exp(), part.old.advantages, False)
     units = (part.sums if level == "product" else part.means)(log_ratio).exp()
     assert part.old.of_responses is not None
-    return Ratios(part.at_tokens(units), units, part.old.of_responses, True)
+    return Ratios(units, part.old.of_responses, True)
 
 
 class LossType(NamedTuple):
@@ -127,11 +125,11 @@ class GroupLoss(TokenLoss):
     v and D are by ``args.loss_type``'s aggregate of the batch's responses, or D is the tokens that
     were generated, so that the mean over the batches of an optimizer step is the step's loss.
     KL_t = exp(r) - r - 1 of r = log π_ref - log π, times ρ_t where ``args.use_bias_correction_kl``
-    says so (DeepSeek-V3.2). Weights of another sampler are factors of u, those of "vespo" of its
+    says so (DeepSeek-V3.2), the token's own ratio also beside ratios of sequences: by another one
+    its gradient would be no KL's. Weights of another sampler are factors of u, those of "vespo" of its
     ratio w in their place.
 
     Args:
-        level: of the KL's ratio.
         corrects_kl: ``use_bias_correction_kl``.
     """
 
@@ -140,15 +138,9 @@ class GroupLoss(TokenLoss):
         args: Any,
         loss_type: LossType,
         objective: TokenObjective,
-        level: str,
         corrects_kl: bool = False,
     ):
-        self.type, self.level, self.beta, self.corrects_kl = (
-            loss_type,
-            level,
-            args.beta,
-            corrects_kl,
-        )
+        self.type, self.beta, self.corrects_kl = loss_type, args.beta, corrects_kl
         aggregate = Aggregate(loss_type.aggregate, args.max_completion_length, True)
         super().__init__(objective, aggregate, temperature=args.temperature)
         # The fused loss's gradients are rounded before GradScaler's factor reaches them.
@@ -171,13 +163,13 @@ class GroupLoss(TokenLoss):
             # CISPO's ratios have one bound, ε_high itself.
             (args.epsilon, high - 1 if kind == "cispo" else high),
         )
-        return cls(args, loss_type, objective, level, args.use_bias_correction_kl)
+        return cls(args, loss_type, objective, args.use_bias_correction_kl)
 
     @classmethod
     def of_rloo(cls, args: Any) -> GroupLoss:
         """That of a :class:`fastrl.trl.rloo_config.RLOOConfig`, whose KL is in the rewards."""
         product = PolicyLoss("clip", "product")
-        return cls(args, RLOO, TokenObjective(product, (args.epsilon, high_of(args))), "product")
+        return cls(args, RLOO, TokenObjective(product, (args.epsilon, high_of(args))))
 
     def denominator(self, part: Minibatch, generated: float) -> float:
         """D of a batch.
@@ -220,7 +212,7 @@ class GroupLoss(TokenLoss):
         ):
             return None
         if kl is not None and self.corrects_kl:
-            if not on_policy or self.level != "token":
+            if not on_policy:
                 return None
             kl = kl._replace(kind="k3+")  # the derivative of ρ·KL at ρ = 1 is log π - log π_ref
         coef = entropy_coef * denominator / count
@@ -254,7 +246,7 @@ class GroupLoss(TokenLoss):
         assert part.old.kl is not None
         r = part.old.kl.ref_logprobs - logprobs
         kl = torch.expm1(r) - r
-        return kl * ratios_of(part, logprobs, self.level).tokens if self.corrects_kl else kl
+        return kl * part.differences(logprobs).exp() if self.corrects_kl else kl
 
     def gammas(self, part: Minibatch, logprobs: Tensor) -> Tensor:
         """φ(w) of "vespo" at each token of a response, [N]."""
