@@ -126,8 +126,8 @@ class GroupLoss(TokenLoss):
     were generated, so that the mean over the batches of an optimizer step is the step's loss.
     KL_t = exp(r) - r - 1 of r = log π_ref - log π, times ρ_t where ``args.use_bias_correction_kl``
     says so (DeepSeek-V3.2), the token's own ratio also beside ratios of sequences: by another one
-    its gradient would be no KL's. Weights of another sampler are factors of u, those of "vespo" of its
-    ratio w in their place.
+    its gradient would be no KL's. Weights of another sampler are factors of u, those of "vespo" of
+    its ratio w in their place.
 
     Args:
         corrects_kl: ``use_bias_correction_kl``.
