@@ -42,7 +42,7 @@ from fastrl.models.load import (
     with_adapter,
 )
 from fastrl.models.quantised import save_beside_adapter
-from fastrl.models.reward_head import score_head
+from fastrl.models.reward_head import give_padding, score_head
 from fastrl.models.utils import check_trainable, checksum, without_dropout
 from fastrl.ppo.setup import precision_of, share_new_weights
 from fastrl.ref_model import RefModel, choose_ref_model
@@ -112,9 +112,7 @@ class RewardLearner:
                 f"{type(model).__name__} has {labels} labels, a reward model has one: load it with "
                 "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
             )
-        if model.config.pad_token_id is None:
-            # A decoder's classifier finds each sequence's last token by it.
-            model.config.pad_token_id = self.tokenizer.pad_token_id
+        give_padding(model, self.tokenizer)
         model = with_adapter(model, peft_config, self.args)
         _switch_off_dropout(model, self.args)
         check_trainable(model)

@@ -236,7 +236,7 @@ def _difference(
 def _batch(language_model: Any, device: torch.device) -> TokenBatch:
     """A right-padded batch of random tokens, in which two samples share a prompt."""
     vocabulary = language_model.config.get_text_config().vocab_size
-    padding = getattr(language_model.config, "pad_token_id", None) or 0
+    padding = padding_of(language_model) or 0
     generator = torch.Generator().manual_seed(0)
     prompts: dict[int, Tensor] = {}
     sequences = []

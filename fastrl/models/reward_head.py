@@ -46,6 +46,14 @@ def padding_of(plain: Any) -> int | None:
     return getattr(text_config(plain), "pad_token_id", None)
 
 
+def give_padding(model: Any, tokenizer: Any) -> None:
+    """Gives a classifier that has no token of padding its tokenizer's. A decoder's finds each
+    text's last token by it, and one of several parts reads that of its part for text."""
+    config = text_config(model)
+    if config is not None and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = tokenizer.pad_token_id
+
+
 def rewards_of_padded(
     model: Any, inputs: Mapping[str, Tensor], side: str | None, padding: int | None
 ) -> Tensor:

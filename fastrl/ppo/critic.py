@@ -29,6 +29,7 @@ from fastrl.models.optimizers import (
     make_optimizer,
     set_learning_rate,
 )
+from fastrl.models.reward_head import give_padding
 from fastrl.models.sharding import gathered_state_dict, spread
 from fastrl.models.utils import model_identity, warn_of_lost_updates
 from fastrl.ppo.method import gradient_of, value_term_of
@@ -96,8 +97,7 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
             "critic of the policy's family, which reads the same token ids, or give both models "
             "the new tokens by resize_token_embeddings"
         )
-    if critic.config.pad_token_id is None:
-        critic.config.pad_token_id = tokenizer.pad_token_id
+    give_padding(critic, tokenizer)
     return critic
 
 

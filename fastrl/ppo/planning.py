@@ -166,7 +166,7 @@ def plan_ppo(
 def _critic(skeleton: Skeleton) -> Any:
     """The classifier with one label that a critic is."""
     skeleton = dataclasses.replace(skeleton, config=copy.deepcopy(skeleton.config))
-    skeleton.config.num_labels, skeleton.config.pad_token_id = 1, 0
+    skeleton.config.num_labels, skeleton.config.get_text_config().pad_token_id = 1, 0
     return skeleton.build(AutoModelForSequenceClassification)
 
 

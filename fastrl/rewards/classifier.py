@@ -16,7 +16,7 @@ from fastrl.data.encode import Encoder, encode_jointly
 from fastrl.data.reads_eos import load_from_adapter, recorded
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.load import load_classifier, load_tokenizer
-from fastrl.models.reward_head import padding_of, rewards_of_padded
+from fastrl.models.reward_head import give_padding, padding_of, rewards_of_padded
 from fastrl.models.utils import NO_LIMIT, context_length
 
 
@@ -69,8 +69,7 @@ class ClassifierReward:
                     "the reward model's tokenizer has neither a padding nor an EOS token: set one"
                 )
             tokenizer.pad_token = tokenizer.eos_token
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = tokenizer.pad_token_id
+        give_padding(model, tokenizer)
         self.max_length = _max_length(model, tokenizer)
         reads_eos = recorded(model)
         self.wants_finished = reads_eos is not None

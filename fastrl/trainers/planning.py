@@ -105,7 +105,7 @@ def reward_model(skeleton: Skeleton) -> Any:
     """A classifier with one label; to be called within a rehearsal."""
     skeleton = copy.copy(skeleton)
     skeleton.config = copy.deepcopy(skeleton.config)
-    skeleton.config.num_labels, skeleton.config.pad_token_id = 1, 0
+    skeleton.config.num_labels, skeleton.config.get_text_config().pad_token_id = 1, 0
     if skeleton.adapter is not None:
         skeleton.adapter = copy.deepcopy(skeleton.adapter)
         skeleton.adapter.task_type = "SEQ_CLS"

@@ -29,7 +29,13 @@ from fastrl.data.prepare import (
 )
 from fastrl.data.tables import is_stream
 from fastrl.models.load import load_reward_model, with_adapter
-from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded, score_head
+from fastrl.models.reward_head import (
+    give_padding,
+    padding_of,
+    rewards_at,
+    rewards_of_padded,
+    score_head,
+)
 from fastrl.models.utils import evaluating, need_peft, without_dropout
 from fastrl.overrides import overridden
 from fastrl.plan.passes import PassSize
@@ -266,10 +272,8 @@ class RewardTrainer(SupervisedTrainer):
                 "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)",
                 stacklevel=3,
             )
-        if config is not None and config.pad_token_id is None and self._tokenizer is not None:
-            # A decoder's classifier finds each sequence's last token by it.
-            config.pad_token_id = self._tokenizer.pad_token_id
         if config is not None and self._tokenizer is not None:
+            give_padding(model, self._tokenizer)
             adapts = self._peft_config is not None or hasattr(model, "peft_config")
             settle_model(model, self._tokenizer, self._settings, adapts)
             self._check_end(model)

@@ -22,8 +22,7 @@ from fastrl.data.choose_padding import classifier_side
 from fastrl.models import CausalLMPolicy
 from fastrl.models.load import with_adapter
 from fastrl.models.optimizers import learning_rate_of, set_learning_rate
-from fastrl.models.reward_head import padding_of, rewards_of_padded
-from fastrl.models.utils import text_config
+from fastrl.models.reward_head import give_padding, padding_of, rewards_of_padded
 from fastrl.ppo.trainer import PPOTrainer
 from fastrl.run.callbacks import Evaluation, TrainCallback
 from fastrl.run.folder import RunFolder
@@ -136,8 +135,7 @@ class PPOv2Trainer:
             lr_scheduler=scheduler or schedule,
             critic=value_model,
         )
-        if padding_of(reward_model) is None:
-            text_config(reward_model).pad_token_id = self.processing_class.pad_token_id
+        give_padding(reward_model, self.processing_class)
         reward_model.requires_grad_(False).eval().to(self.ppo.current_device)
         self.train_dataset, self.eval_dataset, self.prompts = train_dataset, eval_dataset, prompts
         self.state, self.control = TrainerState(), TrainerControl()

@@ -142,9 +142,10 @@ def test_a_model_that_cannot_keep_texts_apart_is_refused(make_sft: Make, family:
     make_sft(model)
 
 
-def test_positions_that_a_model_does_not_heed_are_found_out() -> None:
+@pytest.mark.parametrize("error", [None, AssertionError("lengths")])
+def test_positions_that_a_model_does_not_heed_are_found_out(error: Exception | None) -> None:
     class Heedless(torch.nn.Module):
-        """Takes positions and masks, and uses neither."""
+        """Takes positions and masks, and uses neither, or says that it cannot take them."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +153,9 @@ def test_positions_that_a_model_does_not_heed_are_found_out() -> None:
             self.config, self.device = self.inner.config, torch.device("cpu")
             self.dtype = torch.float32
 
-        def forward(self, input_ids: Tensor, use_cache: bool, **_: Any) -> Any:
+        def forward(self, input_ids: Tensor, use_cache: bool, **given: Any) -> Any:
+            if error is not None and "attention_mask" in given:
+                raise error
             return self.inner(input_ids=input_ids, use_cache=use_cache)
 
     with pytest.raises(ValueError, match="Heedless lets packed texts attend to each other"):

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fastrl.data.batch import pad
 from fastrl.data.choose_padding import classifier_side
 from fastrl.models.reward_head import padding_of, rewards_of_padded
 from fastrl.rewards.classifier import ClassifierReward
+from tests import multimodal_models
 from tests.golden import tiny
 from tests.trainers.conftest import Make
 
@@ -134,3 +135,18 @@ def test_rewards_do_not_depend_on_the_side_on_which_a_tokenizer_pads(
     whole = [text for side in words.values() for text in side]
     scores = ClassifierReward(copy.deepcopy(model), tokenizer)([""] * 4, whole)
     torch.testing.assert_close(torch.tensor(scores), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_classifier_of_several_parts_is_given_its_padding_where_it_reads_it(
+    tmp_path: Any,
+) -> None:
+    config = AutoConfig.from_pretrained(multimodal_models.save(tmp_path, "gemma3"))
+    config.num_labels, config.get_text_config().pad_token_id = 1, None
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    reward = ClassifierReward(model, tiny.tokenizer())
+    texts = ["w3 w4 w5", "w6"]
+    together = reward(["", ""], texts)
+    alone = [reward([""], [x])[0] for x in texts]
+    assert config.get_text_config().pad_token_id == tiny.PAD
+    torch.testing.assert_close(torch.tensor(together), torch.tensor(alone))
