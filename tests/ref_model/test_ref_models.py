@@ -239,6 +239,28 @@ def test_the_starting_adapter_is_kept_beside_the_trained_one(inputs, tmp_path):
     torch.testing.assert_close(again(**inputs).logits, model(**inputs)[0])
 
 
+@pytest.mark.parametrize("trained", ["all", "lora_only", "norms"])
+@pytest.mark.parametrize("adapter", ["off", "start"])
+def test_an_adapter_reference_keeps_base_weights_that_are_trained(adapter, trained, inputs):
+    model = adapted(**({} if trained == "norms" else {"bias": trained}))
+    if trained == "norms":
+        for name, p in model.pretrained_model.named_parameters():
+            p.requires_grad_(p.requires_grad or "ln_1" in name)
+    start = model if adapter == "start" else tiny_models.language_model()
+    logits = start(**inputs)[0].detach().flatten(0, 1)[ROWS]
+    expected = logits.log_softmax(-1).gather(1, request(inputs).labels[:, None])[:, 0]
+    reference = choose(model, reference_adapter=adapter)
+    move(model)
+    moved = model(**inputs)[0]
+    score = reference.score(inputs, request(inputs)).logprobs  # without PEFT's warning
+    torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(model(**inputs)[0], moved)
+    if adapter == "start":  # and follows the policy with them
+        reference.follow(1.0)
+        with reference.as_policy() as as_reference:
+            torch.testing.assert_close(as_reference(**inputs)[0], moved)
+
+
 def test_an_adapter_reference_has_no_dropout_while_the_policy_learns_with_it(inputs):
     torch.manual_seed(1)
     base = tiny_models.language_model(resid_pdrop=0.5)
