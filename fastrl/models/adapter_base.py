@@ -85,13 +85,15 @@ def settle_adapters(model: Any) -> None:
 
     Raises:
         ValueError: a classifier's head is new, and its adapter does not save it; embedding and head
-            were resized, and it saves one of them; a LoRA adapter that is to stay tied; a model
-            that cannot be saved with embedding and head apart.
+            were resized, and it saves one of them; a LoRA adapter that is to stay tied; trained
+            tokens of a head with a bias; a model that cannot be saved with embedding and head
+            apart.
     """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         _settle_task(model)
         _refuse_half_resized(model)
         _refuse_tied_lora(model)
+        refuse_biased_tokens(model)
         if untie_adapted(model):
             warnings.warn(
                 "the adapter changes the LM head and the embedding that it is tied to in different "
@@ -201,6 +203,22 @@ def _refuse_tied_lora(peft_model: Any) -> None:
             "apart, or train the matrix whole and tied (modules_to_save in place of "
             "target_modules)"
         )
+
+
+def refuse_biased_tokens(peft_model: Any) -> None:
+    """
+    Raises:
+        ValueError: ``trainable_token_indices`` of a head with a bias, which PEFT computes without
+            it: a new adapter has other logits than its base.
+    """
+    for name, module in peft_model.named_modules():
+        head = getattr(getattr(module, "token_adapter", None), "base_layer", None)
+        if getattr(head, "bias", None) is not None:
+            raise ValueError(
+                f"trainable_token_indices: PEFT leaves out the bias of {name.rpartition('.')[2]} "
+                "where tokens of it are trained, so that the model has other logits from the "
+                "start: name the embedding alone, or train the layer whole (modules_to_save)"
+            )
 
 
 def untie_adapted(model: Any) -> bool:

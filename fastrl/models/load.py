@@ -35,6 +35,7 @@ from transformers.utils import cached_file, logging
 
 from fastrl.models import quantised
 from fastrl.models.adapter_base import (
+    refuse_biased_tokens,
     resize_as_saved,
     settle_adapters,
     untie_adapted,
@@ -264,12 +265,16 @@ def load_tokenizer(
 
 def load_weights(model: Any, folder: str | os.PathLike) -> None:
     """Loads the weights that ``model.save_pretrained(folder)`` wrote into a model of transformers
-    or PEFT, to resume a run."""
+    or PEFT, to resume a run.
+
+    Raises:
+        ValueError: an adapter's weights that are not those of the model's adapter.
+    """
     adapter = Path(folder) / ADAPTER_WEIGHTS
     if adapter.exists():
-        from peft import set_peft_model_state_dict
-
-        set_peft_model_state_dict(model, load_file(adapter))
+        misfit = _set_adapter(model, str(adapter))
+        if misfit:
+            raise ValueError(f"{adapter} {misfit}: it is another model's")
         return
     with _quiet():  # checkpoints of earlier versions have a value head among the weights
         saved = type(model).from_pretrained(folder, use_safetensors=True, dtype="auto")
@@ -566,16 +571,37 @@ class _Checkpoint:
         hub = _hub(self.options)
         if quantised.is_quantised(base):
             base = quantised.prepared_for_adapters(base)
+        named = f"{self.adapter.base_model_name_or_path}, the base that it names"
+        unfit = f"the adapter in {self.folder} does not fit {named}: "
         try:
             with quantised.peft_hushed():
+                # Weights that it lacks would be those of a new adapter.
+                warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
                 model = PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
-        except (RuntimeError, KeyError) as error:  # weights of other shapes or names
-            raise ValueError(
-                f"the adapter in {self.folder} does not fit "
-                f"{self.adapter.base_model_name_or_path}, the base that it names: {error}"
-            ) from error
+        except (RuntimeError, KeyError, UserWarning) as error:  # weights of other shapes or names
+            raise ValueError(f"{unfit}{error}") from error
+        file = find_file(self.folder, ADAPTER_WEIGHTS, self.options)
+        misfit = None if file is None else _set_adapter(model, file)
+        if misfit:
+            raise ValueError(f"{unfit}it {misfit}")
+        refuse_biased_tokens(model)
         untie_adapted(model)
         return model
+
+
+def _set_adapter(model: Any, file: str) -> str | None:
+    """Sets the weights of a PEFT model's adapter to those in a file; returns what of a LoRA
+    adapter's does not fit, in words. PEFT passes over it."""
+    from peft import set_peft_model_state_dict
+
+    name = model.active_adapter
+    found: Any = set_peft_model_state_dict(model, load_file(file), name)
+    missing = [key for key in found.missing_keys if f".{name}." in key]
+    for what, every in (("lacks", missing), ("holds", found.unexpected_keys)):
+        keys = [key for key in every if ".lora_" in key]
+        if keys:
+            return f"{what} {keys[0]}" + (f" and {len(keys) - 1} more" if keys[1:] else "")
+    return None
 
 
 def check_causal(model: Any) -> None:

@@ -145,6 +145,22 @@ def test_resized_embeddings_are_loaded_with_the_adapter(shape, tied, tmp_path):
     torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, said, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [{"lm_head": [5]}, {"wte": [5], "lm_head": [5]}])
+def test_trained_tokens_of_a_head_with_a_bias_are_refused(tokens, tmp_path):
+    model = tiny_models.language_model("gptj")
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="PEFT leaves out the bias of lm_head"):
+        with_adapter(plain(tmp_path / "base"), lora(trainable_token_indices=tokens))
+    trained = get_peft_model(
+        plain(tmp_path / "base"), lora(trainable_token_indices=tokens, task_type="CAUSAL_LM")
+    )
+    trained.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="PEFT leaves out the bias of lm_head"):
+        load_language_model(tmp_path / "adapter")
+    embedding = with_adapter(model, lora(trainable_token_indices={"wte": [5]}))
+    assert off(logits(embedding), plain(tmp_path / "base")) < 1e-5
+
+
 def test_an_adapter_with_half_of_the_resized_rows_is_refused(tmp_path):
     tiny_models.language_model("llama").save_pretrained(tmp_path / "base")
     model = plain(tmp_path / "base")

@@ -36,6 +36,7 @@ from fastrl.models.load import (
     load_reward_model,
     load_saved,
     load_tokenizer,
+    load_weights,
     model_folder,
     own_storage,
     with_adapter,
@@ -252,6 +253,32 @@ def test_an_adapter_of_another_base_is_refused(base, tmp_path):
     tiny_models.language_model(n_embd=32).save_pretrained(tmp_path / "wide")
     rebase(folder, str(tmp_path / "wide"))
     with pytest.raises(ValueError, match=r"does not fit .*wide, the base that it names"):
+        load_language_model(folder)
+
+
+@pytest.mark.parametrize("change", ["another layer", "another name", "half"])
+def test_an_adapter_that_is_not_whole_is_refused(change, base, tmp_path):
+    folder = adapter(base, tmp_path / "lora")
+    start = load_language_model(folder)
+    file = folder / "adapter_model.safetensors"
+    saved = load_file(file)
+    renamed = {"another layer": (".h.1.", ".h.7."), "another name": ("lora_A", "A"), "half": ()}
+    names = {key: key.replace(*renamed[change]) if renamed[change] else key for key in saved}
+    kept = [key for key in saved if change != "half" or ".h.0." in key]
+    save_file({names[key]: saved[key] for key in kept}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"does not fit .*base, the base that it names: .*missing"):
+        load_language_model(folder)
+    with pytest.raises(ValueError, match=r"safetensors lacks .*: it is another model's"):
+        load_weights(start, folder)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_an_adapter_of_a_base_with_other_layers_is_refused(layers, base, tmp_path):
+    folder = adapter(base, tmp_path / "lora")
+    tiny_models.language_model(n_layer=layers).save_pretrained(tmp_path / "other")
+    rebase(folder, str(tmp_path / "other"))
+    message = r"other, the base that it names: " + ("it holds" if layers == 1 else "Found missing")
+    with pytest.raises(ValueError, match=message):
         load_language_model(folder)
 
 
