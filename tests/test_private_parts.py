@@ -182,10 +182,10 @@ ALLOWED = {
 }
 # Public methods of transformers' Trainer that ours override.
 PUBLIC = {
-    "call_model_init", "compute_loss", "create_model_card", "create_optimizer", "evaluate",
-    "evaluation_loop", "get_batch_samples", "get_eval_dataloader", "get_optimizer_cls_and_kwargs",
-    "get_test_dataloader", "get_train_dataloader", "log", "prediction_step", "save_model",
-    "store_flos", "train", "training_step",
+    "call_model_init", "compute_loss", "create_model_card", "create_optimizer", "create_scheduler",
+    "evaluate", "evaluation_loop", "get_batch_samples", "get_eval_dataloader",
+    "get_optimizer_cls_and_kwargs", "get_test_dataloader", "get_train_dataloader", "log",
+    "prediction_step", "save_model", "store_flos", "train", "training_step",
 }  # fmt: skip
 BEHIND_TRAINERS = ("transformers/", "accelerate/", "peft/", "datasets/")
 # Attributes of others that are replaced for a while, and put back.

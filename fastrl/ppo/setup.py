@@ -15,7 +15,7 @@ from accelerate.utils import (
     extract_model_from_parallel,
 )
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.config import PPOConfig, json_object
@@ -134,6 +134,21 @@ def _check_types(
             "lr_scheduler must be a torch LRScheduler, a function that makes one of the optimizer, "
             f"or None, got {type(scheduler).__name__}"
         )
+
+
+def schedule_of(given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """A schedule of the learning rate as it is, or what a function makes of the optimizer.
+
+    Raises:
+        TypeError: a schedule that a step would have to give a metric.
+    """
+    made = given if given is None or isinstance(given, LRScheduler) else given(optimizer)
+    if isinstance(made, ReduceLROnPlateau) or not isinstance(made, LRScheduler | None):
+        raise TypeError(
+            f"lr_scheduler is a {type(made).__name__}, which steps by a metric or otherwise than "
+            "torch's LRScheduler: choose another one (lr_scheduler_type)"
+        )
+    return made
 
 
 def choose_precision(config: PPOConfig, model: nn.Module) -> str | None:

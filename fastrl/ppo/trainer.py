@@ -66,6 +66,7 @@ from fastrl.ppo.setup import (
     make_accelerator,
     precision_of,
     prepared,
+    schedule_of,
     share_new_weights,
     warn_of_a_single_response,
 )
@@ -188,8 +189,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
             optimizer = make_optimizer(
                 model, config.optim, config.learning_rate, config.optim_args, fused
             )
-        if lr_scheduler is not None and not isinstance(lr_scheduler, LRScheduler):
-            lr_scheduler = lr_scheduler(optimizer)
+        lr_scheduler = schedule_of(lr_scheduler, optimizer)
         warn_of_fp16(model)
         if not config.master_weights and not handles_rounding(optimizer):
             warn_of_lost_updates(model, _MIXED_PRECISION)

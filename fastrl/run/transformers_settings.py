@@ -28,6 +28,8 @@ _STEPS = (
 )  # fmt: skip
 # Settings of one process, whose product with the number of processes is compared.
 SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# Schedules of the learning rate that read metric_for_best_model.
+SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 # Settings that an optimizer keeps, and that its saved state brings back.
 _OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 

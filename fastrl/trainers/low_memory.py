@@ -25,6 +25,7 @@ from fastrl.plan.passes import PassSize
 from fastrl.run.precision import precision_for, refuse_fp16_twice, shared_precision
 from fastrl.run.transformers_base import OpenTrainer
 from fastrl.run.transformers_callbacks import LossProgress
+from fastrl.run.transformers_settings import SCHEDULES_BY_METRIC
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
@@ -96,6 +97,16 @@ class LowMemoryTrainer(OpenTrainer):
                 if not told and self.is_world_process_zero():
                     tqdm.write(MASTERS, file=sys.stderr)
         return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        # transformers makes all that read a metric for one that is to fall.
+        own = self.args.lr_scheduler_kwargs
+        if self.args.lr_scheduler_type in SCHEDULES_BY_METRIC and self.args.greater_is_better:
+            self.args.lr_scheduler_kwargs = {"mode": "max", **(own or {})}
+        try:
+            return super().create_scheduler(*args, **kwargs)
+        finally:
+            self.args.lr_scheduler_kwargs = own
 
     def write_model(self, folder: Path) -> None:
         super().write_model(folder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from fastrl.collect.arguments import RecordArguments
 from fastrl.config import PPOConfig, parse_json
 from fastrl.ref_model import ReferenceArguments
+from fastrl.run.transformers_settings import SCHEDULES_BY_METRIC
 from fastrl.settings import check_refused, idle, kept_setting, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 from fastrl.trl.rollout_correction import MODES
@@ -181,7 +183,17 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     ]
 
     def __post_init__(self) -> None:
+        reads = self.load_best_model_at_end or self.lr_scheduler_type in SCHEDULES_BY_METRIC
+        if reads and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"  # transformers' would be the loss
         super().__post_init__()
+        if self.metric_for_best_model in ("loss", "eval_loss"):
+            warnings.warn(
+                f"eval_loss (metric_for_best_model={self.metric_for_best_model!r}) is no measure "
+                "of a policy: advantages of a group sum to 0, so that it is little more than "
+                "rounding; name 'eval_reward'",
+                stacklevel=4,
+            )
         check_refused(self)
         if self.auto_find_batch_size:
             raise ValueError(

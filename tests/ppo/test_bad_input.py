@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import get_scheduler
 
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.rollout import RolloutOutput
@@ -161,6 +163,8 @@ def test_config_refuses(settings: dict[str, Any], message: str) -> None:
         ({"ref_model": "gpt2"}, "ref_model must be"),
         ({"tokenizer": None}, "tokenizer must be"),
         ({"lr_scheduler": 1.0}, "lr_scheduler must be"),
+        ({"lr_scheduler": ReduceLROnPlateau}, "steps by a metric"),
+        ({"lr_scheduler": lambda x: get_scheduler("greedy", x)}, "GreedyLR.*steps by a metric"),
     ],
 )
 def test_construction_refuses_wrong_types(arguments: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,24 @@ def test_training_goes_on_where_it_was_cut(make_sft: Make, tmp_path: Path, packi
     # Bit by bit: the same operations on the same numbers, which lie in storage of torch's own.
     for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("greater", [False, True])
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_by_a_metric_knows_what_is_better(
+    make_sft: Make, schedule: str, greater: bool
+) -> None:
+    least = {"min_lr": 1e-9} if schedule == "greedy" else {}
+    count = itertools.count()
+    trainer = make_sft(
+        eval_dataset=texts(2), compute_metrics=lambda _: {"score": float(next(count))},
+        metric_for_best_model="score", greater_is_better=greater, eval_strategy="steps",
+        eval_steps=1, max_steps=3, lr_scheduler_type=schedule,
+        lr_scheduler_kwargs={"patience": 0, **least},
+    )  # fmt: skip
+    trainer.train()
+    assert (trainer.optimizer.param_groups[0]["lr"] >= SETTINGS["learning_rate"]) == greater
+    assert trainer.args.lr_scheduler_kwargs == {"patience": 0, **least}
 
 
 def test_model_init_makes_the_model(tmp_path: Path) -> None:

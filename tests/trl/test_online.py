@@ -450,6 +450,25 @@ def test_each_of_several_evaluation_sets_has_metrics_of_its_own(kind: str, tmp_p
     assert "eval_reward" not in found
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_model_is_that_of_the_highest_reward(kind: str, tmp_path: Path) -> None:
+    """Which step's loss is lowest is rounding: advantages of a group sum to 0."""
+    levels = [0.0, 0.0, 5.0, 1.0]
+
+    def judge(**given: Any) -> list[float]:
+        return [levels[trainer.state.global_step] + x for x in small_tokens(**given)]
+
+    settings: dict[str, Any] = {
+        "eval_dataset": prompts(1), "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3,
+        "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
+    }  # fmt: skip
+    trainer = make(tmp_path, kind, judge, **settings)
+    trainer.train()
+    assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
+    with pytest.warns(UserWarning, match="eval_loss .* is no measure.*eval_reward"):
+        KINDS[kind][1](str(tmp_path), metric_for_best_model="loss", use_cpu=True)
+
+
 def test_reward_functions_of_one_name_have_columns_of_their_own(tmp_path: Path) -> None:
     def judging(value: float) -> Any:
         def judge(completions: list[Any], **_: Any) -> list[float]:
