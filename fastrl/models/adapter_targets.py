@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from torch import nn
 
 from fastrl.models.multimodal import CLASSIFIER_HEADS, unread_modules
 from fastrl.models.routing import routers
+from fastrl.nearest import did_you_mean
 
 # Of layers that PEFT refuses in Mamba's models, whose kernels read these weights by themselves.
 _OF_MAMBA = ("out_proj", "conv1d")
@@ -20,11 +22,13 @@ _MAMBA = ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba")
 def with_targets(model: nn.Module, peft_config: Any) -> Any:
     """An adapter's configuration with layers: PEFT's for the model's type, else for its text
     model's, else all linear ones but heads, routers of experts and gates of one number; of a
-    multimodal model those that texts reach. What it names itself stays."""
+    multimodal model those that texts reach. What it names itself stays; warns of names among it that
+    the model does not have."""
     if not hasattr(peft_config, "target_modules") or not hasattr(peft_config, "exclude_modules"):
         return peft_config
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
+    _warn_of_unknown(model, peft_config)
     found, config = copy.copy(peft_config), cast("Any", model.config)
     unread = unread_modules(model)
     named = found.target_modules or getattr(found, "target_parameters", None)
@@ -38,6 +42,40 @@ def with_targets(model: nn.Module, peft_config: Any) -> Any:
     if unread and found.exclude_modules is None and hits:  # PEFT warns of one that excludes nothing
         found.exclude_modules = rf"({'|'.join(map(re.escape, unread))})\..*"
     return found
+
+
+def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:
+    """Warns of names in lists of a configuration that nothing in the model ends with, and of layers
+    that it does not have: PEFT passes over them where others are found."""
+    modules, parameters = ([*dict(x)] for x in (model.named_modules(), model.named_parameters()))
+    depth = getattr(cast("Any", model.config).get_text_config(), "num_hidden_layers", None)
+    layers = None if depth is None else [*map(str, range(depth))]
+    known: dict[str, tuple[str, Sequence[str] | None]] = {
+        "target_modules": (".", modules),
+        "target_parameters": (".", parameters),
+        "modules_to_save": ("", modules),
+        "layers_to_transform": (".", layers),
+    }
+    for setting, (before, names) in known.items():
+        given = getattr(peft_config, setting, None)
+        if names is None or given is None or isinstance(given, str):
+            continue
+        asked = [*map(str, given if isinstance(given, Iterable) else [given])]
+        unknown = [
+            x
+            for x in asked
+            if x not in CLASSIFIER_HEADS  # PEFT adds all that there are
+            and not any(name == x or name.endswith(before + x) for name in names)
+        ]
+        # PEFT itself tells of targets of which it finds none.
+        if unknown and not (setting.startswith("target_") and len(unknown) == len(asked)):
+            parts = {part for name in names for part in name.split(".")}
+            warnings.warn(
+                f"peft_config.{setting} has {', '.join(sorted(unknown))}, which "
+                f"{type(model).__name__} does not have: the adapter is made without"
+                f"{did_you_mean(unknown[0], parts)}",
+                stacklevel=5,
+            )
 
 
 def _linear_layers(model: nn.Module, unread: Sequence[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -57,3 +59,23 @@ def test_routers_and_gates_of_one_number_have_none():
 def test_layers_that_are_named_stay():
     config = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["out_proj"])
     assert targets(with_adapter(tiny_models.language_model("qwen3_5"), config)) == {"out_proj"}
+
+
+@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"target_modules": ["q_proj", "w_proj"]}, "target_modules has w_proj, which LlamaFor"),
+        ({"modules_to_save": ["lm_haed"]}, "has lm_haed, .* without: did you mean 'lm_head'"),
+        ({"layers_to_transform": [1, 7]}, "layers_to_transform has 7, which"),
+        ({"layers_to_transform": 1}, None),
+        ({"target_modules": ["0.self_attn.q_proj"], "modules_to_save": ["embed_tokens"]}, None),
+        ({"target_modules": r".*\.1\.mlp\.up_proj"}, None),
+        ({"target_modules": "all-linear", "modules_to_save": ["score"]}, None),
+    ],
+)
+def test_names_that_the_model_does_not_have_are_told_of(named, message):
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **named})
+    told = nullcontext() if message is None else pytest.warns(UserWarning, match=message)
+    with told:  # other warnings are errors
+        with_adapter(tiny_models.language_model("llama"), config)
