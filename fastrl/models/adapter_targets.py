@@ -22,8 +22,8 @@ _MAMBA = ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba")
 def with_targets(model: nn.Module, peft_config: Any) -> Any:
     """An adapter's configuration with layers: PEFT's for the model's type, else for its text
     model's, else all linear ones but heads, routers of experts and gates of one number; of a
-    multimodal model those that texts reach. What it names itself stays; warns of names among it that
-    the model does not have."""
+    multimodal model those that texts reach. What it names itself stays; warns of names among it
+    that the model does not have."""
     if not hasattr(peft_config, "target_modules") or not hasattr(peft_config, "exclude_modules"):
         return peft_config
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
