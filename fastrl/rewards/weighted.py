@@ -151,8 +151,9 @@ class Rewards:
 
     A function returns a number for each completion, or for each a list, an array or a 1-D tensor
     with a number for each token. As in TRL 1.x it may be an ``async def``, and may return None for
-    a sample that it does not judge, which is then left out of that sample's sum. Async functions
-    run after the others, at the same time, on one event loop; so do their calls with a
+    a sample that it does not judge, which is then left out of that sample's sum. One of weight 0,
+    beside others, is a metric: it decides neither a reward nor whether a sample has one. Async
+    functions run after the others, at the same time, on one event loop; so do their calls with a
     ``reward_batch_size``.
 
     Args:
@@ -383,7 +384,9 @@ class Rewards:
         judged = torch.tensor(
             [[r is not None for r in row] for row in rewards.values()], dtype=torch.bool
         )
-        has_none = (~judged.any(0)).tolist()
+        weights = torch.tensor([[f.weight] for f in self._functions], dtype=torch.float64)
+        decides = (weights != 0) | (weights == 0).all()  # others are metrics
+        has_none = (~(judged & decides).any(0)).tolist()
         unjudged = [i for i in asked if has_none[i]]
         for i in unjudged:
             if self._judges_all:
@@ -393,13 +396,13 @@ class Rewards:
                 )
         wrong = judged & ~values.float().isfinite()  # fp32: scores are
         self._check_finite(wrong, values, prompts, asked)
-        weights = torch.tensor([[f.weight] for f in self._functions], dtype=torch.float64)
-        total = (weights * values.where(judged, 0.0)).sum(0)
-        nonfinite = wrong.any(0)
-        total[nonfinite | ~judged.any(0)] = math.nan
+        total = (weights * values.where(judged & ~wrong, 0.0)).sum(0)
+        nonfinite = (wrong & decides).any(0)
+        total[nonfinite | torch.tensor(has_none, dtype=torch.bool)] = math.nan
         values[wrong] = math.nan
         by_function = dict(zip(self.names, values, strict=True))
-        weighted = list(zip((f.weight for f in self._functions), rewards.values(), strict=True))
+        by_weight = zip((f.weight for f in self._functions), rewards.values(), strict=True)
+        weighted = [(weight, row) for weight, row in by_weight if weight]
         of_tokens = [
             _of_tokens([(weight, row[i]) for weight, row in weighted], total[i])
             for i in range(len(prompts))
@@ -419,6 +422,10 @@ class Rewards:
             if not which:
                 continue
             what = say_not_finite(which, of_function, prompts)
+            if not function.weight:
+                told = f"{what}: left out of its mean, as any later ones will be; its weight is 0"
+                self._warn("nonfinite", function, told)
+                continue
             none = self._judges_all and not self._shared and bool(wrong[:, asked].any(0).all())
             if self._raises or none:
                 none_left = "" if self._raises else ", and no completion is left"

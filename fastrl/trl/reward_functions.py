@@ -136,8 +136,10 @@ class RewardFunctions:
         values = table.double().t().clone()
         values[:, list(left_out)] = torch.nan
         values[values.isinf()] = torch.nan
-        none = values.isnan().all(0)
-        total = (self.weights.double()[:, None] * values).nansum(0).masked_fill(none, torch.nan)
+        weights = self.weights.double()[:, None]
+        decides = (weights != 0) | (weights == 0).all()
+        none = (values.isnan() | ~decides).all(0)
+        total = (weights * values).nansum(0).masked_fill(none, torch.nan)
         unjudged = sorted({*none.nonzero()[:, 0].tolist()} - {*left_out})
         by_function = dict(zip(self.names, values, strict=True))
         return RewardBatch(total, by_function, {}, 0, 0, [None] * len(total), unjudged)

@@ -129,6 +129,28 @@ def test_none_leaves_a_function_out_of_a_samples_sum() -> None:
         ask(Rewards(odd))
 
 
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_function_of_weight_0_decides_nothing(on_nonfinite: str) -> None:
+    def judges(**_: Any) -> list[Any]:
+        return [1.0, None, 3.0, 4.0, 5.0]
+
+    def metric(**_: Any) -> list[Any]:
+        return [math.nan, 7.0, None, math.inf, 2.0]
+
+    options: dict[str, Any] = {"on_nonfinite": on_nonfinite, "judges_all": False}
+    rewards = Rewards([judges, metric], [2.0, 0.0], **options)
+    with pytest.warns(UserWarning, match="metric returned nan.*left out of its mean.*weight is 0"):
+        found = ask(rewards)
+    assert found.total[[0, 2, 3, 4]].tolist() == [2.0, 6.0, 8.0, 10.0]
+    assert found.total.isnan().tolist() == [False, True, False, False, False]
+    assert (found.unjudged, found.nonfinite) == ([1], 0)
+    assert found.statistics()["reward/metric/mean"] == 4.5
+    with pytest.raises(ValueError, match="no reward function judges completion 1"):
+        ask(Rewards([judges, metric], [2.0, 0.0], on_nonfinite=on_nonfinite))
+    alone = Rewards([length], [0.0])  # a run of its KL alone
+    assert ask(alone).total.tolist() == [0.0] * 5
+
+
 def test_samples_that_no_function_judged_are_known_in_another_order() -> None:
     found = replace(ask(Rewards(length)), unjudged=[1, 3])
     assert found.select([3, 0, 1]).unjudged == [2, 0]
