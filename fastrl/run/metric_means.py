@@ -49,10 +49,13 @@ class MetricMeans:
 
     Args:
         differences: by name the two metrics of whose means in each batch it is the difference.
+        pools: whether all of it is pooled, as in an evaluation, whose last batch may be smaller.
     """
 
-    def __init__(self, differences: Mapping[str, tuple[str, str]] | None = None):
-        self.differences = dict(differences or {})
+    def __init__(
+        self, differences: Mapping[str, tuple[str, str]] | None = None, pools: bool = False
+    ):
+        self.differences, self.pools = dict(differences or {}), pools
         self._rows: list[_Rows] = []
         self._pooled: dict[_Head, Tensor] = {}
         self._totals: dict[str, Tensor | float] = {}
@@ -63,15 +66,21 @@ class MetricMeans:
         Args:
             of_none: the mean where no process has any; with None the batch is left out.
         """
-        if parts:
+        if self.pools:
+            self.pool(parts, of_none=of_none)
+        elif parts:
             head = _Head(tuple(parts), _MEAN, False, of_none)
             self._rows.append(_Rows(head, _table(*zip(*parts.values(), strict=True))))
 
-    def add_number(self, name: str, value: float) -> None:
-        """Adds a batch's mean that every process knows; NaN where there is none."""
-        known = value == value
-        row = torch.tensor([[value if known else 0.0, float(known)]])
-        self._rows.append(_Rows(_Head((name,), _MEAN, False, None), row))
+    def add_number(self, name: str, value: float, count: int = 1) -> None:
+        """Adds a batch's mean that every process knows; NaN where there is none.
+
+        Args:
+            count: of how many numbers it is the mean, which is its weight where it is pooled.
+        """
+        weight = float(value == value) * (count if self.pools else 1)
+        row = torch.tensor([[value * weight if weight else 0.0, weight]])
+        self._add(_Head((name,), _MEAN, self.pools, None), row)
 
     def __getitem__(self, name: str) -> _Appending:
         """A metric by name, to which a number that every process knows is appended, as in TRL."""
@@ -79,8 +88,8 @@ class MetricMeans:
 
     def add_extreme(self, name: str, values: Tensor, most: bool) -> None:
         """Adds the greatest or least of all processes' values [B] that are not NaN."""
-        head = _Head((name,), _MOST if most else _LEAST, False, None)
-        self._rows.append(_Rows(head, _greatest(values if most else -values)))
+        head = _Head((name,), _MOST if most else _LEAST, self.pools, None)
+        self._add(head, _greatest(values if most else -values))
 
     def pool(
         self, parts: Parts, squares: Sequence[Tensor] = (), of_none: float | None = None
@@ -95,7 +104,7 @@ class MetricMeans:
             return
         table = _table(*zip(*parts.values(), strict=True), *([squares] if squares else []))
         for name, row in zip(parts, table, strict=True):
-            self._pool(_Head((name,), _MEAN, True, of_none), row[None])
+            self._add(_Head((name,), _MEAN, True, of_none), row[None])
 
     def pool_values(self, values: Mapping[str, Tensor]) -> None:
         """Adds all numbers of some tensors, for means and standard errors."""
@@ -106,10 +115,13 @@ class MetricMeans:
     def pool_extremes(self, least: str, most: str, values: Tensor) -> None:
         """Adds numbers, of which the least and the greatest are logged by these names."""
         values = values.flatten()
-        self._pool(_Head((least,), _LEAST, True, None), _greatest(-values))
-        self._pool(_Head((most,), _MOST, True, None), _greatest(values))
+        self._add(_Head((least,), _LEAST, True, None), _greatest(-values))
+        self._add(_Head((most,), _MOST, True, None), _greatest(values))
 
-    def _pool(self, head: _Head, table: Tensor) -> None:
+    def _add(self, head: _Head, table: Tensor) -> None:
+        if not head.pooled:
+            self._rows.append(_Rows(head, table))
+            return
         before = self._pooled.get(head)
         self._pooled[head] = table if before is None else _join(head.kind, before, table)
 
@@ -186,7 +198,7 @@ class MetricMeans:
             own = MetricMeans()
             own.load(state, torch.device("cpu"))
             for head, table in own._pooled.items():
-                found._pool(head, table / count if head.kind == _MEAN else table)
+                found._add(head, table / count if head.kind == _MEAN else table)
             for name, number in own._totals.items():
                 found.count(name, number / count)
         return found.state()

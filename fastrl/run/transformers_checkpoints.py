@@ -117,7 +117,10 @@ class ResumableTrainer(OpenTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         # By TRL's name; those of training are kept by checkpoints.
-        self._metrics = {x: MetricMeans(self.metric_differences) for x in ("train", "eval")}
+        self._metrics = {
+            "train": MetricMeans(self.metric_differences),
+            "eval": MetricMeans(self.metric_differences, pools=True),
+        }
         self.kept: dict[str, Any] = {}
         self.run_folder: RunFolder | None = None
         self._run = _Run()

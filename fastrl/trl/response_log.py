@@ -76,12 +76,12 @@ class ResponseLog:
         every = self.processes.joined(torch.tensor(own), [len(own)] * self.processes.count)
         prompts, lengths, cut, learned = every.t()
         metrics, cut = self.metrics[mode], cut.bool()
-        whole = lengths[~cut] if bool((~cut).any()) else torch.tensor([torch.nan])
-        for name, of in (("", lengths), ("terminated_", whole)):
-            metrics.add_number(f"completions/mean_{name}length", float(of.float().mean()))
-            metrics.add_number(f"completions/min_{name}length", float(of.min()))
-            metrics.add_number(f"completions/max_{name}length", float(of.max()))
-        metrics.add_number("completions/clipped_ratio", float(cut.float().mean()))
+        for name, of in (("", lengths), ("terminated_", lengths[~cut])):
+            mean = float(of.float().mean())
+            metrics.add_number(f"completions/mean_{name}length", mean, len(of))
+            metrics.add_extreme(f"completions/min_{name}length", of, False)
+            metrics.add_extreme(f"completions/max_{name}length", of, True)
+        metrics.add_number("completions/clipped_ratio", float(cut.float().mean()), len(cut))
         if found.tool_calls is not None:
             calls, failures = torch.tensor(found.tool_calls, dtype=torch.float32).sum(0)
             count = torch.tensor(float(len(found)))
@@ -95,12 +95,17 @@ class ResponseLog:
             spreadless: bool, groups whose rewards are all the same.
         """
         metrics, values = self.metrics[mode], self._numbers
-        for name, column in zip(self.names, judged.by_function.t(), strict=True):
-            metrics.add_number(f"rewards/{name}/mean", float(column.nanmean()))
-            metrics.add_number(f"rewards/{name}/std", nanstd(column))
-        metrics.add_number("reward", float(judged.rewards.nanmean()))
-        metrics.add_number("reward_std", nanstd(judged.rewards))
-        metrics.add_number("frac_reward_zero_std", float(spreadless.float().mean()))
+        pairs = zip(self.names, judged.by_function.t(), strict=True)
+        columns = {f"rewards/{name}/": column for name, column in pairs}
+        for name, column in columns.items():
+            known = int((~column.isnan()).sum())
+            metrics.add_number(f"{name}mean", float(column.nanmean()), known)
+            metrics.add_number(f"{name}std", nanstd(column), known)
+        known = int((~judged.rewards.isnan()).sum())
+        metrics.add_number("reward", float(judged.rewards.nanmean()), known)
+        metrics.add_number("reward_std", nanstd(judged.rewards), known)
+        share = float(spreadless.float().mean())
+        metrics.add_number("frac_reward_zero_std", share, len(spreadless))
         for name in sorted({name for names in self.processes.objects([*values]) for name in names}):
             metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
         values.clear()
