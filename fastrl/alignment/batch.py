@@ -42,6 +42,7 @@ class Batch(dict[str, Any]):
         places: where its samples are among those of all processes; none for the batch of a process
             that only takes part because the others wait for it.
         total: how many samples all processes have.
+        weight_in_step: what its mean loss is multiplied by beside the other batches of a step.
         seed: of what a loss draws for it, the same in all processes.
     """
 
@@ -55,6 +56,7 @@ class Batch(dict[str, Any]):
         self.experience: Experience | None = None
         self.places: Sequence[int] = range(len(self.examples))
         self.total = len(self.examples)
+        self.weight_in_step = 1.0
         self.seed = 0
         self._whole: Batch | None = None
         self._prompts = [torch.tensor(example.prompt_ids, dtype=torch.long) for example in examples]

@@ -56,6 +56,7 @@ from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import DeferredGradients, check_sizes
+from fastrl.trainers.sharing import weights_of
 from fastrl.trainers.supervised import is_path, length_limit, settings_of, trained_identity
 
 
@@ -260,7 +261,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         loss, metrics = output_of(self.loss, inputs, policy, reference)
         self._deferred = policy.passes
         # Gradients are averaged over the processes, whose parts of the last batch may differ.
-        loss = loss * (self.processes.count * inputs.fraction)
+        loss = loss * (self.processes.count * inputs.fraction * inputs.weight_in_step)
         self._metrics["train"].pool_values(that_count(metrics, inputs))
         return (loss, metrics) if return_outputs else loss
 
@@ -427,6 +428,9 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        weights = weights_of([batch.total for batch in batches])
+        for batch, weight in zip(batches, weights, strict=False):  # none where they are as large
+            batch.weight_in_step = weight
         if self._run.random is not None:  # it is restored behind the first batch, which draws here
             self._run.random = random_state()
         return batches, items

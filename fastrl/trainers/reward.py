@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -343,6 +343,10 @@ class RewardTrainer(SupervisedTrainer):
         if not self._settings.padding_free:
             return (2 * max(pair) for pair in pairs)
         return map(sum, pairs)
+
+    def examples_in(self, batch: Any) -> int | None:
+        mask = batch.get("attention_mask_chosen") if isinstance(batch, Mapping) else None
+        return None if mask is None else len(mask)
 
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
         masks = [inputs.get(f"attention_mask_{side}") for side in SIDES]

@@ -47,12 +47,25 @@ class SharedBatches(BatchSampler):
 
     def part(self, number: int) -> float:
         """This process's part of the examples of a batch, by its number in the epoch."""
-        size = min(self.batch_size, len(self.sampler) - number * self.batch_size)  # type: ignore[arg-type]
+        size = self.size(number)
         return len(self._own([0] * size)) / size
+
+    def size(self, number: int) -> int:
+        """The examples of all processes in a batch, by its number in the epoch."""
+        return min(self.batch_size, len(self.sampler) - number * self.batch_size)  # type: ignore[arg-type]
 
     def _own(self, sizes: Sequence[int]) -> Sequence[int]:
         """Of examples of these sizes; how many they are does not depend on these."""
         return self.processes.balanced(sizes)[self.processes.index]
+
+
+def weights_of(sizes: Sequence[int | None]) -> list[float]:
+    """What the losses of a step's batches are multiplied by, so that their mean is that of all
+    examples; none where they have as many, or it is not known how many."""
+    if None in sizes or len({*sizes}) < 2:
+        return []
+    total = sum(sizes)  # type: ignore[arg-type]
+    return [n * len(sizes) / total for n in sizes]  # type: ignore[operator]
 
 
 def share_batches(loader: Any, processes: Processes, sizes: Sequence[int]) -> SharedBatches | None:

@@ -51,7 +51,7 @@ from fastrl.settings import (
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import check_sizes, on_all_processes, with_synchronised_last
 from fastrl.trainers.sharded import ShardedTrainer
-from fastrl.trainers.sharing import SharedBatches, share_batches
+from fastrl.trainers.sharing import SharedBatches, share_batches, weights_of
 from fastrl.trainers.special_tokens import settle_tokenizer
 
 # Intervals of transformers' own numbers.
@@ -335,14 +335,20 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         """The batches of the next step, and the number of its tokens or None; where one process
         cannot make its batches, none goes on."""
         if self.processes.count == 1:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+            self._parts = weights_of([self.examples_in(batch) for batch in batches])
+            return batches, items
         with self.agreed():
             batches = list(itertools.islice(epoch_iterator, num_batches))
         begin, shared = self._run.minibatch, self._shared
         numbers = range(begin, begin + len(batches))
-        self._parts = [
-            1 / self.processes.count if shared is None else shared.part(i) for i in numbers
-        ]
+        if shared is None:
+            self._parts = [1 / self.processes.count] * len(batches)
+        else:
+            self._parts = [shared.part(i) for i in numbers]
+            weights = weights_of([shared.size(i) for i in numbers])
+            if weights and self.examples_in(batches[0]) is not None:
+                self._parts = [x * w for x, w in zip(self._parts, weights, strict=True)]
         counting = batches
         if 0.0 in self._parts and "labels" in batches[0]:
             counting = [
@@ -351,6 +357,11 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
             ]
         _, items = super().get_batch_samples(iter(counting), num_batches, device)
         return batches, items
+
+    def examples_in(self, batch: Any) -> int | None:
+        """How many examples a batch of this process has, where its loss is their mean: those of a
+        step weigh all the same, also in a last batch of few. None: the batches of a step do."""
+        return None
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
@@ -444,8 +455,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     @property
     def share(self) -> float:
         """By what the mean loss of a pass is multiplied, so that the mean over the processes of
-        their passes' sum is that of all their examples: 1 for a batch in one pass, but for the
-        last one of an epoch."""
+        their passes' sum is that of all their examples, and so is the mean over the batches of a
+        step: 1 for a batch in one pass, but for the last step of an epoch."""
         of_all = 1.0 if self._part is None else self._part * self.processes.count
         return of_all * self._of_batch
 

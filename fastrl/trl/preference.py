@@ -233,6 +233,10 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
             return map(sum, lengths)
         return (len(sides) * max(sides) for sides in lengths)
 
+    def examples_in(self, batch: Any) -> int | None:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        return None if mask is None else len(mask) // self.texts_of_an_example
+
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
         mask, sides = inputs["attention_mask"], self.texts_of_an_example
         count, width = len(mask) // sides, mask.shape[1]

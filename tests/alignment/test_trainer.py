@@ -418,3 +418,19 @@ def test_the_trained_model_itself_is_no_reference(make_trainer: Make) -> None:
     with pytest.raises(ValueError, match="ref_model is model itself"):
         make_trainer("dpo", model, ref_model=model)
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("loss", ["simpo", "bradley-terry"])
+def test_the_last_batch_weighs_as_many_samples_as_it_has(make_trainer: Make, loss: str) -> None:
+    found = []
+    for size in (5, 2):
+        settings = {"batch_size": size, "gradient_accumulation_steps": -(-5 // size)}
+        trainer = make_trainer(
+            loss, rows=examples(PAIRS, 5), logging_steps=1, **GRADIENT_STEP, **settings
+        )
+        trainer.train()
+        found.append((trainer.state.log_history[0]["loss"], weights(trainer.model)))
+    (whole, expected), (loss_of_parts, after) = found
+    assert loss_of_parts == pytest.approx(whole, rel=1e-5)
+    for name, x in expected.items():
+        torch.testing.assert_close(after[name], x, rtol=0, atol=2e-6, msg=name)
