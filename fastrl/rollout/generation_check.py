@@ -30,10 +30,13 @@ def by_itself(model: Any, layout: Layout, padded: bool) -> bool:
     model of which they are others in ``generate`` than in its forward, by which it is trained.
 
     Found once for each model, on random prompts; not where another object than a model of
-    transformers generates, nor where the model fails, which then says so itself.
+    transformers generates, nor where the model refuses such prompts.
 
     Args:
         padded: the prompts have several lengths.
+
+    Raises:
+        ValueError: transformers cannot generate with a model of this class.
     """
     inner = getattr(model, "pretrained_model", model)
     plain = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
@@ -67,6 +70,11 @@ def _differs(model: Any, plain: Any, layout: Layout, padded: bool, first: bool) 
             together = _log_probs(model, layout, prompts)
             if first and isinstance(layout, DecoderOnly):
                 forward = torch.stack([_of_forward(plain, prompt) for prompt in prompts])
+    except (AttributeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{name}: model.generate of transformers does not run ({type(error).__name__}: "
+            f"{error}): train another model, or bring responses by a rollout_func"
+        ) from error
     except Exception:
         return False
     off = None if forward is None else _off(plain, alone, forward)
@@ -112,7 +120,7 @@ def _of_forward(plain: Any, prompt: Tensor) -> Tensor:
     vocabulary = plain.config.get_text_config().vocab_size
     further = torch.tensor([_forced(step, vocabulary) for step in range(_STEPS - 1)])
     ids = torch.cat([prompt, further])[None].to(plain.device)
-    logits = plain(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    logits = plain(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     return logits[0, len(prompt) - 1 :].float().log_softmax(-1).cpu()
 
 

@@ -1,6 +1,7 @@
 """The engine on ``model.generate``: its samples, what it says of them, and where they end."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -614,3 +615,15 @@ def test_a_model_whose_generate_is_not_its_forward_is_named():
     engine = GenerateEngine(model, tiny.tokenizer())
     with pytest.warns(UserWarning, match="RobertaForCausalLM: model.generate computes other"):
         engine.generate_with(tiny_models.prompts(5), GREEDY)
+
+
+def test_a_model_that_transformers_cannot_generate_with_is_refused_by_name(monkeypatch):
+    model = tiny_models.language_model("bloom")
+
+    @functools.wraps(type(model).prepare_inputs_for_generation)
+    def lacking(*_, **__):
+        raise AttributeError("no attribute 'num_hidden_layers'")
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", lacking)
+    with pytest.raises(ValueError, match=r"BloomForCausalLM: model.generate of transformers does"):
+        GenerateEngine(model, tiny.tokenizer()).generate_with(tiny_models.prompts(3, 5), GREEDY)
