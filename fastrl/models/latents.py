@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.products import has_own_forward
+from fastrl_kernels.gemm import without_gaps
 
 
 class Latents:
@@ -46,12 +47,13 @@ class Latents:
         """Queries (Uᵀa, b), [B, H, 1, R + D'], of queries (a, b) [B, H, 1, N + D']."""
         up, _ = self._rows()
         a, b = query.split([up.shape[1], query.shape[-1] - up.shape[1]], dim=-1)
-        return torch.cat([torch.matmul(a.permute(2, 1, 0, 3), up).permute(2, 1, 0, 3), b], dim=-1)
+        a = torch.matmul(without_gaps(a.permute(2, 1, 0, 3)), up).permute(2, 1, 0, 3)
+        return torch.cat([a, b], dim=-1)
 
     def values(self, out: Tensor) -> Tensor:
         """W·x, [B, 1, H, V], of sums x of latents [B, 1, H, R]."""
         _, down = self._rows()
-        return torch.matmul(out.permute(1, 2, 0, 3), down.mT).permute(2, 0, 1, 3)
+        return torch.matmul(without_gaps(out.permute(1, 2, 0, 3)), down.mT).permute(2, 0, 1, 3)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         """U [H, N, R] and W [H, V, R] of all heads."""

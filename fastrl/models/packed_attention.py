@@ -15,6 +15,7 @@ from torch import Tensor
 from fastrl.models.attention import Variant
 from fastrl.models.host_memory import to_device
 from fastrl.models.packed_parts import PackedParts
+from fastrl_kernels.gemm import without_gaps
 
 
 class Group(NamedTuple):
@@ -224,6 +225,7 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Variant) -> Tensor:
     softcap, dropout, sinks = variant.softcap, variant.dropout, variant.sinks
+    q, k, v = map(without_gaps, (q, k, v))  # a last head lies beside the next text's first
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=variant.scale)
     scores = q @ k.transpose(-1, -2) * (variant.scale or q.shape[-1] ** -0.5)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastrl_kernels import gemm, linear_logprobs
+from fastrl_kernels import (
+    decode_attention,
+    full_kl,
+    gemm,
+    linear_logprobs,
+    linear_nll_loss,
+    linear_ppo_loss,
+    linear_sample,
+)
+from fastrl_kernels.dispatch import BACKEND_VARIABLE
 from tests.kernels.gpu_products import products_of_a_gpu
+from tests.kernels.half_products import HalfOperands, among_nan
 from tests.kernels.judge import judge, results
 from tests.kernels.launches import allocations, watched
 from tests.kernels.roundings import of_partial_sums
@@ -106,40 +118,45 @@ def test_onednn_gets_weights_and_biases_without_gaps():
         torch.testing.assert_close(packed, found)
 
 
-class _HalfOperands(TorchDispatchMode):
-    """Notes the matrices in half precision that products are called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.__name__.partition(".")[0] in ("mm", "addmm", "addmm_", "_linear_pointwise"):
-            given = [*args, *(kwargs or {}).values()]
-            self.found += [x for x in given if isinstance(x, Tensor) and x.dim() == 2]
-        return func(*args, **(kwargs or {}))
-
-    def with_gaps(self) -> list[tuple[int, ...]]:
-        matrices = [x for x in self.found if x.dtype == torch.bfloat16]
-        return [x.stride() for x in matrices if not (x.is_contiguous() or x.t().is_contiguous())]
+LIBRARIES_OF_BF16 = pytest.mark.parametrize("name", gemm.LIBRARIES["bfloat16"])
 
 
-def beside_nan(x: Tensor) -> Tensor:
-    """The same numbers, as a slice of columns of a matrix that is NaN elsewhere."""
-    whole = torch.full((len(x), x.shape[1] + 64), torch.nan, dtype=x.dtype)
-    whole[:, 32:-32] = x
-    return whole[:, 32:-32]
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a, b: torch.mm(a, b.t()),
+        lambda a, b: torch.mm(b, a.t()),
+        lambda a, b: torch.addmm(torch.zeros(5).bfloat16(), b, a.t()),
+        lambda a, b: torch.bmm(b[None], a.t()[None]),
+        lambda a, b: torch.baddbmm(torch.zeros(7, 5).bfloat16(), b[None], a.t()[None]),
+        lambda a, b: torch.nn.functional.linear(a[:1], b),
+        lambda a, b: torch.nn.functional.linear(b, a, a[:, 0].clone()),
+        lambda a, b: torch.einsum("ik,jk->ij", a, b),
+        lambda a, b: torch.nn.functional.scaled_dot_product_attention(
+            *(x[None, None] for x in (a, b, b))
+        ),
+    ],
+)
+def test_a_slice_in_half_precision_is_seen(product):
+    """What the tests below rely on."""
+    a, b = (torch.randn(n, 64).bfloat16() for n in (5, 7))
+    for sliced in (False, True):
+        with HalfOperands() as given:
+            product(among_nan(a) if sliced else a, b)
+        assert given.found >= 2
+        assert bool(given.with_gaps) == sliced
 
 
-@pytest.mark.parametrize("name", gemm.LIBRARIES["bfloat16"])
-def test_no_product_of_a_cpu_gets_a_slice_in_half_precision(name):
+@pytest.mark.parametrize("rows", [1, 45])
+@LIBRARIES_OF_BF16
+def test_no_product_of_a_cpu_gets_a_slice_in_half_precision(name, rows):
     """Whatever lies beside it: AMX multiplies that, too, and a NaN there is a NaN in the result."""
     library = gemm.LIBRARIES["bfloat16"][name]
-    x, weight, _ = operands("bfloat16", k=64)
-    sliced = [beside_nan(t) for t in (x, weight)]
+    x, weight, _ = operands("bfloat16", m=rows, k=64)
+    sliced = [among_nan(t) for t in (x, weight)]
     out = torch.empty(len(x), len(weight) + 3, dtype=x.dtype)
     results = []
-    with _HalfOperands() as given:
+    with HalfOperands() as given:
         for a, b in ((x, weight), sliced):
             c, d = torch.empty(len(a), len(b), dtype=a.dtype), torch.zeros(len(a), len(b))
             library.multiply(out[:, :-3], a, b, None)
@@ -148,26 +165,82 @@ def test_no_product_of_a_cpu_gets_a_slice_in_half_precision(name):
             with gemm.using({"bfloat16": gemm.Choice(name)}):
                 layer = gemm.linear(a, b)
             results.append([out[:, :-3].clone(), c, d, layer])
-    assert not given.with_gaps()
+            if library.absent() is None and name != "mm":
+                results[-1].append(gemm.Packed(b, wide=name == "fp32").linear(a))
+    assert not given.with_gaps
     for plain, beside in zip(*results, strict=True):
         assert torch.equal(plain, beside)
 
 
-@pytest.mark.parametrize("name", gemm.LIBRARIES["bfloat16"])
-def test_the_head_gives_products_no_slice_in_half_precision(name, backend):
+def _head(op: Callable[..., Any], **options: Any) -> Callable[[dict[str, Tensor]], Tensor]:
+    """The first result of an op on hidden states and a head."""
+
+    def run(x: dict[str, Tensor]) -> Tensor:
+        found = op(x["hidden"], x["weight"], x["labels"], **options, bias=x["bias"])
+        return found[0] + (found[1] if options.get("entropy") else 0.0)
+
+    return run
+
+
+def _ppo_loss(x: dict[str, Tensor]) -> Tensor:
+    ones = torch.ones(x["labels"].shape)
+    return linear_ppo_loss(
+        x["hidden"], x["weight"], x["labels"], -5 * ones, ones, ones > 0, bias=x["bias"]
+    )[0]
+
+
+def _attention(x: dict[str, Tensor], **options: Any) -> Tensor:
+    lengths = torch.tensor([5, 3], dtype=torch.int32)
+    return decode_attention(x["query"], x["keys"], x["values"], lengths, span=5, **options)
+
+
+_OPS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    "linear_logprobs": _head(lambda *x, **o: [linear_logprobs(*x, **o)]),
+    "entropies": _head(linear_logprobs, entropy=True),
+    "soft cap": _head(lambda *x, **o: [linear_logprobs(*x, **o)], softcap=3.0),
+    "interpreted": _head(lambda *x, **o: [linear_logprobs(*x, **o)], backend="triton"),
+    "linear_nll_loss": _head(linear_nll_loss),
+    "linear_ppo_loss": _ppo_loss,
+    "linear_sample": lambda x: (
+        linear_sample(x["hidden"].detach(), x["weight"], x["labels"], bias=x["bias"]).logprobs
+    ),
+    "full_kl": lambda x: full_kl(x["hidden"], x["hidden"].detach().flip(0)),
+    "decode_attention": _attention,
+    "capped attention": functools.partial(_attention, softcap=2.0),
+}
+
+
+@pytest.mark.parametrize("op", _OPS)
+@LIBRARIES_OF_BF16
+def test_ops_read_nothing_beside_their_operands(op, name, monkeypatch):
+    if op == "interpreted" and torch.cuda.is_available():
+        pytest.skip("compiled kernels take no tensors of a CPU")
+    if op != "interpreted":
+        monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    monkeypatch.setattr(gemm, "PIECE", 32)
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        beside_nan(torch.randn(n, 64, generator=generator).bfloat16()).requires_grad_()
-        for n in (60, 5003)
-    )
-    bias = torch.randn(5003, generator=generator).bfloat16().requires_grad_()
-    labels = torch.randint(5003, (60,), generator=generator)
-    with gemm.using({"bfloat16": gemm.Choice(name)}), _HalfOperands() as given:
-        found = linear_logprobs(hidden, weight, labels, bias=bias, backend=backend)
-        gradients = torch.autograd.grad(found.sum(), (hidden, weight, bias))
-    assert given.found
-    assert not given.with_gaps()
-    assert all(x.isfinite().all() for x in (found, *gradients))
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    plain = {"hidden": drawn(20, 24), "weight": drawn(75, 24), "bias": drawn(75)}
+    plain |= {"query": drawn(2, 4, 24), "keys": drawn(3, 7, 2, 24), "values": drawn(3, 7, 2, 24)}
+    labels = torch.randint(75, (20,), generator=generator)
+    found = []
+    with gemm.using({"bfloat16": gemm.Choice(name)}), HalfOperands() as given:
+        for place in (torch.Tensor.clone, among_nan):
+            x = {key: (place if t.dim() > 1 else torch.clone)(t) for key, t in plain.items()}
+            x = {key: t.requires_grad_() for key, t in x.items()}
+            out = _OPS[op](x | {"labels": labels})
+            gradients = []
+            if out.requires_grad:
+                wrt = [x[key] for key in ("hidden", "weight", "bias")]
+                gradients = torch.autograd.grad(out.sum(), wrt, allow_unused=True)
+            found.append([out, *(g for g in gradients if g is not None)])
+    assert not given.with_gaps
+    for alone, among in zip(*found, strict=True):
+        assert alone.isfinite().all()
+        assert torch.equal(alone, among)
 
 
 @pytest.mark.parametrize(("dtype", "name"), EQUAL_ROWS)
@@ -186,12 +259,19 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(dtype, name, packed, laid
         assert torch.equal(linear(x[-m:].clone(), bias), whole[-m:]), m
 
 
-@pytest.mark.parametrize(("dtype", "name"), EQUAL_ROWS)
-def test_packed_weights_give_the_same_bits(dtype, name):
+@pytest.mark.parametrize(("dtype", "name"), [x for x in USABLE if x.values[1] != "mm"])
+def test_packed_weights_are_as_exact_and_give_the_same_bits_in_fp32(dtype, name):
+    """In bf16 a CPU with AMX may have another kernel for a packed weight, which splits sums
+    otherwise, and copies in fp32 are multiplied in pieces where they are not packed."""
     library = gemm.LIBRARIES[dtype][name]
     x, weight, bias = operands(dtype)
+    exact = x.double() @ weight.double().t() + bias.double()
     for w in (weight, weight.t().contiguous().t()):
-        assert torch.equal(gemm.Packed(w).linear(x, bias), library.linear(x, w, bias))
+        packed = gemm.Packed(w, wide=name == "fp32").linear(x, bias)
+        assert packed.dtype == weight.dtype
+        assert rms(packed, exact) <= error_of_sums(exact, x, weight.t())
+        if library.rows_equal:
+            assert torch.equal(packed, library.linear(x, w, bias))
 
 
 @needs_onednn

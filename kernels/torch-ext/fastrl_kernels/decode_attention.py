@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .argument_types import explains_types
 from .checks import Passed, check_count, check_device, check_float, check_positive, is_plain, layout
 from .dispatch import choose
+from .gemm import without_gaps
 from .types import AttentionSettings
 
 
@@ -173,6 +174,7 @@ def _attend(
     keys, values = (x[:batch, : a.span].transpose(1, 2) for x in (keys, values))
     live = tokens.counted(a.span, a.window, a.chunk)
     if a.softcap is None and sinks is None and on_cpu:
+        query, keys = without_gaps(query), without_gaps(keys)
         out = F.scaled_dot_product_attention(query, keys, values, live, scale=a.scale)
     else:
         out = _explicit(query, keys, values, live, sinks, a)

@@ -162,15 +162,23 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def without_gaps(x: Tensor) -> Tensor:
-    """A matrix that a half-precision product of a CPU may take: on a CPU a copy, if there is memory
-    of others between its rows or columns.
+    """Matrices [..., M, N] that a half-precision product of a CPU may take: on a CPU a copy, if
+    there is memory of others between rows or columns.
 
     AMX multiplies whole tiles. It fills up the last one with what lies beside a slice, times zeros
     of the other operand, and a NaN there is a NaN in the result.
     """
-    if device_kind(x) != "cpu" or x.dtype == torch.float32:
+    if device_kind(x) != "cpu" or x.dtype == torch.float32 or x.dim() < 2:
         return x
-    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
+    return x if has_no_gaps(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def has_no_gaps(x: Tensor) -> bool:
+    """Whether rows, or columns, of matrices [..., M, N] lie one behind the other in memory. Unlike
+    ``is_contiguous``, this asks for the stride of a single row as well: libraries read by it."""
+    (rows, columns), (down, across) = x.shape[-2:], x.stride()[-2:]
+    by_rows = across == 1 and down == max(columns, 1)
+    return by_rows or (down == 1 and across == max(rows, 1))
 
 
 class _InPieces(abc.ABC):
@@ -629,7 +637,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     library = _library_of_layer(x, weight)
     if x.dtype in (torch.bfloat16, torch.float16) and device_kind(x) == "cpu":
-        x, weight = x.contiguous(), without_gaps(weight)  # with their gradients
+        # With their gradients; of x the leading dimensions have no gaps, either.
+        x, weight = without_gaps(x.contiguous()), without_gaps(weight)
     if library is Mm:
         return torch.nn.functional.linear(x, weight, bias)
     if library is Fp32:  # as autocast does
@@ -673,7 +682,8 @@ class Packed:
     """A weight [N, K] in the layout of its library, for products without gradients. It is a copy:
     later changes of the weight do not reach it.
 
-    The library computes the same bits with it as without, faster for a few rows.
+    The library computes with it what it does without, faster for a few rows: in fp32 to the bit, in
+    bf16 as exactly, where CPUs with AMX may split sums otherwise.
 
     Args:
         wide: a bf16 weight is kept in fp32, in the layout of that library; results are bf16.
@@ -699,7 +709,7 @@ class Packed:
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self._rows, dtype=self.dtype)
         x = x.to(self.dtype)
-        x = x if x.is_contiguous() else x.contiguous()
+        x = without_gaps(x.contiguous())
         bias = None if bias is None else bias.to(self.dtype)
         if self.wide:
             x, bias = x.float(), None if bias is None else bias.float()
