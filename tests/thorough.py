@@ -6,8 +6,8 @@ loss, op, family of models or surface shows every value of each parameter (`_EAC
 and planted faults have all settings (`_WHOLE`), and what takes seconds has those that are named, or
 as few as are told (`_KEPT`).
 
-With PART=WORD `make thorough` runs one of `PARTS` of its tests, drawn by the word: continuous
-integration gives the commit's name.
+With PART=WORD one of `PARTS` of the tests is run, drawn by the word: continuous integration gives
+`make thorough` the commit's name.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     if everything:
         _check({_parts(item.nodeid) for item in items})
     quick, part = set(quick_ones(items)), drawn(range(PARTS), "tests")
-    kept = {x for x in items if ((x in quick) != ALONE) and (not ALONE or _draw(x) % PARTS in part)}
+    kept = {x for x in items if ((x in quick) != ALONE) and _draw(x) % PARTS in part}
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]

@@ -174,16 +174,6 @@ class _ByTemplate:
         return self.tokenizer.parse_response(response, prefix=prompt, **further)
 
 
-class _BySchema:
-    """Of a tokenizer that has a ``response_schema``, as transformers knew it up to 5.12."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-
-    def __call__(self, prompt: str, response: str, tools: Sequence[Any]) -> dict[str, Any]:
-        return self.tokenizer.parse_response(response)
-
-
 class _BySyntax:
     """Of a tokenizer whose chat template writes calls as a known family does."""
 
@@ -260,13 +250,6 @@ def _reader(tokenizer: Any, written: str) -> Reader:
     if getattr(tokenizer, "response_template", None) is not None:
         return _ByTemplate(tokenizer)
     parameters = inspect.signature(tokenizer.parse_response).parameters
-    if "prefix" not in parameters:
-        if getattr(tokenizer, "response_schema", None) is None:
-            raise ValueError(
-                "tools need tokenizer.response_schema with this version of transformers: set it, "
-                "or upgrade transformers to 5.13"
-            )
-        return _BySchema(tokenizer)
     signs = {"NAME": _NAME, "KEY": _KEY, "VALUE": _VALUE}
     known = _known(guesses="tools" not in parameters)
     for syntax in known.values():

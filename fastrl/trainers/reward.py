@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -320,7 +321,7 @@ class RewardTrainer(SupervisedTrainer):
         )
         if training and not token_columns(dataset):
             end = end_token(self._tokenizer)  # also from a chat template
-            first = pairs.take(20)
+            first = islice(pairs, 20)
             self._reads_eos = all(row[ID_COLUMNS[0]][-1] == end for row in first)
             if self._scores_at_eos and not self._reads_eos:
                 raise ValueError(

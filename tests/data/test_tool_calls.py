@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any
 
 import pytest
@@ -157,26 +155,3 @@ def test_a_response_template_of_the_tokenizer_is_used() -> None:
     prompt = encode(tokenizer, render([USER], tokenizer, answered=False))
     message, _ = chat_of(tokenizer).read(prompt, encode(tokenizer, text), BOX.schemas)
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["multiply"]
-
-
-def test_a_response_schema_is_used_where_transformers_knows_no_templates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tokenizer = chat_tokenizer.tokenizer()
-    seen = []
-
-    def parse_response(response: Any, schema: Any = None) -> dict[str, Any]:
-        seen.append(response)
-        found = re.search(r"<tool_call>(.*)</tool_call>", response, re.DOTALL)
-        assert found is not None
-        call = {"type": "function", "function": json.loads(found[1])}
-        return {"role": "assistant", "tool_calls": [call]}
-
-    monkeypatch.setattr(tokenizer, "parse_response", parse_response)
-    with pytest.raises(ValueError, match="response_schema"):
-        find_reader(tokenizer, {})
-    tokenizer.response_schema = {"type": "object"}
-    text = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3}}\n</tool_call>'
-    message, _ = chat_of(tokenizer).read([], encode(tokenizer, f"{text}<|end|>"), BOX.schemas)
-    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 3}
-    assert seen[-1] == text
