@@ -14,7 +14,7 @@ from fastrl.collect.environments import Environments
 from fastrl.collect.responses import Responses
 from fastrl.collect.rollout_func import rolled_out
 from fastrl.collect.tools import Toolbox, ToolLoop
-from fastrl.data.chat import as_answer, check_prompt
+from fastrl.data.chat import TextOrMessages, as_answer, check_prompt
 from fastrl.data.prompts import Prompts
 from fastrl.rewards.calls import EventLoop
 from fastrl.rollout import RolloutOutput
@@ -43,6 +43,24 @@ class Respond(Protocol):
         """A response to each prompt."""
 
 
+def as_texts(
+    decode: Callable[[Tensor, Tensor], str],
+    said: Sequence[TextOrMessages],
+    prompts: Sequence[Tensor],
+    responses: Sequence[Tensor],
+) -> list[str]:
+    """Responses as texts: as they continue a text; as they stand alone behind a chat, whose
+    template writes what is between messages.
+
+    Args:
+        decode: a response's text behind its prompt.
+        said, prompts: the prompts, and their token ids.
+    """
+    pairs = zip(said, prompts, strict=True)
+    before = [ids if isinstance(prompt, str) else ids[:0] for prompt, ids in pairs]
+    return list(map(decode, before, responses))
+
+
 @dataclass(frozen=True)
 class Sampled:
     """Responses that the policy writes; those to a prompt share its prefill.
@@ -68,7 +86,7 @@ class Sampled:
         prompts = asked.prompts
         output = self.sample(prompts.ids, asked.size, asked.keys, asked.seed)
         responses = [x.cpu() for x in output.sequences]
-        texts = list(map(self.decode, prompts.ids, responses))
+        texts = as_texts(self.decode, prompts.said, prompts.ids, responses)
         return Responses(
             prompts,
             replace(output, sequences=responses),
@@ -140,7 +158,7 @@ class RolloutFunction:
             check_prompt(prompt, f"prompt {i}")
         given = self.function(copy.deepcopy(said), self.trainer)
         found = rolled_out(given, len(said), self.model, self.reserved)
-        texts = list(map(self.decode, found.prompt_ids, found.completion_ids))
+        texts = as_texts(self.decode, said, found.prompt_ids, found.completion_ids)
         prompts = asked.prompts.with_ids(found.prompt_ids, self.tokenizer)
         prompts = replace(prompts, columns={**prompts.columns, **found.columns})
         output = RolloutOutput(

@@ -33,6 +33,7 @@ from fastrl.learn.penalties import Penalties
 from fastrl.learn.samples import SampledResponses
 from fastrl.learn.scorer import check_tokens, scoring_request
 from fastrl.models import CausalLMPolicy
+from fastrl.models.layout import layout_of
 from fastrl.models.products import Products
 from fastrl.models.routing import follow_routers, refuse_beside, replays
 from fastrl.models.scorer import ScoredPass
@@ -308,7 +309,8 @@ class OnlineTrainer(
         return model_of(self._reference, self.accelerator)
 
     def _decode(self, prompt: Tensor, response: Tensor) -> str:
-        return self._tokenizer.decode(response, skip_special_tokens=True)
+        layout = layout_of(self.accelerator.unwrap_model(self.model))
+        return layout.decode(self._tokenizer, prompt, response)
 
     def responding_by(self, function: Any) -> RolloutFunction:
         """What answers prompts by a ``rollout_func``."""

@@ -55,7 +55,7 @@ def make_policy(family: str, adapter: bool, **shape: Any) -> Any:
     if not adapter:
         return tiny_models.policy(family, **shape)
     return AutoModelForCausalLMWithValueHead.from_pretrained(
-        tiny_models.language_model(family), peft_config=tiny_models.lora()
+        tiny_models.language_model(family), peft_config=tiny_models.lora(bias="all")
     )
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,15 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedTokenizerFast
 
 from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from fastrl.collect.completions_table import CompletionsTable
+from fastrl.collect.respond import as_texts
 from fastrl.learn.samples import SampledResponses
+from fastrl.models.layout import DecoderOnly
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.metric_means import MetricMeans
 from fastrl.trl.group_sampler import GroupSampler, in_groups
@@ -38,7 +42,7 @@ SETTINGS: dict[str, Any] = {
     "max_completion_length": 6,
     "logging_steps": 1,
 }
-_ARGUMENTS = ("eval_dataset", "peft_config", "rollout_func")
+_ARGUMENTS = ("eval_dataset", "peft_config", "rollout_func", "processing_class")
 KINDS: dict[str, tuple[type, type]] = {
     "grpo": (GRPOTrainer, GRPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig),
@@ -59,13 +63,13 @@ def small_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def make(folder: Path, kind: str = "grpo", rewards: Any = small_tokens, **settings: Any) -> Any:
     trainer, config = KINDS[kind]
     own = {k: settings.pop(k) for k in _ARGUMENTS if k in settings}
+    own.setdefault("processing_class", tiny.tokenizer())
     data = settings.pop("train_dataset", None)
     return trainer(
         settings.pop("model", None) or tiny_models.language_model(),
         reward_funcs=rewards,
         args=config(output_dir=str(folder), **{**SETTINGS, **settings}),
         train_dataset=prompts() if data is None else data,
-        processing_class=tiny.tokenizer(),
         **own,
     )
 
@@ -901,3 +905,46 @@ def test_a_table_of_completions_holds_calls_without_arguments(tmp_path: Path) ->
     assert json.loads(row["prompt"]) == prompt
     assert row["completion"] == [{"role": "assistant", "content": "At noon."}]
     assert json.loads(row["place"]) == {"at": {}}
+
+
+def words_with_spaces() -> PreTrainedTokenizerFast:
+    """Of SentencePiece's kind: it decodes a text without the space that it begins with."""
+    special = ["<bos>", "<eos>", "<pad>"]
+    words = {
+        **dict(zip(special, range(3), strict=True)),
+        **{f"\u2581w{i}": i for i in range(3, 97)},
+    }
+    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    names = dict(zip(("bos_token", "eos_token", "pad_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=core, **names)
+
+
+@pytest.mark.parametrize("door", ["sampled", "rollout_func"])
+def test_a_completion_continues_its_prompts_text(door: str, tmp_path: Path) -> None:
+    tokenizer, seen = words_with_spaces(), []
+
+    def look(prompts: Any, completions: Any, completion_ids: Any, **_: Any) -> list[float]:
+        seen.append((prompts, completions, completion_ids))
+        return small_tokens(completion_ids)
+
+    def respond(asked: list[str], _: Any) -> dict[str, Any]:
+        return {
+            "prompt_ids": [tokenizer(text)["input_ids"] for text in asked],
+            "completion_ids": [[5, 6 + i] for i in range(len(asked))],
+            "logprobs": None,
+        }
+
+    own = {"rollout_func": respond} if door == "rollout_func" else {}
+    make(tmp_path, rewards=look, processing_class=tokenizer, **own).train()
+    asked, said, ids = seen[0]
+    for prompt, completion, tokens in zip(asked, said, ids, strict=True):
+        kept = [i for i in tokens if i > tiny.PAD]
+        assert tokenizer(prompt + completion)["input_ids"] == tokenizer(prompt)["input_ids"] + kept
+
+
+def test_a_message_is_what_its_tokens_say_alone() -> None:
+    decode = partial(DecoderOnly(tiny_models.language_model()).decode, words_with_spaces())
+    ids = torch.tensor([3, 4]), torch.tensor([5, 6])
+    said = [[{"role": "user", "content": "w3 w4"}], "w3 w4"]
+    assert as_texts(decode, said, [ids[0]] * 2, [ids[1]] * 2) == ["w5 w6", " w5 w6"]
