@@ -533,6 +533,16 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         # Without those that are there twice, so that all processes have as many.
         self._losses_so_far.append(self.accelerator.gather_for_metrics(own).cpu())
 
+    def counting(self, count: int) -> Tensor:
+        """Which of a batch's examples count, [count] bool: where several processes share the last
+        batch of an epoch or of an evaluation, some have examples that others have, too."""
+        own = self.processes.index * count + torch.arange(count, device=self.args.device)
+        if self.model.training:
+            return torch.full_like(own, bool(self.share), dtype=torch.bool)
+        if self._losses_so_far is None or self.processes.count == 1:
+            return torch.ones_like(own, dtype=torch.bool)
+        return torch.isin(own, self.accelerator.gather_for_metrics(own))
+
     def prepare_eval_data(self, dataset: Any) -> Any:
         """A data set for evaluation, prepared unless it is already."""
         if any(dataset is known for known in self._prepared):

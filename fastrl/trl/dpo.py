@@ -155,15 +155,15 @@ class DPOTrainer(PreferenceTrainer):
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Metrics by TRL's names, as sums and counts."""
         rewards = [self.args.beta * side.ratio for side in sides]
-        device, pairs = rewards[0].device, len(rewards[0])
-        count = torch.tensor(float(pairs), device=device)
-        is_chosen = torch.arange(2 * pairs, device=device) < pairs
-        parts = token_parts(found, completions, {"chosen": is_chosen, "rejected": ~is_chosen})
+        counts = self.counting(len(rewards[0]))
+        count, none = counts.sum(), torch.zeros_like(counts)
+        is_chosen, is_rejected = torch.cat([counts, none]), torch.cat([none, counts])
+        parts = token_parts(found, completions, {"chosen": is_chosen, "rejected": is_rejected})
         of_chosen = at_tokens(is_chosen, completions)
         extras: Any = found.scores.extras
         parts["mean_token_accuracy"] = ((extras.is_top1 & of_chosen).sum(), of_chosen.sum())
         for name, reward, side in zip(("chosen", "rejected"), rewards, sides, strict=True):
-            parts[f"rewards/{name}"] = (reward.sum(), count)
-            parts[f"logps/{name}"] = (side.sums.sum(), count)
-        parts["rewards/accuracies"] = ((rewards[0] > rewards[1]).sum(), count)
+            parts[f"rewards/{name}"] = ((reward * counts).sum(), count)
+            parts[f"logps/{name}"] = ((side.sums * counts).sum(), count)
+        parts["rewards/accuracies"] = (((rewards[0] > rewards[1]) & counts).sum(), count)
         return parts

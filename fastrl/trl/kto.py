@@ -100,7 +100,8 @@ class KTOTrainer(PreferenceTrainer):
         weights |= {"undesirable_weight": args.undesirable_weight}
         losses = self._row(side, desirable, kl, beta=args.beta, **weights)
         with torch.no_grad():
-            sides = {"chosen": desirable, "rejected": ~desirable}
+            counts = self.counting(len(desirable))
+            sides = {"chosen": desirable & counts, "rejected": ~desirable & counts}
             parts = {"kl": (kl.clamp(min=0), torch.ones_like(kl))}
             parts |= token_parts(found, completions, sides)
             rewards = args.beta * side.ratio

@@ -386,7 +386,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
             loss = loss + self.router_aux_loss_coef * aux_loss
             parts = {**parts, "aux_loss": (aux_loss, one)}
         self._metrics["train" if training else "eval"].add(parts)
-        if training:
+        if training and self.share:
             self._metrics["train"].count("num_tokens", inputs["attention_mask"].sum())
         return (loss if self.share == 1 else loss * self.share), losses
 
@@ -444,16 +444,16 @@ def token_parts(
     """Sums and counts of entropies and mean logits over tokens.
 
     Args:
-        sides: by name, [B] bool, which completions are of it.
+        sides: by name, [B] bool, which completions are of it; those of none do not count.
     """
     entropies, extras = found.scores.entropies, found.scores.extras
     assert entropies is not None
     assert extras is not None
     mean_logits: Any = extras.mean_logit
-    count = torch.tensor(float(len(mean_logits)), device=mean_logits.device)
-    parts = {"entropy": (entropies.detach().sum(), count)}
-    for name, which in sides.items():
-        of_side = at_tokens(which, completions)
+    at_sides = {name: at_tokens(which, completions) for name, which in sides.items()}
+    every = torch.stack([*at_sides.values()]).any(0)
+    parts = {"entropy": ((entropies.detach() * every).sum(), every.sum())}
+    for name, of_side in at_sides.items():
         parts[f"logits/{name}"] = ((mean_logits * of_side).sum(), of_side.sum())
     return parts
 

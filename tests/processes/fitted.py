@@ -18,8 +18,12 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from fastrl import (
+    DPOConfig,
+    DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     RLOOConfig,
@@ -123,6 +127,19 @@ def rewarding(
         eval_dataset=pairs(held_out, seed=1),
         processing_class=tiny.tokenizer(),
         callbacks=callbacks,
+    )
+
+
+def preferring(folder: str, trainer: Any, config: Any, rows: Dataset, **settings: Any) -> Any:
+    """Of 17 rows, and evaluated on the last 3."""
+    torch.manual_seed(0)
+    return trainer(
+        tiny_models.language_model(),
+        ref_model=tiny_models.language_model(perturbation=0.05),
+        args=config(**_sizes(folder, settings)),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(14, 17)),
+        processing_class=tiny.tokenizer(),
     )
 
 
@@ -277,6 +294,19 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "sft, aligned": lambda: done(aligned, "sft", "sft", ANSWERS, 17, held_out=1),
     "dpo, weights by likelihood": lambda: done(
         aligned, "dpo", "offline-pairwise", PAIRS, 18, reweighter=_by_likelihood
+    ),
+    "dpo, trainer": lambda: done(preferring, DPOTrainer, DPOConfig, pairs(17)),
+    "kto, trainer": lambda: done(
+        preferring,
+        KTOTrainer,
+        KTOConfig,
+        Dataset.from_list(
+            [
+                {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 3 > 0}
+                for i, row in enumerate(pairs(17))
+            ]
+        ),
+        loss_type="apo_zero_unpaired",
     ),
     "grpo": lambda: done(
         online, GRPOTrainer, GRPOConfig, beta=0.1, num_iterations=2, learning_rate=0.01
