@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ _MISSPELT = 0.8  # difflib's ratio from which an unknown role is taken for a kno
 # How a template marks what the assistant generates, and characters that stand for it: Unicode keeps
 # them free of any use between programs.
 _MARK = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_OPEN, _CLOSE, _SIGN = "\ufdd0", "\ufdd1", "\ufdd2"
 _BORDERED = (
     "{% macro fastrl_generation() %}{{ '"
     + _OPEN
@@ -393,6 +394,88 @@ def assistant_spans(
             )
         spans.append((len(front), end))
     return spans
+
+
+def check_spans(
+    find: Callable[..., list[tuple[int, int]]],
+    messages: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    template: Mapping[str, Any],
+) -> list[tuple[int, int]]:
+    """What :func:`marked_spans` or :func:`assistant_spans` finds, checked against what is said: no
+    text of others lies within. Where the spans' text leaves a doubt, a sign stands for each message
+    and is looked for. Warns of an assistant's text that lies in no span.
+
+    Args:
+        find: one of the two.
+
+    Raises:
+        ValueError: as ``find``; spans with what another than the assistant says.
+    """
+    found = find(messages, tokenizer, template)
+    text = render(list(messages), tokenizer, template=template)
+    marked = left = "\n".join(text[begin:end] for begin, end in found)
+    for message in messages:
+        said = _said_in(message)
+        if said and message["role"] != "assistant" and said in marked:
+            break
+        if message["role"] == "assistant":
+            _, there, left = left.partition(said) if said else ("", said, left)
+            if there != said:
+                break
+    else:
+        return found
+    signs = [f"{_SIGN}{i}{_SIGN}" for i in range(len(messages))]
+    signed = [_signed(*each) for each in zip(messages, signs, strict=True)]
+    try:
+        spans = find(signed, tokenizer, template)
+        text = render(signed, tokenizer, template=template)
+    except ValueError:  # a template that reads what is said
+        return found
+    for i, (message, sign) in enumerate(zip(messages, signs, strict=True)):
+        place, own = text.find(sign), message["role"] == "assistant"
+        if place < 0 or own == any(begin <= place < end for begin, end in spans):
+            continue
+        if not own:
+            raise ValueError(
+                f"message {i}: the chat template marks what the {message['role']} says as the "
+                "assistant's: write {% generation %} and {% endgeneration %} around the "
+                "assistant's turns alone"
+            )
+        warnings.warn(
+            f"message {i}: the chat template does not mark what the assistant says there with "
+            "{% generation %}, so that such turns are not learned",
+            stacklevel=2,
+        )
+    return found
+
+
+def _said_in(message: Mapping[str, Any]) -> str:
+    """The text of a message without blanks around it, or, where it has none, the name of the tool
+    that it calls first; "" of content blocks."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        return ""
+    names = [str(_function(call).get("name", "")) for call in message.get("tool_calls") or ()]
+    return content.strip() or (names[0] if names else "")
+
+
+def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:
+    """The message with a sign in the place of what :func:`_said_in` finds."""
+    said = _said_in(message)
+    if not said or said == str(message.get("content") or "").strip():
+        return {**message, "content": sign} if said else message
+    first, *others = message["tool_calls"]
+    named = {**_function(first), "name": sign}
+    return {
+        **message,
+        "tool_calls": [{**first, "function": named} if "function" in first else named, *others],
+    }
+
+
+def _function(call: Any) -> Mapping[str, Any]:
+    found = call.get("function", call) if isinstance(call, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from fastrl.data.chat import (
     as_messages,
     assistant_spans,
     chat_ids,
+    check_spans,
     check_unicode,
     is_blank,
     marked_spans,
@@ -156,9 +157,8 @@ class Encoder:
             ids, learned = ids[: self._end(ids)], [True] * len(ids)
             if assistant_only:
                 marks = marks_answers(self.tokenizer)
-                found = (marked_spans if marks else assistant_spans)(
-                    said, self.tokenizer, self.template
-                )
+                find = marked_spans if marks else assistant_spans
+                found = check_spans(find, said, self.tokenizer, self.template)
                 learned = self._within(said, found)
             learned = learned[: len(ids)]
         return ids[: self.max_length], learned[: self.max_length]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -101,6 +102,63 @@ def test_messages_are_learned_whole_or_the_assistants_turns() -> None:
     assert only([row], tokenizer=tokenizer, assistant_only=True) == (ids, labels)
     with pytest.raises(ValueError, match="assistant_only_loss needs messages"):
         prepared([{"text": "w5"}], assistant_only=True)
+
+
+MARKS = "w11 {% generation %}{{ m.content }}{% endgeneration %} "
+PLAIN = "{% if m.role == 'user' %}w10{% else %}w11{% endif %} {{ m.content }} "
+
+
+@pytest.mark.parametrize(
+    ("marked", "message"),
+    [
+        ("loop.index0 in (1, 2)", "message 2: the chat template marks what the user says"),
+        ("loop.index0 in (0, 2)", "message 0: the chat template marks what the user says"),
+        ("loop.last", "message 1: the chat template does not mark what the assistant says"),
+        ("loop.index0 % 2", None),
+    ],
+)
+@pytest.mark.parametrize("second", ["w8", "w6", "w11"])
+def test_marks_are_checked_against_what_the_assistant_says(
+    marked: str, message: str | None, second: str
+) -> None:
+    """Also where another says the same, or what a template writes of its own."""
+    turns = [("user", "w5"), ("assistant", "w6"), ("user", second), ("assistant", second)]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    made = chat_tokenizer()
+    made.chat_template = (
+        f"{{% for m in messages %}}{{% if {marked} %}}{MARKS}{{% else %}}{PLAIN}{{% endif %}}"
+        "{% endfor %}"
+    )
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    if message and "does not" in message:
+        refused = pytest.warns(UserWarning, match=message)
+    with refused:
+        _, labels = only([row], tokenizer=made, assistant_only=True)
+    if message is None:
+        assert labels == [X, X, X, 6, X, X, X, int(second[1:])]
+
+
+def test_marks_are_checked_against_the_calls_of_the_assistant() -> None:
+    calls = [{"type": "function", "function": {"name": "w6", "arguments": {}}}]
+    said = [{"role": "user", "content": "w5"}, {"role": "assistant", "tool_calls": calls}]
+    said += [{"role": "tool", "content": "w6"}, {"role": "assistant", "content": "w8"}]
+    made = chat_tokenizer()
+    turn = "{{ m.content or m.tool_calls[0].function.name }}"
+    for marked, problem in (("assistant", None), ("tool", "message 2: .* what the tool says")):
+        made.chat_template = (
+            f"{{% for m in messages %}}{{% if m.role == '{marked}' %}}w11 {{% generation %}}{turn}"
+            f"{{% endgeneration %}}{{% else %}}w10 {turn}{{% endif %}} {{% endfor %}}"
+        )
+        given = {"tokenizer": made, "assistant_only": True}
+        if problem is None:
+            _, labels = only([{"messages": said}], **given)
+            assert labels == [X, X, X, 6, X, X, X, 8]
+            continue
+        with (
+            pytest.warns(UserWarning, match="message 1: .* does not mark"),
+            pytest.raises(ValueError, match=problem),
+        ):
+            only([{"messages": said}], **given)
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
