@@ -147,4 +147,6 @@ def _log_probs(model: Any, layout: Layout, prompts: list[Tensor]) -> Tensor:
         return_dict_in_generate=True,
         output_logits=True,
     )
+    if isinstance(out, Tensor):
+        raise TypeError("generate is a program's own, which knows no return_dict_in_generate")
     return torch.stack(out.logits, dim=1).float().log_softmax(-1).cpu()
