@@ -74,7 +74,10 @@ class Collector:
                 self.penalties(responses.ended, list(map(len, responses.rollout.sequences))),
                 left_out,
                 time.perf_counter() - middle,
-                self.noted(),
+                {
+                    name: [*column, *[None] * (len(responses) - len(column))]
+                    for name, column in self.noted().items()
+                },
             )
 
     def _judged(self, responses: Responses, left_out: list[int]) -> RewardBatch:

@@ -110,7 +110,7 @@ class Collected:
         penalties: for how responses ended, and for their length, [B] fp32.
         left_out: those that ended in NaN logits.
         seconds: that the rewards took.
-        extra: columns that reward functions noted, as long as the responses or shorter.
+        extra: columns that reward functions noted, None where they noted nothing of a response.
         rooms: for each response, that of the engine it was drawn by; of all processes' alone.
     """
 

@@ -546,13 +546,18 @@ def _calls(
     """The calls of a function that together ask about all samples; their lists are their own."""
     if finished is not None and _wants_finished(function):
         given = {**given, "finished": finished}
+    note = also.get("log_extra")
     size = function.batch_size or max(len(asked), 1)
     parts = [asked[start : start + size] for start in range(0, len(asked), size)]
     return [
         _Call(
             function,
             part,
-            {**{name: [column[i] for i in part] for name, column in given.items()}, **also},
+            {
+                **{name: [column[i] for i in part] for name, column in given.items()},
+                **also,
+                **({} if note is None else {"log_extra": functools.partial(note, places=part)}),
+            },
         )
         for part in parts
     ]

@@ -44,8 +44,19 @@ class ResponseLog:
 
     # What reward functions get as log_extra and log_metric.
 
-    def note_column(self, column: str, values: list) -> None:
-        self._columns[column].extend(values)
+    def note_column(self, column: str, values: list, places: Sequence[int] | None = None) -> None:
+        """
+        Args:
+            places: the responses that a reward function was asked about, others being left out; it
+                may note something else than a value for each.
+        """
+        noted = self._columns[column]
+        if places is None or len(places) != len(values):
+            noted.extend(values)
+            return
+        noted.extend([None] * (max(places, default=-1) + 1 - len(noted)))
+        for place, value in zip(places, values, strict=True):
+            noted[place] = value
 
     def note_number(self, name: str, value: float) -> None:
         self._numbers[name].append(value)

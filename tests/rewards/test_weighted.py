@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from fastrl.rewards import calls, weighted
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.functions import load_function
 from fastrl.rewards.weighted import Rewards
+from fastrl.run.processes import OneProcess
+from fastrl.trl.response_log import ResponseLog
 from fastrl.user_code import fault_of
 from tests.golden import tiny
 from tests.patience import LONG, PATIENCE
@@ -170,6 +173,27 @@ def test_samples_that_are_left_out_are_not_asked_about() -> None:
     chosen = [0, 2, 3, 4]
     expected = [[column[i] for i in chosen] for column in (PROMPTS, COMPLETIONS, ids)]
     assert seen == [(*expected, [5, 7, 8, 9])]
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_what_a_reward_notes_stands_beside_its_samples(size: int | None, no_pauses: None) -> None:
+    """Also where samples are left out, and where a call is repeated."""
+    log = ResponseLog(SimpleNamespace(generation_batch_size=5), ["r"], {}, OneProcess())
+    failing = Failing(1)
+
+    def reward(row: Any, log_extra: Any, **given: Any) -> list[float]:
+        log_extra("row", list(row))
+        return failing(**given)
+
+    also = {"log_extra": log.note_column}
+    with pytest.warns(UserWarning, match="called again"):
+        ask(
+            Rewards(reward, reward_batch_size=size, reward_retries=1),
+            columns={"row": [5, 6, 7, 8, 9]},
+            left_out=[1],
+            also=also,
+        )
+    assert log.take_columns() == {"row": [5, None, 7, 8, 9]}
 
 
 def test_calls_take_as_many_completions_as_they_are_allowed() -> None:
