@@ -164,7 +164,7 @@ def render(
 
 def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
     _check_template(tokenizer, "the data hold chat messages")
-    said = [_as_said(message) for message in messages]
+    said = [as_said(message) for message in messages]
     try:
         if any(_texts_of_arguments(said)):
             said = _with_arguments(said, tokenizer, options)
@@ -190,7 +190,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(x) for x in value] if isinstance(value, list | tuple) else value
 
 
-def _as_said(message: Mapping[str, Any]) -> dict[str, Any]:
+def as_said(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without the keys that tables fill in; each has a content, which may be None beside
     calls."""
     content = {"content": None} if "content" in message else {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from fastrl.data.chat import as_chatml, is_chat
+from fastrl.data.chat import as_chatml, as_said, is_chat, without_nulls
 from fastrl.data.preferences import split_prompt
 from fastrl.data.sft_packing import packed
 
@@ -33,15 +33,18 @@ def apply_chat_template(
     Args:
         tokenizer: or a processor, with a chat template.
         tools: of the template, as are further arguments and those of the row's column
-            ``chat_template_kwargs``.
+            ``chat_template_kwargs``. As at every other door the template gets no keys that are
+            None: tables fill in those that other rows have.
 
     Raises:
         ValueError: other columns than a language model's, a prompt's, or preferences'.
     """
-    options = {"tools": tools, **(example.get("chat_template_kwargs") or {}), **template_kwargs}
+    of_row = without_nulls(example.get("chat_template_kwargs") or {})
+    options = {"tools": without_nulls(tools), **of_row, **template_kwargs}
 
     def written(messages: list[Any], **more: Any) -> str:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
+        said = [as_said(message) for message in messages]
+        return tokenizer.apply_chat_template(said, tokenize=False, **options, **more)
 
     named = set(_SAID) & set(example)
     if named == {"messages"}:
@@ -149,7 +152,10 @@ def conversations_formatting_function(
     a batch of rows."""
 
     def format_rows(rows: Mapping[str, Any]) -> Any:
-        said = rows[messages_field]
+        said = [
+            [as_said(x) for x in chat] if isinstance(chat, list) else as_said(chat)
+            for chat in rows[messages_field]
+        ]
         return tokenizer.apply_chat_template(said, tokenize=False, tools=tools)
 
     return format_rows

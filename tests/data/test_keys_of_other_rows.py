@@ -12,6 +12,7 @@ from fastrl.data.chat import render
 from fastrl.data.preferences import prepare_completions_of_ids, prepare_pairs_of_ids
 from fastrl.data.prepare import prepare_pairs, prepare_texts
 from fastrl.data.prompts import Prompts
+from fastrl.data.trl_rows import conversations_formatting_function, maybe_apply_chat_template
 from tests.chat_tokenizer import tokenizer as byte_tokenizer
 
 disable_progress_bars()
@@ -80,6 +81,24 @@ def test_each_door_writes_the_keys_of_a_row(as_rows: Any) -> None:
         found["PPO"] = [[*ids.tolist(), *answer] for ids in asked.ids]
     for door, ids in found.items():
         assert ids == wanted, door
+
+
+def test_helpers_of_scripts_write_the_keys_of_a_row() -> None:
+    made = tokenizer("as JSON")
+    talks = [called("f", {"a": "b"}), called("g", {"n": 1, "l": ["x"]})]
+    tools = [[tool("f", a="string")], [tool("g", n="integer", l="array")]]
+    rows = Dataset.from_list(
+        [{"messages": x, "tools": y} for x, y in zip(talks, tools, strict=True)]
+    )
+    wanted = [
+        made.apply_chat_template(x, tools=y, tokenize=False)
+        for x, y in zip(talks, tools, strict=True)
+    ]
+    found = [maybe_apply_chat_template(row, made, row["tools"])["text"] for row in rows]
+    assert found == wanted
+    written = conversations_formatting_function(made, "messages")
+    plain = [made.apply_chat_template(x, tokenize=False) for x in talks]
+    assert [written(row) for row in rows] == written(rows[:]) == plain
 
 
 @pytest.mark.parametrize("how", CALLS)
