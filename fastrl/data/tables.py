@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import random
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -130,6 +131,16 @@ def as_dataset(dataset: Any) -> Dataset:
                         check_unicode(value, f"column {name!r} of row {i} holds")
             raise
     return dataset.with_format(None)
+
+
+def list_as_dataset(dataset: Any) -> Any:
+    """A list of rows as a data set with all of their columns; anything else as it is.
+
+    Raises:
+        TypeError: a row that is no dict.
+        ValueError: an empty list.
+    """
+    return as_dataset(open_rows(dataset, "")) if isinstance(dataset, list | tuple) else dataset
 
 
 def is_stream(dataset: Any) -> bool:
@@ -341,7 +352,56 @@ def _read_files(files: list[Path]) -> Dataset:
             )
     except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
         _raise_read_error(files, error)
-    return _with_texts_of_dates(table, files) if kind == "json" else table
+    if kind != "json":
+        return table
+    _check_integers(table, files)
+    return _with_texts_of_dates(table, files)
+
+
+def _rows_of_json(files: list[Path]) -> list[Any]:
+    rows: list[Any] = []
+    for file in files:
+        text = file.read_text("utf-8-sig")
+        try:
+            rows += json.loads(text) if text.lstrip().startswith("[") else [json.loads(text)]
+        except json.JSONDecodeError:  # a row in each line
+            rows += [json.loads(line) for line in text.split("\n") if line.strip()]
+    return rows
+
+
+_LONG = re.compile(r"\d{16}")  # as many digits as a float may lose the last of
+
+
+def _check_integers(table: Dataset, files: list[Path]) -> None:
+    """
+    Raises:
+        ValueError: an integer that ``datasets`` has loaded as another number, as it does of those
+            beyond 64 bits, and of all others in their column.
+    """
+    if not any(_LONG.search(file.read_text("utf-8-sig")) for file in files):
+        return
+    for i, (said, read) in enumerate(zip(_rows_of_json(files), table, strict=False)):
+        for name, value in said.items():
+            for own, other in _integers(value, read.get(name)):
+                if own != other:
+                    raise ValueError(
+                        f"{files[0] if len(files) == 1 else files[0].parent}, row {i}: the integer "
+                        f"{own} in column {name!r} would be read as {other!r}, as integers that "
+                        "need more than 64 bits are, and others beside them: write the column as "
+                        "text, in quotes"
+                    )
+
+
+def _integers(said: Any, read: Any) -> Iterator[tuple[int, int | float]]:
+    """The integers in a value of JSON, each with the number that was read in its place."""
+    if isinstance(said, dict) and isinstance(read, dict):
+        for name, value in said.items():
+            yield from _integers(value, read.get(name))
+    elif isinstance(said, list) and isinstance(read, list):
+        for pair in zip(said, read, strict=False):
+            yield from _integers(*pair)
+    elif isinstance(said, int) and isinstance(read, int | float):
+        yield said, read
 
 
 def _with_texts_of_dates(table: Dataset, files: list[Path]) -> Dataset:
@@ -350,14 +410,7 @@ def _with_texts_of_dates(table: Dataset, files: list[Path]) -> Dataset:
     dates = [name for name, kind in table.features.items() if "timestamp" in str(kind)]
     if not dates:
         return table
-    rows: list[Any] = []
-    for file in files:
-        text = file.read_text("utf-8-sig")
-        try:
-            rows += json.loads(text) if text.lstrip().startswith("[") else [json.loads(text)]
-        except json.JSONDecodeError:  # a row in each line
-            rows += [json.loads(line) for line in text.split("\n") if line.strip()]
-    order = table.column_names
+    rows, order = _rows_of_json(files), table.column_names
     for name in dates:
         table = table.remove_columns(name).add_column(name, [row.get(name) for row in rows])
     return table.select_columns(order)

@@ -24,6 +24,7 @@ from fastrl.core import set_seed
 from fastrl.data.columns import check_reserved
 from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.prompts import Prompts, PromptStream
+from fastrl.data.tables import list_as_dataset
 from fastrl.data.token_batch import Padded
 from fastrl.learn.correction import on_policy
 from fastrl.learn.dynamic_sampling import DynamicSampling
@@ -129,6 +130,7 @@ class OnlineTrainer(
     ):
         name = type(self).__name__
         self.overrides = overridden(self)
+        train_dataset, eval_dataset = map(list_as_dataset, (train_dataset, eval_dataset))
         interaction = Interaction(tools, environment_factory)
         _check_one(rollout_func, interaction)
         self._rollout_func = rollout_func

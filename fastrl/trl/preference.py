@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from fastrl.core import set_seed
 from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.preferences import PairCollator, completions_of
-from fastrl.data.tables import is_stream
+from fastrl.data.tables import is_stream, list_as_dataset
 from fastrl.data.token_batch import TokenBatch
 from fastrl.eras import eras_of
 from fastrl.learn.scorer import response_scores, scored_by
@@ -83,6 +83,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
         args = self._settings_of(args, model, settings)
         if train_dataset is None:
             raise ValueError("train_dataset is required")
+        train_dataset, eval_dataset = map(list_as_dataset, (train_dataset, eval_dataset))
         if ref_model is not None and ref_model is model:
             raise ValueError(
                 "model and ref_model are the same object: leave out ref_model, and a copy is made"

@@ -44,7 +44,7 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
     if not isinstance(train, Dataset | IterableDataset):
         raise TypeError(
             f"`train_dataset` must be a `Dataset` or `IterableDataset`, got "
-            f"{type(train).__name__}: Dataset.from_list makes one of rows"
+            f"{type(train).__name__}: pass one of these, or a list of rows"
         )
     named = _named(train, evaluation)
     for name, data in named.items():

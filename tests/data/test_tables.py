@@ -224,6 +224,19 @@ def test_texts_of_dates_in_json_stay_texts(as_lines, tmp_path):
     assert load_table(str(file)).to_list() == rows
 
 
+@pytest.mark.parametrize("beside", [9007199254740993, 1.5])
+def test_integers_that_would_lose_digits_are_refused(beside, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    large = 12345678901234567890123 if isinstance(beside, int) else 9007199254740993
+    rows = [{"n": "1", "answer": beside}, {"n": "2", "answer": large}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"rows.jsonl, row \d: the integer \d+ in column 'answer'"):
+        load_table(str(file))
+    kept = [{"n": str(large), "answer": x} for x in (2**62 + 1, 1)]
+    file.write_text("\n".join(map(json.dumps, kept)))
+    assert load_table(str(file)).to_list() == kept
+
+
 def test_columns_that_only_later_rows_have_are_kept():
     assert prompt_data.as_dataset([{"a": 1}, {"a": 2, "b": 3}]).to_list() == [
         {"a": 1, "b": None},

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedTokenizerFast
 
-from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from fastrl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from fastrl.collect.completions_table import CompletionsTable
 from fastrl.collect.respond import as_texts
 from fastrl.learn.samples import SampledResponses
@@ -329,6 +329,25 @@ def test_a_table_of_completions_outlives_the_run_that_sampled_them(tmp_path: Pat
     make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert Dataset.from_parquet(str(path)).to_list() == rows
     assert len(rows) == 8
+
+
+def test_a_list_of_rows_keeps_the_columns_of_all(tmp_path: Path) -> None:
+    rows = [{"prompt": "w5 w6"}, {"prompt": "w7", "gold": "w8"}] * 4
+    trained = [make(tmp_path / kind, kind, train_dataset=rows) for kind in KINDS]
+    pairs = [{"chosen": " w9", "rejected": " w8", **row} for row in rows]
+    args = DPOConfig(str(tmp_path / "dpo"), use_cpu=True, bf16=False, report_to="none")
+    of_pairs = DPOTrainer(
+        tiny_models.language_model(),
+        args=args,
+        train_dataset=pairs,
+        eval_dataset=pairs[:2],
+        processing_class=tiny.tokenizer(),
+    )
+    for trainer in trained:
+        assert trainer.train_dataset["gold"][:4] == [None, "w8", None, "w8"]
+    assert (len(of_pairs.train_dataset), len(of_pairs.eval_dataset)) == (8, 2)
+    with pytest.raises(TypeError, match="row 1 is a str: rows are dicts by column"):
+        make(tmp_path, train_dataset=[{"prompt": "w5"}, "w6"])
 
 
 def test_groups_are_repeated_in_order() -> None:
