@@ -350,7 +350,12 @@ def _read_files(files: list[Path]) -> Dataset:
                 split="train",
                 **options,
             )
-    except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
+    except (
+        datasets.exceptions.DatasetGenerationError,
+        ValueError,
+        TypeError,  # of rows that are no objects, before datasets 5
+        StopIteration,
+    ) as error:
         _raise_read_error(files, error)
     if kind != "json":
         return table

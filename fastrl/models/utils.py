@@ -52,7 +52,7 @@ def need_peft(what: str) -> None:
         ImportError: PEFT is not installed.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ImportError(f"{what} needs peft: pip install 'peft>=0.20'")
+        raise ImportError(f"{what} needs peft: pip install 'peft>=0.21.2'")
 
 
 def text_config(model: Any) -> Any:

@@ -201,7 +201,7 @@ def test_a_tracker_that_is_not_installed_is_named(command, folder, tmp_path, cap
 def test_a_missing_peft_is_named(command, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     said = failed(capsys, *arguments(command, folder, tmp_path / "run", lora_r=2))
-    assert said == "fastrl: error: lora_r=2 needs peft: pip install 'peft>=0.20'"
+    assert said == "fastrl: error: lora_r=2 needs peft: pip install 'peft>=0.21.2'"
 
 
 @pytest.mark.parametrize(

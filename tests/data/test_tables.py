@@ -18,6 +18,10 @@ from fastrl.data.tables import (
 ROWS = [{"text": f"the film number {i} is good", "label": i % 2} for i in range(6)]
 
 
+# datasets before 5 leaves a CSV file open.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
