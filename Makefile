@@ -64,6 +64,7 @@ thorough: $(VENV)/.dev
 	$(BIN)/python -m tests.aot --triton all
 	$(BIN)/python -m tests.ptx --selection
 	$(BIN)/python -m tests.headroom
+	$(BIN)/python -m tests.families
 	$(BIN)/python -m tests.resolution
 	$(BIN)/python -m tests.installs
 	$(BIN)/python -m tests.notebooks

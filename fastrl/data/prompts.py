@@ -20,7 +20,7 @@ from torch import Tensor
 from fastrl.data.chat import TextOrMessages, is_chat, templates_of
 from fastrl.data.columns import check_reserved
 from fastrl.data.encoded_prompts import TokenRows, encode_prompts
-from fastrl.data.tables import ROW
+from fastrl.data.tables import ROW, list_as_dataset
 from fastrl.models.layout import Layout
 from fastrl.run.fingerprint import hash_of
 
@@ -130,10 +130,11 @@ class Prompts:
         Raises:
             ValueError: no such column (the message lists those there are); as :meth:`from_list`.
         """
+        dataset = list_as_dataset(dataset)
         if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
             raise ValueError(
                 f"a {type(dataset).__name__} has no columns and rows to take prompts from: pass a "
-                "datasets.Dataset (Dataset.from_list makes one of rows), or a list as prompts"
+                "datasets.Dataset, or a list of rows"
             )
         names = list(dataset.column_names)
         known = [c for c in (*_PROMPT_COLUMNS, "input_ids") if c in names]

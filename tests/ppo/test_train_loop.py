@@ -257,7 +257,9 @@ def test_a_missing_column_is_refused_with_those_there_are(trainer, name):
         ({"prompts": "w3 w4"}, "prompts must be a list of texts, got the text 'w3 w4'"),
         ({"prompts": ["w3", ""]}, r"prompts\[1\] is empty"),
         ({"eval_prompts": ["w3", "w4", ""]}, r"eval_prompts\[2\] is empty"),
-        ({"prompts": None, "dataset": [{"prompt": "w3"}]}, "a list has no columns and rows"),
+        ({"prompts": None, "dataset": {"w3"}}, "a set has no columns and rows"),
+        ({"prompts": None, "dataset": [{"prompt": "w3"}]}, "1 prompts are fewer than batch_size=2"),
+        ({"prompts": None, "dataset": ["w3"]}, "row 0 is a str: rows are dicts by column"),
     ],
 )
 def test_impossible_runs_are_refused(trainer, arguments, message):
