@@ -256,7 +256,7 @@ def read_beside_adapter(file: str | os.PathLike) -> dict[str, Any]:
 def _need_bitsandbytes(what: str, otherwise: str = "") -> None:
     if not is_installed():
         raise ImportError(
-            f"{what} needs bitsandbytes: pip install 'bitsandbytes>=0.49' 'peft>=0.21.2'{otherwise}"
+            f"{what} needs bitsandbytes: pip install 'bitsandbytes>=0.50' 'peft>=0.21.2'{otherwise}"
         )
 
 
