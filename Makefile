@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # One more than CI has cores: some tests wait for processes.
 JOBS ?= 3
 
-.PHONY: help demo test thorough headroom resolve notebooks faults processes serving lint format docs aot emulated counts gpu bench trl-parity hub clean
+.PHONY: help demo test thorough headroom resolve versions notebooks faults processes serving lint format docs aot emulated counts gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
@@ -14,6 +14,7 @@ help:
 	@echo "make thorough  what make test leaves out, and all kernels' options (PART=WORD: a part of it)"
 	@echo "make headroom  that what is judged is as exact on other inputs and instruction sets"
 	@echo "make resolve  that what make installs resolves for every Python and processor, CUDA and CPU"
+	@echo "make versions  demo and tests with the newest and the lowest that pyproject.toml allows"
 	@echo "make notebooks  run the notebooks of examples/, and keep their outputs in them"
 	@echo "make faults  kill runs of every trainer at many instants, and resume them"
 	@echo "make processes  train on two and on four processes, by each launcher"
@@ -67,6 +68,7 @@ thorough: $(VENV)/.dev
 	$(BIN)/python -m tests.families
 	$(BIN)/python -m tests.resolution
 	$(BIN)/python -m tests.installs
+	$(BIN)/python -m tests.versions
 	$(BIN)/python -m tests.notebooks
 
 # Ten minutes on two cores; HEADROOM= takes --light and --full.
@@ -75,6 +77,10 @@ headroom: $(VENV)/.dev
 
 resolve: $(VENV)/.dev
 	$(BIN)/python -m tests.resolution
+
+# VERSIONS= takes newest or lowest, and behind it pytest's arguments.
+versions: $(VENV)/.dev
+	$(BIN)/python -m tests.versions $(VERSIONS)
 
 # Six minutes on two cores; NOTEBOOKS= takes names.
 notebooks: $(VENV)/.dev
