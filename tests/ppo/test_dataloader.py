@@ -95,5 +95,5 @@ def test_fewer_samples_than_a_batch_are_an_empty_loader_and_a_warning() -> None:
 
 def test_the_loop_asks_for_prompts_where_there_are_no_columns() -> None:
     trainer = make_trainer(dataset=TensorDataset(torch.arange(3, 3 + BATCH)))
-    with pytest.raises(ValueError, match=r"TensorDataset has no columns .*or a list as prompts"):
+    with pytest.raises(ValueError, match=r"TensorDataset has no columns .*or a list of rows"):
         trainer.train(lambda **_: [], steps=1)
