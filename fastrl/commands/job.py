@@ -153,7 +153,8 @@ class TrainingJob:
             ValueError: the run would save an adapter in place of its base model; four-bit weights
                 without an adapter, which could not be trained.
         """
-        from fastrl.models.load import base_folder, is_adapter, model_folder
+        from fastrl.models.load import base_folder
+        from fastrl.models.model_files import is_adapter, model_folder
 
         folder, target = model_folder(self.model), RunFolder(self.output).model
         self.model_options()
@@ -220,7 +221,8 @@ def check_adapter(job: Any) -> None:
         ValueError: a rank although the model is already an adapter; four-bit weights without an
             adapter, which could not be trained.
     """
-    from fastrl.models.load import MERGE_ADAPTER, is_adapter
+    from fastrl.models.load import MERGE_ADAPTER
+    from fastrl.models.model_files import is_adapter
 
     if job.lora_r and is_adapter(job.model):
         raise ValueError(

@@ -30,7 +30,7 @@ def run_merge(arguments: Sequence[str]) -> int:
     out = Path(flags.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{flags.out} is there and not empty: name a new folder")
-    from fastrl.models.load import is_adapter, model_folder
+    from fastrl.models.model_files import is_adapter, model_folder
 
     source = model_folder(flags.folder)
     if not is_adapter(source) and flags.dtype is None:

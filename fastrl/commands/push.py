@@ -24,7 +24,8 @@ def run_push(arguments: Sequence[str]) -> int:
     flags = make_parser().parse_args(list(arguments))
     from huggingface_hub.utils import validate_repo_id
 
-    from fastrl.models.load import base_folder, is_adapter, model_folder
+    from fastrl.models.load import base_folder
+    from fastrl.models.model_files import is_adapter, model_folder
 
     validate_repo_id(flags.repo)
     folder, console = model_folder(flags.folder), run_console()

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fastrl.models.load import find_file, model_folder
+from fastrl.models.model_files import find_file, model_folder
 
 KEY = "fastrl_reads_eos"
 ADAPTER_FILE = "fastrl.json"

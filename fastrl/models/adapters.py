@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fastrl.models.load import ADAPTER_WEIGHTS, find_file
+from fastrl.models.model_files import ADAPTER_WEIGHTS, find_file
 from fastrl.models.utils import evaluating, hidden_width
 
 REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with

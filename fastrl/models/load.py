@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -31,7 +30,7 @@ from transformers import (
     BitsAndBytesConfig,
     GenerationConfig,
 )
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from fastrl.models import quantised
 from fastrl.models.adapter_base import (
@@ -46,6 +45,16 @@ from fastrl.models.adapter_start import check_start
 from fastrl.models.adapter_targets import with_targets
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.flash_attention import need_flash_attention
+from fastrl.models.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_weights,
+    find_file,
+    holds_a_tokenizer,
+    hub_options,
+    is_adapter,
+    model_folder,
+)
 from fastrl.models.multimodal import (
     CLASSIFIER_HEADS,
     freeze_unread,
@@ -59,10 +68,6 @@ from fastrl.run.launcher import is_main_process
 from fastrl.run.model_card import names_a_folder
 from fastrl.run.processor_files import PROCESSOR_FILES, keep_processor
 
-CONFIG_NAME = "config.json"
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
 # A remedy, for messages.
 MERGE_ADAPTER = "merge it into its base first (fastrl merge FOLDER OUT)"
 
@@ -70,10 +75,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _OF_THE_ADAPTER = ("revision", "subfolder")  # options that are not those of its base
 _OF_EMPTY = {"dtype", "attn_implementation", "use_safetensors", "revision", "token", "cache_dir"}
-_HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-_TOKENIZER_FILES_ON_THE_HUB = ("tokenizer_config.json", "tokenizer.json", "tekken.json")
 
 _MEND_BASE = (
     f"write the base's place into {ADAPTER_CONFIG} (base_model_name_or_path; relative to the "
@@ -235,14 +237,14 @@ def load_tokenizer(
     options = {} if revision is None else {"revision": revision}
     checkpoint = _Checkpoint(path, options)
     model = checkpoint.folder
-    if checkpoint.adapter is not None and not _holds_a_tokenizer(model):
+    if checkpoint.adapter is not None and not holds_a_tokenizer(model):
         model, options = checkpoint.base(), {}
     folder = Path(model)
     missing = (
         f"{model} has no tokenizer: save one there with tokenizer.save_pretrained({model!r}), or "
         "copy tokenizer.json and tokenizer_config.json from the model that it was made of"
     )
-    if folder.is_dir() and not _holds_a_tokenizer(model):
+    if folder.is_dir() and not holds_a_tokenizer(model):
         raise FileNotFoundError(missing)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -281,51 +283,6 @@ def load_weights(model: Any, folder: str | os.PathLike) -> None:
     model.load_state_dict(saved.state_dict())
 
 
-def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
-    """The folder of a checkpoint or of an adapter; of a run's folder the ``model/`` in it.
-
-    Hub ids are returned as they are.
-
-    Raises:
-        FileNotFoundError: a folder without a model, or a local path that does not exist: any name
-            that cannot be a Hub id, and one whose first part is a folder here, unless files of such
-            an id are on this machine.
-        ValueError: an empty name.
-    """
-    name = os.fspath(path)
-    if not name.strip():
-        raise ValueError("the model's name is empty: name a folder or a Hub id")
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        if folder.exists():
-            raise FileNotFoundError(f"{name} is a file: name the folder of the model")
-        # Hub ids have one slash at most. The Hub is asked for minutes where it cannot be reached.
-        path_only = folder.is_absolute() or name.startswith((".", "~")) or len(folder.parts) > 2
-        beside = len(folder.parts) == 2 and folder.parent.is_dir() and not _is_cached(name)
-        if path_only or beside:
-            hub = f" (an id of the Hub is looked up where no folder is called {folder.parent})"
-            raise FileNotFoundError(
-                f"there is no folder {name}, where a model was looked for{hub * beside}"
-                f"{did_you_mean_path(folder)}"
-            )
-        return name
-    if subfolder or _holds_a_model(folder):
-        return str(folder)
-    inner = folder / "model"
-    if _holds_a_model(inner):
-        return str(inner)
-    raise FileNotFoundError(
-        f"{name} holds no model: there is no {CONFIG_NAME} and no {ADAPTER_CONFIG} in it, nor in "
-        f"{inner}"
-    )
-
-
-def is_adapter(path: str | os.PathLike, **options: Any) -> bool:
-    """Whether a folder or a Hub id holds a PEFT adapter; ``options`` are from_pretrained's."""
-    folder = model_folder(path, options.get("subfolder"))
-    return find_file(folder, ADAPTER_CONFIG, options) is not None
-
-
 def base_folder(path: str | os.PathLike) -> str:
     """The folder or Hub id of a whole model: of an adapter, of the base that it names.
 
@@ -335,25 +292,6 @@ def base_folder(path: str | os.PathLike) -> str:
     """
     found = _Checkpoint(path, {})
     return found.folder if found.adapter is None else found.base()
-
-
-def find_file(path: str, name: str, options: dict[str, Any]) -> str | None:
-    """The path of a file in a local folder or on the Hub; None where there is none.
-
-    Args:
-        options: of ``from_pretrained``: revision, token, cache_dir and subfolder are read.
-    """
-    if os.path.isdir(path):
-        file = Path(path) / (options.get("subfolder") or "") / name
-        return str(file) if file.is_file() else None
-    return cached_file(
-        path,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_connection_errors=False,
-        **_hub(options),
-    )
 
 
 def _warn_of_other_dtype(asked: Any, saved: torch.dtype) -> None:
@@ -393,7 +331,7 @@ class _Checkpoint:
             need_peft(f"the adapter in {self.folder}")
             from peft import PeftConfig
 
-            self.adapter = PeftConfig.from_pretrained(self.folder, **_hub(options))
+            self.adapter = PeftConfig.from_pretrained(self.folder, **hub_options(options))
 
     def base(self) -> str:
         """The folder or Hub id of the model that the adapter was trained on."""
@@ -441,7 +379,7 @@ class _Checkpoint:
                     config = _check_decoder(name, options)
                 elif loader is AutoModelForSequenceClassification:
                     _check_classifier(name, options)
-                _check_weights(name, options.get("subfolder"))
+                check_weights(name, options.get("subfolder"))
                 if self.adapter is not None:
                     saved = self._saved_whole()
                 if loader is AutoModelForCausalLM:
@@ -500,7 +438,7 @@ class _Checkpoint:
         from accelerate import init_empty_weights
 
         options = {k: v for k, v in self.options.items() if k in ("dtype", "attn_implementation")}
-        config = AutoConfig.from_pretrained(self.folder, **_hub(self.options))
+        config = AutoConfig.from_pretrained(self.folder, **hub_options(self.options))
         if loader is AutoModelForCausalLM:
             loader = loader_for(_check_decoder(self.folder, dict(self.options)), loader)
         with init_empty_weights(include_buffers=False):
@@ -508,7 +446,7 @@ class _Checkpoint:
         model.tie_weights()
         with contextlib.suppress(OSError):  # a model need not have one
             model.generation_config = GenerationConfig.from_pretrained(
-                self.folder, **_hub(self.options)
+                self.folder, **hub_options(self.options)
             )
         model.name_or_path = self.folder
         freeze_unread(model)
@@ -554,7 +492,7 @@ class _Checkpoint:
                 f"the adapter in {self.folder} holds no {ADAPTER_WEIGHTS}: save it with "
                 "safetensors, no other format is read"
             )
-        _check_weights(self.folder, self.options.get("subfolder"))
+        check_weights(self.folder, self.options.get("subfolder"))
         modules = {*CLASSIFIER_HEADS, *(getattr(self.adapter, "modules_to_save", None) or ())}
         found = {}
         with safe_open(file, framework="pt") as tensors:
@@ -568,7 +506,7 @@ class _Checkpoint:
     def _with_adapter(self, base: Any, trainable: bool) -> Any:
         from peft import PeftModel
 
-        hub = _hub(self.options)
+        hub = hub_options(self.options)
         if quantised.is_quantised(base):
             base = quantised.prepared_for_adapters(base)
         named = f"{self.adapter.base_model_name_or_path}, the base that it names"
@@ -761,24 +699,6 @@ def _processor_files(name: str, options: dict[str, Any]) -> dict[str, bytes]:
     return {each: Path(file).read_bytes() for each, file in found if file is not None}
 
 
-def _check_weights(folder: str, subfolder: str | None) -> None:
-    """
-    Raises:
-        ValueError: a file of weights in a local folder that is cut short or is something else.
-        OSError: pickles alone.
-    """
-    files = sorted((Path(folder) / (subfolder or "")).glob("*.safetensors"))
-    pickled = [] if files else sorted((Path(folder) / (subfolder or "")).glob("*model*.bin"))
-    if pickled:
-        raise OSError(f"{pickled[0]}: {NO_PICKLE}")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):  # checks the header and the length
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Context in which transformers does not report missing or unknown weights."""
@@ -800,29 +720,6 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     elif eight:
         found["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     return found
-
-
-def _hub(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
-
-
-def _is_cached(name: str) -> bool:
-    """Whether the files of a Hub id are on this machine."""
-    with contextlib.suppress(ValueError):  # no id of the Hub
-        files = (try_to_load_from_cache(name, x) for x in (CONFIG_NAME, ADAPTER_CONFIG))
-        return any(isinstance(file, str) for file in files)
-    return False
-
-
-def _holds_a_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG))
-
-
-def _holds_a_tokenizer(model: str) -> bool:
-    folder = Path(model)
-    if folder.is_dir():
-        return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
-    return any(find_file(model, name, {}) for name in _TOKENIZER_FILES_ON_THE_HUB)
 
 
 def _line(error: Exception) -> str:

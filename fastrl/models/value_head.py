@@ -20,14 +20,8 @@ from fastrl.models.adapter_base import settle_adapters
 from fastrl.models.adapters import NOT_TRAINED, RewardAdapter
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import last_hidden
-from fastrl.models.load import (
-    check_causal,
-    find_file,
-    load_language_model,
-    load_weights,
-    model_folder,
-    with_adapter,
-)
+from fastrl.models.load import check_causal, load_language_model, load_weights, with_adapter
+from fastrl.models.model_files import find_file, model_folder
 from fastrl.models.routing import Routing
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores

@@ -19,14 +19,8 @@ from transformers import (
 )
 
 from fastrl.models import quantised
-from fastrl.models.load import (
-    CONFIG_NAME,
-    base_folder,
-    find_file,
-    is_adapter,
-    model_folder,
-    with_adapter,
-)
+from fastrl.models.load import base_folder, with_adapter
+from fastrl.models.model_files import CONFIG_NAME, find_file, is_adapter, model_folder
 from fastrl.models.multimodal import CLASSIFIER_HEADS, freeze_unread, loader_for
 from fastrl.models.utils import context_length, need_peft
 

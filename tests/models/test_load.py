@@ -37,10 +37,10 @@ from fastrl.models.load import (
     load_saved,
     load_tokenizer,
     load_weights,
-    model_folder,
     own_storage,
     with_adapter,
 )
+from fastrl.models.model_files import model_folder
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.run.model_card import SFT, Training, write_model_card
 from tests import seq2seq_models, tiny_models
@@ -183,7 +183,7 @@ def test_a_misspelt_folder_is_no_id_of_the_hub(base, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="Hub is looked up where no folder is called runs"):
         model_folder("runs/other")
     assert model_folder("owner/name") == "owner/name"
-    monkeypatch.setattr("fastrl.models.load.try_to_load_from_cache", lambda name, file: file)
+    monkeypatch.setattr("fastrl.models.model_files.try_to_load_from_cache", lambda name, file: file)
     assert model_folder("runs/other") == "runs/other"
 
 
