@@ -8,6 +8,7 @@ import inspect
 import re
 import types
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,12 @@ def _methods(kind: type) -> Iterator[Any]:
 def _functions(found: Any) -> Iterator[Any]:
     if isinstance(found, types.FunctionType) and found.__module__.startswith(_WITHIN):
         yield found
-    # Another trainer or configuration is not run, though its name may be read.
-    elif isinstance(found, type) and not issubclass(found, Trainer | TrainingArguments):
+    elif (
+        isinstance(found, type)
+        and not isinstance(found, types.GenericAlias)  # list[int], which Python 3.10 calls a type
+        # Another trainer or configuration is not run, though its name may be read.
+        and not issubclass(found, Trainer | TrainingArguments)
+    ):
         yield from _methods(found)
 
 
@@ -164,5 +169,7 @@ def _named(function: Any) -> Iterator[Any]:
             if isinstance(module, types.ModuleType):
                 yield getattr(module, node.attr, None)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_WITHIN):
-            module = importlib.import_module(node.module)  # type: ignore[arg-type]
+            module = None
+            with suppress(ModuleNotFoundError):  # needs a package that is not there
+                module = importlib.import_module(node.module)  # type: ignore[arg-type]
             yield from (getattr(module, alias.name, None) for alias in node.names)

@@ -48,6 +48,12 @@ ELSEWHERE = {
     **dict.fromkeys(("max_kl", "max_ratio"), "check_divergence reads PPO's by a table"),
     "dataset_num_proc": "PPO's: a warning says that nothing reads it",
 }
+# Names of one setting, to all of which a configuration gives its value: a version of transformers
+# reads one of them.
+SAME = [
+    {"gradient_checkpointing", "activation_checkpointing"},
+    {"gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"},
+]
 # Settings that a trainer has a value of its own for.
 SET = {
     "remove_unused_columns": "its text says that it changes nothing",
@@ -68,6 +74,7 @@ def test_every_setting_of_a_trainer_acts_or_is_refused(surface: str) -> None:
     for name, note in page().DIFFERENT.get(surface, {}).items():
         said |= {name} if note.startswith("no effect") else set()
     read, overwritten = read_by((), trainer, config)
+    read = read.union(*(names for names in SAME if names & read))
     settings = {each.name for each in dataclasses.fields(config) if each.init}
     assert sorted(settings - read - said - ELSEWHERE.keys() - overwritten) == []
     assert sorted(overwritten & settings - SET.keys() - said) == []

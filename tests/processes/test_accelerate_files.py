@@ -28,9 +28,10 @@ def test_a_process_is_started_for_each_of_four_gpus(file, shards):
 def test_fsdp2_gathers_a_layer_at_a_time(monkeypatch):
     for name, value in started_by("fsdp2.yaml")[1].items():
         monkeypatch.setenv(name, value)
-    plugin = FullyShardedDataParallelPlugin()
-    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
     for model in (tiny_models.language_model(), tiny_models.policy("gpt2")):
+        plugin = FullyShardedDataParallelPlugin()
+        assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
+        plugin.set_auto_wrap_policy(model)  # as accelerate does before it asks for layers
         layer = fsdp2_prepare_auto_wrap_policy(plugin, model)
         transformer = getattr(model, "pretrained_model", model).transformer
         assert [each for each in model.modules() if layer(each)] == list(transformer.h)
