@@ -181,20 +181,34 @@ def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
     return made
 
 
+class Written(dict[str, Any]):
+    """A mapping that has the keys that it was written with: no table filled any in."""
+
+
+def as_written(value: Any) -> Any:
+    """A value with each mapping, at any depth of lists, tuples and mappings, as
+    :class:`Written`."""
+    if isinstance(value, Mapping):
+        return Written({name: as_written(x) for name, x in value.items()})
+    return type(value)(map(as_written, value)) if type(value) in (list, tuple) else value
+
+
 def without_nulls(value: Any) -> Any:
     """A value without the keys of mappings, at any depth, that are None: a table fills in so each
-    key that only other rows have, and does not tell these from a None that was written. The
-    elements of lists, and JSON in a text, are left as they are."""
+    key that only other rows have, and does not tell these from a None that was written. What is
+    :class:`Written`, the elements of lists, and JSON in a text are left as they are."""
+    if isinstance(value, Written):
+        return value
     if isinstance(value, Mapping):
         return {name: without_nulls(x) for name, x in value.items() if x is not None}
     return [without_nulls(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def as_said(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without the keys that tables fill in; each has a content, which may be None beside
-    calls."""
+    """A message without its keys that are None, but for its content, and within these without what
+    tables fill in, see :func:`without_nulls`."""
     content = {"content": None} if "content" in message else {}
-    return {**content, **without_nulls(message)}
+    return {**content, **without_nulls(dict(message))}
 
 
 def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -268,8 +282,7 @@ TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # which go to the chat tem
 
 def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
     """What the columns ``tools`` (a list, or its JSON) and ``chat_template_kwargs`` (a dict) of row
-    ``i`` hand to the chat template. Keys that are None are left out: tables fill in those that
-    other rows have.
+    ``i`` hand to the chat template, without what tables fill in, see :func:`without_nulls`.
 
     Raises:
         ValueError: a column of another type; names the row.

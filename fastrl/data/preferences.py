@@ -22,7 +22,7 @@ from fastrl.data.chat import as_messages, check_messages, is_chat, template_argu
 from fastrl.data.columns import read_label, refuse_pictures
 from fastrl.data.encode import Encoder
 from fastrl.data.padding_free import PaddingFree, right_padded
-from fastrl.data.tables import ROW, each_row, is_stream, row_number
+from fastrl.data.tables import each_row, is_stream, list_as_dataset, row_number
 from fastrl.data.token_batch import Padded, TokenBatch
 
 PAIR = ("chosen", "rejected")
@@ -58,7 +58,6 @@ def prepare_pairs_of_ids(
     _check(row, PAIR)
     if "prompt" not in row:
         _warn_of_no_prompt(row)
-        dataset = dataset.map(_split_row, with_indices=True, **options)
     dataset = dataset.map(
         _encode_pair, with_indices=True, fn_kwargs={"tokenizer": tokenizer}, **options
     )
@@ -87,22 +86,14 @@ def prepare_completions_of_ids(
     dataset, options = _keyed(dataset, tokenizer), _map_options(dataset, num_proc)
     row = _first(dataset)
     if not all(name in row for name in OF_A_COMPLETION):
-        numbers = []
-        if all(name in row for name in PAIR):
-            _check(row, PAIR)
-            if "prompt" not in row:
-                dataset = dataset.map(_split_row, with_indices=True, **options)
-            dataset = dataset.map(
-                _unpair, with_indices=True, batched=True, remove_columns=list(PAIR), **options
-            )
-            numbers = [ROW]
-        else:
-            _check(row, ("prompt", "completion", "label"))
+        paired = all(name in row for name in PAIR)
+        _check(row, PAIR if paired else ("prompt", "completion", "label"))
         dataset = dataset.map(
-            _encode_completion,
+            _encode_unpaired if paired else _encode_completion,
             with_indices=True,
+            batched=paired,
+            remove_columns=list(PAIR) if paired else [],
             fn_kwargs={"tokenizer": tokenizer},
-            remove_columns=numbers,
             **options,
         )
     dataset = _cut(dataset, OF_A_COMPLETION[:2], cuts, tokenizer, options)
@@ -243,6 +234,7 @@ def completions_of(batch: Mapping[str, Any], packed: bool = False, prefix: str =
 
 
 def _keyed(dataset: Any, tokenizer: Any) -> Any:
+    dataset = list_as_dataset(dataset)
     return dataset if is_stream(dataset) else keyed(dataset, tokenizer)
 
 
@@ -311,7 +303,9 @@ def _fits(row: Mapping[str, Any], longest: int) -> bool:
 
 
 def _split_row(row: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """:func:`split_prompt` of a row that is fit for it."""
+    """:func:`split_prompt` of a row that is fit for it; nothing of one that has a prompt."""
+    if "prompt" in row:
+        return {}
     _check_parts(row, PAIR, i)
     split = split_prompt(row)
     if not split["prompt"] and is_chat(row["chosen"]):
@@ -321,9 +315,10 @@ def _split_row(row: Mapping[str, Any], i: int) -> dict[str, Any]:
     return split
 
 
-def _encode_pair(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[str, list[int]]:
-    prompt, sides = _encode(row, PAIR, tokenizer, i)
-    return dict(zip(OF_A_PAIR, [prompt, *sides], strict=True))
+def _encode_pair(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[str, Any]:
+    split = _split_row(row, i)
+    prompt, sides = _encode({**row, **split}, PAIR, tokenizer, i)
+    return {**split, **dict(zip(OF_A_PAIR, [prompt, *sides], strict=True))}
 
 
 def _encode_completion(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[str, Any]:
@@ -333,13 +328,18 @@ def _encode_completion(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[s
     return {"prompt_ids": prompt, "completion_ids": completion, "label": label}
 
 
-def _unpair(rows: Mapping[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-    """All chosen sides, then all rejected ones, with the numbers of their rows."""
-    count = len(rows["chosen"])
-    others = {name: column * 2 for name, column in rows.items() if name not in PAIR}
-    both = [*rows["chosen"], *rows["rejected"]]
-    label = [True] * count + [False] * count
-    return {**others, "completion": both, "label": label, ROW: numbers * 2}
+def _encode_unpaired(
+    rows: Mapping[str, list[Any]], numbers: list[int], tokenizer: Any
+) -> dict[str, list[Any]]:
+    """All chosen sides of pairs, then all rejected ones, in the place of them."""
+    pairs = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    made = []
+    for side, label in zip(PAIR, (True, False), strict=True):
+        for pair, i in zip(pairs, numbers, strict=True):
+            row = {**pair, **_split_row(pair, i)}
+            row |= {"completion": row[side], "label": label}
+            made.append({**row, **_encode_completion(row, i, tokenizer)})
+    return {name: [row[name] for row in made] for name in made[0] if name not in PAIR}
 
 
 def _mismatched(dataset: Any, size: int, options: Mapping[str, Any]) -> Any:

@@ -26,6 +26,7 @@ from fastrl.data.tables import (
     columns_of,
     first_row,
     is_stream,
+    list_as_dataset,
     row_number,
     stream_columns,
 )
@@ -79,7 +80,9 @@ def prepare_texts(
         ValueError: columns that are missing, no text left.
     """
     streams = is_stream(dataset)
-    if not streams:
+    if streams:
+        dataset = list_as_dataset(dataset)
+    else:
         dataset = keyed(as_dataset(dataset), formatting_func, tokenizer)
     if formatting_func is not None:
         dataset, text_field = _formatted(dataset, formatting_func), _FORMATTED
@@ -345,8 +348,7 @@ def prepare_pairs(
         ValueError: columns that are missing, a margin that is not one finite number, no pair left.
     """
     streams = is_stream(dataset)
-    if not streams:
-        dataset = keyed(as_dataset(dataset), tokenizer)
+    dataset = list_as_dataset(dataset) if streams else keyed(as_dataset(dataset), tokenizer)
     columns = set(stream_columns(dataset) if streams else dataset.column_names)
     margin = ["margin"] if "margin" in columns else []
     if margin and not streams:

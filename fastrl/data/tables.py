@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastrl.data.chat import TextOrMessages
 
 PROMPT = "prompt"
+_NEW = "__new__"  # a column that is about to be called otherwise
 ROW = "__row__"  # a column with the number of a row in its file, for messages
 LONG_PROMPTS = ("refuse", "drop")  # how to treat prompts longer than a model's context
 USUAL_COLUMNS = (PROMPT, "query", "text")
@@ -100,6 +101,8 @@ def as_dataset(dataset: Any) -> Dataset:
     """
     import datasets
 
+    from fastrl.data.written import column_of, with_written
+
     if isinstance(dataset, datasets.IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"{type(dataset).__name__} cannot be read by index: load it without streaming"
@@ -123,24 +126,31 @@ def as_dataset(dataset: Any) -> Dataset:
         try:
             # Dataset.from_list would have the first row's columns alone.
             names = dict.fromkeys(name for row in rows for name in row)
-            dataset = datasets.Dataset.from_dict({x: [row.get(x) for row in rows] for x in names})
+            dataset = datasets.Dataset.from_dict(
+                {name: column_of([row.get(name) for row in rows]) for name in names}
+            )
         except UnicodeEncodeError:
             for i, row in enumerate(rows):
                 for name, value in row.items():
                     if isinstance(value, str):
                         check_unicode(value, f"column {name!r} of row {i} holds")
             raise
-    return dataset.with_format(None)
+    return with_written(dataset.with_format(None))
 
 
 def list_as_dataset(dataset: Any) -> Any:
-    """A list of rows as a data set with all of their columns; anything else as it is.
+    """A list of rows as a data set with all of their columns; anything else by
+    :func:`fastrl.data.written.with_written`.
 
     Raises:
         TypeError: a row that is no dict.
         ValueError: an empty list.
     """
-    return as_dataset(open_rows(dataset, "")) if isinstance(dataset, list | tuple) else dataset
+    from fastrl.data.written import with_written
+
+    if isinstance(dataset, list | tuple):
+        return as_dataset(open_rows(dataset, ""))
+    return with_written(dataset)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -174,15 +184,17 @@ def first_row(stream: Any) -> dict[str, Any]:
 
 def open_rows(source: Any, split: str) -> Any:
     """Rows by index. Lists are not converted, so that errors can name their rows."""
+    from fastrl.data.chat import as_written
+
     if isinstance(source, str | os.PathLike):
-        return load_table(os.fspath(source), split)
+        return as_dataset(load_table(os.fspath(source), split))
     if isinstance(source, dict) and split in source:
         source = source[split]
     if isinstance(source, list | tuple) and source:
         for i, row in enumerate(source):
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {i} is a {type(row).__name__}: rows are dicts by column")
-        return source
+        return as_written(source)
     return as_dataset(source)
 
 
@@ -280,11 +292,19 @@ def take_prompts(
             f"such as in row {row_number(table[dropped[0]], dropped[0])}",
             stacklevel=3,
         )
-    if table.column_names == [PROMPT]:  # a table without columns has no rows to add one to
-        return table.from_dict({PROMPT: prompts}).select(kept)
-    if PROMPT in table.column_names:
-        table = table.remove_columns(PROMPT)
-    return table.add_column(PROMPT, prompts).select(kept)
+    if words is max_tokens is None and column == PROMPT:
+        return table.select(kept)
+    return _with_column(table, PROMPT, prompts).select(kept)
+
+
+def _with_column(table: Dataset, name: str, values: list[Any]) -> Dataset:
+    """The table with these values as its last column, in the place of one of that name."""
+    from fastrl.data.written import column_of
+
+    # In this order, as a table without columns has no rows to add one to.
+    table = table.add_column(_NEW, column_of(values))
+    others = [x for x in table.column_names if x != name]
+    return table.select_columns(others).rename_column(_NEW, name)
 
 
 def sample_rows(table: Dataset, count: int, seed: int) -> Dataset:
@@ -360,7 +380,7 @@ def _read_files(files: list[Path]) -> Dataset:
     if kind != "json":
         return table
     _check_integers(table, files)
-    return _with_texts_of_dates(table, files)
+    return _as_in_files(table, files)
 
 
 def _rows_of_json(files: list[Path]) -> list[Any]:
@@ -409,15 +429,23 @@ def _integers(said: Any, read: Any) -> Iterator[tuple[int, int | float]]:
         yield said, read
 
 
-def _with_texts_of_dates(table: Dataset, files: list[Path]) -> Dataset:
-    """The table of JSON files with texts such as "2024-01-01" as they stand there: JSON knows no
-    dates, and ``datasets`` makes some of them."""
-    dates = [name for name, kind in table.features.items() if "timestamp" in str(kind)]
-    if not dates:
+def _as_in_files(table: Dataset, files: list[Path]) -> Dataset:
+    """The table of JSON files with some columns as they stand there: texts such as "2024-01-01",
+    of which ``datasets`` makes dates; mappings in which a key is null, maybe since it stands in
+    other rows alone; and what it keeps as JSON, with rounded numbers."""
+    from fastrl.data.chat import without_nulls
+
+    names = [
+        name
+        for name, kind in table.features.items()
+        if any(sign in str(kind) for sign in ("timestamp", "Json("))
+        or ("{" in str(kind) and any(without_nulls(x) != x for x in table[name]))
+    ]
+    rows, order = _rows_of_json(files) if names else [], table.column_names
+    if len(rows) != len(table):  # nothing to do, or one object of columns
         return table
-    rows, order = _rows_of_json(files), table.column_names
-    for name in dates:
-        table = table.remove_columns(name).add_column(name, [row.get(name) for row in rows])
+    for name in names:
+        table = _with_column(table, name, [row.get(name) for row in rows])
     return table.select_columns(order)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from fastrl.data.chat import render
+from fastrl.data.chat import as_written, render
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
@@ -322,9 +322,10 @@ def _as_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{call!r:.80} names no tool")
     arguments = function.get("arguments")
+    given = {} if arguments is None else as_written(arguments)
     return {
         "type": call.get("type", "function"),
-        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
+        "function": {"name": function["name"], "arguments": given},
     }
 
 

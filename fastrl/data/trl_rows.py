@@ -33,8 +33,8 @@ def apply_chat_template(
     Args:
         tokenizer: or a processor, with a chat template.
         tools: of the template, as are further arguments and those of the row's column
-            ``chat_template_kwargs``. As at every other door the template gets no keys that are
-            None: tables fill in those that other rows have.
+            ``chat_template_kwargs``. The template gets no keys that are None: tables fill in those
+            that other rows have, and a row does not tell where it is from.
 
     Raises:
         ValueError: other columns than a language model's, a prompt's, or preferences'.

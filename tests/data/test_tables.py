@@ -225,7 +225,7 @@ def test_texts_of_dates_in_json_stay_texts(as_lines, tmp_path):
     said = "\n".join(map(json.dumps, rows)) if as_lines else json.dumps(rows)
     file = tmp_path / ("rows.jsonl" if as_lines else "rows.json")
     file.write_text(said)
-    assert load_table(str(file)).to_list() == rows
+    assert list(load_table(str(file))) == rows
 
 
 @pytest.mark.parametrize("beside", [9007199254740993, 1.5])
