@@ -158,7 +158,16 @@ def refuse_beside(**others: Any) -> None:
 
 def _speak(router: Any, args: tuple, out: tuple) -> tuple | None:
     routes = _active.get()
-    return None if routes is None else routes.route(router.router_number, router, args, out)
+    if routes is None:
+        return None
+    result = routes.route(router.router_number, router, args, _in_order(out))
+    return result if result is None or _in_order(out) is out else result[::-1]
+
+
+def _in_order(out: tuple) -> tuple:
+    """What a router returns, as (logits, weights, experts): GraniteMoeHybrid's has them the other
+    way round with older versions of transformers."""
+    return out[::-1] if out[-1].is_floating_point() else out
 
 
 @torch.no_grad()
@@ -179,7 +188,7 @@ def why_not_followed(model: nn.Module) -> str | None:
         hidden = hidden.to(weight.dtype).view(3, weight.shape[-1])
         with routed(None):
             try:
-                logits, _, experts = out = found(hidden)
+                logits, _, experts = out = _in_order(found(hidden))
                 shapes = [tuple(x.shape) for x in out]
                 of_topk = (3, found.top_k)
                 if shapes != [(3, found.num_experts), of_topk, of_topk]:
@@ -209,9 +218,9 @@ class _Chosen(TorchFunctionMode):
 
 
 def replayed(router: Any, args: tuple, experts: Tensor) -> tuple:
-    """What a router returns where it chooses these experts [T, k]."""
+    """(logits, weights, experts) of a router where it chooses these experts [T, k]."""
     with _Chosen(experts, router.num_experts):
-        return router.forward(*args)
+        return _in_order(router.forward(*args))
 
 
 class Routing:
