@@ -203,6 +203,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 # Methods that are no command of their own, and what learns by them.
 _METHODS = {
     **{name: f"align --loss {name}" for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
+    **dict.fromkeys(("rm", "reward_model"), "reward"),
     **{name: f"grpo --advantage {name}" for name in ("rloo", "dr_grpo", "reinforce++")},
 }
 # They parse their arguments themselves: those on runs have no settings, those of a plan depend on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +23,7 @@ from fastrl.data.tables import (
     count_prompts,
     drop_prompts,
     errors_name,
+    find_prompt_column,
     held_out_count,
     load_table,
     numbered,
@@ -30,7 +32,7 @@ from fastrl.data.tables import (
 )
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
-from fastrl.run.launcher import process_count
+from fastrl.run.launcher import is_main_process, process_count
 from fastrl.run.metrics import check_trackers
 from fastrl.settings import setting, setting_like
 
@@ -462,9 +464,16 @@ def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Datas
     def rows_of(source: str) -> Dataset:
         table = load_table(source, job.dataset_split)
         with errors_name(source):
+            column = find_prompt_column(table, job.prompt_column)
+            if column != PROMPT and job.prompt_column is None and is_main_process():
+                print(
+                    f"{source} has no column {PROMPT!r}: prompts are its column {column!r} "
+                    "(--prompt-column names another)",
+                    file=sys.stderr,
+                )
             return take_prompts(
                 numbered(table),
-                job.prompt_column,
+                column,
                 words=job.prompt_words,
                 max_tokens=job.max_prompt_tokens,
                 tokenizer=tokenizer,

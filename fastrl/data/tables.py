@@ -10,7 +10,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -123,6 +123,7 @@ def as_dataset(dataset: Any) -> Dataset:
         from fastrl.data.chat import check_unicode
 
         rows = [dataset[i] for i in range(len(dataset))]
+        _check_rows(rows)
         try:
             # Dataset.from_list would have the first row's columns alone.
             names = dict.fromkeys(name for row in rows for name in row)
@@ -139,8 +140,8 @@ def as_dataset(dataset: Any) -> Dataset:
 
 
 def list_as_dataset(dataset: Any) -> Any:
-    """A list of rows as a data set with all of their columns; anything else by
-    :func:`fastrl.data.written.with_written`.
+    """A list of rows as a data set with all of their columns, also in a dict of several sets;
+    anything else by :func:`fastrl.data.written.with_written`.
 
     Raises:
         TypeError: a row that is no dict.
@@ -150,6 +151,8 @@ def list_as_dataset(dataset: Any) -> Any:
 
     if isinstance(dataset, list | tuple):
         return as_dataset(open_rows(dataset, ""))
+    if isinstance(dataset, dict) and any(isinstance(x, list | tuple) for x in dataset.values()):
+        return {name: list_as_dataset(rows) for name, rows in dataset.items()}
     return with_written(dataset)
 
 
@@ -191,11 +194,19 @@ def open_rows(source: Any, split: str) -> Any:
     if isinstance(source, dict) and split in source:
         source = source[split]
     if isinstance(source, list | tuple) and source:
-        for i, row in enumerate(source):
-            if not isinstance(row, Mapping):
-                raise TypeError(f"row {i} is a {type(row).__name__}: rows are dicts by column")
+        _check_rows(source)
         return as_written(source)
     return as_dataset(source)
+
+
+def _check_rows(rows: Iterable[Any]) -> None:
+    """
+    Raises:
+        TypeError: a row that is no dict.
+    """
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise TypeError(f"row {i} is a {type(row).__name__}: rows are dicts by column")
 
 
 def columns_of(rows: Any) -> list[str]:
@@ -253,7 +264,7 @@ def take_prompts(
     """
     from fastrl.data.chat import is_chat
 
-    column = _find_column(table, column)
+    column = find_prompt_column(table, column)
     prompts = table[column][:]
     for row, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not is_chat(prompt) and prompt != []:
@@ -569,7 +580,12 @@ def _check_object(row: Any, place: str) -> None:
         )
 
 
-def _find_column(table: Dataset, column: str | None) -> str:
+def find_prompt_column(table: Dataset, column: str | None) -> str:
+    """The name of the column of prompts; None: the first of "prompt", "query" and "text".
+
+    Raises:
+        ValueError: there is none.
+    """
     there = ", ".join(columns_of(table))
     if column is None:
         column = next((name for name in USUAL_COLUMNS if name in table.column_names), None)

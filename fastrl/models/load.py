@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -517,7 +518,8 @@ class _Checkpoint:
                 warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
                 model = PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
         except (RuntimeError, KeyError, UserWarning) as error:  # weights of other shapes or names
-            raise ValueError(f"{unfit}{error}") from error
+            said = textwrap.shorten(_line(error), 300, placeholder=" …")
+            raise ValueError(f"{unfit}{said}") from error
         file = find_file(self.folder, ADAPTER_WEIGHTS, self.options)
         misfit = None if file is None else _set_adapter(model, file)
         if misfit:

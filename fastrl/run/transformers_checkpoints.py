@@ -52,6 +52,7 @@ from fastrl.run.transformers_files import (
 )
 from fastrl.run.transformers_settings import (
     SIZES,
+    check_best_metric,
     settings_of_results,
     settings_of_steps,
     warn_of_changes,
@@ -125,6 +126,7 @@ class ResumableTrainer(OpenTrainer):
         self.run_folder: RunFolder | None = None
         self._run = _Run()
         super().__init__(*args, **kwargs)
+        check_best_metric(self.args, self.eval_dataset)
         # A user's function may change the working directory.
         self.args.output_dir = os.path.abspath(str(self.args.output_dir))
         wait_at_most(self.args)

@@ -34,6 +34,25 @@ SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 _OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
+def check_best_metric(args: TrainingArguments, evaluated: Any) -> None:
+    """
+    Raises:
+        ValueError: the metric that chooses the best checkpoint, or that a schedule reads, is of
+            none of several evaluation sets, whose metrics begin with their names.
+    """
+    reads = args.load_best_model_at_end or args.lr_scheduler_type in SCHEDULES_BY_METRIC
+    if not reads or not isinstance(evaluated, dict) or not evaluated:
+        return
+    metric = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    if not metric.startswith(tuple(f"{name}_" for name in evaluated)):
+        first = next(iter(evaluated))
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} is a metric of none of the "
+            f"evaluation sets {', '.join(evaluated)}: name one of theirs, such as "
+            f"'eval_{first}_{metric}'"
+        )
+
+
 def settings_of_results(args: TrainingArguments, own: Mapping[str, Any]) -> dict[str, Any]:
     """Those that change what is computed.
 

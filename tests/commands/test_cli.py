@@ -87,6 +87,7 @@ def test_steps_count_ppo_steps_and_names_come_from_the_job():
     ("arguments", "message"),
     [
         (["pop"], "unknown command 'pop': did you mean 'ppo'?"),
+        (["rm"], "unknown command 'rm': it is fastrl reward"),
         (["dpo"], "unknown command 'dpo': it is fastrl align --loss dpo"),
         (["RLOO"], "it is fastrl grpo --advantage rloo"),
         (["ppo", "-model", "m"], "unknown argument '-model': did you mean '--model'?"),

@@ -19,6 +19,7 @@ from transformers import GenerationMixin
 
 from fastrl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from fastrl.collect.completions_table import CompletionsTable
+from fastrl.data.tables import as_dataset
 from fastrl.learn.samples import SampledResponses
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.metric_means import MetricMeans
@@ -245,14 +246,17 @@ def test_a_list_of_rows_keeps_the_columns_of_all(tmp_path: Path) -> None:
         tiny_models.language_model(),
         args=args,
         train_dataset=pairs,
-        eval_dataset=pairs[:2],
+        eval_dataset={"first": pairs[:2], "rest": Dataset.from_list(pairs[2:])},
         processing_class=tiny.tokenizer(),
     )
     for trainer in trained:
         assert trainer.train_dataset["gold"][:4] == [None, "w8", None, "w8"]
-    assert (len(of_pairs.train_dataset), len(of_pairs.eval_dataset)) == (8, 2)
+    sets = of_pairs.eval_dataset
+    assert [len(x) for x in (of_pairs.train_dataset, *sets.values())] == [8, 2, 6]
     with pytest.raises(TypeError, match="row 1 is a str: rows are dicts by column"):
         make(tmp_path, train_dataset=[{"prompt": "w5"}, "w6"])
+    with pytest.raises(TypeError, match="row 0 is a str: rows are dicts by column"):
+        as_dataset(["w5", "w6"])
 
 
 def test_groups_are_repeated_in_order() -> None:
@@ -363,6 +367,17 @@ def test_each_of_several_evaluation_sets_has_metrics_of_its_own(kind: str, tmp_p
     assert found["eval_one_reward"] != found["eval_other_reward"]
     assert {"eval_one_entropy", "eval_other_rewards/small_tokens/mean"} <= found.keys()
     assert "eval_reward" not in found
+
+
+@pytest.mark.parametrize(
+    "settings", [{"load_best_model_at_end": True}, {"lr_scheduler_type": "reduce_lr_on_plateau"}]
+)
+def test_a_best_metric_of_no_evaluation_set_is_refused(settings: dict, tmp_path: Path) -> None:
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    data = {"one": prompts(4), "other": prompts(8)}
+    with pytest.raises(ValueError, match=r"sets one, other: .*such as 'eval_one_reward'"):
+        make(tmp_path, eval_dataset=data, **each, **settings)
+    make(tmp_path, eval_dataset=data, metric_for_best_model="one_reward", **each, **settings)
 
 
 def test_what_is_cut_whole_has_no_entropy(tmp_path: Path) -> None:
