@@ -56,8 +56,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
 	$(BIN)/python -m tests.aot --quick --target sm_90 --target gfx942
 
-# What `make test` leaves out. With PART=WORD, a part of each of its programs that the word draws, but
-# for other versions of packages: some tests are not green with the lowest yet.
+# What `make test` leaves out. With PART=WORD, a part of each of its programs that the word draws.
 thorough: export THOROUGH = 1
 thorough: export PART ?=
 thorough: export OMP_WAIT_POLICY ?= passive
@@ -69,7 +68,7 @@ thorough: $(VENV)/.dev
 	$(BIN)/python -m tests.families
 	$(BIN)/python -m tests.resolution
 	$(BIN)/python -m tests.installs
-	$(if $(PART),,$(BIN)/python -m tests.versions)
+	$(BIN)/python -m tests.versions
 	$(BIN)/python -m tests.notebooks
 
 # Ten minutes on two cores; HEADROOM= takes --light and --full.

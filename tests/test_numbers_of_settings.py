@@ -116,7 +116,8 @@ def test_what_is_no_dict_is_refused_by_name(surface: str) -> None:
     ]
     for name in set(names) & {each.name for each in dataclasses.fields(kind)}:
         for value in ("top_k=5", '{"top_k": 5', '["top_k"]', [1], 1.5, True):
-            with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+            said = name.replace("activation", "(activation|gradient)")  # older transformers'
+            with pytest.raises((TypeError, ValueError), match=rf"\b{said}\b"):
                 kind(**own, **{name: value})
         kept = kind(**own, **{name: '{"use_reentrant": "true"}'})
         assert getattr(kept, name) == {"use_reentrant": True}

@@ -16,12 +16,14 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.part import drawn
 
 ALONE = os.environ.get("THOROUGH") == "1"
+_HERE = Path(__file__).parent
 PARTS = 10
 _FEW, _FEW_ELSEWHERE = 4, 2  # in the kernels' room, and where tests train and generate
 # Files and tests of which each setting is an oracle, a planted fault or a goal.
@@ -324,5 +326,9 @@ def _check(found: set[tuple[str, str]]) -> None:
     for test, kept in _KEPT.items():
         settings = () if isinstance(kept, int) else kept
         unknown += [f"{test}[{x}]" for x in settings if (test, x) not in found]
+    # Files that are there and have no test want a package that is not there.
+    with_tests = {test.partition("::")[0] for test in tests}
+    files = {str(path.relative_to(_HERE)) for path in _HERE.rglob("test_*.py")} - with_tests
+    unknown = [x for x in unknown if x.partition("::")[0] not in files]
     if unknown:
         raise pytest.UsageError(f"tests/thorough.py names what is not there: {sorted(unknown)}")

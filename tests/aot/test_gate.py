@@ -326,7 +326,7 @@ def test_exit_code_and_json_follow_the_reports(report, code, said, monkeypatch, 
 
 
 def test_each_version_asked_for_compiles_from_its_own_folder(monkeypatch, capsys):
-    folders = {"3.6.0": Path("old"), versions.installed(): None}
+    folders = {"3.7.0": Path("old"), versions.installed(): None}
     monkeypatch.setattr(versions, "folder_of", folders.__getitem__)
     seen = []
 
@@ -339,7 +339,7 @@ def test_each_version_asked_for_compiles_from_its_own_folder(monkeypatch, capsys
     assert aot.main(asked) == 1, "of one of them"
     assert seen == list(folders.values())
     said = capsys.readouterr().out
-    assert "passed with triton 3.6.0" in said
+    assert "passed with triton 3.7.0" in said
     assert f"FAILED with triton {versions.installed()}" in said
 
 

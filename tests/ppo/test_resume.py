@@ -337,7 +337,7 @@ def ignored(number):
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=int)
 def test_a_signal_stops_the_run_at_the_steps_end(number, tmp_path, capsys):
     straight = make_trainer()
     run(straight, tmp_path / "straight")
@@ -391,7 +391,7 @@ def interrupted(write):
     return writes
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=int)
 def test_a_launcher_that_sends_a_signal_on_does_not_hasten_it(second, tmp_path, monkeypatch):
     monkeypatch.setattr(stopping, "process_count", lambda: 2)
     twice = [Signal(signal.SIGINT, 3), Signal(second, 3)]

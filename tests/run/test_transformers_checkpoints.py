@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import itertools
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -229,7 +230,11 @@ def test_weights_that_are_tied_are_not_missed(
 @pytest.mark.filterwarnings("ignore:resume. .* has no manifest.json")
 @pytest.mark.parametrize("lacks", ["transformer.wpe.weight", "transformer.wte.weight"])
 def test_weights_that_a_checkpoint_of_transformers_lacks_are_named(
-    lacks: str, copied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    lacks: str,
+    copied: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But for those that are tied to one that it has."""
     path = copied / "checkpoint-4"
@@ -238,6 +243,7 @@ def test_weights_that_a_checkpoint_of_transformers_lacks_are_named(
     kept = load_file(path / "model.safetensors")
     del kept[lacks]
     save_file(kept, path / "model.safetensors")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     make(tmp_path / "run").train(resume_from_checkpoint=path)
     missed = [lacks] if "wpe" in lacks else [lacks, "lm_head.weight"]
     assert f"missing keys in the checkpoint model loaded: {missed}" in caplog.text

@@ -224,7 +224,7 @@ class OneDnn(_InPieces):
     """oneDNN in fp32: about twice as fast as MKL on AMD processors with AVX-512, where MKL uses
     AVX2."""
 
-    rows_equal: ClassVar[bool] = True  # before torch 2.13, of 16 rows or more
+    rows_equal: ClassVar[bool] = torch.__version__ >= "2.13"  # before, not of every CPU
 
     @staticmethod
     def absent() -> str | None:
