@@ -229,8 +229,28 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], newer: bool = Tru
     return found
 
 
+def known() -> dict[str, Any]:
+    """What is recorded: a version of transformers, and its functions. Where the installed one has
+    been looked at beside that, it and its functions."""
+    content = json.loads(RECORD.read_text(encoding="utf-8"))
+    other = content.pop("newer", {}).get(version("transformers"))
+    if other is not None:
+        content["transformers"] = version("transformers")
+        content["functions"].update(other)
+    return content
+
+
 def record(names: Iterable[str]) -> None:
-    content = {"transformers": version("transformers"), "functions": described(names)}
+    """Writes what is installed: as the record where `make` installs that version of transformers,
+    else beside it what differs."""
+    installed, now = version("transformers"), described(names)
+    content = json.loads(RECORD.read_text(encoding="utf-8"))
+    newer = content.setdefault("newer", {})
+    if f"transformers=={installed}" in (ROOT / "constraints.txt").read_text().split():
+        content |= {"transformers": installed, "functions": now}
+    else:
+        before = content["functions"]
+        newer[installed] = {name: x for name, x in now.items() if before.get(name) != x}
     RECORD.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ import fastrl
 from fastrl.alignment import Trainer as AlignmentTrainer
 from fastrl.run.transformers_base import OpenTrainer
 from tests.private_parts import (
-    RECORD,
     ROOT,
     TRAINER,
     Use,
@@ -25,6 +23,7 @@ from tests.private_parts import (
     definition,
     describe,
     described,
+    known,
     members,
     replacements,
     sources,
@@ -208,7 +207,7 @@ FOLLOWED = {
 }
 
 
-KNOWN = json.loads(RECORD.read_text(encoding="utf-8"))
+KNOWN = known()
 IS_OLDER = Version(version("transformers")) < Version(KNOWN["transformers"])
 as_recorded = pytest.mark.skipif(IS_OLDER, reason="names are those of a newer transformers")
 
