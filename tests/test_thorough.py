@@ -11,6 +11,8 @@ import pytest
 
 from tests import part, thorough
 
+A, B, C = object(), object(), object()
+
 
 @dataclass(eq=False)
 class Item:
@@ -21,13 +23,13 @@ class Item:
 def items(test: str, *sizes: int) -> list[Any]:
     """A test's settings: every combination of parameters with so many values."""
     return [
-        Item(f"tests/{test}[{at}]", SimpleNamespace(indices=dict(at)))
+        Item(f"tests/{test}[{at}]", SimpleNamespace(params=dict(at)))
         for at in (tuple(enumerate(x)) for x in product(*map(range, sizes)))
     ]
 
 
 def values(some: list[Any]) -> set[tuple[int, int]]:
-    return {value for item in some for value in item.callspec.indices.items()}
+    return {value for item in some for value in item.callspec.params.items()}
 
 
 def test_four_of_many_settings_show_four_values_of_each_parameter() -> None:
@@ -41,6 +43,15 @@ def test_four_of_many_settings_show_four_values_of_each_parameter() -> None:
 def test_another_test_of_the_same_table_shows_others() -> None:
     names = (f"kernels/test_x.py::test_{i}" for i in range(20))
     assert len(values([x for name in names for x in thorough.quick_ones(items(name, 12))])) == 12
+
+
+@pytest.mark.parametrize("one", [A, B])
+@pytest.mark.parametrize("other", [B, C])
+def test_settings_with_a_value_of_one_parameter_share_it(
+    request: pytest.FixtureRequest, one: object, other: object
+) -> None:
+    """pytest's own numbers of values differ in each setting, so that each would show new ones."""
+    assert thorough._values(request.node) == {("one", id(one)), ("other", id(other))}
 
 
 def test_oracles_keep_all_settings_and_losses_every_value() -> None:

@@ -2,9 +2,9 @@
 
 Of a test with many settings `make test` has `_FEW`, drawn by their names so that they show as many
 values of its parameters as they can: another test of the same table draws others. A test of each
-loss, op, family of models or surface shows every value of each parameter (`_EACH_VALUE`), oracles
-and planted faults have all settings (`_WHOLE`), and what takes seconds has those that are named, or
-as few as are told (`_KEPT`).
+loss, op, family of models, surface or door shows every value of each parameter (`_EACH_VALUE`),
+oracles and planted faults have all settings (`_WHOLE`), and what takes seconds has those that are
+named, or as few as are told (`_KEPT`).
 
 With PART=WORD one of `PARTS` of the tests is run, drawn by the word: continuous integration gives
 `make thorough` the commit's name.
@@ -37,8 +37,14 @@ _WHOLE = (
 )
 _EACH_VALUE = {
     "alignment/test_losses.py::test_a_loss_and_its_gradients_are_those_of_its_formula",
+    "commands/test_errors.py::test_a_row_that_cannot_be_used_is_named_as_in_its_file",
     "commands/test_recipes.py::test_a_recipe_is_settings_of_its_command",
     "commands/test_recipes.py::test_what_no_recipe_is_is_refused",
+    "data/test_cache_key.py::test_an_edit_of_the_users_files_is_another_key",
+    "data/test_keys_of_other_rows.py::test_a_null_that_is_meant_is_kept_at_each_door",
+    "data/test_keys_of_other_rows.py::test_each_door_writes_the_keys_of_a_row",
+    "data/test_one_reading.py::test_every_door_reads_a_row_alike",
+    "data/test_one_reading.py::test_marks_are_of_what_the_assistant_said",
     "kernels/test_judge.py::test_an_op_that_rounds_as_its_formula_passes",
     "kernels/test_kl.py::test_penalty_and_both_gradients_are_as_exact_as_pytorch",
     "kernels/test_kl.py::test_rewards_and_all_gradients_are_as_exact_as_pytorch",
@@ -46,16 +52,24 @@ _EACH_VALUE = {
     "kernels/test_ppo_loss.py::test_loss_gradients_and_statistics",
     "kernels/test_preference.py::test_losses_and_all_gradients_are_as_exact_as_pytorch",
     "kernels/test_sampling.py::test_keeps_what_transformers_keeps",
+    "models/test_adapter_base.py::test_no_trainer_puts_a_second_adapter_on_a_first",
+    "models/test_half_products.py::test_nothing_beside_the_operands_is_read",
     "models/test_layer_kinds.py::test_a_neighbours_tokens_change_not_one_bit",
     "models/test_layer_kinds.py::test_a_packed_row_is_its_sequences_alone",
     "models/test_layer_kinds.py::test_the_engine_samples_as_a_plain_forward_says",
     "models/test_scoring.py::test_scores_of_rows_are_those_of_the_classic_forward",
     "ppo/test_losses_of_a_step.py::test_a_step_follows_the_formulas_gradient",
     "ppo/test_policy_gradients.py::test_a_step_follows_the_formulas_gradient",
+    "programs/test_migrate.py::test_what_is_written_parses_and_what_is_left_is_named",
+    "reports/test_doctor.py::test_every_illness_is_found_and_no_other",
     "rollout/test_choose_engine.py::test_families_with_the_interface_run_in_the_engine",
     "rollout/test_engine.py::test_figures_of_samples_are_those_of_a_plain_forward",
-    "reports/test_doctor.py::test_every_illness_is_found_and_no_other",
+    "surfaces/test_mistral_common.py::test_trainers_learn_and_save_it",
     "surfaces/test_online_capabilities.py::test_both_surfaces_learn_the_same",
+    "trainers/test_steps_of_uneven_batches.py::test_the_last_batch_of_an_epoch_weighs_as_many_as_it_has",
+    "trl/test_evaluation_batches.py::test_metrics_of_preferences_are_those_of_one_batch",
+    "trl/test_evaluation_batches.py::test_metrics_of_responses_are_those_of_all",
+    "trl/test_online.py::test_a_response_that_ends_at_a_stop_is_whole",
     "trl/test_policy_loss.py::test_losses_are_trls",
     "trl/test_policy_loss.py::test_losses_follow_their_formulas",
     "trl_parity/test_grpo_losses.py::test_a_loss_is_trls",
@@ -209,6 +223,7 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "rollout/test_fused_layers.py::test_an_adapter_that_comes_later_is_run": (),
     "rollout/test_fused_layers.py::test_layers_in_whose_place_are_others_are_not_run": (),
     "rollout/test_scheduler.py::test_the_host_reads_at_most_once_in_eight_steps": ("True",),
+    "serving/test_drawn_adapters.py::test_what_is_saved_is_what_was_trained": 6,
     "test_documents.py::test_the_quick_starts_commands_run_as_printed_on_its_own_lines": (),
     "test_more_examples.py::test_a_dpo_script": (),
     "test_more_examples.py::test_a_grpo_script": (),
@@ -285,7 +300,9 @@ def _spread(settings: list[pytest.Item], most: int) -> Iterator[pytest.Item]:
 
 
 def _values(item: pytest.Item) -> set[tuple[str, int]]:
-    return set(item.callspec.indices.items())  # type: ignore[attr-defined]
+    """The values of its parameters, each by what object it is: pytest's ``indices`` number the
+    settings, not the values."""
+    return {(name, id(x)) for name, x in item.callspec.params.items()}  # type: ignore[attr-defined]
 
 
 def _draw(item: pytest.Item) -> int:
