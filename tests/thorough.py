@@ -67,6 +67,7 @@ _EACH_VALUE = {
     "surfaces/test_mistral_common.py::test_trainers_learn_and_save_it",
     "surfaces/test_online_capabilities.py::test_both_surfaces_learn_the_same",
     "trainers/test_steps_of_uneven_batches.py::test_the_last_batch_of_an_epoch_weighs_as_many_as_it_has",
+    "trl/test_bad_rows.py::test_a_path_is_no_data_set",
     "trl/test_evaluation_batches.py::test_metrics_of_preferences_are_those_of_one_batch",
     "trl/test_evaluation_batches.py::test_metrics_of_responses_are_those_of_all",
     "trl/test_online.py::test_a_response_that_ends_at_a_stop_is_whole",

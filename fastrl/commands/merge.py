@@ -30,10 +30,14 @@ def run_merge(arguments: Sequence[str]) -> int:
     out = Path(flags.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{flags.out} is there and not empty: name a new folder")
-    from fastrl.models.model_files import is_adapter, model_folder
+    from fastrl.models.model_files import CONFIG_NAME, find_file, is_adapter, model_folder
 
     source = model_folder(flags.folder)
     if not is_adapter(source) and flags.dtype is None:
+        if find_file(source, CONFIG_NAME, {}) is None:
+            raise FileNotFoundError(
+                f"there is no folder {flags.folder}, and no model of that id was found on the Hub"
+            )
         raise ValueError(
             f"{flags.folder} holds no adapter but a whole model: there is nothing to merge; use it "
             "as it is, or pass --dtype to convert its weights"

@@ -18,7 +18,7 @@ def run_push(arguments: Sequence[str]) -> int:
 
     Raises:
         UsageError: an argument is missing, or unknown.
-        FileNotFoundError: no model in the folder.
+        FileNotFoundError: no such folder, or no model in it.
         ValueError: a name that no repository can have; ``--private`` of a public repository.
     """
     flags = make_parser().parse_args(list(arguments))
@@ -29,6 +29,8 @@ def run_push(arguments: Sequence[str]) -> int:
 
     validate_repo_id(flags.repo)
     folder, console = model_folder(flags.folder), run_console()
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"there is no folder {flags.folder}: name a model's, or a run's")
     card = card_for_repository(folder, flags.repo, flags.license)
     for name, size in uploaded_files(folder).items():
         console.print(plain(f"{size:>14,}  {name}"), soft_wrap=True)

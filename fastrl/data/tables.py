@@ -103,6 +103,7 @@ def as_dataset(dataset: Any) -> Dataset:
 
     from fastrl.data.written import column_of, with_written
 
+    _refuse_path(dataset)
     if isinstance(dataset, datasets.IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"{type(dataset).__name__} cannot be read by index: load it without streaming"
@@ -144,16 +145,29 @@ def list_as_dataset(dataset: Any) -> Any:
     anything else by :func:`fastrl.data.written.with_written`.
 
     Raises:
-        TypeError: a row that is no dict.
+        TypeError: a path, or a row that is no dict.
         ValueError: an empty list.
     """
     from fastrl.data.written import with_written
 
+    _refuse_path(dataset)
     if isinstance(dataset, list | tuple):
         return as_dataset(open_rows(dataset, ""))
     if isinstance(dataset, dict) and any(isinstance(x, list | tuple) for x in dataset.values()):
         return {name: list_as_dataset(rows) for name, rows in dataset.items()}
     return with_written(dataset)
+
+
+def _refuse_path(dataset: Any) -> None:
+    """
+    Raises:
+        TypeError: a path, which commands take, and trainers do not.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        raise TypeError(
+            f"{os.fspath(dataset)!r:.200} is the name of a data set, where one was expected: pass "
+            "what datasets.load_dataset makes of it, with a split, or a list of rows"
+        )
 
 
 def is_stream(dataset: Any) -> bool:

@@ -123,6 +123,14 @@ def test_a_dry_run_tells_what_is_pushed_and_reaches_nothing(tuned, capsys, monke
     assert "Repo id" in refusal(capsys, "push", run, "a/b/c", "--dry-run")
 
 
+@pytest.mark.parametrize("words", [("push", "nowhere", "me/x", "--dry-run"), ("merge", "nowhere")])
+def test_a_name_of_nothing_is_no_model(words, tmp_path, capsys, monkeypatch):
+    """A name without a slash may be an id of the Hub's, which nothing is uploaded from."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    out = () if words[0] == "push" else (tmp_path / "out",)
+    assert "there is no folder nowhere" in refusal(capsys, *words, *out)
+
+
 def test_a_push_is_one_upload_with_the_repositorys_card(tuned, monkeypatch):
     run, _ = tuned
     calls = []

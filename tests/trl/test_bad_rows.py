@@ -83,6 +83,15 @@ def test_broken_messages_are_refused_as_the_trainer_is_made(
         make(kind, tmp_path, rows)
 
 
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_path_is_no_data_set(kind: str, tmp_path: Path) -> None:
+    """Commands take paths, trainers do not; a text has elements and a length, too."""
+    rows = Dataset.from_list(rows_of(kind, [SOUND[0]]) * 4)
+    for given in ({"rows": "rows.jsonl"}, {"rows": rows, "eval_dataset": Path("rows.jsonl")}):
+        with pytest.raises(TypeError, match=r"'rows\.jsonl' is the name of a data set, where one"):
+            make(kind, tmp_path, **given)
+
+
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_message_is_named_with_what_is_wrong(broken: str) -> None:
     message, named = BROKEN[broken]
