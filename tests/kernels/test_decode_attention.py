@@ -270,10 +270,11 @@ def test_a_row_has_the_same_bits_alone_and_among_64(device, dtype, window):
     "options", [{}, {"softcap": 2.0}, {"window": 9}, {"chunk": 9, "sinks": 2.0}], ids=str
 )
 @pytest.mark.parametrize("group", [1, 2])
-def test_rows_of_slots_in_one_batch(group, options):
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_slots_in_one_batch(seed, group, options):
     """fp32 on a CPU, keys and values in memory as [S, Hkv, M, D]."""
     lengths = [1, 60, 0, 17, 33, 64, 8, 5]
-    query, keys, values, lengths = cache(lengths, tokens=70, group=group)
+    query, keys, values, lengths = cache(lengths, tokens=70, group=group, seed=seed)
     keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
     options = {**options, "backend": "torch"}
     live = LiveTokens(lengths)  # for every layer

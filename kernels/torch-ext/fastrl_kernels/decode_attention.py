@@ -122,16 +122,25 @@ def _batched(
         scores = torch.baddbmm(bias, query, keys.mT, alpha=a.scale)
     else:
         scores = torch.bmm(query, keys.mT).mul_(a.inner).tanh_().mul_(a.softcap).add_(bias)
-    out = torch.bmm(scores.softmax(-1), values).view(batch, heads, values.shape[-1])
+    weights = scores.softmax(-1)
+    out = torch.bmm(weights, values).view(batch, heads, values.shape[-1])
     if sinks is not None:
-        out.mul_(_share(scores.view(batch, heads, -1), sinks))
+        out.mul_(_share(scores.view(batch, heads, -1), weights.view(batch, heads, -1), sinks))
     return out.masked_fill_(live.empty, 0.0)
 
 
-def _share(scores: Tensor, sinks: Tensor) -> Tensor:
-    """What a sink leaves to the scores [B, Hq, span] of its head: their Σ exp, over that and
-    exp(sink), [B, Hq, 1]."""
-    return (scores.logsumexp(-1, keepdim=True) - sinks.unsqueeze(-1)).sigmoid_()
+def _share(scores: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
+    """What a sink leaves to the scores [B, Hq, span] of its head, whose softmax are the weights:
+    their Σ exp, over that and exp(sink), [B, Hq, 1].
+
+    With m the largest score, Σ exp(s - m) is 1 over the largest weight. exp is left to softmax,
+    which takes each row by itself: PyTorch's elementwise functions have other bits for the last
+    few elements, which then are those of other rows.
+    """
+    largest = scores.amax(-1)
+    scale, sink = torch.stack((largest, sinks.expand_as(largest)), -1).softmax(-1).unbind(-1)
+    heaviest = weights.amax(-1).clamp_min_(torch.finfo(torch.float32).tiny)  # 0 in _explicit where nothing is live
+    return (scale / (scale + sink * heaviest)).unsqueeze(-1)
 
 
 def _explicit(
@@ -151,7 +160,8 @@ def _explicit(
     weights = scores.softmax(-1).masked_fill_(~live, 0.0)  # NaN where nothing is live
     out = weights @ values.float()
     if sinks is not None:
-        out.mul_(_share(scores.flatten(1, 2), sinks).view(*out.shape[:-1], 1))
+        share = _share(scores.flatten(1, 2), weights.flatten(1, 2), sinks)
+        out.mul_(share.view(*out.shape[:-1], 1))
     return out.to(query.dtype)
 
 
