@@ -34,7 +34,7 @@ class Alias(NamedTuple):
 
     @property
     def base(self) -> str:
-        """The setting without a key."""
+        """The setting's name without the key of a JSON setting."""
         return self.setting.partition(".")[0]
 
     @property
@@ -43,7 +43,7 @@ class Alias(NamedTuple):
 
 
 def _same(**names: str) -> dict[str, Alias]:
-    """Names, by the setting that they mean."""
+    """A table of aliases by their names; ``names`` lists these by the setting that they mean."""
     return {alias: Alias(now) for now, words in names.items() for alias in words.split()}
 
 
@@ -218,10 +218,10 @@ class Words:
         self._refused: list[tuple[str, Alias]] = []
 
     def read(self, words: Sequence[str], place: str = "--") -> list[str]:
-        """Words with settings' own names, of one source.
+        """Rewrites the words of one source, such as a command line, with settings' own names.
 
         Args:
-            place: before a name in errors.
+            place: what stands before a name in errors.
 
         Raises:
             ValueError: an alias that is refused; two names of a setting with two values.
@@ -269,13 +269,14 @@ class Words:
         return left
 
     def objects(self) -> Iterator[str]:
-        """Words of the JSON settings whose keys were given by name, which stand last."""
+        """Flags of the JSON settings some of whose keys were given by name, to stand last."""
         for setting, keys in self._keys.items():
             whole = {**_object(setting, self._json.get(setting)), **keys}
             yield f"--{setting}={json.dumps(whole)}"
 
     def check(self, parsed: Sequence[Any]) -> None:
-        """
+        """Checks aliases that are refused beside some values of other settings.
+
         Raises:
             ValueError: a name that means something else with another of the settings.
         """
@@ -293,7 +294,7 @@ def _object(setting: str, text: str | None) -> dict[str, Any]:
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each flag's name, the texts of its value, and its words."""
+    """Each flag of a command line: its name, the texts of its value, and its words."""
     at = [i for i, word in enumerate(words) if word.startswith("--")]
     yield from (("", [], [word]) for word in words[: at[0] if at else None])
     for start, end in zip(at, [*at, len(words)][1:], strict=True):

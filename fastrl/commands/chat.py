@@ -50,10 +50,10 @@ def run_chat(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command's flags."""
+    """The parser of the command's flags."""
     parser = own_parser("chat", __doc__)
     parser.add_argument("model", metavar="MODEL", help="A model's folder, a run's, or a Hub id.")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="Of a reply [512].")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="Length of a reply [512].")
     parser.add_argument(
         "--temperature",
         type=float,
@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="0 takes the likeliest token [1]. The model's generation_config.json decides neither "
         "this nor top-p and top-k (none, as in training), but the rest, such as penalties.",
     )
-    parser.add_argument("--top-p", type=float, default=1.0, help="Of nucleus sampling [1].")
+    parser.add_argument("--top-p", type=float, default=1.0, help="Nucleus sampling [1].")
     parser.add_argument("--system", help="A system message, before the first turn.")
     return parser
 
@@ -176,7 +176,7 @@ def _lines() -> Iterator[str]:
 
 
 def _on_device(model: Any) -> Any:
-    """The model where it is fastest, ready to generate."""
+    """Moves the model to the fastest device and readies it to generate."""
     import torch
 
     if torch.cuda.is_available() and not hasattr(model, "hf_device_map"):

@@ -10,7 +10,8 @@ from typing import Any
 def check_call(
     name: str, function: Callable[..., Any], arguments: Sequence[str], columns: Sequence[str]
 ) -> None:
-    """
+    """Checks that a user's function can be called with these arguments.
+
     Args:
         arguments, columns: the names of the arguments that the function is called with.
 

@@ -112,8 +112,7 @@ class FitJob(TrainingJob):
     def loading(self, flags: Any) -> dict[str, Any]:
         """``from_pretrained``'s options for the model, those of ``--model-init-kwargs`` last.
 
-        Raises:
-            as :meth:`model_options`.
+        Raises the errors of :meth:`model_options`.
         """
         trust = {"trust_remote_code": flags.trust_remote_code}  # unless said, transformers asks
         return {**self.model_options(), **trust, **(flags.model_init_kwargs or {})}

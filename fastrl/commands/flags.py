@@ -156,13 +156,13 @@ def own_parser(command: str, description: str | None) -> argparse.ArgumentParser
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Actions by setting. A boolean that is on by default has a second action, --no-...: the first
+    """The parser's actions by setting. A boolean that is on by default has a second action, --no-...: the first
     is kept."""
     return {action.dest: action for action in reversed(parser._actions)}
 
 
 def _spellings(actions: Mapping[str, argparse.Action]) -> dict[str, argparse.Action]:
-    """Actions by the other names of settings."""
+    """The parser's actions by all option names of settings."""
     return {
         option[2:].replace("-", "_"): action
         for action in actions.values()
@@ -269,7 +269,7 @@ def _flags_of(
     """A YAML file's settings as flags, so that both are parsed and checked by the same code.
 
     Args:
-        known: None: of another version.
+        known: the action of each name; None for a setting of another version of TRL.
     """
     flags = []
     for key, value in settings.items():

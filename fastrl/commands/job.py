@@ -192,9 +192,10 @@ class TrainingJob:
 
 
 def check_weights(job: Any) -> None:
-    """
+    """Checks a job's settings of weights and of an adapter.
+
     Args:
-        job: a :class:`TrainingJob`, or another with its settings of weights and of an adapter.
+        job: a :class:`TrainingJob`, or another with these settings.
 
     Raises:
         ValueError: an unknown dtype or bnb_4bit_quant_type; settings of four bits without them; a
@@ -212,9 +213,10 @@ def check_weights(job: Any) -> None:
 
 
 def check_adapter(job: Any) -> None:
-    """
+    """Checks that a job's model is there, and that it can have the adapter.
+
     Args:
-        job: as of :func:`check_weights`.
+        job: a job that :func:`check_weights` takes.
 
     Raises:
         FileNotFoundError: a folder without a model.

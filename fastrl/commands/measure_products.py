@@ -67,7 +67,8 @@ def _speeds(dtype: str, width: int, libraries: dict[str, type[gemm.Library]]) ->
 
 
 def _products(library: type[gemm.Library], x: Tensor, weight: Tensor) -> Callable[[], None]:
-    """Work of a fused head: logits, and their fp32 gradient by the weight and the input."""
+    """A function that does a fused head's products: logits, and the fp32 gradients of weight and
+    input."""
     logits = torch.empty(len(x), len(weight))
     by_weight, by_input = torch.empty_like(weight), torch.zeros(x.shape)
 
@@ -81,7 +82,7 @@ def _products(library: type[gemm.Library], x: Tensor, weight: Tensor) -> Callabl
 
 
 def _shortest(works: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """The shortest time of each, which others' load on the machine lengthens least."""
+    """Each function's shortest time in seconds, which other load on the machine lengthens least."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()

@@ -31,8 +31,8 @@ class RunMemory:
 
     Args:
         asked: whether to print; None: on a GPU.
-        device: of the run.
-        trainer: is planned; an error of that is told, and the run goes on.
+        device: the run's device.
+        trainer: the trainer to plan; where its plan fails, the error is told and the run goes on.
         lengths: what the trainer's ``plan`` takes.
         is_open: whether nobody has said how large passes are.
     """

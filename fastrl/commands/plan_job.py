@@ -147,7 +147,7 @@ class PlanJob:
 
     @property
     def _task(self) -> Any:
-        """Of preference learning."""
+        """The task of preference learning: the one that is set, or the loss's first."""
         from fastrl.alignment.losses import LOSSES
         from fastrl.alignment.tasks import find_task
 

@@ -129,8 +129,8 @@ class PlannedRun:
         return found
 
     def changes(self) -> list[Remedy]:
-        """From the cheapest: those that cost no time, then time, then precision, then what is
-        learned."""
+        """Changes that save memory, the cheapest first: those that cost no time, then time, then
+        precision, then what is learned."""
         return [
             *self._smaller_rollouts(),
             *self._smaller_passes(),
@@ -150,7 +150,7 @@ class PlannedRun:
 
     @property
     def _size(self) -> str:
-        """The setting that has the samples of a mini-batch."""
+        """The name of the setting that is the number of samples in a mini-batch."""
         if self.job.is_policy_gradient:
             return "mini_batch_size"
         return "per_device_train_batch_size"
@@ -349,7 +349,8 @@ class PlannedRun:
         return None if getattr(self.flags, name) else self._with(**{name: True})
 
     def _checkpointed(self) -> PlannedRun | None:
-        """By both of its names, where the flags have transformers' newer one, too."""
+        """The run with activation checkpointing, set by each of its names that the flags have; None
+        where it is on already."""
         if self.flags.gradient_checkpointing:
             return None
         names = ("gradient_checkpointing", "activation_checkpointing")
@@ -406,14 +407,14 @@ class PlannedRun:
 
     @property
     def _not_of_bf16(self) -> dict[str, Any]:
-        """The reference's dtype beside bf16 weights, where it is to be another."""
+        """The setting of the reference's dtype, where bf16 weights need another than is set."""
         given = getattr(self.flags, "reference_dtype", "auto")
         wanted = "float32" if self._follows_slowly else "auto" if given == "float32" else given
         return {"reference_dtype": wanted} if wanted != given else {}
 
     @property
     def _not_of_adapters(self) -> dict[str, Any]:
-        """Settings that a run with an adapter refuses, as they must be instead; None: left out."""
+        """Other values for the settings that a run with an adapter refuses; None: no setting."""
         found: dict[str, Any] = {}
         if getattr(self.flags, "reference", "auto") in ("copy", "offload", "trunk", "cached"):
             found["reference"] = "auto"
@@ -444,10 +445,10 @@ class PlannedRun:
 
 
 def _flags(*parts: str | dict[str, Any]) -> str:
-    """Flags, and those of settings by their names; a setting that is None has none."""
-    said: list[str] = []
+    """A text of flags, from flags and from settings by name; a setting that is None has no flag."""
+    flags: list[str] = []
     for part in parts:
         settings = part.items() if isinstance(part, dict) else ()
-        said += [f"--{name.replace('_', '-')} {x}" for name, x in settings if x is not None]
-        said += [part] if isinstance(part, str) and part else []
-    return " ".join(said)
+        flags += [f"--{name.replace('_', '-')} {x}" for name, x in settings if x is not None]
+        flags += [part] if isinstance(part, str) and part else []
+    return " ".join(flags)

@@ -263,10 +263,10 @@ class PPOFlags(PPOConfig):
     )
 
     def _warn_of_unread(self) -> None:
-        """The trainer's settings do."""
+        """Warns of nothing: the trainer's settings, made of these, warn."""
 
     def _warn_of_no_difference(self) -> None:
-        """Likewise."""
+        """Warns of nothing, as :meth:`_warn_of_unread`."""
 
     def config_for(self, job: PPOJob) -> PPOConfig:
         """The trainer's settings; names and lengths that are not given come from the job."""

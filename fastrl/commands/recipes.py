@@ -45,7 +45,7 @@ def run_recipes(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command's flags."""
+    """The parser of the command's flags."""
     parser = own_parser("recipes", __doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="Print the YAML of this one.")
     parser.add_argument("--write", metavar="FILE", help="Copy it to a new file.")
@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def table() -> Table:
-    """Of all recipes, for a terminal."""
+    """All recipes as a table for a terminal."""
     from rich.table import Table
 
     from fastrl.plan.report import gib
@@ -70,7 +70,7 @@ def table() -> Table:
 
 
 def method_of(recipe: Recipe) -> str:
-    """Its command, with the loss of preference learning, and the adapter."""
+    """The recipe's command, with its loss of preference learning and its adapter."""
     settings = yaml_settings(recipe.path)
     method = planned_method(recipe)
     if method != recipe.command:

@@ -111,14 +111,14 @@ def _replayed(folder: RunFolder, step: int) -> Replayed:
 
 
 class _Unasked:
-    """In the place of an annotator, whose judgement the ledger has."""
+    """Stands in for an annotator, whose judgements are read from the ledger instead."""
 
     def statistics(self) -> dict[str, float]:
         return {}
 
 
 def read_job(folder: RunFolder) -> PPOJob | AlignJob:
-    """The job of a run, as its ``run.json`` has it.
+    """The job of a run, read from its ``run.json``.
 
     Raises:
         ValueError: a run that no command made, or of another version of fastrl.
@@ -161,7 +161,7 @@ def read_settings(folder: RunFolder, step: int) -> PPOConfig:
 
 
 def read_flags(folder: RunFolder, step: int) -> AlignFlags:
-    """As :func:`read_settings`, of ``fastrl align``."""
+    """The settings of a run of ``fastrl align`` at a step, see :func:`read_settings`."""
     from fastrl.commands.align import AlignFlags
 
     facts = read_facts(folder.ledger, step, step)[-1]["settings"]

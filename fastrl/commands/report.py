@@ -97,7 +97,7 @@ def defaults_of(folder: RunFolder) -> dict[str, Any]:
 
 
 def _is_report(path: str) -> bool:
-    """Whether it is a folder that has what this command writes of several runs, and no run."""
+    """Whether a folder holds the report of several runs, written by this command, and no run."""
     if not RunFolder(path).page.is_file():
         return False
     try:
@@ -108,7 +108,7 @@ def _is_report(path: str) -> bool:
 
 
 def _target(runs: Sequence[RunFolder], output: str | None) -> RunFolder:
-    """Where the page is written."""
+    """The folder that the page is written to."""
     if output is None and len(runs) == 1:
         return runs[0]
     target = RunFolder(runs[0].path.parent / "report" if output is None else output)

@@ -178,7 +178,7 @@ def choose(
 def _with_length(
     folder: Path, names: Sequence[str] | None, first: int, last: int | None
 ) -> pa.Table:
-    """As :func:`read_ledger`, which does not have the length."""
+    """Reads a ledger's rows as :func:`read_ledger` does, and adds a column of lengths if asked."""
     import pyarrow.compute as pc
 
     if names is None or LENGTH not in names:

@@ -17,7 +17,7 @@ def _modules(package: str) -> Iterator[tuple[str, ModuleType]]:
 def rebind(
     package: str, owners: Sequence[Any], swaps: Sequence[tuple[Any, Any]]
 ) -> list[list[str]]:
-    """In the package's modules and in ``owners`` (classes), replaces each old object by the new.
+    """Replaces each old object by the new, in the package's modules and in ``owners`` (classes).
 
     Module dictionaries keep their order; attributes that a lazy module has not loaded stay so.
 

@@ -21,12 +21,12 @@ def is_plain(x: Any) -> bool:
 
 
 def has_rows(logits: Tensor, *_: Any, **__: Any) -> bool:
-    """Logits [..., V] that the ops take."""
+    """Whether x is logits [..., V] that the ops take."""
     return is_plain(logits) and logits.dim() > 0 and logits.shape[-1] > 0
 
 
 def has_one_index(logits: Tensor, index: Any) -> bool:
-    """Logits [..., V] with one index for each row [...]."""
+    """Whether the arguments are logits [..., V] and one index for each row [...]."""
     return (
         has_rows(logits)
         and isinstance(index, Tensor)
@@ -43,6 +43,6 @@ def softmax_dtype(logits: Tensor) -> torch.dtype:
 
 
 def entropies(logits: Tensor) -> Tensor:
-    """Of each row of logits [..., V], fp32 [...]."""
+    """The entropy of each row of logits [..., V], fp32 [...]."""
     index = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return fastrl_kernels.token_logprobs(logits, index, entropy=True)[1]

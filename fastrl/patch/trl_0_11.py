@@ -101,7 +101,7 @@ def _logits(device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def _mask(device: torch.device) -> Tensor:
-    """[2, 5], with a hole and a tail that do not count."""
+    """A mask [2, 5] with a hole and a tail that do not count."""
     return torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 0, 0]], device=device)
 
 

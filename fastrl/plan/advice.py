@@ -18,7 +18,7 @@ class Planned(Protocol):
         """The flag of the GiB that keys and values may take; None where a run has none."""
 
     def plan(self) -> Plan:
-        """Its memory."""
+        """The plan of the run's memory."""
 
     def changes(self) -> Sequence[Remedy]:
         """Ways to need less, the one that costs the least time or quality first."""
@@ -113,8 +113,8 @@ def _unless_refused(call: Callable[..., Any], *arguments: Any) -> Any:
 def _needed(
     run: Planned, plan: Plan, used: list[Remedy], found: Plan, gpu_gib: float
 ) -> tuple[list[Remedy], Plan]:
-    """Of remedies that are enough together, those that are needed, and the plan with them; what
-    costs most is given up first."""
+    """Those of ``used``, which are enough together, that are needed, and the plan with them; what
+    costs most is left out first."""
     for remedy in reversed(list(used)):
         fewer = [other for other in used if other is not remedy]
         without = _tried(run, plan, fewer, gpu_gib)
@@ -131,7 +131,7 @@ def _changed(run: Any, remedies: Iterable[Remedy]) -> Any:
 
 
 def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
-    """What of a run can be larger on a GPU where it fits: each size in turn by the largest power of
+    """What can be larger in a run that fits its GPU: each size in turn by the largest power of
     two, and the keys and values of longer responses."""
     grown: list[str] = []
     for number in range(len(run.dials())):
@@ -161,7 +161,7 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
 
 
 def _growth(plan: Plan, kind: str, gpu_gib: float) -> float:
-    """By what factor a kind of memory can grow, at least."""
+    """The factor by which a kind of memory can grow, at least."""
     limit = usable(gpu_gib)
     growing = [phase for phase in plan.phases.values() if phase.by_kind.get(kind)]
     return min((1 + (limit - p.total) / p.by_kind[kind] for p in growing), default=1.0)

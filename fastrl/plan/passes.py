@@ -56,11 +56,13 @@ class LimitedTrainer(Protocol):
 
     @property
     def plan(self) -> Callable[..., Plan]:
-        """Of the lengths of texts, its memory; with other ``passes=``, for another ``device=``."""
+        """The function that plans the trainer's memory from the lengths of texts, with other
+        ``passes=`` or for another ``device=``."""
 
     @property
     def tokens_of(self) -> Callable[..., tuple[int, int]]:
-        """Of the lengths of texts, tokens of a mini-batch, and of what is not split."""
+        """The function that gives, from the lengths of texts, the tokens of a mini-batch and of
+        what is not split."""
 
     def limit_passes(self, passes: PassSize) -> None:
         """Sets the passes."""

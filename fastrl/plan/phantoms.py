@@ -50,10 +50,10 @@ class _Pages(mmap.mmap):
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of a result.
+    """The shape, strides and dtype of a result.
 
-    ``source`` is the number of the argument whose memory it shares, from whose offset on its own
-    counts.
+    ``source`` is the number of the argument whose memory the result shares, and ``offset`` counts
+    from that argument's own.
     """
 
     size: tuple[int, ...]
@@ -328,7 +328,7 @@ def _tensors(args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _key(x: Any) -> Any:
-    """What of an argument the shapes of results depend on."""
+    """The part of an argument that the shapes of results depend on, as a key."""
     if isinstance(x, Tensor):
         return (x.shape, x.stride() if x.layout == torch.strided else x.layout, x.dtype)
     if isinstance(x, (list, tuple)):

@@ -75,7 +75,7 @@ class Plan:
         return f"planned memory: {gib(self.peak)} at most, in {self.widest} ({shown})"
 
     def table(self) -> Table:
-        """For a terminal: a row for each kind, a column for each phase."""
+        """The plan as a table for a terminal: a row for each kind, a column for each phase."""
         from rich.table import Table
 
         table = Table(title=self.title)

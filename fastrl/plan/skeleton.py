@@ -49,8 +49,8 @@ class Skeleton:
 
     @classmethod
     def read(cls, path: str | os.PathLike, dtype: str = "float32", adapter: Any = None) -> Skeleton:
-        """From a folder, a run's folder, an adapter's or a Hub id, of which the configuration alone
-        is read.
+        """The skeleton of a model in a folder, a run's folder, an adapter's or a Hub id, of which
+        only the configuration is read.
 
         Raises:
             FileNotFoundError: a folder without a configuration.
@@ -75,7 +75,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, model: Any) -> Skeleton:
-        """Of a model of transformers, of PEFT, or of fastrl around one."""
+        """The skeleton of a model of transformers, of PEFT, or of fastrl around one."""
         model = getattr(model, "pretrained_model", model)
         peft = getattr(model, "peft_config", None)
         weights = [p for p in model.parameters() if p.is_floating_point()]
@@ -106,9 +106,10 @@ class Skeleton:
         return with_adapter(model, self.adapter)
 
     def check_tokens(self, **tokens: int) -> None:
-        """
+        """Checks numbers of tokens before a model of them is planned.
+
         Args:
-            tokens: of each part of a sample, by the name of its argument.
+            tokens: the tokens of each part of a sample, by the name of its argument.
 
         Raises:
             ValueError: not 2 or more; more than the model's context together.
@@ -173,7 +174,7 @@ def _in_four_bits(model: Any, config: Any, heads: tuple[str, ...]) -> Any:
 
 
 def _config_of(folder: str) -> tuple[Any, list[str]]:
-    """The configuration, and what of it is guessed."""
+    """A model's configuration, and which of its values are guesses."""
     try:
         return AutoConfig.from_pretrained(folder), []
     except (OSError, ValueError, KeyError) as error:

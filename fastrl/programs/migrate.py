@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 def read_program(source: str) -> list[Outcome]:
-    """All findings, by line.
+    """All findings in a program's source, in order of lines.
 
     Raises:
         SyntaxError: the program does not parse; it has the line.
@@ -146,7 +146,7 @@ def rewritten(source: str, findings: Sequence[Outcome]) -> str:
 
 
 def _joined(findings: Sequence[Outcome]) -> list[Edit]:
-    """The edits, by place; those that leave out what overlaps are one."""
+    """The edits in order of their places; those that leave out what overlaps are one."""
     edits: list[Edit] = []
     for first, last, text in sorted(x.edit for x in findings if x.edit is not None):
         if edits and first < edits[-1][1] and text == edits[-1][2] == "":
@@ -181,7 +181,7 @@ def _parses(source: str, findings: Sequence[Outcome]) -> bool:
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
-    """Names of TRL's by what the program calls them; of ``trl.X`` itself X."""
+    """TRL's names by what the program calls them; of ``trl.X`` itself X."""
     found = imported_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(is_trl(alias.name) for alias in node.names):
@@ -206,7 +206,8 @@ def _of_gone(node: ast.ImportFrom) -> Iterator[Outcome]:
 def _of_import_from(
     node: ast.ImportFrom, renamed: dict[str, str], only_named: set[str]
 ) -> Iterator[Outcome]:
-    """An import is written anew, with a line for each of fastrl's modules, where all is there."""
+    """The new lines for ``from trl import …``, one for each of fastrl's modules, where all names
+    are there."""
     homes: dict[str, list[str]] = defaultdict(list)
     known = True
     for alias in node.names:
@@ -254,7 +255,7 @@ def _of_import(node: ast.Import) -> Iterator[Outcome]:
 
 
 def _of_call(call: Call, name: str) -> Iterator[Outcome]:
-    """Keywords of a configuration or a trainer."""
+    """What becomes of the keywords of a call that makes a configuration or a trainer."""
     kind = find(name)
     if isinstance(kind, type) and name.endswith("Trainer"):
         yield from _of_trainer(call, name, kind)
@@ -263,7 +264,7 @@ def _of_call(call: Call, name: str) -> Iterator[Outcome]:
 
 
 def _of_subclass(node: ast.ClassDef, bases: list[str]) -> Iterator[Outcome]:
-    """Methods of TRL's trainers that a program's subclass has."""
+    """What becomes of the methods of TRL's trainers that a program's subclass overrides."""
     kinds = [kind for kind in map(find, bases) if isinstance(kind, type)]
     for part in node.body:
         if isinstance(part, ast.FunctionDef):
@@ -274,7 +275,7 @@ def _of_subclass(node: ast.ClassDef, bases: list[str]) -> Iterator[Outcome]:
 
 
 def _of_compute_loss(node: ast.FunctionDef) -> Iterator[Outcome]:
-    """transformers hands it one argument more than it did."""
+    """What becomes of ``compute_loss``, which transformers hands one argument more than it did."""
     given = node.args
     names = {x.arg for x in (*given.args, *given.kwonlyargs)}
     takes_more = given.kwarg or given.vararg or given.kwonlyargs
@@ -297,7 +298,8 @@ def _of_two_results(node: ast.Assign) -> Iterator[Outcome]:
 
 
 def _of_trainer(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
-    """Its own keywords, and settings that it took before they were its configuration's."""
+    """What becomes of a trainer's own keywords, and of settings that trainers took before their
+    configurations did."""
     own = inspect.signature(kind).parameters
     config = find(name.removesuffix("Trainer") + "Config")
     settings = {x.name: Era(KEPT, "") for x in dataclasses.fields(config)} | eras_of(config)

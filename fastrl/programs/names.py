@@ -1,4 +1,4 @@
-"""Where fastrl has what TRL programs import, by TRL's modules and names."""
+"""A table of where fastrl has what TRL programs import, by TRL's modules and names."""
 
 from __future__ import annotations
 

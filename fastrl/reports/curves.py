@@ -25,17 +25,17 @@ class Series:
         return bool(self.steps)
 
     def start(self, share: float = 0.25) -> Series:
-        """The first quarter of its records, or another share; one at least."""
+        """The first quarter of the series' records, or another share; one at least."""
         count = max(1, round(share * len(self.steps)))
         return Series(self.steps[:count], self.values[:count])
 
     def end(self, share: float = 0.25) -> Series:
-        """The last quarter of its records, or another share; one at least."""
+        """The last quarter of the series' records, or another share; one at least."""
         count = max(1, round(share * len(self.steps)))
         return Series(self.steps[-count:], self.values[-count:])
 
     def since(self, step: float) -> Series:
-        """Its records from a step on."""
+        """The series' records from a step on."""
         kept = [i for i, each in enumerate(self.steps) if each >= step]
         return Series([self.steps[i] for i in kept], [self.values[i] for i in kept])
 

@@ -59,7 +59,7 @@ class Check:
 
     @property
     def page(self) -> str:
-        """Where the documents say more: a heading of the FAQ has the check's name."""
+        """The place in the documents that says more: a heading of the FAQ has the check's name."""
         return f"docs/faq.md#{self.name.lower().replace(' ', '-')}"
 
 
@@ -491,7 +491,7 @@ def _rises(curve: Series) -> bool:
 
 
 def _has_risen(run: RunCurves) -> bool:
-    """Whether the reward has, of the training batches or held out, by more than chance."""
+    """Whether the reward of training batches, or the held-out one, has risen by more than chance."""
     held_out, sems = run.read(_HELD_OUT), run.read(_HELD_OUT_SEM)
     if len(held_out.steps) > 1 and sems:
         rise = held_out.values[-1] - held_out.values[0]

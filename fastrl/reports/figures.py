@@ -311,8 +311,8 @@ def _place(figure: Figure, rows: int, columns: int, above: float, heading: float
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Of texts and axes that are made in the block. Names of runs and of reward functions are
-    text: a $ in one does not begin a formula."""
+    """Context in which the style of texts and axes is ours. Names of runs and of reward functions
+    are plain text: a $ in one does not begin a formula."""
     import matplotlib
 
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")

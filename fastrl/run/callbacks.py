@@ -41,7 +41,7 @@ class Evaluation:
         }
 
     def _of_rewards(self) -> dict[str, float]:
-        """Means of several functions over the samples that each judged; what is not finite."""
+        """The mean reward of each of several functions over the samples that it judged; what is not finite."""
         found: dict[str, float] = {}
         if self.nonfinite_rewards:
             found["eval/nonfinite_rewards"] = self.nonfinite_rewards
@@ -51,7 +51,7 @@ class Evaluation:
         return found
 
     def without_samples(self) -> Evaluation:
-        """Its numbers alone; of each function's rewards their mean."""
+        """The evaluation without texts and rewards, but with the mean of each function's rewards."""
         means = {name: [_mean_of_known(rewards)] for name, rewards in self.by_function.items()}
         return replace(self, rewards=[], prompts=[], completions=[], by_function=means)
 
@@ -140,7 +140,7 @@ class TrainCallback:
     def on_train_end(self, trainer: Any, result: TrainResult) -> None: ...
 
     def close(self) -> None:
-        """Called last, also after an exception: releases resources."""
+        """Releases resources. The loop calls it last, also after an exception."""
 
 
 def checked_callbacks(callbacks: Any) -> list[TrainCallback]:

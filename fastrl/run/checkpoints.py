@@ -92,7 +92,7 @@ class Checkpoints:
         return self.folder / f"checkpoint-{step}"
 
     def paths(self) -> list[Path]:
-        """All, by their number of steps."""
+        """All checkpoints' folders, in ascending order of steps."""
         if not self.folder.is_dir():
             return []
         found = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
@@ -477,10 +477,10 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _known_sha256(path: Path) -> str:
-    """Computed once in a process as long as the file stays as it is: a command looks whether its
-    checkpoint is whole before it loads anything, and the trainer again."""
-    found = path.stat()
-    return _sha256_of(str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ino)
+    """A file's SHA-256, computed once in a process as long as the file stays as it is: a command
+    checks a checkpoint before it loads anything, and the trainer checks it again."""
+    status = path.stat()
+    return _sha256_of(str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @cache

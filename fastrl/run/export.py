@@ -43,7 +43,7 @@ KINDS = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it."""
+    """The value as JSON can hold it."""
     if isinstance(value, dict):
         return {name: _plain(x) for name, x in value.items()}
     if isinstance(value, list):

@@ -84,7 +84,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def part_of(path: Path) -> Path:
-    """Where :func:`new_folder` writes the folder that is to be ``path``."""
+    """The place at which :func:`new_folder` writes the folder that is to be ``path``."""
     return path.with_name(f".saving-{path.name}") / path.name
 
 
@@ -128,7 +128,7 @@ def lacks_function(error: OSError) -> bool:
 
 @functools.cache
 def _warn_of_folders() -> None:
-    """Once: there are many."""
+    """Warns, once, that folders are not synced."""
     warnings.warn(
         "the output's file system does not sync folders: after a power failure the newest "
         "checkpoint may be missing",

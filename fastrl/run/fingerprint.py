@@ -49,7 +49,7 @@ def hash_of(rows: Iterable[Any], but: Sequence[str] = ()) -> str:
 
 
 def _each(data: Any) -> Iterator[Any]:
-    """The rows; a data set of one's own may take long to make them."""
+    """The rows one by one; a data set of the user's own class may take long to make them."""
     from tqdm.auto import tqdm
 
     shown = {"desc": "reading the data, to know it again", "unit": "row", "delay": 5}
@@ -58,8 +58,8 @@ def _each(data: Any) -> Iterator[Any]:
 
 
 def _hash_of_table(table: Any, but: Sequence[str]) -> str | None:
-    """Of a ``datasets.Dataset``, by columns of many rows at a time: a hundred times as fast as by
-    rows. None where it has columns of other than plain values."""
+    """The hash of a ``datasets.Dataset``, by columns of many rows at a time: a hundred times as
+    fast as by rows. None where a column holds other than plain values."""
     import pyarrow as pa
 
     names = sorted(set(table.column_names) - set(but))

@@ -81,7 +81,7 @@ def leave_group() -> None:
 
 @functools.cache
 def _warn_of_a_single_process() -> None:
-    """Once, however many trainers a program makes."""
+    """Warns, once for all trainers of a program, that several processes became one."""
     warnings.warn(
         "accelerate launch was told to start several processes, and has started one, as it does "
         "with --cpu or without GPUs: give --multi_gpu in place of --cpu, which starts them on "

@@ -82,7 +82,7 @@ class FolderLock:
 
 @functools.cache
 def _warn_of_no_locks() -> None:
-    """Once for all folders."""
+    """Warns, once for all folders, that nothing keeps a second run out."""
     warnings.warn(
         "the output's file system has no locks: nothing keeps a second run from writing to the "
         "same folder, so start only one",
@@ -91,7 +91,7 @@ def _warn_of_no_locks() -> None:
 
 
 def _holder(file: int) -> str:
-    """Who holds the lock, for a message."""
+    """The process that holds the lock, in words for a message."""
     try:
         said = json.loads(os.read(file, 4096))
         return f" (process {said['process']} on {said['host']})"

@@ -86,7 +86,7 @@ def write_products(measured: Mapping[str, Any]) -> Path:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs, as "name: before → now"."""
+    """The differences between two machines, as "name: before → now"."""
     names = dict.fromkeys([*before, *now])
     return [
         f"{name}: {before.get(name)} → {now.get(name)}"
@@ -116,7 +116,7 @@ def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _cpu_name() -> str:
-    """Of Linux; elsewhere what Python knows."""
+    """The CPU's name by Linux; elsewhere what Python knows."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

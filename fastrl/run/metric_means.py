@@ -130,7 +130,7 @@ class MetricMeans:
         self._totals[name] = self._totals.get(name, 0.0) + number
 
     def totals(self, processes: Processes) -> dict[str, float]:
-        """What was counted, of all processes."""
+        """The sums of all processes' counts."""
         found: dict[str, float] = {}
         for own in processes.objects(self._counted()):
             found |= {name: found.get(name, 0.0) + number for name, number in own.items()}
@@ -166,7 +166,7 @@ class MetricMeans:
         self._rows.clear()
 
     def mark(self) -> Any:
-        """What :meth:`rewind` goes back to, without waiting for the device."""
+        """A mark for :meth:`rewind` to go back to, made without waiting for the device."""
         return len(self._rows), dict(self._pooled), dict(self._totals)
 
     def rewind(self, mark: Any) -> None:
@@ -210,7 +210,7 @@ class MetricMeans:
         return {name: float(x) for name, x in self._totals.items()}
 
     def _joined(self, processes: Processes) -> list[_Rows]:
-        """Of all processes, in fp64, each of which reads its device once."""
+        """The rows of all processes, in fp64; each process reads its device once."""
         rows = self._every()
         if rows:
             device = next((x.table.device for x in rows if x.table.device.type != "cpu"), None)
@@ -235,21 +235,21 @@ def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def standard_error(count: float, total: float, squares: float) -> float:
-    """Of a mean, s/√n with s² = Σ(x - x̄)²/(n - 1), from n, Σx and Σx²; 0 for one element."""
+    """The standard error s/√n of a mean, s² = Σ(x - x̄)²/(n - 1), from n, Σx and Σx²; 0 for n = 1."""
     if count < 2:
         return 0.0
     return math.sqrt(max(squares - total**2 / count, 0.0) / (count - 1) / count)
 
 
 def _table(*columns: Sequence[Tensor | float]) -> Tensor:
-    """[K, 2 or 3] fp32, on the device of the sums."""
+    """K metrics' sums, counts and perhaps squares as a table [K, 2 or 3] fp32, on their device."""
     device = columns[0][0].device  # type: ignore[union-attr]
     of_each = [[torch.as_tensor(x, device=device).detach().float() for x in y] for y in columns]
     return torch.stack([torch.stack(column) for column in of_each], dim=-1)
 
 
 def _greatest(values: Tensor) -> Tensor:
-    """[1, 2]: of those that are not NaN, and 1; -inf and 0 where there are none."""
+    """The greatest value that is not NaN, and 1, as [1, 2]; -inf and 0 where all are NaN."""
     values = values.detach().float()
     known = ~values.isnan()
     found = torch.where(known, values, -torch.inf)

@@ -384,7 +384,7 @@ class OwnModelCard:
             )
 
     def card_settings(self) -> dict[str, Any]:
-        """Those that the card names."""
+        """The settings that the card names."""
         return card_settings(self.args)
 
     def write_card(self, folder: str, name: str | None = None, **told: Any) -> None:
@@ -406,7 +406,7 @@ class OwnModelCard:
 
 
 def _last_results(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Those of the last evaluation in a log; without any, the last loss and reward."""
+    """The results of the last evaluation in a log; without any, the last loss and reward."""
     for entry in reversed(history):
         found = {k: x for k, x in entry.items() if k.startswith("eval_")}
         if found:

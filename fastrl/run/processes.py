@@ -90,8 +90,8 @@ class Processes(Protocol):
         """
 
     def shared_work(self) -> AbstractContextManager[None]:
-        """The same for work that may take long: it is broken off where another process has failed,
-        and, of several, where a signal asks the run to stop.
+        """Context as :meth:`together` of work that may take long: it is broken off where another
+        process has failed and, where there are several, where a signal asks the run to stop.
 
         Raises:
             Stopped: in all processes, after a signal to one.
@@ -157,7 +157,7 @@ class OneProcess:
 
 
 class SeveralProcesses:
-    """Those that accelerate has found."""
+    """A run of several processes, which accelerate has connected."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
@@ -166,7 +166,8 @@ class SeveralProcesses:
 
     @property
     def of_machine(self) -> tuple[int, int]:
-        """As launchers say; a process that was told nothing is the only one of its machine."""
+        """This process's number on its machine and how many these are, by the launcher's variables;
+        a process that was told nothing is the only one of its machine."""
         index, count = (int(os.environ.get(f"LOCAL_{x}", -1)) for x in ("RANK", "WORLD_SIZE"))
         return (index, count) if 0 <= index < count else (0, 1)
 
@@ -357,6 +358,6 @@ def _answers() -> Iterator[None]:
 
 
 def processes_of(accelerator: Accelerator) -> Processes:
-    """By the number of processes that accelerate has found."""
+    """The run's processes, one or several, by how many accelerate has found."""
     several = accelerator.num_processes > 1
     return SeveralProcesses(accelerator) if several else OneProcess()

@@ -88,7 +88,7 @@ def line_start(stream: TextIO) -> str:
 
 
 def _open_bars() -> list[Any]:
-    """Those of tqdm, of any library."""
+    """All open bars of tqdm, of any library."""
     tqdm = sys.modules.get("tqdm")
     # tqdm has no public name for them.
     return [] if tqdm is None else list(getattr(tqdm.tqdm, "_instances", ()))

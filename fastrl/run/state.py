@@ -116,12 +116,12 @@ class SharedOut:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether it is a tensor of which each process has a share."""
+    """Whether a value is a tensor of which each process has a share."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def region_of(tensor: Any) -> Region:
-    """Where in a tensor that is spread over processes this one's share lies."""
+    """The region of a tensor spread over processes that is this process's share."""
     # What torch's own checkpoints ask a DTensor.
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(

@@ -31,7 +31,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Terminated(Stopped, SystemExit):
-    """The same after SIGTERM; a program that does not catch it ends with status 143."""
+    """A run was stopped by SIGTERM; a program that does not catch it ends with status 143."""
 
     def __init__(self, *message: str):
         super().__init__(*message)

@@ -76,7 +76,8 @@ class OpenTrainer(transformers.Trainer):
         return super()._get_train_sampler(dataset)
 
     def asked_sampler(self, dataset: Any = None) -> Any:
-        """The same, or what a program has in its place."""
+        """The order of a data set's rows in training: ours, or that of a program that overrides
+        ``_get_train_sampler``."""
         return self._get_train_sampler(dataset)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -86,7 +87,8 @@ class OpenTrainer(transformers.Trainer):
         return norm
 
     def before_update(self, model: nn.Module, norm: Any) -> None:
-        """Called before each optimizer step, with the gradient's norm before it was clipped."""
+        """Does nothing, for subclasses: the loop calls it before each optimizer step, with the
+        gradient's norm before clipping."""
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # Callbacks are told before all of it is done, and behind its parts.

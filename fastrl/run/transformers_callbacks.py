@@ -94,7 +94,7 @@ class LossProgress(TrainerCallback):
             self.bar = None
 
     def close(self) -> None:
-        """Called last, also after an exception."""
+        """Removes the bar. :func:`recording` calls it last, also after an exception."""
         if self.bar is not None:
             drop_bar(self.bar)
             self.bar = None

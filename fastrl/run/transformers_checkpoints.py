@@ -143,7 +143,7 @@ class ResumableTrainer(OpenTrainer):
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Those of ``output_dir``."""
+        """The checkpoints of ``output_dir``."""
         return Checkpoints(Path(str(self.args.output_dir)), self.args.save_total_limit or None)
 
     # What subclasses add.
@@ -189,10 +189,11 @@ class ResumableTrainer(OpenTrainer):
         return {**states[0], "metrics": {"tokens": tokens}}
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
-        """Called before transformers' loop; the model still has the weights that it was given.
+        """Readies the trainer before transformers' loop; the model still has the weights that it
+        was given.
 
         Args:
-            resumed: of the checkpoint: "own", the :meth:`own_state`, and "place", how many
+            resumed: the checkpoint's "own", its :meth:`own_state`, and "place", how many
                 "minibatches" of the "epoch" are behind. None: the run begins.
         """
         metrics = self._metrics["train"] = MetricMeans(self.metric_differences)
@@ -230,7 +231,7 @@ class ResumableTrainer(OpenTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As in transformers.
+        """Trains as ``Trainer.train`` of transformers does, and resumes from our checkpoints.
 
         Args:
             resume_from_checkpoint: True or "latest": the newest good checkpoint of ``output_dir``;
@@ -443,7 +444,7 @@ class ResumableTrainer(OpenTrainer):
         self._run.random = None
 
     def _training_begins(self) -> None:
-        """Called when all of a checkpoint is loaded, before the first step."""
+        """Makes the last preparations when all of a checkpoint is loaded, before the first step."""
         settle_buckets(self.model_wrapped)
         run = self._run
         run.begun, state = time.time(), run.resumed
@@ -479,8 +480,8 @@ class ResumableTrainer(OpenTrainer):
                 )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Without ``model_preparation_time``, which a run that is resumed does not measure; a run's
-        time is that of all its processes, one after the other."""
+        """Logs without ``model_preparation_time``, which a resumed run does not measure; the
+        runtime is the sum over the program's starts since the run began."""
         for name in [name for name in logs if name.endswith("model_preparation_time")]:
             del logs[name]
         if "train_runtime" in logs and self._run.begun:
@@ -713,7 +714,8 @@ class _First(TrainerCallback):
 
 
 class _Last(TrainerCallback):
-    """The same behind other callbacks: if they fail, nothing has changed."""
+    """Tells a trainer what transformers' loop does, after other callbacks: if these fail, nothing
+    has changed."""
 
     def __init__(self, trainer: ResumableTrainer):
         self.trainer = trainer

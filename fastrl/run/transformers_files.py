@@ -25,8 +25,8 @@ from fastrl.run.processes import OneProcess, Processes
 def find_trainer_checkpoint(
     resume: Any, checkpoints: Checkpoints, processes: Processes | None = None
 ) -> Path | None:
-    """As :func:`fastrl.run.checkpoints.find_checkpoint`, but a folder that is named may also be a
-    checkpoint without a manifest, which transformers alone has written."""
+    """The checkpoint to resume from, see :func:`fastrl.run.checkpoints.find_checkpoint`. A folder
+    that is named may also be a checkpoint without a manifest, which transformers has written."""
     processes = processes or OneProcess()
     if processes.from_main(names_a_folder(resume) and is_foreign(Path(resume))):
         return Path(resume)
@@ -64,7 +64,7 @@ def check_torch_files(checkpoint: Path) -> None:
 
 
 def shapes_of(path: Path) -> dict[str, list[int]]:
-    """Of the tensors in a file, by their names.
+    """The shapes of the tensors in a file, by their names.
 
     Raises:
         BadCheckpoint: a damaged one.
@@ -79,8 +79,8 @@ def shapes_of(path: Path) -> dict[str, list[int]]:
 
 
 def save_state(state: TrainerState, path: Path) -> None:
-    """As transformers does, but with a line for each log and without a copy of them all: a long run
-    has many, and every save writes them."""
+    """Writes ``trainer_state.json`` as transformers does, but with a line for each log and without
+    a copy of them all: a long run has many, and every save writes them."""
     rest = json.dumps({**vars(state), "log_history": []}, indent=2, sort_keys=True)
     before, name, after = rest.partition('"log_history": [')
     with path.open("w", encoding="utf-8") as file:

@@ -86,7 +86,7 @@ class FiniteStepsTrainer(ResumableTrainer):
                 parameter.grad = None  # the optimizer passes over such weights
 
     def _is_finite(self, loss: Tensor, norm: Any) -> bool:
-        """Whether both are so, on all processes."""
+        """Whether loss and norm are finite on all processes."""
         if norm is not None:
             loss = loss + (norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         finite = torch.isfinite(loss).all().float()
@@ -95,7 +95,7 @@ class FiniteStepsTrainer(ResumableTrainer):
         return bool(finite == 1)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With means over the steps that were taken."""
+        """Logs means over the steps that were taken."""
         steps = self._steps
         if "loss" in logs:
             if steps.left_out:

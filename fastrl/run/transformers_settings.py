@@ -54,17 +54,17 @@ def check_best_metric(args: TrainingArguments, evaluated: Any) -> None:
 
 
 def settings_of_results(args: TrainingArguments, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that change what is computed.
+    """The settings that change what is computed.
 
     Args:
-        own: of the trainer, which ``args`` have not.
+        own: the trainer's settings that ``args`` lack.
     """
-    given = {k: v for k, v in args.to_dict().items() if not k.startswith(_FREE)}
-    return json.loads(json.dumps({**given, **own}, default=str))
+    of_results = {k: v for k, v in args.to_dict().items() if not k.startswith(_FREE)}
+    return json.loads(json.dumps({**of_results, **own}, default=str))
 
 
 def settings_of_steps(args: TrainingArguments) -> dict[str, Any]:
-    """Those of what all processes do at the same steps."""
+    """The settings of what all processes do at the same steps, such as saving."""
     steps = {k: v for k, v in args.to_dict().items() if k.startswith(_STEPS)}
     return json.loads(json.dumps(steps, default=str))
 

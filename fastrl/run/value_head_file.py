@@ -18,7 +18,8 @@ INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 
 
 def forget_index(folder: Path) -> None:
-    """Called before a whole model is saved: transformers leaves the index of an earlier one."""
+    """Removes the index of an earlier model's shards, which transformers leaves, before a whole
+    model is saved."""
     (folder / INDEX_NAME).unlink(missing_ok=True)
 
 

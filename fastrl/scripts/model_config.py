@@ -66,7 +66,7 @@ class ModelConfig(metaclass=OfEveryEra):
         return of_another_era(self, name)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, flat."""
+        """All settings as one flat dict."""
         return flatten_dict(dataclasses.asdict(self))
 
 
@@ -111,5 +111,5 @@ def get_quantization_config(model_args: Any) -> Any:
 
 
 def get_kbit_device_map() -> dict[str, Any] | None:
-    """Where quantised weights go: to this process's GPU; None without one."""
+    """The ``device_map`` of quantised weights, to this process's GPU; None without one."""
     return device_map()

@@ -69,12 +69,12 @@ class TextHistory:
         return self.tokens[:begin], self.tokens[begin:], self.token_masks[begin:]
 
     def show_text(self, show_legend: bool = False) -> None:
-        """Prints it, with a colour for who wrote what."""
+        """Prints the history's text, with a colour for who wrote what."""
         parts = [self.text[begin:end] for begin, end in self.text_spans]
         self._show(list(zip(parts, self._colours(), strict=True)), show_legend)
 
     def show_tokens(self, tokenizer: Any, show_legend: bool = False) -> None:
-        """The same token by token."""
+        """Prints the history token by token, with a colour for who wrote what."""
         parts = []
         for (begin, end), colour in zip(self.token_spans, self._colours(), strict=True):
             names = tokenizer.convert_ids_to_tokens(self.tokens[begin:end].tolist())
@@ -253,7 +253,7 @@ class TextEnvironment:
         return found
 
     def _until_stop(self, ids: Tensor) -> Tensor:
-        """Without what stands behind the first stop or EOS; at least a token."""
+        """The token ids up to the first stop or EOS, which stays; at least a token."""
         for count in range(1, len(ids)):
             text = self.tokenizer.decode(ids[:count])
             ended = int(ids[count - 1]) == self.tokenizer.eos_token_id
