@@ -139,7 +139,8 @@ def _share(scores: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
     """
     largest = scores.amax(-1)
     scale, sink = torch.stack((largest, sinks.expand_as(largest)), -1).softmax(-1).unbind(-1)
-    heaviest = weights.amax(-1).clamp_min_(torch.finfo(torch.float32).tiny)  # 0 in _explicit where nothing is live
+    # `_explicit` has weights of 0 where nothing is live.
+    heaviest = weights.amax(-1).clamp_min_(torch.finfo(torch.float32).tiny)
     return (scale / (scale + sink * heaviest)).unsqueeze(-1)
 
 
