@@ -156,8 +156,8 @@ def own_parser(command: str, description: str | None) -> argparse.ArgumentParser
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The parser's actions by setting. A boolean that is on by default has a second action, --no-...: the first
-    is kept."""
+    """The parser's actions by setting. A boolean that is on by default has a second action,
+    --no-...: the first is kept."""
     return {action.dest: action for action in reversed(parser._actions)}
 
 

@@ -491,7 +491,7 @@ def _rises(curve: Series) -> bool:
 
 
 def _has_risen(run: RunCurves) -> bool:
-    """Whether the reward of training batches, or the held-out one, has risen by more than chance."""
+    """Whether the reward, held out or of training batches, has risen by more than chance."""
     held_out, sems = run.read(_HELD_OUT), run.read(_HELD_OUT_SEM)
     if len(held_out.steps) > 1 and sems:
         rise = held_out.values[-1] - held_out.values[0]

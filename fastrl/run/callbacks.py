@@ -41,7 +41,7 @@ class Evaluation:
         }
 
     def _of_rewards(self) -> dict[str, float]:
-        """The mean reward of each of several functions over the samples that it judged; what is not finite."""
+        """Means of each function's rewards, if there are several; counts of rewards not finite."""
         found: dict[str, float] = {}
         if self.nonfinite_rewards:
             found["eval/nonfinite_rewards"] = self.nonfinite_rewards
@@ -51,7 +51,7 @@ class Evaluation:
         return found
 
     def without_samples(self) -> Evaluation:
-        """The evaluation without texts and rewards, but with the mean of each function's rewards."""
+        """The evaluation without texts and rewards, but with each function's mean reward."""
         means = {name: [_mean_of_known(rewards)] for name, rewards in self.by_function.items()}
         return replace(self, rewards=[], prompts=[], completions=[], by_function=means)
 

@@ -235,7 +235,7 @@ def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def standard_error(count: float, total: float, squares: float) -> float:
-    """The standard error s/√n of a mean, s² = Σ(x - x̄)²/(n - 1), from n, Σx and Σx²; 0 for n = 1."""
+    """The standard error s/√n of a mean, s² = Σ(x - x̄)²/(n - 1), from n, Σx, Σx²; 0 for n < 2."""
     if count < 2:
         return 0.0
     return math.sqrt(max(squares - total**2 / count, 0.0) / (count - 1) / count)
