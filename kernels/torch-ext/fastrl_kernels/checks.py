@@ -52,7 +52,7 @@ def check_float(name: str, tensor: Tensor) -> None:
 
 
 def check_float_dtype(name: str, dtype: torch.dtype) -> None:
-    """The dtype of a result."""
+    """Checks that the dtype of a result is one of the ops' floating-point dtypes."""
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be {_FLOATS}, got {dtype}: convert the result instead")
 
@@ -66,7 +66,7 @@ def check_same_shape(name: str, tensor: Tensor, like_name: str, like: Tensor) ->
 
 
 def check_like(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    """A floating-point tensor of another's shape."""
+    """Checks a floating-point tensor of another's shape."""
     check_float(name, tensor)
     check_same_shape(name, tensor, like_name, like)
 
@@ -91,7 +91,7 @@ def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> Non
 
 
 def check_per_token(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    """One value for each vector of ``like`` [..., V]."""
+    """Checks a tensor of one value for each vector of ``like`` [..., V]."""
     expected = like.shape[:-1]
     if tensor.shape != expected:
         raise ValueError(
@@ -112,7 +112,7 @@ def check_positive(name: str, number: float, *, or_zero: bool = False) -> float:
 
 
 def check_count(name: str, number: int, *, least: int = 0) -> int:
-    """An integer of at least so many."""
+    """Checks an integer that is to be of at least so many."""
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
         raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
     if number < least:
@@ -129,7 +129,7 @@ _UNCHANGED = Temperature(1.0, None)
 
 
 def check_temperature(temperature: float | Tensor, like_name: str, like: Tensor) -> Temperature:
-    """One for each vector of ``like``."""
+    """Checks a temperature for all vectors of ``like``, or one for each."""
     if not isinstance(temperature, Tensor):
         if temperature == 1:
             return _UNCHANGED
@@ -140,7 +140,8 @@ def check_temperature(temperature: float | Tensor, like_name: str, like: Tensor)
 
 
 def check_labels_of(labels: Tensor, like_name: str, like: Tensor) -> None:
-    """Token ids, one for each vector of ``like``; ``check_label_range`` checks their range."""
+    """Checks token ids, one for each vector of ``like``; ``check_label_range`` checks their
+    range."""
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
         raise TypeError(f"labels must be integers, got {labels.dtype}")
     check_per_token("labels", labels, like_name, like)

@@ -93,7 +93,7 @@ class LiveTokens:
 
 
 def _one_batch(x: Tensor, rows: int, span: int) -> Tensor:
-    """[rows·Hkv, span, D] of keys or values."""
+    """Keys or values x of the first rows as one batch [rows·Hkv, span, D]."""
     return x[:rows].transpose(1, 2).flatten(0, 1)[:, :span]
 
 

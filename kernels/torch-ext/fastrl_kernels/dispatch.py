@@ -58,7 +58,7 @@ def standing_for(kind: str) -> Iterator[None]:
 
 
 def interpreting() -> bool:
-    """True where Triton kernels run in Triton's interpreter (``TRITON_INTERPRET=1``)."""
+    """Whether Triton kernels run in Triton's interpreter (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -176,7 +176,7 @@ def _triton_obstacle(device: torch.device) -> str | None:
 
 
 def _compile_only_driver_active() -> bool:
-    """True where a driver that takes CPU tensors is set, as ahead-of-time compilers do."""
+    """Whether a driver that takes CPU tensors is set, as ahead-of-time compilers do."""
     from triton.runtime import driver
 
     active = getattr(driver, "_active", None)

@@ -52,7 +52,8 @@ def _advantages(
 def _gradients(
     steps: Steps, grad_advantages: Tensor, grad_returns: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """By rewards, values and bootstrap values: λ_t = ∂A_t + ∂R_t + γλ·λ_prev, from the start on."""
+    """Gradients by rewards, values and bootstrap values: λ_t = ∂A_t + ∂R_t + γλ·λ_prev, from the
+    start on."""
     decay = gamma * lam
     by_returns, adjoint = (steps.counted(steps.copied(x)) for x in (grad_returns, grad_advantages))
     adjoint += by_returns

@@ -47,7 +47,7 @@ class Library(Protocol):
 
     @staticmethod
     def absent() -> str | None:
-        """Why it cannot be used here; None where it can."""
+        """Why the library cannot be used here; None where it can."""
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -515,7 +515,7 @@ BY_RULE = "by a fixed rule"
 
 
 def source() -> str:
-    """Where the libraries come from that are used by default."""
+    """What the default libraries are chosen by: a variable, a table or a rule, in words."""
     named, path = forced(), table_path()
     if named is not None:
         return f"{LIBRARY_VARIABLE}={named}"
@@ -537,7 +537,7 @@ def as_json(chosen: Choices) -> dict[str, list[Any]]:
 
 
 def _default() -> Choices:
-    """By ``FASTRL_KERNELS_PRODUCTS``, else by the measured table, else by the rule."""
+    """Choices by ``FASTRL_KERNELS_PRODUCTS``, else by the measured table, else by the rule."""
     return _found(forced(), processor(), table_path())
 
 
@@ -576,8 +576,8 @@ def library_for(weight: Tensor) -> type[Library]:
 
 
 def library_of(dtype: torch.dtype, elements: int) -> type[Library]:
-    """Of products in a dtype with weights of so many elements on a CPU; where it stands for a GPU,
-    for which a plan is made, the library there."""
+    """The library of products in a dtype with weights of so many elements on a CPU; where the CPU
+    stands for a GPU, for which a plan is made, the library there."""
     if kind_of_device(torch.device("cpu")) != "cpu":
         return Mm
     name = str(dtype).removeprefix("torch.")

@@ -61,7 +61,7 @@ class HeadGradients:
             self.dbias = torch.zeros_like(bias, dtype=torch.float32)
 
     def add(self, x: Tensor, rows: slice) -> None:
-        """x [r, V], gradients of products."""
+        """Adds the gradients that follow from x [r, V], the gradients of some rows' products."""
         if self.dhidden is not None:
             out = self.dhidden[rows]
             # Sums over a vocabulary are long: a GPU's library may split them, see `product`.
@@ -78,7 +78,7 @@ class HeadGradients:
             self.dbias += x.sum(0, dtype=torch.float32)
 
     def add_piece(self, gradient: PieceGradient, rows: slice, columns: slice) -> None:
-        """Gradients of products with some rows of the weight."""
+        """Adds the gradients that follow from those of products with some rows of the weight."""
         probs, factors, labels, at_labels = gradient
         if self.dhidden is not None:
             weight, dhidden = self.weight[columns], self.dhidden[rows]
@@ -100,7 +100,7 @@ class HeadGradients:
             dbias.index_add_(0, labels.columns, at_labels)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """By hidden states, weight and bias, in their dtypes."""
+        """The gradients by hidden states, weight and bias, in their dtypes."""
         by_hidden = self.dhidden
         if by_hidden is not None:
             by_hidden = self._vocabulary.sum_(by_hidden).to(self.hidden.dtype)
@@ -112,7 +112,7 @@ class HeadGradients:
 
 
 class _WholeChunk:
-    """Up to ``longest`` rows of all logits, by the op's backend."""
+    """A chunk of up to ``longest`` rows of all logits, computed by the op's backend."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class HeadPass:
 
     @property
     def chunks(self) -> int:
-        """In how many chunks it goes through the rows."""
+        """The number of chunks of rows."""
         return len(self._chunks)
 
     def __iter__(self) -> Iterator[slice]:
@@ -211,7 +211,7 @@ class HeadPass:
         self._chunk.backward(rows, RowGradients(slopes, of_entropies))
 
     def per_token(self, x: Tensor) -> Tensor:
-        """[N] in the labels' shape, 0 where a token does not count."""
+        """x [N] in the labels' shape, with 0 where a token does not count."""
         return x.masked_fill(~self.inputs.counted, 0).view(self.inputs.shape)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
@@ -219,8 +219,8 @@ class HeadPass:
 
 
 def _bytes_of_sum(inputs: HeadInputs, wanted: tuple[bool, ...]) -> int:
-    """Of the fp32 sum that several chunks need for the weight's gradient, beside a gradient in
-    another dtype."""
+    """The bytes of the fp32 sum that several chunks need for the weight's gradient, beside a
+    gradient in another dtype."""
     beside = wanted[1] and inputs.weight_leaf.dtype != torch.float32
     elements = inputs.vocabulary.widest * inputs.weight.shape[1]
     return elements * torch.float32.itemsize if beside else 0

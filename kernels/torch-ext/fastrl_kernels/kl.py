@@ -55,7 +55,7 @@ def _penalty_forward(
 def _penalty_backward(
     grad: Tensor, saved: Saved, kind: str, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """By both log-probs."""
+    """The gradients by both log-probs."""
     logprobs, ref_logprobs, mask = saved
     assert logprobs is not None
     assert ref_logprobs is not None
@@ -122,7 +122,7 @@ def _rewards_backward(
     score_dtype: torch.dtype,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """By both log-probs and the scores."""
+    """The gradients by both log-probs and the scores."""
     logprobs, ref_logprobs, mask, at_last = saved
     grad = grad_kls + grad_sums.unsqueeze(-1) - coef * grad_rewards
     grad = grad * kl_slope(masked_difference(logprobs, ref_logprobs, mask), kind)

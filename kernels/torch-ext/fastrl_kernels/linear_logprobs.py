@@ -190,7 +190,7 @@ class _Gradients:
         self._sum: Tensor | None = None  # of a chunk of dweight, over chunks of rows
 
     def add(self, x: Tensor, rows: slice, columns: slice) -> None:
-        """x [r, C], gradients of products."""
+        """Adds the gradients that follow from x [r, C], the gradients of some products."""
         self._begun = self._begun or columns
         if self.dhidden is not None:
             library, out = self._library, self.dhidden[rows]
@@ -223,7 +223,7 @@ class _Gradients:
             out.copy_(self._sum)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """By hidden states, weight and bias, in their dtypes."""
+        """The gradients by hidden states, weight and bias, in their dtypes."""
         by_hidden = self.dhidden
         if by_hidden is not None:
             by_hidden = self._vocabulary.sum_(by_hidden).to(self.hidden.dtype)

@@ -89,7 +89,7 @@ def _all_slopes(
 
 
 def _of_top(constants: PPOConstants, entropies: Tensor, terms: EntropyTerms) -> PPOConstants:
-    """With an importance weight of 0 for tokens that are to learn nothing."""
+    """The constants with an importance weight of 0 for tokens that are to learn nothing."""
     top = of_top_entropy(entropies, constants.mask, terms.top_share).float()
     return constants._replace(
         weights=top if constants.weights is None else top * constants.weights.float()
@@ -97,7 +97,7 @@ def _of_top(constants: PPOConstants, entropies: Tensor, terms: EntropyTerms) -> 
 
 
 def _with_old(constants: PPOConstants, logprobs: Tensor) -> PPOConstants:
-    """With the log-probs as the old ones, where there are none."""
+    """The constants with ``logprobs`` as the old log-probs, where these are None."""
     if constants.old_logprobs is not None:
         return constants
     return constants._replace(old_logprobs=logprobs.detach())

@@ -54,7 +54,7 @@ def linear_sample_pays(rows: int, hidden: int, vocabulary: int, dtype: torch.dty
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
 ) -> Tensor:
-    """[r, V] as the head rounds them; with a transform fp32."""
+    """Logits [r, V] as the head rounds them; with a transform in fp32."""
     x = F.linear(without_gaps(hidden), without_gaps(weight), bias)
     if transform.softcap is not None:
         x = x.float().mul_(transform.inner).tanh_()

@@ -100,7 +100,7 @@ class HeadBackend(Protocol):
         transform: LogitTransform,
         library: type[Library],
     ) -> None:
-        """x [r, C] from hidden states [r, H] and rows of the weight [C, H]."""
+        """Fills x [r, C] with logits of hidden states [r, H] and rows of the weight [C, H]."""
 
     @staticmethod
     def statistics(
@@ -175,8 +175,8 @@ class TorchHead:
         first: int = 0,
         vocabulary: int | None = None,
     ) -> None:
-        """With ``once`` and without a soft cap, replaces x by exp(z - max z), which `gradients_`
-        then does not compute again."""
+        """Fills ``out`` from whole rows [r, V]. With ``once`` and without a soft cap, it replaces x
+        by exp(z - max z), which `gradients_` then does not compute again."""
         assert vocabulary in (None, x.shape[1]), "rows are whole"
         d, e = _buffers(x, 2)
         once = once and transform.softcap is None
@@ -195,7 +195,8 @@ class TorchHead:
         upstream: RowGradients,
         once: bool = False,
     ) -> None:
-        """With d = z - max z and Σ = exp_sum: dz = g·1_y - exp(d)/Σ·[ g + g_H·(d - mean) ]."""
+        """Replaces x by dz = g·1_y - exp(d)/Σ·[ g + g_H·(d - mean) ], d = z - max z, Σ =
+        exp_sum."""
         exps_given = once and transform.softcap is None
         d, e = _buffers(x, 2) if not exps_given else (x, x)
         for rows, block in blocks(x):
@@ -218,8 +219,8 @@ class TorchHead:
 
 
 class PlannedHead(TorchHead):
-    """Of tensors without memory that stand for a GPU's, whose kernels work in place. All rows are
-    the same there, and the first is computed for all."""
+    """The head of tensors without memory that stand for a GPU's, whose kernels work in place. All
+    rows are the same there, and the first is computed for all."""
 
     by_columns: ClassVar[bool] = True
 
@@ -384,7 +385,7 @@ class HeadInputs(NamedTuple):
 
     @property
     def library(self) -> type[Library]:
-        """Of all products with the weight, or with a part of it."""
+        """The library of all products with the weight, or with a part of it."""
         return library_for(self.weight)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -429,7 +430,7 @@ class HeadInputs(NamedTuple):
 
     @property
     def outside(self) -> Tensor:
-        """[N] bool: the row counts, and its label is none of the vocabulary."""
+        """Which rows count and have a label that is none of the vocabulary, [N] bool."""
         start, stop = -self.vocabulary.start, self.vocabulary.size - self.vocabulary.start
         return self.counted & ((self.labels < start) | (self.labels >= stop))
 
@@ -485,7 +486,7 @@ def fake_gradients(leaves: Sequence[Tensor | None], wanted: Sequence[bool]) -> t
 
 
 def labels_name(shift: int) -> str:
-    """Of the labels that are scored, for messages."""
+    """The name of the labels that are scored, for messages."""
     return f"labels[..., {int(shift)}:]" if shift else "labels"
 
 

@@ -75,7 +75,8 @@ class _Loss(nn.Module):
     trial: ClassVar[Callable[[], list[Any]]]  # the smallest arguments that the op takes
 
     def __init__(self, *given: Any, **settings: Any) -> None:
-        """
+        """Keeps settings of the op, checked.
+
         Args:
             settings: keyword arguments of the op.
 

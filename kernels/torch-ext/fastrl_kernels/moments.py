@@ -218,7 +218,8 @@ def masked_moments(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Mo
 
 @explains_types
 def merge_moments(moments: Moments) -> Moments:
-    """Of P disjoint parts: n = Σ n_i, μ = Σ n_i·μ_i / n, M2 = Σ (M2_i + n_i·(μ_i - μ)²).
+    """Moments of P disjoint parts together: n = Σ n_i, μ = Σ n_i·μ_i / n,
+    M2 = Σ (M2_i + n_i·(μ_i - μ)²).
 
     Args:
         moments: fields [P], stacked in an order that every rank agrees on (that of

@@ -56,8 +56,9 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Contiguous from its memory's start on, as fakes promise. Triton kernels give a gradient the
-    layout of its logits, which may start at an odd address or have padded rows."""
+    """x, copied unless it is contiguous from its memory's start on, as fakes promise. Triton
+    kernels give a gradient the layout of its logits, which may start at an odd address or have
+    padded rows."""
     if x.is_contiguous() and x.storage_offset() == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)

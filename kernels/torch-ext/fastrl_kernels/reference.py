@@ -23,8 +23,8 @@ CERTAIN = -(2.0**-24)  # of ORPO: the largest log-prob, as its value
 def _clamp(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """x between bounds that have no gradient; at a bound x has its whole gradient.
 
-    That of ``torch.clamp`` is 1 there before torch 2.14, and 0, or 1/2 for bounds that are tensors,
-    since then.
+    The gradient of ``torch.clamp`` at a bound is 1 before torch 2.14, and 0, or 1/2 for bounds that
+    are tensors, since then.
     """
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
@@ -346,7 +346,8 @@ def aggregation_weights(
 
 
 def _sequence_means(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
-    """Of x's rows, or of sequences one after the other: the mean over counted tokens, at each."""
+    """The mean over counted tokens, at each token, of x's rows or of sequences one after the
+    other."""
     if lengths is not None:
         sizes = lengths.tolist()
         parts = zip(x.flatten().split(sizes), mask.flatten().split(sizes), strict=True)
@@ -356,7 +357,8 @@ def _sequence_means(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _sequence_sums(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
-    """The same as sums."""
+    """The sum over counted tokens, at each token, of x's rows or of sequences one after the
+    other."""
     means = _sequence_means(x, mask, lengths)
     ones = torch.ones_like(x)
     if lengths is None:

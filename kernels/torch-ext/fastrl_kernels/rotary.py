@@ -15,7 +15,7 @@ from .types import HeadNorms, RotaryInputs
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Of heads [B, h, D], by angles [B, R]."""
+    """Heads [B, h, D], rotated by angles [B, R]."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     front, behind = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     low, high = front.chunk(2, -1)

@@ -97,7 +97,8 @@ def _log_sum(e: Tensor, total: Tensor | None = None) -> Tensor:
 
 
 def _sample_rows(x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor) -> list[Tensor]:
-    """All fields, as columns [r, 1], of fp32 logits [r, V], in working memory [2, r, parts, P]."""
+    """Draws from fp32 logits [r, V], in working memory [2, r, parts, P]: all fields of
+    ``SampledTokens``, as columns [r, 1]."""
     vocabulary = x.shape[-1]
     truncated, (greedy, p) = any(p.truncates(vocabulary)), _without_zero(p)
     row_max = x.amax(-1, keepdim=True)

@@ -309,7 +309,7 @@ class AttentionSettings(NamedTuple):
 
     @property
     def inner(self) -> float | None:
-        """With a cap, a score is c·tanh(inner·q·k), and scale·q·k without."""
+        """The factor in a capped score c·tanh(inner·q·k); None without a cap, for scale·q·k."""
         return None if self.softcap is None else self.scale / self.softcap
 
     @property

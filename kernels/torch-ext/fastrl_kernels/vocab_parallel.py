@@ -26,19 +26,19 @@ class Vocabulary(Protocol):
 
     @property
     def start(self) -> int:
-        """This process's first."""
+        """The first of this process's columns."""
 
     @property
     def size(self) -> int:
-        """How many all processes have."""
+        """The number of columns that all processes have."""
 
     @property
     def widest(self) -> int:
-        """How many the process has that has the most."""
+        """The number of columns of the process that has the most."""
 
     @property
     def key(self) -> str:
-        """By which :func:`find` has it."""
+        """The name by which :func:`find` finds the vocabulary."""
 
     def join_(self, out: RowStatistics, labels: Tensor, scaled: Callable[[Tensor], Tensor]) -> None:
         """Makes statistics of rows over this process's columns those over all."""
@@ -48,7 +48,7 @@ class Vocabulary(Protocol):
 
 
 class WholeVocabulary:
-    """All columns are this process's."""
+    """A vocabulary of which all columns are this process's."""
 
     shared: ClassVar[bool] = False
 
@@ -179,7 +179,7 @@ class VocabParallel:
             )
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
-        """x of each process."""
+        """The tensors x of all processes, in their order."""
         found = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(found, x, group=self.group)
         return found
@@ -236,8 +236,8 @@ class VocabParallel:
             out.mean.copy_(mean - down)
 
     def _own(self, out: RowStatistics, labels: Tensor) -> dict[str, Tensor]:
-        """What of this process's columns others need to know, [N] each: logits are relative to its
-        maximum. "at_label" is NaN where another process has the label."""
+        """Statistics of this process's columns that others need, [N] each, with logits relative to
+        its maximum. "at_label" is NaN where another process has the label."""
         rows = self.stop - self.start
         # A bias of -inf may mask all tokens of a process. NaN counts as possible.
         possible = ~(out.unscaled_max <= LOWEST)

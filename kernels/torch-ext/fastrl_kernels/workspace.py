@@ -69,7 +69,7 @@ def keep_all_freed_memory() -> None:
 
 
 def borrow(like: Tensor, nbytes: int) -> Tensor:
-    """At least ``nbytes`` of any content, uint8, on the device of ``like``."""
+    """Memory of at least ``nbytes``, of any content, uint8, on the device of ``like``."""
     if device_kind(like) == "cpu":
         keep_freed_memory()
         try:
@@ -157,22 +157,23 @@ class Workspace:
         return -(-columns // _ALIGNED) * _ALIGNED
 
     def chunk(self, rows: int, columns: int | None = None) -> Tensor:
-        """[rows, columns] whose rows all begin at a 16-byte boundary, also where V is odd."""
+        """Memory [rows, columns] whose rows all begin at a 16-byte boundary, also where V is
+        odd."""
         assert self._memory is not None
         stride = self._stride(self.columns)
         flat = self._memory[: rows * stride * self.dtype.itemsize].view(self.dtype)
         return flat.view(rows, stride)[:, : self.columns if columns is None else columns]
 
     def pieces(self, rows: int, columns: list[slice]) -> list[Tensor]:
-        """[rows, C] for each range of columns, each in memory of its own without gaps."""
+        """Memory [rows, C] for each range of columns, each a piece of its own without gaps."""
         assert self._memory is not None
         flat = self._memory[: rows * self.columns * self.dtype.itemsize].view(self.dtype)
         return [flat[rows * c.start : rows * c.stop].view(rows, -1) for c in columns]
 
     def pin(self, budget: int) -> bool:
-        """Whether a graph may have it until backward: where no other has one, or all that live
-        graphs have is within a budget of bytes. It is pinned then, until it is released or its
-        graph is gone."""
+        """Whether a graph may keep the workspace until backward: where no other has one, or all
+        that live graphs have is within a budget of bytes. It is pinned then, until it is released
+        or its graph is gone."""
         with _pinning:
             others = sum(x.nbytes for x in _pinned)
             may = not others or others + self.nbytes <= budget

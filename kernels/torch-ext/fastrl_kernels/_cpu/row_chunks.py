@@ -34,7 +34,7 @@ def chunks(*tensors: Tensor, buffers: int) -> Iterator[tuple[slice, list[Tensor]
 
 
 def wide(x: Tensor, out: Tensor) -> Tensor:
-    """x itself if it is fp32, else converted in ``out``."""
+    """x in fp32: x itself if it is, else its copy in ``out``."""
     return x if x.dtype == torch.float32 else out.copy_(x)
 
 
@@ -45,7 +45,7 @@ def zero_rows(x: Tensor, counted: Tensor) -> Tensor:
 
 
 def blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """x [r, C] a few rows at a time."""
+    """Parts of x [r, C], a few rows each, and their places."""
     step = rows_at_a_time(x.shape[1])
     for start in range(0, len(x), step):
         rows = slice(start, start + step)

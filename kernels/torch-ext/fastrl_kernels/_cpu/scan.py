@@ -42,7 +42,7 @@ def _scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _smooth_scan(a: Tensor, b: Tensor) -> Tensor:
-    """The same along the last dimension, for slopes whose product p stays above 0:
+    """x_t = a_t·x_{t-1} + b_t along the last dimension, for slopes whose product p stays above 0:
     x_t = p_t·Σ_{s≤t} b_s / p_s. The latest terms are the largest, so that none is lost."""
     product = a.cumprod_(-1)
     return b.div_(product).cumsum_(-1).mul_(product)

@@ -16,8 +16,8 @@ def tempered(x: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def last_below(highest: Tensor, weights: Tensor, above: Tensor | float, limit: Tensor) -> Tensor:
-    """Of logits [..., r] in falling order, the last with less than ``limit`` above it; ``above`` is
-    the weight above them all."""
+    """The last of logits [..., r] in falling order that has less weight than ``limit`` above it;
+    ``above`` is the weight above them all."""
     before = torch.cat([torch.zeros_like(weights[..., :1]), weights[..., :-1]], -1).cumsum(-1)
     last = ((before + above) < limit).sum(-1, keepdim=True).clamp_(min=1) - 1
     return highest.gather(-1, last)

@@ -151,9 +151,9 @@ def forward(logits, ref_logits, mask, temperature, number, *, save):
 def _rows_of(
     logits: Tensor, ref_logits: Tensor, vector: int
 ) -> tuple[Tensor, Tensor, int, tuple[int, ...]]:
-    """Both as rows, the number of inner rows, and the strides of outer and inner ones, the policy's
-    first; the reference copied where its rows are not aligned as the policy's are. No view is made
-    of what is contiguous."""
+    """Both logits as rows, the number of inner rows, and the strides of outer and inner rows, the
+    policy's first; the reference is copied where its rows are not aligned as the policy's are.
+    Contiguous logits stay as they are."""
     if logits.is_contiguous() and ref_logits.is_contiguous():
         start = logits.data_ptr() // logits.element_size()
         if (start - ref_logits.data_ptr() // ref_logits.element_size()) % vector == 0:

@@ -51,7 +51,7 @@ def _receive(log_a, b, carried, REVERSE: tl.constexpr):
 
 @triton.jit
 def _load_cuts(terminated_ptr, truncated_ptr, at, counted, inside):
-    """Where a counted step ends its episode, and where it does so with a bootstrap value."""
+    """Two masks: counted steps that end their episode, and those that do with a bootstrap value."""
     ends = counted & False
     bootstrapped = ends
     if truncated_ptr is not None:

@@ -57,8 +57,8 @@ def _fold(x, m, s, t, q, scale, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
 
 @triton.jit
 def _joined(e, a, s, t, q, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """s = Σ 2^a, t = Σ 2^a·a and q = Σ 2^(2a), of a maximum that lies by a below the new one: to
-    that one's. e = 2^a."""
+    """Sums s = Σ 2^x, t = Σ 2^x·x and q = Σ 2^(2x) relative to a maximum, made relative to a new
+    maximum, below which the old one lies by a. e = 2^a."""
     if ENTROPY:
         t = e * tl.fma(s, tl.maximum(a, FLOOR), t)
     if SQUARES:

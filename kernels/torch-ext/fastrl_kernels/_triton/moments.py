@@ -153,7 +153,7 @@ def _partial_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def merged_partials(partials: torch.Tensor) -> torch.Tensor:
-    """[4, partials] -> [4, 1] in one launch."""
+    """Merges moments [4, partials] to [4, 1] in one launch."""
     merged = torch.empty(4, 1, dtype=torch.float32, device=partials.device)
     _launch_merge(1, partials, merged, partials.shape[1], CHUNK=TILE)
     return merged
@@ -269,7 +269,8 @@ def launch_whiten_sums(
     moments: torch.Tensor,
     whitened: bool,
 ) -> torch.Tensor:
-    """[2, partials] with at most MAX_PARTIALS columns."""
+    """The partial sums of whitening's backward pass, [2, partials], at most MAX_PARTIALS
+    columns."""
     programs, blocks = _slices(x.numel())
     sums = torch.empty(2, programs, dtype=torch.float32, device=x.device)
     if programs:

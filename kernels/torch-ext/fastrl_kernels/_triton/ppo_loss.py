@@ -111,8 +111,8 @@ def _store_loss(
 
 @triton.jit
 def _gradients(out_ptr, programs, n, DLOGPROBS: tl.constexpr):
-    """Where the gradients by log-probs and by values begin, which lie behind the sums of programs,
-    [programs, STATS], and from multiples of 64 bytes on: one piece of memory takes the host a
+    """Pointers to the gradients by log-probs and by values, which lie behind the programs' sums
+    [programs, STATS], each from a multiple of 64 bytes on: one piece of memory takes the host a
     microsecond less than two."""
     first = out_ptr + programs * _STATS
     return first, first + (tl.cdiv(n, 16) * 16 if DLOGPROBS else 0)

@@ -59,7 +59,8 @@ _launch = launcher(_rms_norm_kernel)
 
 
 def _warps(width: int) -> int:
-    """16 numbers for each thread; by comparisons, which are numbers while a graph is traced."""
+    """The number of warps that gives a thread 16 numbers, by comparisons, which are numbers while
+    a graph is traced."""
     return 2 if width <= 1024 else 4 if width <= 2048 else 8 if width <= 4096 else 16
 
 

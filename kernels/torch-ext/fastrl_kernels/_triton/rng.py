@@ -25,7 +25,7 @@ def mixed(x):
 
 @triton.jit
 def _bits(ptr, number, stride, at, inside):
-    """Of a tensor's integers, or of a number where there is no tensor."""
+    """The bits of a tensor's integers, or of a number where there is no tensor."""
     x = tl.zeros(at.shape, tl.int64) + number
     if ptr is not None:
         x = tl.load(ptr + at * stride, mask=inside, other=0)
@@ -60,7 +60,7 @@ _launch = launcher(_sample_keys_kernel)
 
 
 def _given(x: int | Tensor, ids: Tensor) -> tuple[Tensor | None, int, int]:
-    """A number, or integers that broadcast to [N], as the kernel takes them."""
+    """The kernel's arguments for a number, or for integers that broadcast to [N]."""
     if not isinstance(x, Tensor):
         return None, x - (1 << 64) if x >= 1 << 63 else x, 0
     x = x.view(torch.int64) if x.dtype == torch.uint64 else x.long()

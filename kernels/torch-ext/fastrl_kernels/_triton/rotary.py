@@ -116,7 +116,8 @@ _launch = launcher(_rotate_and_store_kernel)
 
 
 def _with_heads_together(x: Tensor) -> Tensor:
-    """[B, h, D] whose rows are contiguous each: parts of one product's rows stay as they are."""
+    """x [B, h, D], copied unless each row is contiguous: parts of one product's rows stay as they
+    are."""
     return x if x.is_contiguous() or x[:1].is_contiguous() else x.contiguous()
 
 

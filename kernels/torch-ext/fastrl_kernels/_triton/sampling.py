@@ -224,8 +224,8 @@ def _sample_candidates_kernel(
 
 @triton.jit
 def _three_sums(x, least, step, row_max, scale, count, SAME_BITS: tl.constexpr):
-    """Of the logits whose codes are at least ``least`` + 1, 2 or 3 steps: how many (``count``), or
-    their weights."""
+    """The numbers (``count``) or weights of the logits whose codes are at least ``least`` + 1, 2 or
+    3 steps."""
     code = ordered_code(x, SAME_BITS)
     weight = tl.exp2((x - row_max) * scale)
     weight = tl.where(count & (x > float("-inf")), 1.0, weight)

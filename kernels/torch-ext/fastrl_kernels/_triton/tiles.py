@@ -33,7 +33,7 @@ def programs_for(n: int, each: int) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The least that is not below n ≥ 1. (Triton's own takes microseconds on the host.)"""
+    """The least power of 2 not below n ≥ 1. (Triton's own takes microseconds on the host.)"""
     return 1 << (n - 1).bit_length()
 
 
@@ -55,7 +55,7 @@ _targets: dict[tuple[object, int], tuple[str, int]] = {}  # by driver and device
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, from a 16-byte boundary on. Alignment decides how threads share a tile,
+    """x contiguous, from a 16-byte boundary on. Alignment decides how threads share a tile,
     hence the order of its sums, and a row's bits must not depend on its address.
 
     A graph that is compiled has no addresses: there, contiguous tensors stay as they are."""
@@ -88,7 +88,7 @@ def exact_exp(x):
 
 @triton.jit
 def accurate_tanh(x):
-    """To a few units in the last place, where 1 - e^(-2|x|) has cancelled as well."""
+    """tanh(x) to a few units in the last place, where 1 - e^(-2|x|) has cancelled as well."""
     y = tl.abs(x)
     e = tl.exp2(y * (1.4426950408889634 * -2.0))
     far = tl.div_rn(1.0 - e, 1.0 + e)

@@ -103,7 +103,7 @@ def load_groups(
 
 @triton.jit
 def group_weights(max_ptr, sum_ptr, row, groups, scale, ALL: tl.constexpr):
-    """Of a row's groups: their maxima, weights Σ 2^a and maxima's a = (max - row's)·scale."""
+    """A row's groups' maxima, weights Σ 2^a, and the a = (max - row's)·scale of the maxima."""
     index = tl.arange(0, ALL)
     group_max = tl.load(max_ptr + row * groups + index, mask=index < groups, other=float("-inf"))
     group_sum = tl.load(sum_ptr + row * groups + index, mask=index < groups, other=0.0)
@@ -157,7 +157,7 @@ def _tilings(
 
 
 class VocabTiles:
-    """[N, V] logits cut into parts and groups, as the kernels take them."""
+    """Logits [N, V] cut into parts and groups, as the kernels take them."""
 
     def __init__(self, logits: Tensor, temperature: float | Tensor) -> None:
         self.n, self.vocabulary = logits.shape
