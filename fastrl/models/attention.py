@@ -37,10 +37,11 @@ class Attention(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """Of the queries' tokens, [B, T]."""
+        """The positions of the queries' tokens, [B, T]."""
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        """[B, T, Hq, D] of queries [B, Hq, T, D], keys and values [B, Hkv, T, D]."""
+        """The layer's result [B, T, Hq, D] of queries [B, Hq, T, D], keys and values
+        [B, Hkv, T, D]."""
 
 
 _active: ContextVar[Attention] = ContextVar("fastrl_attention")
@@ -57,7 +58,7 @@ def attending(attention: Attention) -> Iterator[None]:
 
 
 def current_attention() -> Attention | None:
-    """That of the forward that is going on."""
+    """The attention of the forward that is going on; None outside of :func:`attending`."""
     return _active.get(None)
 
 
@@ -114,8 +115,8 @@ _TEMPERED = "attn_temperature_tuning"  # Llama 4's, of layers without RoPE
 
 
 def _tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Queries [B, H, T, D] by log(1 + ⌊(position + 1)/f⌋)·s + 1, in layers that are so tuned. Those
-    would count positions from the row's beginning: :func:`attached` has them leave it."""
+    """Queries [B, H, T, D] times log(1 + ⌊(position + 1)/f⌋)·s + 1, in layers tuned so. These would
+    count positions from the row's beginning, so :func:`attached` switches their tuning off."""
     config = getattr(module, "config", None)
     if not getattr(config, _TEMPERED, False) or getattr(module, "use_rope", True):
         return query
@@ -128,7 +129,7 @@ AttentionInterface.register(NAME, _attend)
 
 
 def _parts_of_row() -> PackedParts | None:
-    """Of the row that the current forward runs; None where it runs none."""
+    """The parts of the packed row that the current forward runs; None where it runs none."""
     layout = getattr(current_attention(), "layout", None)
     return None if layout is None else layout.by_parts
 
@@ -148,7 +149,8 @@ def attached(model: nn.Module) -> Iterator[None]:
 
 
 def _attachments(model: nn.Module) -> list[tuple[Any, str, Any]]:
-    """What is other in :func:`attached`: owners, their attributes and the values there."""
+    """The functions that :func:`attached` replaces: owners, their attributes and the values
+    there."""
     found: list[tuple[Any, str, Any]] = []
     configs: dict[int, Any] = {}
     homes = set()

@@ -20,7 +20,8 @@ _HOW = "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
 
 
 class Critic(nn.Module):
-    """V(h_t) = w·h_t, in fp32, of the last hidden states of a model without a language-model head.
+    """A critic: a model without a language-model head, whose last hidden states h_t give values
+    V(h_t) = w·h_t in fp32.
 
     The model is a sequence classifier with one label, as reward models are: a trained one, whose
     rewards of unfinished responses are then the first values, or a language model with a new head.

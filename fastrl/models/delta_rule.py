@@ -21,7 +21,8 @@ def chunked_delta_rule(
     chunks: Chunks,
     initial: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Of texts one after the other: with decays exp g and strengths β, for each head
+    """The gated delta rule of texts one after the other. With decays exp g and strengths β, a head
+    has
 
         S_t = exp(g_t)·(1 - β_t·k_t·k_tᵀ)·S_{t-1} + β_t·k_t·v_tᵀ,   out_t = S_tᵀ·q_t.
 
@@ -35,7 +36,7 @@ def chunked_delta_rule(
         query, key: [T, heads, K] fp32 or fp64, as they meet the state: normalised and scaled.
         value: [T, heads, V].
         g, beta: [T, heads].
-        chunks: of the texts.
+        chunks: the texts' chunks.
         initial: [texts, heads, K, V], the states that they begin with; None: zeros.
 
     Returns:
@@ -46,7 +47,7 @@ def chunked_delta_rule(
     row, size = chunks.row, chunks.size
 
     def cut(x: Tensor) -> Tensor:
-        """[chunks, heads, size, ...]"""
+        """x [T, heads, ...] in chunks, [chunks, heads, size, ...]."""
         return row.spread(x).unflatten(0, (-1, size)).transpose(1, 2).contiguous()
 
     q, k, v, g, beta = map(cut, (query, key, value, g, beta))

@@ -15,8 +15,8 @@ from fastrl_kernels.gemm import without_gaps
 
 
 class Latents:
-    """In the place of a layer's ``expand_kv``: leaves latents as they are, for an attention that
-    knows what to do with them.
+    """Replaces a layer's ``expand_kv``, and leaves latents as they are, for an attention that
+    reads latents.
 
     A token has a latent c [R] and a rotated key r [D'] for all heads. With a head's rows U [N, R]
     and W [V, R] of ``kv_b_proj``, its key is (U·c, r) and its value W·c. So a query (a, b) has the

@@ -88,7 +88,7 @@ def _replaceable(home: str) -> tuple[str, ...]:
 
 
 def _step_limit(model: nn.Module) -> tuple[float, float]:
-    """That of dt: one for all layers, from the model's configuration.
+    """The limits of the step dt, the same for all layers, from the model's configuration.
 
     Raises:
         NotImplementedError: layers with several.

@@ -58,7 +58,7 @@ class FusedHead:
         self.transform, self.scale = transform, scale
 
     def scoring(self, model: Any, request: ScoringRequest) -> AbstractContextManager[Results]:
-        """As Head's."""
+        """Context of one call of the model, see :class:`Head`."""
         head = RowHead(self.scale).scoring if request.logits else self._scoring
         return head(model, request)
 
@@ -145,7 +145,7 @@ class RowHead:
 
     @contextmanager
     def scoring(self, model: Any, request: ScoringRequest) -> Iterator[Results]:
-        """As Head's."""
+        """Context of one call of the model, see :class:`Head`."""
         seen: list[Tensor] = []
 
         def pick(_head: nn.Module, hidden: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class FullHead:
 
     @contextmanager
     def scoring(self, model: Any, request: ScoringRequest) -> Iterator[Results]:
-        """As Head's."""
+        """Context of one call of the model, see :class:`Head`."""
         given: list[Tensor] = []
 
         def see(_head: nn.Module, hidden: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class FullHead:
 
 
 def _learned(scores: TokenScores) -> Tensor:
-    """What of the scores has a gradient."""
+    """The scores that have a gradient: the loss, or else the log-probs."""
     return scores.logprobs if scores.loss is None else scores.loss
 
 
@@ -270,9 +270,9 @@ def last_hidden(out: Any) -> Tensor:
 
 
 def _scale_of(model: Any, inputs: Inputs) -> float:
-    """s in x = s·h, with x the head's input and h the last hidden state: T5 has such a factor.
+    """The factor s in x = s·h, with x the head's input and h the last hidden state, as T5 has one.
 
-    1 where x is no multiple of h, which the comparison of heads then finds.
+    Returns 1 where x is no multiple of h, which the comparison of heads then finds.
     """
     given: list[Tensor] = []
 
@@ -294,7 +294,8 @@ def _unscaled(hidden: Tensor, scale: float) -> Tensor:
 
 
 def _transform_of(model: Any) -> LogitTransform:
-    """By the configuration: Gemma's soft cap, Cohere's and Granite's scales."""
+    """The head's transform by the configuration: Gemma's soft cap, Cohere's and Granite's
+    scales."""
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0

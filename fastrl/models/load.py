@@ -407,7 +407,7 @@ class _Checkpoint:
         return own_storage(model), missing
 
     def _of_base(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options, for the adapter's base."""
+        """``from_pretrained``'s options as the adapter's base needs them."""
         found = {k: v for k, v in options.items() if k not in _OF_THE_ADAPTER}
         if self.adapter.revision:
             found["revision"] = self.adapter.revision
@@ -454,7 +454,8 @@ class _Checkpoint:
         return model.eval()
 
     def load_classifier(self, trainable: bool) -> tuple[Any, list[str]]:
-        """The same of a sequence classifier."""
+        """The sequence classifier, and the names of weights that neither the checkpoint nor the
+        adapter has."""
         more: dict[str, Any] = {}
         if self.adapter is not None:
             kind = self.adapter.task_type

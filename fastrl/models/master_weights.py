@@ -48,7 +48,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def masters(self) -> list[Tensor]:
-        """Those that there are."""
+        """The float32 masters that there are so far."""
         return list(self._masters.values())
 
     @property
@@ -128,8 +128,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. Masters that the state does not have are made of the weights, which must be
-        loaded before it."""
+        """Loads the optimizer's state, as in torch. Masters that the state lacks are made of the
+        weights, which must be loaded before it."""
         state = {key: dict(entries) for key, entries in state_dict["state"].items()}
         keys, weights = _keys(state_dict), list(self._weights())
         saved = {key: each.pop(MASTER) for key, each in state.items() if MASTER in each}
@@ -143,11 +143,11 @@ class MasterWeights(torch.optim.Optimizer):
             self.inner.load_state_dict({**state_dict, "state": kept})
 
     def train(self) -> None:
-        """For optimizers that train other weights than those that are evaluated."""
+        """Switches to the trained weights, in optimizers that evaluate other ones."""
         self._switch("train")
 
     def eval(self) -> None:
-        """See :meth:`train`."""
+        """Switches to the weights to evaluate, in optimizers that train other ones."""
         self._switch("eval")
 
     def _weights(self) -> Iterator[Tensor]:

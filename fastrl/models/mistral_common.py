@@ -191,7 +191,7 @@ class MistralCommonTokenizer(MistralCommonBackend):
         return control, re.compile(f"({'|'.join(longest_first)})")
 
     def _spans(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Where each token begins and ends in its text, in characters; one that has a part of a
+        """Each token's begin and end in its text, in characters; a token that has a part of a
         character spans all of it."""
         tekken: Any = self.tokenizer.instruct_tokenizer.tokenizer
         pieces = [tekken.id_to_byte_piece(i, SpecialTokenPolicy.KEEP) for i in ids]

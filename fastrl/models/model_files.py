@@ -88,7 +88,7 @@ def find_file(path: str, name: str, options: dict[str, Any]) -> str | None:
 
 
 def hub_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``from_pretrained``'s options by which the Hub is asked for files."""
+    """The options of ``from_pretrained`` by which the Hub is asked for files."""
     return {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
 
 

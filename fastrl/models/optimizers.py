@@ -69,9 +69,10 @@ def check_optimizer(
     *,
     decay_is_a_setting: bool = False,
 ) -> None:
-    """
+    """Checks that an optimizer's name and arguments can be used.
+
     Args:
-        name: of transformers' ``OptimizerNames``, or "adam".
+        name: one of transformers' ``OptimizerNames``, or "adam".
         given: an optimizer that is there already.
         arguments: the setting ``optim_args``.
         decay_is_a_setting: whether ``weight_decay`` is a setting beside it, as of transformers'
@@ -227,12 +228,12 @@ def keep_state(
 
 
 def learning_rate_of(optimizer: Any) -> float:
-    """That of the first group; some optimizers keep it in a tensor."""
+    """The learning rate of the first group; some optimizers keep it in a tensor."""
     return float(optimizer.param_groups[0]["lr"])
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Sets that of all groups."""
+    """Sets the learning rate of all groups."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)

@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
 
 
 class PackedLayout:
-    """Where the tokens of groups lie in a row [1, T]: first the prompts of all groups, in order,
+    """The places of groups' tokens in a row [1, T]: first the prompts of all groups, in order,
     then the responses of the first group, of the second, …
 
     A token attends to those before it of its own prompt or response; a response's also to its whole
@@ -81,12 +81,13 @@ class PackedLayout:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Where a token attends to all before it."""
+        """The blocks of layers in which a token attends to all before it."""
         return Blocks(self.own, self.shared if self.responses else None)
 
     def near(self, window: int | None, chunk: int | None) -> Blocks:
-        """Where a token attends to the last ``window`` before it, itself included, or to those of
-        its own chunk: a response's keys then stand behind the end of its prompt that it sees."""
+        """The blocks of layers in which a token attends to the last ``window`` tokens, itself
+        included, or to those of its chunk: a response's keys then stand behind the end of its
+        prompt that it sees."""
         if (window, chunk) not in self._near:
             parts = [x for x in self.parts(window, chunk) if x[0].start < x[0].stop]
             queries = [own.stop - own.start for own, _ in parts]
@@ -100,7 +101,7 @@ class PackedLayout:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[T] int64."""
+        """The tokens' positions, [T] int64."""
         begins = [g.prompt for g in self.groups for _ in g.responses]
         parts = [torch.arange(n) for n in self.prompts]
         parts += [torch.arange(b, b + n) for b, n in zip(begins, self.responses, strict=True)]
@@ -108,7 +109,7 @@ class PackedLayout:
 
     @cached_property
     def by_parts(self) -> PackedParts:
-        """For layers that go from token to token."""
+        """The row's parts, for layers that go from token to token."""
         responses = [group.responses for group in self.groups]
         return PackedParts(self.prompts, responses, self.device)
 
@@ -132,7 +133,7 @@ class PackedLayout:
 def _parts(
     own: slice, prompt: slice, window: int | None, chunk: int | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Those of a response to a prompt, or of a prompt behind nothing."""
+    """The parts of a response to a prompt, or of a prompt behind nothing, see ``parts``."""
     position = prompt.stop - prompt.start
     seen = position if window is None else min(position, window - 1)
     begin, end = own.start, own.stop
@@ -164,11 +165,11 @@ class PackedAttention:
 
     @property
     def positions(self) -> Tensor:
-        """[1, T]."""
+        """The tokens' positions, [1, T]."""
         return self.layout.positions.unsqueeze(0)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        """As Attention's, of rows [1, ...]."""
+        """Attends as :class:`Attention` does, to rows [1, ...]."""
         self.windows.add(variant.window)
         longest = self.layout.longest
         window, chunk = (
@@ -211,7 +212,8 @@ class PackedAttention:
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Padded with zeros, which change no score: kernels have one width for keys and values."""
+    """Pads the last dimension with zeros, which change no score: kernels have one width for keys
+    and values."""
     width = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
@@ -249,11 +251,11 @@ class Operands(NamedTuple):
 
     @property
     def times(self) -> int:
-        """Heads of queries that read one of keys."""
+        """The number of heads of queries that read one head of keys."""
         return self.q.shape[1] // self.k.shape[1]
 
     def single(self) -> Operands:
-        """In fp32, where they are in less."""
+        """The operands in fp32, where they have less precision."""
         return Operands(_single(self.q), _single(self.k), _single(self.v), self.scale)
 
 
@@ -264,7 +266,7 @@ class Attended(NamedTuple):
     lse: Tensor  # [Tq, Hq] fp32, log Σ exp S
 
     def behind(self, first: int) -> Attended:
-        """Of queries from the ``first`` on: views."""
+        """The results of queries from the ``first`` on, as views."""
         return Attended(self.out[first:], self.lse[first:])
 
 
@@ -272,10 +274,10 @@ class Kernel(Protocol):
     """Attention of runs of queries to runs of keys and values."""
 
     def takes(self, q: Tensor) -> bool:
-        """Whether it is for such queries, and keys and values of their width."""
+        """Whether the kernel is for such queries, and keys and values of their width."""
 
     def forward(self, x: Operands, runs: Runs) -> Attended:
-        """By the runs' keys alone."""
+        """Attends to the keys of each run alone."""
 
     def backward(
         self, grad: Tensor, x: Operands, attended: Attended, runs: Runs
@@ -341,7 +343,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: Blocks) -> 
 
 
 def _scattered(grad: Tensor, places: Tensor, tokens: int) -> Tensor:
-    """[T, heads, D], the sums of what stands for each place."""
+    """The sums [T, heads, D] of the gradients ``grad`` for each of the row's places."""
     # As the gradient of an embedding: to the same bits each time, which index_add_ on GPUs is not.
     whole = torch.ops.aten.embedding_dense_backward(
         _single(grad).flatten(1), places, tokens, -1, False
@@ -453,13 +455,13 @@ class _Slice(NamedTuple):
     length: int
 
     def of(self, x: Tensor, times: int = 1) -> Tensor:
-        """[runs, heads·times, length, D] of [T, heads, D]: a view, where heads are not repeated."""
+        """The runs [runs, heads·times, length, D] of x [T, heads, D], a view for ``times`` of 1."""
         part = x[self.start : self.start + self.runs * self.length]
         part = part.unflatten(0, (self.runs, self.length)).transpose(1, 2)
         return part if times == 1 else part.repeat_interleave(times, dim=1)
 
     def zeroed(self, x: Tensor) -> Tensor:
-        """The same: there is no padding."""
+        """The runs of x, see :meth:`of`; there is no padding to set to zero."""
         return self.of(x)
 
     def write(self, x: Tensor, found: Tensor) -> None:
@@ -476,7 +478,7 @@ class _Ragged:
     which might be NaN.
 
     Args:
-        starts, lengths: of the runs.
+        starts, lengths: the runs' places and lengths.
     """
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int]):
@@ -487,12 +489,12 @@ class _Ragged:
         self._places = self._index[self._real]
 
     def of(self, x: Tensor, times: int = 1) -> Tensor:
-        """[runs, heads·times, length, D] of [T, heads, D]."""
+        """The runs [runs, heads·times, length, D] of x [T, heads, D]."""
         part = x[self._index].transpose(1, 2)
         return part if times == 1 else part.repeat_interleave(times, dim=1)
 
     def zeroed(self, x: Tensor) -> Tensor:
-        """The same, with zeros for padding."""
+        """The runs of x, see :meth:`of`, with zeros for padding."""
         return self.of(x).masked_fill(~self._real[:, None, :, None], 0)
 
     def write(self, x: Tensor, found: Tensor) -> None:

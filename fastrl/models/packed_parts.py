@@ -1,4 +1,4 @@
-"""Where the prompts and responses of a packed row lie, for layers that go from token to token."""
+"""The places of prompts and responses in a packed row, for layers that go from token to token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LongerRow:
     # Both copy by places, never add: a sum over places is slow on CPUs, and has an order on GPUs.
 
     def spread(self, x: Tensor) -> Tensor:
-        """[size, ...] of tokens [n, ...]."""
+        """The longer row [size, ...] of tokens [n, ...]."""
         return x.new_zeros(self.size, *x.shape[1:]).index_copy_(0, self.where, x)
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -102,12 +102,12 @@ class Parts:
 
     @cached_property
     def ends(self) -> Tensor:
-        """[parts + 1] int32, from 0."""
+        """The places at which parts begin and the last one ends, [parts + 1] int32."""
         return to_device(torch.tensor(self._starts, dtype=torch.int32), self.device)
 
     @cached_property
     def batches(self) -> Batches:
-        """Of about one length each."""
+        """The parts in batches, each of parts of about one length."""
         groups = _of_about_one_length(self.lengths)
         shapes = [(len(group), max(self.lengths[i] for i in group)) for group in groups]
         at, begins = 0, dict[int, int]()
@@ -119,7 +119,7 @@ class Parts:
         )
 
     def chunks(self, size: int) -> Chunks:
-        """In chunks of so many tokens."""
+        """The parts in chunks of ``size`` tokens."""
         if size not in self._chunks:
             order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
             of_each = [-(-self.lengths[i] // size) for i in order]
@@ -171,11 +171,11 @@ class PackedParts:
 
     @cached_property
     def prompt_of_response(self) -> Tensor:
-        """[R] int64."""
+        """The number of each response's prompt, [R] int64."""
         return to_device(torch.tensor(self._prompt_of, dtype=torch.long), self.device)
 
     def halos(self, before: int) -> Halos:
-        """With so many places in front of each part."""
+        """The row with ``before`` places in front of each part."""
         if before not in self._halos:
             prompts, lengths = self.prompts.lengths, self.prompts.lengths + self.responses.lengths
             ends = list(accumulate(prompts))
@@ -197,8 +197,8 @@ class PackedParts:
         return self._halos[before]
 
     def last(self, count: int) -> Tensor:
-        """[P, count], places of the last tokens of each prompt; behind the row's last token where
-        it is shorter."""
+        """The places of each prompt's last ``count`` tokens, [P, count]; those that a shorter
+        prompt lacks are behind the row's last token."""
         lengths = torch.tensor(self.prompts.lengths)[:, None]
         ends = lengths.cumsum(0)
         places = ends - count + torch.arange(count)
@@ -207,8 +207,8 @@ class PackedParts:
 
 
 def _of_about_one_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups of parts, of which the least is computed: all padded tokens, and :data:`_BATCH` for
-    each group."""
+    """Groups of parts, so chosen that the least is computed: all padded tokens, and :data:`_BATCH`
+    for each group."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     # Groups begin only where the length falls by a step.
     steps = [-(-lengths[i] // _STEP) for i in order]

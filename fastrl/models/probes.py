@@ -46,8 +46,8 @@ def narrowed(model: nn.Module) -> Iterator[None]:
 
 
 def reach(model: Any, used: int = 0) -> int:
-    """By how many tokens a text of a check has to be longer than the widest block in which the
-    model reads tokens, beside the windows of :func:`narrowed`; at most 64.
+    """The number of tokens by which a check's text has to be longer, for the widest block in which
+    the model reads tokens, beside the windows of :func:`narrowed`; at most 64.
 
     Args:
         used: tokens that the text has anyhow, which with these have to fit in the context.

@@ -9,8 +9,8 @@ _IN_THE_CACHE = "PREFIX_TUNING"
 
 
 def virtual_tokens(model: Any) -> int | None:
-    """By how many positions a model's adapter shifts its output; None without such an adapter, and
-    0 where the vectors are keys and values, and no positions.
+    """The number of positions by which a model's adapter shifts its output; None without such an
+    adapter, and 0 where the vectors are keys and values, and no positions.
 
     Raises:
         ValueError: another kind, or several adapters.

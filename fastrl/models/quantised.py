@@ -171,9 +171,9 @@ def refuse_compressed(model: nn.Module) -> None:
 
 
 def device_map() -> dict[str, Any] | None:
-    """Where transformers is to put a quantised model: on this process's GPU, where there are some.
+    """The ``device_map`` of a quantised model, to this process's GPU; None without GPUs.
 
-    It would take the first GPU in each process.
+    By itself, transformers would take the first GPU in each process.
     """
     if not torch.cuda.is_available():
         return None
@@ -261,7 +261,7 @@ def _need_bitsandbytes(what: str, otherwise: str = "") -> None:
 
 
 def is_installed() -> bool:
-    """Whether bitsandbytes is."""
+    """Whether bitsandbytes is installed."""
     return importlib.util.find_spec("bitsandbytes") is not None
 
 

@@ -179,7 +179,7 @@ def mamba2_scan(
 
 
 def nothing(parts: PackedParts, fused: Any, *args: Any, **kwargs: Any) -> None:
-    """Of a kernel that takes all of a layer at once: None has the layer call its parts."""
+    """Replaces a kernel that takes all of a layer at once: None has the layer call its parts."""
 
 
 def delta_step(
@@ -222,7 +222,8 @@ def delta_step(
 def _operands(
     query: Tensor, key: Tensor, value: Tensor, normalised: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As they meet states, in fp32 or fp64: normalised and scaled, and for each head of values."""
+    """Queries, keys and values as they meet states, in fp32 or fp64: normalised and scaled, with a
+    head for each of values."""
     q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     if normalised:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -260,7 +261,7 @@ def limited_update(
 
 
 def _takes_lengths(rule: Any) -> bool:
-    """Whether it is a kernel that takes sequences of any lengths in one row: torch's own code
+    """Whether ``rule`` is a kernel that takes sequences of any lengths in one row: torch's own code
     refuses that."""
     try:
         return bool(inspect.getclosurevars(rule).nonlocals.get("is_new_implementation"))
@@ -276,7 +277,7 @@ def _chunk(length: int, most: int) -> int:
 def _by_lengths(
     rule: Any, row: Sequence[Tensor], others: dict[str, Any], parts: PackedParts, final: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """By a kernel that takes sequences of any lengths: prompts in one call, then responses."""
+    """Runs ``rule``, a kernel for sequences of any lengths, on prompts, then on responses."""
     others = {k: x for k, x in others.items() if k not in ("initial_state", "cu_seqlens")}
 
     def run(first: int, of: Parts, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
@@ -300,8 +301,8 @@ def _in_batches(
     parts: PackedParts,
     final: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """By a function of sequences in rows of their own: prompts, then responses, in batches of about
-    one length, with zeros behind them."""
+    """Calls ``run``, for sequences in rows of their own, on prompts, then on responses, in batches
+    of about one length with zeros behind them."""
 
     def over(first: int, of: Parts, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
         row_of, shapes, order, place = of.batches

@@ -29,8 +29,8 @@ class Routes(Protocol):
     """What routers speak to in a forward."""
 
     def route(self, number: int, router: Any, args: tuple, out: tuple) -> tuple | None:
-        """Called with what a router returned: logits [T, E], weights [T, k] and experts [T, k]; a
-        result that is not None takes its place."""
+        """Takes what a router returned, logits [T, E], weights [T, k] and experts [T, k]; a result
+        that is not None takes its place."""
 
 
 _active: ContextVar[Routes | None] = ContextVar("fastrl_routing", default=None)
@@ -47,7 +47,7 @@ def routed(routes: Routes | None) -> Iterator[None]:
 
 
 def current_routes() -> Routes | None:
-    """Those of the forward that is going on."""
+    """The routes of the forward that is going on; None outside of :func:`routed`."""
     return _active.get()
 
 
@@ -246,12 +246,14 @@ class Routing:
         experts: Sequence[Tensor | None],
         input_ids: Tensor,
     ) -> Routing:
-        """
+        """The routing of a forward that runs some sequences.
+
         Args:
-            places: [Σ n], of all tokens of sequences in the forward's; a token may be of several.
-            lengths: n of each.
-            experts: choices [≤ n, L, k] of each; None: not known.
-            input_ids: of the forward.
+            places: the places of the sequences' tokens in the forward's, [Σ n]; a token may be of
+                several sequences.
+            lengths: the number of tokens n of each sequence.
+            experts: each sequence's choices [≤ n, L, k]; None: not known.
+            input_ids: the forward's token ids.
         """
         weights = torch.from_numpy(np.bincount(places.numpy(), minlength=input_ids.numel())).float()
         known = next((x for x in experts if x is not None), None)
@@ -265,7 +267,8 @@ class Routing:
         return cls(to_device(weights, input_ids.device), choices)
 
     def route(self, number: int, router: Any, args: tuple, out: tuple) -> tuple | None:
-        """As :class:`Routes`'. A layer that runs again in the backward pass is replayed, too."""
+        """Notes a router's results, and replays its choice where there is one, see :class:`Routes`.
+        A layer that runs again in the backward pass is replayed, too."""
         logits, _, experts = out
         result, first = None, number not in self._logits
         if self.choices is not None:
@@ -282,7 +285,7 @@ class Routing:
         return result
 
     def load(self) -> Tensor:
-        """[L, E] fp32, the share of the choices that each expert gets."""
+        """The share of the choices that each expert gets, [L, E] fp32."""
         return torch.stack([self._shares(number) for number in self._logits])
 
     def _shares(self, number: int) -> Tensor:

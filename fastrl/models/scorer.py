@@ -66,9 +66,10 @@ class TokenScorer:
         request: ScoringRequest,
         wrapped: nn.Module | None = None,
     ) -> ScoredPass:
-        """
+        """Runs the model's forward and scores the requested tokens.
+
         Args:
-            model: of transformers, perhaps with an adapter.
+            model: a model of transformers, perhaps with an adapter.
             inputs: keyword arguments of its forward; ``attention`` is called in place of its own,
                 and routers speak to ``routing``.
             wrapped: the model as accelerate has wrapped it, whose forward is called.

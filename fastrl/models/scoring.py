@@ -42,7 +42,7 @@ class PolicyObjective(NamedTuple):
 
     @property
     def linear_options(self) -> dict[str, Any]:
-        """Of the kernels' loss that computes entropies itself."""
+        """Keyword arguments of the kernels' loss that computes entropies itself."""
         return dict(zip(self._fields[2:], self[2:], strict=True))
 
 
@@ -137,7 +137,7 @@ def _policy_loss(
 
 
 def _extras(logits: Tensor, request: ScoringRequest) -> Extras:
-    """From logits [N, V], where the head cannot compute them as it goes."""
+    """The requested extras from logits [N, V], where the head cannot compute them as it goes."""
     x = logits.float() / request.temperature
     found = {
         "log_sum_sq_probs": lambda: (2 * x.log_softmax(-1)).logsumexp(-1),

@@ -176,12 +176,12 @@ def _units(model: nn.Module) -> list[Any]:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    """Whether it is one of those whose weights are gathered together."""
+    """Whether the module is one whose weights are gathered together."""
     # By name: torch may be built without it, and its import takes long.
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def _reshards(unit: Any) -> bool:
-    """Whether it spreads its weights after a forward; torch has no public name for it."""
+    """Whether the module spreads its weights after a forward; torch has no public name for it."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return group is not None and group.post_forward_mesh_info is not None

@@ -39,14 +39,15 @@ def cache_argument(model: Any) -> str:
 
 
 def cache_of(output: Any) -> Any:
-    """The cache that a model's forward returned, likewise."""
+    """The cache in a model's output, under the name of :func:`cache_argument`."""
     return output.cache if hasattr(output, "cache") else output.past_key_values
 
 
 def need_peft(what: str) -> None:
-    """
+    """Checks that PEFT is installed.
+
     Args:
-        what: needs PEFT, in words.
+        what: that which needs PEFT, in words.
 
     Raises:
         ImportError: PEFT is not installed.

@@ -224,7 +224,7 @@ class PreTrainedModelWrapper(nn.Module):
         return (*classic, cache_of(out)) if return_past_key_values else classic
 
     def _values(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [...]; 0 without a value head."""
+        """Values [...] of hidden states [..., H]; 0 without a value head."""
         if self.v_head is None:
             return hidden.new_zeros(hidden.shape[:-1], dtype=torch.float32)
         return self.v_head(hidden).squeeze(-1)
