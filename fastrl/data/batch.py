@@ -211,7 +211,7 @@ def make_batches(
 
 
 def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The same tokens and mask with all padding on the right."""
+    """Token ids and mask with all padding moved to the right."""
     order = mask.argsort(dim=1, descending=True, stable=True)
     return ids.gather(1, order), mask.gather(1, order)
 

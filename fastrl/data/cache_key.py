@@ -119,7 +119,7 @@ def _imports(importer: str, source: bytes, folders: tuple[str, ...]) -> tuple[st
 
 
 def _imported(node: ast.AST, importer: str, folders: tuple[str, ...]) -> Iterator[str]:
-    """Where modules that a statement imports may lie: paths without an ending."""
+    """Paths, without an ending, at which the modules that a statement imports may lie."""
     beside = os.path.dirname(importer)
     if isinstance(node, ast.Import):
         names = [each.name for each in node.names]

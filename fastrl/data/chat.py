@@ -346,8 +346,8 @@ def marks_answers(tokenizer: Any) -> bool:
 def marked_spans(
     messages: Sequence[dict[str, Any]], tokenizer: Any, template: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
-    """Where in the text of a conversation the chat template marks what the assistant generates, in
-    characters.
+    """The spans, in characters, of a conversation's text that the chat template marks as generated
+    by the assistant.
 
     Each marked part is written between two characters that no text holds, so that it is found where
     it stands at last, in a macro, a ``{% set %}`` or a ``{% filter %}`` too.
@@ -379,9 +379,8 @@ def marked_spans(
 def assistant_spans(
     messages: Sequence[dict[str, Any]], tokenizer: Any, template: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
-    """Where each of the assistant's turns begins and ends in the text of a conversation, in
-    characters: from where the template asks for the answer to the end of its turn, without the
-    blanks behind.
+    """The spans, in characters, of the assistant's turns in the text of a conversation: from where
+    the template asks for the answer to the end of its turn, without the blanks behind.
 
     Raises:
         ValueError: a template that writes a turn otherwise once others follow, so that the turns
@@ -492,7 +491,7 @@ def _function(call: Any) -> Mapping[str, Any]:
 
 
 def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence[str]) -> int:
-    """Where the assistant's turn ends in a conversation's text; -1: it cannot be found.
+    """The place at which the assistant's turn ends in a conversation's text; -1: not found.
 
     Args:
         alone: the text up to that turn, as its last one, without blanks behind.

@@ -151,7 +151,7 @@ def why_not_padded(
     precision: torch.dtype,
     scores: Scores | None = None,
 ) -> str | None:
-    """By how much a model's results of padded batches differ from those of each sample alone, in
+    """How much a model's results of padded batches differ from those of each sample alone, in
     words; None where they do not, or the model says itself why it cannot run them. Arguments are
     those of :func:`why_not_packed`."""
     score, batch = scores or logprobs_and_values, _batch(_language_model(model), device)
@@ -167,7 +167,7 @@ def why_not_padded(
 
 
 def _alone(score: Scores, model: nn.Module, batch: TokenBatch) -> Tensor:
-    """What a model says of each sample of a batch without another beside it."""
+    """A model's results of each sample of a batch, computed without another sample beside it."""
     return torch.cat([score(model, batch.select([i])) for i in range(len(batch))], dim=-1)
 
 
@@ -192,8 +192,8 @@ def _with_other_tokens(batch: TokenBatch) -> Tensor:
 
 
 def _of_others(batch: TokenBatch, results: Tensor) -> Tensor:
-    """Which results are not of the sample of :data:`_CHANGED`: of a batch's samples, or of their
-    response tokens, in the last dimension."""
+    """A mask of the results that are not of the sample of :data:`_CHANGED`: of a batch's samples,
+    or of their response tokens, in the last dimension."""
     counts = batch.response_lengths if results.shape[-1] != len(batch) else [1] * len(batch)
     others = torch.ones(sum(counts), dtype=torch.bool, device=results.device)
     begin = sum(counts[:_CHANGED])
@@ -256,7 +256,7 @@ def _batch(language_model: Any, device: torch.device) -> TokenBatch:
 
 
 def logprobs_and_values(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Of the responses, [2, N], by one of fastrl's wrappers."""
+    """Log-probs and values of the responses' tokens, [2, N], by one of fastrl's wrappers."""
     model_pass = batch.model_pass
     labels = batch.input_ids.flatten()[batch.rows() + 1]
     scores = model(**model_pass.inputs, scoring=ScoringRequest(model_pass.rows, labels))

@@ -166,7 +166,7 @@ def _batch(
     ignored: int = IGNORED,
     multiple: int = 1,
 ) -> dict[str, Tensor]:
-    """Padded on the right: ``input_ids``, ``attention_mask`` and ``labels``, [B, T]."""
+    """A batch padded on the right: ``input_ids``, ``attention_mask`` and ``labels``, [B, T]."""
     padding = padding_token(map(len, ids), tokenizer)
     rows, targets = (
         [torch.tensor(list(row), dtype=torch.long) for row in part] for part in (ids, labels)

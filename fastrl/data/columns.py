@@ -65,7 +65,8 @@ def refuse_pictures(columns: Iterable[str], of: str = "the data set") -> None:
 def check_reserved(
     columns: Iterable[str], of: str, reserved: Container[str] = REWARD_ARGUMENTS
 ) -> None:
-    """
+    """Checks that no column has a name that reward functions get otherwise.
+
     Args:
         of: what has the columns, for messages.
         reserved: names of what reward functions get by keyword, which a column would replace.

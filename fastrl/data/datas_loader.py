@@ -191,7 +191,7 @@ class DatasLoader(Sequence[Example]):
 
     @property
     def fingerprint(self) -> str:
-        """Of the rows, and of how they are read."""
+        """A hash of the rows, and how they are read."""
         of, limits = self.encoder, (self.encoder.max_length, self.encoder.max_prompt_length)
         read = [self.kind, self._roles, *limits, of.truncation, of.add_eos, *self._picks]
         return f"{fingerprint(self._rows, [ROW])}, read as {hash_of(read)}"

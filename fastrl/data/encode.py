@@ -194,8 +194,8 @@ class Encoder:
         return ids[:begin], ids[begin:end], spans and spans[begin:end]
 
     def _between(self, ids: Sequence[int], added: Sequence[int]) -> tuple[int, int]:
-        """Where a text's tokens begin and end between the special tokens that were added, or that
-        it begins with itself."""
+        """The places at which a text's tokens begin and end, between the special tokens that were
+        added or that the text begins with."""
         begin = next((i for i, special in enumerate(added) if not special), len(added))
         if begin == len(ids):  # an empty text
             begin -= begin > 0 and ids[-1] == end_token(self.tokenizer)

@@ -25,11 +25,11 @@ _AT_A_TIME = 1 << 12
 
 
 class TokenRows(Sequence[Tensor]):
-    """1-D int64 tensors of token ids, which are one tensor of int32 in memory.
+    """A sequence of 1-D int64 tensors of token ids, which are one tensor of int32 in memory.
 
     Args:
-        flat: [N], all of them one after the other.
-        ends: int64 [B], where each ends.
+        flat: all ids one after the other, [N].
+        ends: the place at which each row ends, int64 [B].
     """
 
     def __init__(self, flat: Tensor, ends: Tensor):
@@ -126,7 +126,8 @@ def _progress(count: int) -> Iterator[Any]:
 def _place(
     prompts: Sequence[Any], tokenizer: Any, templates: Sequence[Any], closed: bool
 ) -> Path | None:
-    """The file of some prompts; None where it cannot be told what the tokenizer does."""
+    """The path of the file that keeps some prompts' ids; None where it cannot be told what the
+    tokenizer does."""
     import datasets
 
     template = repr(tokenizer.chat_template)
@@ -148,7 +149,7 @@ def _place(
 
 
 def _read(place: Path) -> tuple[list[str], TokenRows] | None:
-    """None where there is no such file, or a broken one."""
+    """The texts and token ids in a file; None where there is no such file, or a broken one."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -15,8 +15,8 @@ from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 
 
 class PaddingFree:
-    """All tokens in one row [1, T] without padding; samples with the same prompt share its tokens,
-    so that it is run once."""
+    """The kind of batch with all tokens in one row [1, T] without padding; samples with the same
+    prompt share its tokens, so that it is run once."""
 
     def model_pass(self, batch: TokenBatch) -> ModelPass:
         packed = PackedTokens(batch)
@@ -152,7 +152,7 @@ def join_sides(
 
 
 def _read(row: Tensor, places: np.ndarray, padding: int | None) -> int:
-    """Of the places of a sequence the one from which a classifier reads its reward."""
+    """The place, among a sequence's ``places``, from which a classifier reads its reward."""
     if padding is None:
         return int(places[-1])
     real = np.flatnonzero(row.numpy()[places] != padding)

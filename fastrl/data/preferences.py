@@ -119,7 +119,8 @@ def _warn_of_equal_sides(dataset: Any) -> None:
 
 
 def _warn_of_no_prompt(row: Mapping[str, Any]) -> None:
-    """Where texts begin with nothing in common, a column that is not read may be the prompt."""
+    """Warns where texts begin with nothing in common: a column that is not read may be the
+    prompt."""
     others = [name for name, x in row.items() if name not in PAIR and isinstance(x, str)]
     if others and isinstance(row["chosen"], str) and not split_prompt(row)["prompt"]:
         warnings.warn(
@@ -331,7 +332,7 @@ def _encode_completion(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[s
 def _encode_unpaired(
     rows: Mapping[str, list[Any]], numbers: list[int], tokenizer: Any
 ) -> dict[str, list[Any]]:
-    """All chosen sides of pairs, then all rejected ones, in the place of them."""
+    """Encodes pairs as rows of single completions: all chosen sides, then all rejected ones."""
     pairs = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     made = []
     for side, label in zip(PAIR, (True, False), strict=True):

@@ -446,7 +446,8 @@ def _check_margin(margin: Any, name: str) -> None:
 
 
 def _has_margin(row: Mapping[str, Any]) -> bool:
-    """True, of a row of a stream; an error for a margin that cannot be used."""
+    """Checks the margin of a stream's row, if it has one. Returns True, so that it keeps the
+    row."""
     if "margin" in row:
         _check_margin(row["margin"], "a row's margin")
     return True

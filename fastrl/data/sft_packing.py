@@ -226,7 +226,7 @@ def choose_collator(
 
 
 def _name_of(model: Any) -> str:
-    """Of its class, of a PEFT model that of its base."""
+    """The name of a model's class; for a PEFT model, of its base's class."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     return type(base).__name__
 

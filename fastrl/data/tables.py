@@ -171,7 +171,7 @@ def _refuse_path(dataset: Any) -> None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether it is a data set that is read in order, without a length."""
+    """Whether rows are a data set that is read in order, without a length."""
     import datasets
 
     return isinstance(dataset, datasets.IterableDataset)

@@ -50,7 +50,7 @@ def _tagged(opening: str, argument: str, guesses: bool) -> dict[str, Any]:
 
 
 def _known(guesses: bool) -> dict[str, Syntax]:
-    """By family.
+    """The syntax of each known family of models, by its name.
 
     Args:
         guesses: whether the types of arguments in tags are guessed.
@@ -163,7 +163,7 @@ class Reader(Protocol):
 
 
 class _ByTemplate:
-    """Of a tokenizer that has a ``response_template``."""
+    """A reader of messages by a tokenizer's ``response_template``."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -175,7 +175,7 @@ class _ByTemplate:
 
 
 class _BySyntax:
-    """Of a tokenizer whose chat template writes calls as a known family does."""
+    """A reader of messages by a known family's syntax, which the chat template writes too."""
 
     def __init__(self, tokenizer: Any, syntax: Syntax):
         self.tokenizer = tokenizer
@@ -293,7 +293,7 @@ def _tried(tokenizer: Any, template: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _shared(text: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The number of characters that two texts begin with alike."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 

@@ -207,7 +207,7 @@ class ConstantLengthDataset(IterableDataset):
         return len(self.dataset)
 
     def rows(self) -> Any:
-        """The same as a data set of datasets: as a stream where it never ends, or reads one."""
+        """The rows as a data set of ``datasets``: a stream where they never end, or come of one."""
         import datasets
 
         if self.infinite or not hasattr(type(self.dataset), "__len__"):

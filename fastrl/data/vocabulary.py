@@ -23,9 +23,10 @@ def embedding_rows(model: Any) -> int:
 
 
 def check_vocabulary(model: Any, tokenizer: Any, ids: Iterable[Sequence[int]]) -> None:
-    """
+    """Checks that the model has an embedding for each token id.
+
     Args:
-        ids: token ids, of a text or of many at once.
+        ids: the token ids of texts.
 
     Raises:
         ValueError: a token without an embedding.

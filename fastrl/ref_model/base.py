@@ -40,7 +40,7 @@ class RefModel(ABC):
         """The reference as a model to generate with."""
 
     def place(self, policy: nn.Module, accelerator: Accelerator) -> None:  # noqa: B027 - optional
-        """Moves it to the device where it computes, once the policy is prepared."""
+        """Moves the reference to the device where it computes, once the policy is prepared."""
 
     def trunk_cache(self, batch: TokenBatch) -> TrunkActivations | None:
         """Activations of the layers that policy and reference share, for a batch; None where they

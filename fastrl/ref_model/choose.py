@@ -321,7 +321,7 @@ def _check_small_steps(
 
 
 def _name(settings: ReferenceSettings | PPOConfig, name: str) -> str:
-    """Of a setting, for messages."""
+    """A setting's name for messages: ours or TRL's."""
     return name if isinstance(settings, PPOConfig) else _TRLS[name]
 
 

@@ -27,8 +27,8 @@ class Follow(TrainerCallback):
             self.reference.follow(self.weight)
 
     def state(self) -> dict[str, Tensor]:
-        """For a checkpoint: the weights of a reference that follows, on the host; none of one that
-        stays as it is."""
+        """The weights, on the host, that a checkpoint needs of a reference that follows; none of
+        one that stays as it is."""
         own = self.reference.own_weights() if self.follows and self.reference is not None else {}
         return {name: x.detach().cpu() for name, x in own.items()}
 

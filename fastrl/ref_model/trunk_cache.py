@@ -66,7 +66,7 @@ class TrunkCache:
         self._kept: dict[Part, Tensor] = {}
 
     def padded(self, samples: Sequence[int], left_padded: bool) -> Tensor:
-        """As of :class:`fastrl.data.token_batch.TrunkActivations`."""
+        """Activations of padded rows, see :class:`fastrl.data.token_batch.TrunkActivations`."""
         found = self._of(samples)
         return torch.nn.utils.rnn.pad_sequence(
             [torch.cat([found[part] for part in self._parts(i)]) for i in samples],
@@ -75,7 +75,7 @@ class TrunkCache:
         )
 
     def packed(self, samples: Sequence[int], groups: Sequence[Sequence[int]]) -> Tensor:
-        """As of :class:`fastrl.data.token_batch.TrunkActivations`."""
+        """Activations of a packed row, see :class:`fastrl.data.token_batch.TrunkActivations`."""
         found = self._of(samples)
         prompts: list[Tensor] = []
         responses: list[Tensor] = []
