@@ -182,7 +182,8 @@ class ClassifierReward:
 
     @cached_property
     def _side(self) -> str | None:
-        """Of padding; found at the first batch that has some, when the model is on its device."""
+        """The side of padding, determined at the first padded batch, with the model on its
+        device."""
         dtype = next(self.model.parameters()).dtype
         return classifier_side(self.model, self._device, dtype, stacklevel=4)
 

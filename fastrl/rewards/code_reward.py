@@ -209,5 +209,5 @@ def _lines(written: bytes) -> list[bytes]:
 
 
 def _processors() -> int:
-    """Those of this process, shared with the others of its launcher on this machine."""
+    """This process's share of its processors, with the launcher's others on this machine."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -34,7 +34,7 @@ def identities_of(rewards: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def _said(x: Any, seen: set[int]) -> Iterator[str]:
-    """Lines that say what a value is."""
+    """Lines that identify a value."""
     if isinstance(x, _PLAIN):
         yield repr(x)
     elif isinstance(x, list | tuple | set | frozenset | dict):
@@ -107,7 +107,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _source(x: Any) -> str:
-    """Of a function or class; without one its code, or its name."""
+    """The source of a function or class; where there is none, its code or its name."""
     try:
         return textwrap.dedent(inspect.getsource(x))
     except (OSError, TypeError):

@@ -53,8 +53,8 @@ _UNPARSED = ("refuse", "skip", "tie")
 
 
 def parse_verdict(answer: str) -> float | None:
-    """1.0 for A, 0.0 for B, 0.5 for C or tie: the last one in double brackets, or else the whole
-    answer. None for anything else."""
+    """A verdict as a number, 1.0 for A, 0.0 for B, 0.5 for C or tie: the last one in double
+    brackets, or else the whole answer. None for anything else."""
     marked = re.findall(r"\[\[(A|B|C|tie)\]\]", answer, re.IGNORECASE)
     verdict = marked[-1] if marked else answer.strip(" \t\r\n.*\"'`[]()")
     return _VERDICTS.get(verdict.upper())

@@ -23,7 +23,7 @@ def math_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    r"""1 where a response's answer is equal to the solution, by math-verify, else 0.
+    r"""Rewards of 1 where a response's answer equals the solution, by math-verify, else 0.
 
     A response's answer is its LaTeX in ``\boxed{...}``, or behind "answer"; one that does not parse
     is wrong. A solution without delimiters is read as if it stood in a box. None, for "does not

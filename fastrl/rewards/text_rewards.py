@@ -19,7 +19,8 @@ _CHILD = TimedChild(text_worker.__file__, "a pattern")
 
 
 def think_format_reward(completions: Sequence[TextOrMessages], **_: Any) -> list[float]:
-    """1 where a response begins with thoughts in ``<think>`` and ``</think>``, once, else 0."""
+    """Rewards of 1 where a response begins with thoughts in one ``<think>`` … ``</think>``, else
+    0."""
     return [1.0 if _THOUGHT.match(as_text(completion)) else 0.0 for completion in completions]
 
 

@@ -145,12 +145,12 @@ class DecodeAttention:
 
     @property
     def positions(self) -> Tensor:
-        """[b, 1]."""
+        """The new tokens' positions, [b, 1]."""
         return self.at.unsqueeze(1)
 
     @functools.cached_property
     def places(self) -> tuple[Tensor, Tensor]:
-        """Where a row's new token is stored: its slot, and its position there."""
+        """The places of the rows' new tokens in the cache: slots [b], and positions there [b]."""
         return torch.arange(len(self.at), device=self.at.device), self.at
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,7 +262,7 @@ class PrefillAttention:
 
     @property
     def positions(self) -> Tensor:
-        """[1, T]."""
+        """The tokens' positions, [1, T]."""
         return self.packed.positions
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,7 +298,8 @@ class PrefillAttention:
             raise PrefillDone
 
     def route(self, number: int, _router: Any, _args: tuple, out: tuple) -> None:
-        """As :meth:`DecodeAttention.route`. Those of the last layer are not made, nor needed."""
+        """Stores a router's choices, see :meth:`DecodeAttention.route`. The last layer's router
+        does not run in a prefill, and its choices are not needed."""
         kept = self.kv_cache.experts
         if kept:
             kept[number].index_put_(self.places, out[2].to(kept[number].dtype)[self.sources])

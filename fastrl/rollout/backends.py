@@ -223,7 +223,7 @@ def make_backend(
     process: int = 0,
     keep_experts: bool = False,
 ) -> RolloutBackend:
-    """By a configuration's ``rollout_backend``.
+    """The backend that a configuration's ``rollout_backend`` names.
 
     Raises:
         ValueError: experts are to be kept by ``model.generate``.

@@ -36,8 +36,8 @@ class LogitsProcessors(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, ends: Tensor, vocabulary: int) -> LogitsProcessors:
-        """Those of sampling parameters, on the host. End tokens outside the vocabulary never
-        match."""
+        """The processors that sampling parameters ask for, on the host. End tokens outside the
+        vocabulary never match."""
         ends = ends[ends < vocabulary]
         barred = always = stops = None
         if params.min_new_tokens or params.suppress_tokens:
@@ -66,7 +66,7 @@ class LogitsProcessors(NamedTuple):
         return self[:6]
 
     def as_numbers(self) -> tuple:
-        """All values, of those on the host: equal where two are the same."""
+        """All values of processors on the host as a tuple, equal where two calls have the same."""
         lists = [None if x is None else str(x.tolist()) for x in self[6:]]  # type: ignore[attr-defined]
         return *self.numbers(), *lists
 
@@ -153,7 +153,7 @@ class DrawFromHead:
     def __call__(
         self, state: SlotState, _seen: Tensor | None, attention: DecodeAttention, keys: Tensor
     ) -> tuple[fastrl_kernels.SampledTokens, Tensor | None]:
-        """As that of :class:`DrawFromLogits`."""
+        """The draws of the slots' next tokens, and the values of the present ones."""
         runner = self.model_runner
         hidden, values = runner.decode_hidden(state.token, state.position, attention)
         return runner.fused_draw.draw(hidden, keys, self.temperature), values
@@ -178,10 +178,11 @@ class DecodeStep:
         self.from_head = DrawFromHead(model_runner, processors)
 
     def __call__(self, bucket: int, span: int) -> None:
-        """
+        """Generates one token in each of the first slots.
+
         Args:
-            bucket: how many slots.
-            span: bounds the tokens per slot, the new one included.
+            bucket: the number of slots.
+            span: a bound of the tokens per slot, the new one included.
         """
         slots, processors = self.slots, self.processors
         state = slots.state.first(bucket)

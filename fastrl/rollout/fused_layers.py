@@ -54,7 +54,7 @@ class JoinedProducts:
 
     @property
     def layers(self) -> list[Any]:
-        """Those of now: adapters may have come since."""
+        """The layers that the owner has now: adapters may have come since."""
         return [getattr(self.owner, name) for name in self.names]
 
     def join(self) -> None:
@@ -256,7 +256,8 @@ class TabulatedRotary:
         return cos, sin
 
     def _computed(self, x: Tensor, length: int) -> Tensor:
-        """By rows of one position, as decode steps have them."""
+        """Cosines and sines of ``length`` positions, computed in rows of one position, as decode
+        steps have them."""
         with torch.inference_mode(False), torch.no_grad():  # or it could not be renewed
             positions = torch.arange(length, device=x.device).unsqueeze(1)
             return torch.stack(self.own_forward(x, positions)).squeeze(2)
@@ -446,7 +447,7 @@ def _fits(layer: Any) -> bool:
 
 
 def _is_silu(function: Callable[[Tensor], Tensor]) -> bool:
-    """As which the activation has different names."""
+    """Whether an activation is SiLU, judged by its values since it has different names."""
     x = torch.linspace(-4, 4, 5)
     return torch.allclose(function(x), F.silu(x), rtol=0, atol=1e-6)
 

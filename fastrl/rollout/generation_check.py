@@ -97,7 +97,7 @@ def _differs(model: Any, plain: Any, layout: Layout, padded: bool, first: bool) 
 
 
 def _off(plain: Any, expected: Tensor, found: Tensor) -> float | None:
-    """By how much log-probs differ; None where it is no more than they are rounded."""
+    """The amount by which log-probs differ; None where it is no more than rounding."""
     same = torch.isfinite(expected) & torch.isfinite(found)
     if not same.any():
         return None
@@ -125,7 +125,8 @@ def _of_forward(plain: Any, prompt: Tensor) -> Tensor:
 
 
 def _log_probs(model: Any, layout: Layout, prompts: list[Tensor]) -> Tensor:
-    """Of every next token [B, steps, V], where each prompt goes on with the same tokens."""
+    """Log-probs [B, steps, V] of every next token, where each prompt goes on with the same
+    tokens."""
     padded = pad(prompts, 0, layout.prompts_padded)
     inputs = {name: x.to(model.device) for name, x in padded.items()}
     front = layout.in_front(inputs["input_ids"].shape[1])

@@ -54,7 +54,7 @@ class LayerShape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Kept of a token."""
+        """The numbers that are kept of a token."""
         return self.heads * (self.key_width + (0 if self.latent else self.value_width))
 
 
@@ -126,7 +126,7 @@ class KVCache:
         return of_tokens + 2 * state_bytes(layers)  # those of prompts apart
 
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
+        """All tensors that are kept."""
         return [*self._of_tokens, *self.states.values(), *self.of_prompts.values()]
 
     @property
@@ -203,7 +203,7 @@ class Moves(NamedTuple):
 
     @classmethod
     def of(cls, moves: Sequence[tuple[int, int]], device: torch.device) -> Moves:
-        """From pairs (from, to)."""
+        """The moves of pairs (from, to) of slots."""
         return cls(*to_device(torch.tensor(moves).t().contiguous(), device))
 
 

@@ -245,7 +245,7 @@ class ModelRunner:
 
 
 def _attends(layer: Any) -> bool:
-    """Of a layer of the model's cache: whether it has keys and values."""
+    """Whether a layer of the model's cache has keys and values."""
     return getattr(layer, "keys", None) is not None
 
 
@@ -387,7 +387,7 @@ def _side_by_side(weights: list[nn.Parameter], dtype: torch.dtype) -> list[Any]:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Where fp32 weights and biases of plain products are kept."""
+    """The fp32 weights and biases of plain products: their modules, names and parameters."""
     for module in model.modules():
         plain = type(module) in _PRODUCTS and not nn.utils.parametrize.is_parametrized(module)
         if plain and not is_packed(module):
