@@ -153,7 +153,7 @@ def _from_main(message: str) -> str:
 
 
 def _name() -> str:
-    """Of this program in errors, which may be those of one process."""
+    """The program's name in errors, with the process's number where there are several."""
     count = process_count()
     return "fastrl" if count == 1 else f"fastrl (process {process_index()} of {count})"
 

@@ -573,7 +573,7 @@ class PPOConfig:
         return self.batch_size // self.group_size
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings in one flat dict; nested keys are joined by "/"."""
+        """All settings as one flat dict; nested keys are joined by "/"."""
         return flatten_dict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     def _apply_deprecated_names(self) -> None:

@@ -67,7 +67,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
-    """As :func:`masked_whiten` over all elements."""
+    """(x - mean)/std over all elements, see :func:`masked_whiten`."""
     return masked_whiten(values, torch.ones_like(values, dtype=torch.bool), shift_mean)
 
 

@@ -337,9 +337,10 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
 
 
 def _check_names(config: type, taken: Collection[str], given: Mapping[str, Any]) -> None:
-    """
+    """Checks the names of settings that a configuration is given.
+
     Args:
-        taken: the names that its ``__init__`` has.
+        taken: the names that the configuration's ``__init__`` has.
 
     Raises:
         TypeError: a setting that no version has, with the nearest.

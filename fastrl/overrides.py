@@ -117,7 +117,7 @@ def overridden(trainer: Any) -> frozenset[str]:
 
 
 def not_called(trainer: type) -> dict[str, str]:
-    """Of a class of trainers: methods of TRL's that training does not call, and what to use."""
+    """The methods of TRL's that training by a class of trainers does not call, and what to use."""
     bases = (NOT_CALLED.get(each.__name__, {}) for each in trainer.__mro__ if not _is_users(each))
     return {name: instead for base in bases for name, instead in base.items()}
 

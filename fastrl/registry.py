@@ -105,7 +105,8 @@ POLICY_LOSS_NAMES = Registry(
 def own_functions(
     policy_loss: str | None = None, advantage: str | None = None
 ) -> list[tuple[str, Callable[..., Any]]]:
-    """Those of a user's among the entries that settings name, and what each is in words."""
+    """The user's own functions among the entries that settings name, each behind what it is in
+    words."""
     row, function = POLICY_LOSSES.get(policy_loss or ""), _GROUPS.get(advantage or "")
     found = [("policy loss", policy_loss, row.function if row else None)]
     found.append(("advantage", advantage, None if advantage in _OURS else function))

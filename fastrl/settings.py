@@ -88,7 +88,7 @@ def kept_setting(text: str, default: Any = None) -> Any:
 
 
 def kept_settings(config: Any) -> dict[str, Any]:
-    """Those of :func:`kept_setting` that were set."""
+    """The settings by :func:`kept_setting` that were set, by name."""
     own = (x for x in dataclasses.fields(config) if not x.init and "help" in x.metadata)
     return {x.name: getattr(config, x.name) for x in own if getattr(config, x.name) != x.default}
 

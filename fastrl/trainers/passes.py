@@ -47,11 +47,12 @@ def too_long(most: int, what: str, tokens: int) -> ValueError:
 
 
 def check_sizes(sizes: Iterable[int], most: int, name: str, data: str = "training") -> None:
-    """
+    """Checks that a pass can hold the longest of the data.
+
     Args:
-        sizes: tokens of each of the data.
-        name: of one of them, for the error.
-        data: what they are for.
+        sizes: tokens of each datum.
+        name: the name of a datum, for the error.
+        data: what the data are for.
 
     Raises:
         ValueError: a pass could not hold the longest.
@@ -154,7 +155,7 @@ class DeferredGradients:
 
 
 def in_order(found: Iterable[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
-    """What was found of parts, in the order of their indices."""
+    """Joins the results of parts in the order of their indices."""
     first, *others = found
     if not others:
         return first
@@ -164,7 +165,7 @@ def in_order(found: Iterable[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Any]:
-    """Of dropout."""
+    """The states of torch's generators, from which dropout draws: host's and the device's."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 

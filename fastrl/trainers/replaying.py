@@ -63,7 +63,8 @@ class Player(ABC):
             )
 
     def check_same(self, own: Mapping[str, Any], then: Mapping[str, Any]) -> None:
-        """
+        """Checks that the trainer's settings are the run's.
+
         Args:
             own, then: settings by name, the trainer's and the run's.
 

@@ -420,7 +420,7 @@ class RewardTrainer(SupervisedTrainer):
         return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
 
     def _rewards(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Of all chosen sides, then of all rejected ones, [2B, labels]."""
+        """Rewards [2B, labels] of all chosen sides, then of all rejected ones."""
         chosen, rejected = (
             unpadded(inputs[f"input_ids_{side}"], inputs[f"attention_mask_{side}"])
             for side in SIDES
@@ -450,7 +450,7 @@ class RewardTrainer(SupervisedTrainer):
         return self._padding_free
 
     def _losses(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:
-        """Of each pair, [B, labels]."""
+        """The loss of each pair, [B, labels]."""
         if margin is not None:  # [B] or [B, 1]: of a pair, the same for all its labels
             margin = margin.reshape(len(margin), -1).expand_as(chosen).flatten()
         return fastrl_kernels.reward_loss(
@@ -491,7 +491,7 @@ class RewardTrainer(SupervisedTrainer):
         *,
         num_print_samples: int | None = None,
     ) -> dict[str, float]:
-        """As in ``Trainer``, after printing ``num_print_samples`` pairs."""
+        """Evaluates as ``Trainer`` does, after printing ``num_print_samples`` pairs."""
         if num_print_samples is None:
             num_print_samples = getattr(self.args, "num_print_samples", 4)
         which = self.eval_dataset if eval_dataset is None else eval_dataset

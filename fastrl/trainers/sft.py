@@ -481,7 +481,7 @@ class SFTTrainer(SupervisedTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """As in ``Trainer``, but without logits if only the loss is needed."""
+        """A batch's loss, logits and labels, as in ``Trainer``; only the loss if that is needed."""
         if "compute_loss" in self.overrides:
             return self.predicted_by_own_loss(model, inputs, prediction_loss_only)
         inputs = self.ready_batch(inputs)

@@ -144,7 +144,7 @@ class ShardedTrainer(OpenTrainer):
         spread(self._plain_model)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Those that a run changes, by name: of an adapter its own."""
+        """The weights that a run changes, by name: where there is an adapter, the adapter's."""
         model = self._plain_model
         named = dict(model.named_parameters())
         if hasattr(model, "peft_config"):

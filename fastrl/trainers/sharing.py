@@ -55,7 +55,8 @@ class SharedBatches(BatchSampler):
         return min(self.batch_size, len(self.sampler) - number * self.batch_size)  # type: ignore[arg-type]
 
     def _own(self, sizes: Sequence[int]) -> Sequence[int]:
-        """Of examples of these sizes; how many they are does not depend on these."""
+        """The indices of this process's share of examples of these sizes; how many there are does
+        not depend on the sizes."""
         return self.processes.balanced(sizes)[self.processes.index]
 
 

@@ -283,8 +283,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, *given: Any, **named: Any
     ) -> Any:
-        """As TRL's: :meth:`prepare_data`, for subclasses that override this. What they return may
-        be prepared, or not yet.
+        """Calls :meth:`prepare_data` under TRL's name, for subclasses that override this. What they
+        return may be prepared, or not yet.
 
         Args:
             given, named: see :meth:`_preparing`; and ``dataset_name``, "train" or another.
@@ -312,7 +312,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         return model
 
     def get_train_dataloader(self) -> DataLoader:
-        """As in ``Trainer``; several processes share the batches that one would draw.
+        """The loader of training, as in ``Trainer``; processes share the batches that one would
+        draw.
 
         Raises:
             ValueError: the examples make no batch, so that no step would be taken.
@@ -374,7 +375,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         return {**super().own_state(), "last": self._last}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With the metrics of training since the last log, or else those of that log."""
+        """Logs, with the metrics of training since the last log, or else those of that log."""
         if "loss" in logs or "train_loss" in logs:
             metrics: Any = self._metrics["train"]
             self._last |= metrics.take(self.processes)
@@ -449,14 +450,14 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
 
     @property
     def lowest_precision(self) -> torch.dtype:
-        """In which forwards compute, where weights are in float32."""
+        """The dtype in which forwards compute, where weights are in float32."""
         return torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
 
     @property
     def share(self) -> float:
-        """By what the mean loss of a pass is multiplied, so that the mean over the processes of
-        their passes' sum is that of all their examples, and so is the mean over the batches of a
-        step: 1 for a batch in one pass, but for the last step of an epoch."""
+        """The factor of a pass's mean loss, by which the mean over processes of their passes' sum
+        is that of all their examples, and so is the mean over the batches of a step: 1 for a batch
+        in one pass, but for the last step of an epoch."""
         of_all = 1.0 if self._part is None else self._part * self.processes.count
         return of_all * self._of_batch
 
@@ -470,7 +471,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         return super().get_test_dataloader(self.prepare_eval_data(test_dataset))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``Trainer``, but ``eval_loss`` is a mean over all losses that were
+        """Evaluates as ``Trainer`` does, but ``eval_loss`` is a mean over all losses that were
         :meth:`held_out`, and does not depend on batches and processes."""
         losses: list[Tensor] = []
         self._losses_so_far = losses
@@ -556,7 +557,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
 
 
 def trained_identity(trainer: Any) -> dict[str, Any]:
-    """What of a trainer's model and tokenizer must be the same where a run resumes."""
+    """Facts of a trainer's model and tokenizer that must be the same where a run resumes."""
     if trainer.is_deepspeed_enabled:  # weights are spread over processes
         return {"weights": {}}
     model = trainer.accelerator.unwrap_model(trainer.model)
