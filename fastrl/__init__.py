@@ -12,91 +12,97 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastrl import alignment, core, patch
-    from fastrl.config import PPOConfig
-    from fastrl.core import LengthSampler, set_seed
+    from fastrl import alignment as alignment
+    from fastrl import core as core
+    from fastrl import patch as patch
+    from fastrl.config import PPOConfig as PPOConfig
+    from fastrl.core import LengthSampler as LengthSampler
+    from fastrl.core import set_seed as set_seed
+    from fastrl.data.trl_rows import ConstantLengthDataset as ConstantLengthDataset
+    from fastrl.data.trl_rows import apply_chat_template as apply_chat_template
     from fastrl.data.trl_rows import (
-        ConstantLengthDataset,
-        apply_chat_template,
-        conversations_formatting_function,
-        extract_prompt,
-        is_conversational,
-        maybe_apply_chat_template,
-        maybe_convert_to_chatml,
-        maybe_extract_prompt,
-        maybe_unpair_preference_dataset,
-        pack_dataset,
-        unpair_preference_dataset,
+        conversations_formatting_function as conversations_formatting_function,
     )
+    from fastrl.data.trl_rows import extract_prompt as extract_prompt
+    from fastrl.data.trl_rows import is_conversational as is_conversational
+    from fastrl.data.trl_rows import maybe_apply_chat_template as maybe_apply_chat_template
+    from fastrl.data.trl_rows import maybe_convert_to_chatml as maybe_convert_to_chatml
+    from fastrl.data.trl_rows import maybe_extract_prompt as maybe_extract_prompt
+    from fastrl.data.trl_rows import (
+        maybe_unpair_preference_dataset as maybe_unpair_preference_dataset,
+    )
+    from fastrl.data.trl_rows import pack_dataset as pack_dataset
+    from fastrl.data.trl_rows import unpair_preference_dataset as unpair_preference_dataset
+    from fastrl.models import AutoModelForCausalLMWithValueHead as AutoModelForCausalLMWithValueHead
     from fastrl.models import (
-        AutoModelForCausalLMWithValueHead,
-        AutoModelForSeq2SeqLMWithValueHead,
-        CausalLMPolicy,
-        PreTrainedModelWrapper,
+        AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead,
     )
-    from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
-    from fastrl.ppo import PPOTrainer
-    from fastrl.ppo.guards import TrainingDiverged
-    from fastrl.ref_model import create_reference_model
-    from fastrl.registry import group_advantage, register_policy_loss
-    from fastrl.rollout import GenerateEngine, RolloutEngine, RolloutOutput, SamplingParams
-    from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult
-    from fastrl.run.metrics import JsonlCallback
-    from fastrl.run.progress import ProgressCallback
-    from fastrl.scripts.arguments import (
-        DatasetConfig,
-        DatasetMixtureConfig,
-        DPOScriptArguments,
-        RewardScriptArguments,
-        ScriptArguments,
-        SFTScriptArguments,
-        get_dataset,
-    )
-    from fastrl.scripts.best_of_n import BestOfNSampler
-    from fastrl.scripts.callbacks import (
-        LogCompletionsCallback,
-        RichProgressCallback,
-        SyncRefModelCallback,
-    )
-    from fastrl.scripts.chat_format import (
-        SIMPLE_CHAT_TEMPLATE,
-        SIMPLE_SFT_CHAT_TEMPLATE,
-        clone_chat_template,
-        setup_chat_format,
-    )
-    from fastrl.scripts.model_config import (
-        ModelConfig,
-        get_kbit_device_map,
-        get_peft_config,
-        get_quantization_config,
-    )
-    from fastrl.scripts.parser import TrlParser, init_zero_verbose
-    from fastrl.scripts.rewards import (
-        accuracy_reward,
-        get_soft_overlong_punishment,
-        reasoning_accuracy_reward,
-        think_format_reward,
-    )
-    from fastrl.scripts.text_environment import TextEnvironment, TextHistory
-    from fastrl.trainers import (
-        DataCollatorForCompletionOnlyLM,
-        RewardConfig,
-        RewardDataCollatorWithPadding,
-        RewardTrainer,
-        SFTConfig,
-        SFTTrainer,
-        compute_accuracy,
-    )
-    from fastrl.trl.dpo import DPOTrainer
-    from fastrl.trl.dpo_config import DPOConfig
-    from fastrl.trl.grpo import GRPOConfig, GRPOTrainer
-    from fastrl.trl.kto import KTOTrainer
-    from fastrl.trl.kto_config import KTOConfig
-    from fastrl.trl.ppo import PPOv2Trainer
-    from fastrl.trl.ppo_config import PPOv2Config
-    from fastrl.trl.rloo import RLOOConfig, RLOOTrainer
-    from fastrl.trl.rloo_v1 import RLOOv1Config, RLOOv1Trainer
-    from fastrl.trl.rollout_func import TRLRollouts
+    from fastrl.models import CausalLMPolicy as CausalLMPolicy
+    from fastrl.models import PreTrainedModelWrapper as PreTrainedModelWrapper
+    from fastrl.patch import TRLPatch as TRLPatch
+    from fastrl.patch import patch_trl as patch_trl
+    from fastrl.patch import unpatch_trl as unpatch_trl
+    from fastrl.ppo import PPOTrainer as PPOTrainer
+    from fastrl.ppo.guards import TrainingDiverged as TrainingDiverged
+    from fastrl.ref_model import create_reference_model as create_reference_model
+    from fastrl.registry import group_advantage as group_advantage
+    from fastrl.registry import register_policy_loss as register_policy_loss
+    from fastrl.rollout import GenerateEngine as GenerateEngine
+    from fastrl.rollout import RolloutEngine as RolloutEngine
+    from fastrl.rollout import RolloutOutput as RolloutOutput
+    from fastrl.rollout import SamplingParams as SamplingParams
+    from fastrl.run.callbacks import Evaluation as Evaluation
+    from fastrl.run.callbacks import TrainCallback as TrainCallback
+    from fastrl.run.callbacks import TrainResult as TrainResult
+    from fastrl.run.metrics import JsonlCallback as JsonlCallback
+    from fastrl.run.progress import ProgressCallback as ProgressCallback
+    from fastrl.scripts.arguments import DatasetConfig as DatasetConfig
+    from fastrl.scripts.arguments import DatasetMixtureConfig as DatasetMixtureConfig
+    from fastrl.scripts.arguments import DPOScriptArguments as DPOScriptArguments
+    from fastrl.scripts.arguments import RewardScriptArguments as RewardScriptArguments
+    from fastrl.scripts.arguments import ScriptArguments as ScriptArguments
+    from fastrl.scripts.arguments import SFTScriptArguments as SFTScriptArguments
+    from fastrl.scripts.arguments import get_dataset as get_dataset
+    from fastrl.scripts.best_of_n import BestOfNSampler as BestOfNSampler
+    from fastrl.scripts.callbacks import LogCompletionsCallback as LogCompletionsCallback
+    from fastrl.scripts.callbacks import RichProgressCallback as RichProgressCallback
+    from fastrl.scripts.callbacks import SyncRefModelCallback as SyncRefModelCallback
+    from fastrl.scripts.chat_format import SIMPLE_CHAT_TEMPLATE as SIMPLE_CHAT_TEMPLATE
+    from fastrl.scripts.chat_format import SIMPLE_SFT_CHAT_TEMPLATE as SIMPLE_SFT_CHAT_TEMPLATE
+    from fastrl.scripts.chat_format import clone_chat_template as clone_chat_template
+    from fastrl.scripts.chat_format import setup_chat_format as setup_chat_format
+    from fastrl.scripts.model_config import ModelConfig as ModelConfig
+    from fastrl.scripts.model_config import get_kbit_device_map as get_kbit_device_map
+    from fastrl.scripts.model_config import get_peft_config as get_peft_config
+    from fastrl.scripts.model_config import get_quantization_config as get_quantization_config
+    from fastrl.scripts.parser import TrlParser as TrlParser
+    from fastrl.scripts.parser import init_zero_verbose as init_zero_verbose
+    from fastrl.scripts.rewards import accuracy_reward as accuracy_reward
+    from fastrl.scripts.rewards import get_soft_overlong_punishment as get_soft_overlong_punishment
+    from fastrl.scripts.rewards import reasoning_accuracy_reward as reasoning_accuracy_reward
+    from fastrl.scripts.rewards import think_format_reward as think_format_reward
+    from fastrl.scripts.text_environment import TextEnvironment as TextEnvironment
+    from fastrl.scripts.text_environment import TextHistory as TextHistory
+    from fastrl.trainers import DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM
+    from fastrl.trainers import RewardConfig as RewardConfig
+    from fastrl.trainers import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
+    from fastrl.trainers import RewardTrainer as RewardTrainer
+    from fastrl.trainers import SFTConfig as SFTConfig
+    from fastrl.trainers import SFTTrainer as SFTTrainer
+    from fastrl.trainers import compute_accuracy as compute_accuracy
+    from fastrl.trl.dpo import DPOTrainer as DPOTrainer
+    from fastrl.trl.dpo_config import DPOConfig as DPOConfig
+    from fastrl.trl.grpo import GRPOConfig as GRPOConfig
+    from fastrl.trl.grpo import GRPOTrainer as GRPOTrainer
+    from fastrl.trl.kto import KTOTrainer as KTOTrainer
+    from fastrl.trl.kto_config import KTOConfig as KTOConfig
+    from fastrl.trl.ppo import PPOv2Trainer as PPOv2Trainer
+    from fastrl.trl.ppo_config import PPOv2Config as PPOv2Config
+    from fastrl.trl.rloo import RLOOConfig as RLOOConfig
+    from fastrl.trl.rloo import RLOOTrainer as RLOOTrainer
+    from fastrl.trl.rloo_v1 import RLOOv1Config as RLOOv1Config
+    from fastrl.trl.rloo_v1 import RLOOv1Trainer as RLOOv1Trainer
+    from fastrl.trl.rollout_func import TRLRollouts as TRLRollouts
 
 try:
     __version__ = metadata.version("fastrl-lm")
@@ -116,95 +122,6 @@ for _name, _said in (
     ("kernels.hf_hub", "kernels-community/quantization-bitsandbytes"),
 ):
     logging.getLogger(_name).addFilter(partial(_is_not_about, _said))
-
-__all__ = [
-    "SIMPLE_CHAT_TEMPLATE",
-    "SIMPLE_SFT_CHAT_TEMPLATE",
-    "AutoModelForCausalLMWithValueHead",
-    "AutoModelForSeq2SeqLMWithValueHead",
-    "BestOfNSampler",
-    "CausalLMPolicy",
-    "ConstantLengthDataset",
-    "DPOConfig",
-    "DPOScriptArguments",
-    "DPOTrainer",
-    "DataCollatorForCompletionOnlyLM",
-    "DatasetConfig",
-    "DatasetMixtureConfig",
-    "Evaluation",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "GenerateEngine",
-    "JsonlCallback",
-    "KTOConfig",
-    "KTOTrainer",
-    "LengthSampler",
-    "LogCompletionsCallback",
-    "ModelConfig",
-    "PPOConfig",
-    "PPOTrainer",
-    "PPOv2Config",
-    "PPOv2Trainer",
-    "PreTrainedModelWrapper",
-    "ProgressCallback",
-    "RLOOConfig",
-    "RLOOTrainer",
-    "RLOOv1Config",
-    "RLOOv1Trainer",
-    "RewardConfig",
-    "RewardDataCollatorWithPadding",
-    "RewardScriptArguments",
-    "RewardTrainer",
-    "RichProgressCallback",
-    "RolloutEngine",
-    "RolloutOutput",
-    "SFTConfig",
-    "SFTScriptArguments",
-    "SFTTrainer",
-    "SamplingParams",
-    "ScriptArguments",
-    "SyncRefModelCallback",
-    "TRLPatch",
-    "TRLRollouts",
-    "TextEnvironment",
-    "TextHistory",
-    "TrainCallback",
-    "TrainResult",
-    "TrainingDiverged",
-    "TrlParser",
-    "__version__",
-    "accuracy_reward",
-    "alignment",
-    "apply_chat_template",
-    "clone_chat_template",
-    "compute_accuracy",
-    "conversations_formatting_function",
-    "core",
-    "create_reference_model",
-    "extract_prompt",
-    "get_dataset",
-    "get_kbit_device_map",
-    "get_peft_config",
-    "get_quantization_config",
-    "get_soft_overlong_punishment",
-    "group_advantage",
-    "init_zero_verbose",
-    "is_conversational",
-    "maybe_apply_chat_template",
-    "maybe_convert_to_chatml",
-    "maybe_extract_prompt",
-    "maybe_unpair_preference_dataset",
-    "pack_dataset",
-    "patch",
-    "patch_trl",
-    "reasoning_accuracy_reward",
-    "register_policy_loss",
-    "set_seed",
-    "setup_chat_format",
-    "think_format_reward",
-    "unpair_preference_dataset",
-    "unpatch_trl",
-]
 
 _HOMES = {
     "fastrl.alignment": (),
@@ -294,6 +211,7 @@ _HOMES = {
     "fastrl.trl.kto_config": ("KTOConfig",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = ["__version__", "alignment", "core", "patch", *_HOME_OF]
 
 if not TYPE_CHECKING:  # or a type checker would accept any name
 
