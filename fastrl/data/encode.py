@@ -431,9 +431,9 @@ def encode_prompt(
     return text, ids
 
 
-def encode_text(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
+def encode_text(text: str, tokenizer: Any) -> list[int]:
     """The token ids of a whole text, see :meth:`Encoder.text`."""
-    return Encoder(tokenizer).text(text, chat)
+    return Encoder(tokenizer).text(text)
 
 
 def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:

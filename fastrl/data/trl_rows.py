@@ -137,9 +137,7 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def pack_dataset(
-    dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None
-) -> Any:
+def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd") -> Any:
     """Rows of ``input_ids`` in rows of ``seq_length`` tokens, see
     :func:`fastrl.data.sft_packing.packed`."""
     return packed(dataset, seq_length, strategy)

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from fastrl.models.host_memory import to_device
 
 UNKNOWN = -1  # in the place of an expert: the router chooses
-_DTYPE = torch.int16  # of choices
 
 
 class Routes(Protocol):

@@ -71,24 +71,22 @@ class Ledger:
     """Writes the ledger of a run, one file for so many steps.
 
     A file holds whole steps, the first and the last in its name:
-    ``steps-000001-000020.parquet``. Its metadata are the ``facts``, the versions of libraries and
-    the machine.
+    ``steps-000001-000020.parquet``. Its metadata are the versions of libraries, the machine and
+    ``facts``, what else is to be noted, as JSON, of all rows of a file.
 
     Args:
         folder: of the files; made with the first of them.
         every: steps at whose multiples a file is written; those since then are in memory.
-        facts: what else to note, as JSON: of all rows of a file.
 
     Raises:
         ValueError: ``every`` below 1.
     """
 
-    def __init__(
-        self, folder: str | Path, every: int = 20, facts: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, every: int = 20) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
-        self.folder, self.every, self.facts = Path(folder), every, dict(facts or {})
+        self.folder, self.every = Path(folder), every
+        self.facts: dict[str, Any] = {}
         self._rows: list[pa.Table] = []  # of the steps that are not written yet
         self._unsynced: list[Path] = []
         self._versions = versions()
