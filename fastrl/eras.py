@@ -310,7 +310,7 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
         kind = type(self)
         settings = {x.name for x in dataclasses.fields(kind) if x.init}
         parsed = _PARSED.get(kind, {}) if settings <= given.keys() else {}
-        given = {**_THEIRS.get(config, {}), **parsed, **flags_of(kind), **given}
+        given = {**_THEIRS.get(config, {}), **parsed, **_FLAGS.get(kind, {}), **given}
         _check_names(kind, taken, given)
         every = eras_of(kind)
         fields = {
@@ -427,15 +427,11 @@ def _note(era: Era, now: Mapping[str, Any]) -> str:
     return f"{'changes nothing' if era.kind == IDLE else 'today'}: {era.today}"
 
 
-# Settings of other versions that a command line gave, by the class that they are for; and of a
-# program's, those that are no fields: one that is made with all fields is a copy of what it parsed.
+# Settings of other versions that the command line being read gives, by the class that they are
+# for; and of a program's, those that are no fields: one that is made with all fields is a copy of
+# what it parsed.
 _FLAGS: dict[type, dict[str, Any]] = {}
 _PARSED: dict[type, dict[str, Any]] = {}
-
-
-def flags_of(config: type) -> dict[str, Any]:
-    """What the command line that is being read says for a configuration."""
-    return _FLAGS.get(config, {})
 
 
 @contextmanager

@@ -118,12 +118,7 @@ def refused(default: Any, remedy: str) -> Any:
 def refusals(config: Any) -> dict[str, tuple[Any, str]]:
     """The settings of a configuration that are not honoured: their defaults and remedies; those
     that its class lists in ``not_supported`` are of a base."""
-    found = _of_base(config, "not_supported")
-    for each in dataclasses.fields(config):
-        text = each.metadata.get("help")
-        if isinstance(text, _Remedy):
-            found[each.name] = (each.default, text[len(_REFUSED) : -1])
-    return found
+    return _helped_by(config, _Remedy, len(_REFUSED), "not_supported")
 
 
 def check_refused(config: Any) -> None:
@@ -157,21 +152,22 @@ def idle(default: Any, instead: str) -> Any:
 def idle_settings(config: Any) -> dict[str, tuple[Any, str]]:
     """The settings of a configuration that change nothing: their defaults, and what to use; those
     that its class lists in ``changes_nothing`` are of a base."""
-    found = _of_base(config, "changes_nothing")
-    for each in dataclasses.fields(config):
-        text = each.metadata.get("help")
-        if isinstance(text, _Likeness):
-            found[each.name] = (each.default, text[len(_IDLE) : -1])
-    return found
+    return _helped_by(config, _Likeness, len(_IDLE), "changes_nothing")
 
 
-def _of_base(config: Any, table: str) -> dict[str, tuple[Any, str]]:
-    listed: Mapping[str, str] = getattr(config, table, {})
+def _helped_by(config: Any, kind: type[str], begin: int, table: str) -> dict[str, tuple[Any, str]]:
+    """The settings that a configuration's class lists in ``table``, and those with this kind of
+    help: their defaults, and the text of the list, or the help from ``begin`` to its full stop."""
     fields = {each.name: each for each in dataclasses.fields(config)}
+    listed: Mapping[str, str] = getattr(config, table, {})
+    texts = {name: text for name, text in listed.items() if name in fields}  # versions differ
+    for name, each in fields.items():
+        if isinstance(text := each.metadata.get("help"), kind):
+            texts[name] = text[begin:-1]
     return {
-        name: (field.default_factory() if callable(field.default_factory) else field.default, text)
-        for name, text in listed.items()
-        if (field := fields.get(name)) is not None  # versions of transformers differ
+        name: (each.default_factory() if callable(each.default_factory) else each.default, text)
+        for name, text in texts.items()
+        for each in (fields[name],)
     }
 
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
 from fastrl.commands.memory import longest_text, most_in_a_pass
 from fastrl.data.collators import ID_COLUMNS, SIDES
-from fastrl.run.folder import RunFolder
 from fastrl.settings import setting_like
 from fastrl.trainers.reward import RewardConfig
 
@@ -34,44 +33,40 @@ class RewardFlags(CommandFlags, RewardConfig):
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
     """Trains, saves and reports."""
-    with job.claimed(flags) as folder:
-        return _train(job, flags, folder)
-
-
-def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, Any]:
     from fastrl.data.reads_eos import load_from_adapter
     from fastrl.models.load import load_reward_model
     from fastrl.trainers.reward import RewardTrainer
 
-    peft_config = job.lora_config("SEQ_CLS")
-    train, held_out, tokenizer = job.begin(flags)
-    model = load_reward_model(job.model, **job.loading(flags))
-    load_from_adapter(model, job.model)
-    trainer = RewardTrainer(
-        model,
-        flags,
-        None,
-        train,
-        held_out,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
-    pairs: Any = trainer.eval_dataset
+    with job.claimed(flags) as folder:
+        peft_config = job.lora_config("SEQ_CLS")
+        train, held_out, tokenizer = job.begin(flags)
+        model = load_reward_model(job.model, **job.loading(flags))
+        load_from_adapter(model, job.model)
+        trainer = RewardTrainer(
+            model,
+            flags,
+            None,
+            train,
+            held_out,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
+        pairs: Any = trainer.eval_dataset
 
-    def results(metrics: dict[str, float]) -> dict[str, float]:
-        accuracy = held_out_accuracy(metrics["eval_accuracy"], len(pairs))
-        return {"held_out_loss": metrics["eval_loss"], **accuracy}
+        def results(metrics: dict[str, float]) -> dict[str, float]:
+            accuracy = held_out_accuracy(metrics["eval_accuracy"], len(pairs))
+            return {"held_out_loss": metrics["eval_loss"], **accuracy}
 
-    return fit(
-        trainer,
-        folder,
-        job,
-        flags,
-        description="reward",
-        title=f"{job.model}: rewards from {job.dataset}",
-        results=results,
-        lengths=lambda: (_longest(trainer, flags),),
-    )
+        return fit(
+            trainer,
+            folder,
+            job,
+            flags,
+            description="reward",
+            title=f"{job.model}: rewards from {job.dataset}",
+            results=results,
+            lengths=lambda: (_longest(trainer, flags),),
+        )
 
 
 def _longest(trainer: Any, flags: RewardFlags) -> int:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.commands.memory import longest_text
-from fastrl.run.folder import RunFolder
 from fastrl.settings import setting, setting_like
 from fastrl.trainers.sft import SFTConfig
 
@@ -37,40 +36,36 @@ class SFTFlags(CommandFlags, SFTConfig):
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
     """Trains, saves and reports."""
-    with job.claimed(flags) as folder:
-        return _train(job, flags, folder)
-
-
-def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
     from fastrl.data.collators import DataCollatorForCompletionOnlyLM
     from fastrl.models.load import load_language_model
     from fastrl.trainers.sft import SFTTrainer
 
-    peft_config = job.lora_config("CAUSAL_LM")
-    train, held_out, tokenizer = job.begin(flags)
-    trainer = SFTTrainer(
-        load_language_model(job.model, **job.loading(flags), trainable=True),
-        flags,
-        None
-        if job.response_template is None
-        else DataCollatorForCompletionOnlyLM(job.response_template, tokenizer=tokenizer),
-        train,
-        held_out,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
+    with job.claimed(flags) as folder:
+        peft_config = job.lora_config("CAUSAL_LM")
+        train, held_out, tokenizer = job.begin(flags)
+        trainer = SFTTrainer(
+            load_language_model(job.model, **job.loading(flags), trainable=True),
+            flags,
+            None
+            if job.response_template is None
+            else DataCollatorForCompletionOnlyLM(job.response_template, tokenizer=tokenizer),
+            train,
+            held_out,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
 
-    def results(metrics: dict[str, float]) -> dict[str, float]:
-        loss = metrics["eval_loss"]
-        return {"held_out_loss": loss, "held_out_perplexity": math.exp(min(loss, 700.0))}
+        def results(metrics: dict[str, float]) -> dict[str, float]:
+            loss = metrics["eval_loss"]
+            return {"held_out_loss": loss, "held_out_perplexity": math.exp(min(loss, 700.0))}
 
-    return fit(
-        trainer,
-        folder,
-        job,
-        flags,
-        description="SFT",
-        title=f"{job.model}: SFT on {job.dataset}",
-        results=results,
-        lengths=lambda: (longest_text(trainer.train_dataset, "input_ids"),),
-    )
+        return fit(
+            trainer,
+            folder,
+            job,
+            flags,
+            description="SFT",
+            title=f"{job.model}: SFT on {job.dataset}",
+            results=results,
+            lengths=lambda: (longest_text(trainer.train_dataset, "input_ids"),),
+        )

@@ -91,7 +91,8 @@ def _parts(x: Any) -> Iterator[Any]:
         yield from x.values()
     elif not isinstance(x, ModuleType):
         yield type(x)
-        if type(x).__module__ == "__main__" or is_users(getattr(_module_of(x), "__file__", None)):
+        home = sys.modules.get(type(x).__module__)
+        if type(x).__module__ == "__main__" or is_users(getattr(home, "__file__", None)):
             yield from getattr(x, "__dict__", {}).values()
 
 
@@ -135,10 +136,6 @@ def _imported(node: ast.AST, importer: str, folders: tuple[str, ...]) -> Iterato
         names = [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]
     for folder in (beside, *folders) if absolute else (beside,):
         yield from (os.path.join(folder, *name.split(".")) for name in names if name)
-
-
-def _module_of(x: Any) -> ModuleType | None:
-    return sys.modules.get(type(x).__module__)
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -22,7 +22,7 @@ from fastrl.data.chat import as_messages, check_messages, is_chat, template_argu
 from fastrl.data.columns import read_label, refuse_pictures
 from fastrl.data.encode import Encoder
 from fastrl.data.padding_free import PaddingFree, right_padded
-from fastrl.data.tables import each_row, is_stream, list_as_dataset, row_number
+from fastrl.data.tables import each_row, first_row, is_stream, list_as_dataset, row_number
 from fastrl.data.token_batch import Padded, TokenBatch
 
 PAIR = ("chosen", "rejected")
@@ -52,7 +52,7 @@ def prepare_pairs_of_ids(
         ValueError: other columns, images, no row, messages without a role or a content.
     """
     dataset, options = _keyed(dataset, tokenizer), _map_options(dataset, num_proc)
-    row = _first(dataset)
+    row = first_row(dataset)
     if all(name in row for name in OF_A_PAIR):
         return _within(_cut(dataset, OF_A_PAIR, cuts, tokenizer, options), longest_prompt, options)
     _check(row, PAIR)
@@ -84,7 +84,7 @@ def prepare_completions_of_ids(
     Further arguments and errors are those of :func:`prepare_pairs_of_ids`.
     """
     dataset, options = _keyed(dataset, tokenizer), _map_options(dataset, num_proc)
-    row = _first(dataset)
+    row = first_row(dataset)
     if not all(name in row for name in OF_A_COMPLETION):
         paired = all(name in row for name in PAIR)
         _check(row, PAIR if paired else ("prompt", "completion", "label"))
@@ -241,13 +241,6 @@ def _keyed(dataset: Any, tokenizer: Any) -> Any:
 
 def _map_options(dataset: Any, num_proc: int | None) -> dict[str, Any]:
     return {} if is_stream(dataset) else {"num_proc": num_proc}
-
-
-def _first(dataset: Any) -> Mapping[str, Any]:
-    row = next(iter(dataset), None)
-    if row is None:
-        raise ValueError("the data set has no row")
-    return row
 
 
 def _check(row: Mapping[str, Any], columns: Sequence[str]) -> None:

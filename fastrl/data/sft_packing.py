@@ -82,8 +82,7 @@ def _wrapped(texts: dict[str, list[Any]], room: int) -> dict[str, list[Any]]:
 
 
 def _packed_group(texts: dict[str, list[Any]], room: int) -> dict[str, list[Any]]:
-    groups = PackedTexts(_Columns(texts), room)
-    return groups[:]
+    return PackedTexts(_Columns(texts), room)[:]
 
 
 class _Columns(dict):

@@ -391,7 +391,7 @@ def _read_files(files: list[Path]) -> Dataset:
         with _quiet():
             table = datasets.load_dataset(
                 kind,
-                data_files=list(map(_literal, files)),
+                data_files=[glob.escape(str(file)) for file in files],  # they are no patterns
                 split="train",
                 **options,
             )
@@ -472,11 +472,6 @@ def _as_in_files(table: Dataset, files: list[Path]) -> Dataset:
     for name in names:
         table = _with_column(table, name, [row.get(name) for row in rows])
     return table.select_columns(order)
-
-
-def _literal(file: Path) -> str:
-    """A path as a pattern that matches it alone."""
-    return glob.escape(str(file))
 
 
 @contextlib.contextmanager

@@ -136,17 +136,13 @@ class RewardAdapter(nn.Module):
     def forward(self, peft_model: Any, inputs: dict[str, Any]) -> Tensor:
         """Scores [B, T, labels] of a batch; the LM head does not run."""
         with evaluating(peft_model), acting(peft_model, REWARD_ADAPTER):
-            hidden = _body(peft_model)(**inputs, use_cache=False).last_hidden_state
+            body = peft_model.get_base_model().base_model  # adapters included
+            hidden = body(**inputs, use_cache=False).last_hidden_state
             return self.score(hidden.to(self.score.weight.dtype))
 
 
 def _of_head(key: str) -> bool:
     return key.rpartition(".")[0].rpartition(".")[2] == "score"
-
-
-def _body(peft_model: Any) -> Any:
-    """The model under the LM head, adapters included."""
-    return peft_model.get_base_model().base_model
 
 
 def _load(peft_model: Any, config: Any, weights: dict[str, Tensor], path: str) -> None:

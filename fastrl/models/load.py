@@ -122,7 +122,8 @@ def load_language_model(
             f"the adapter in {checkpoint.folder} is a reward model's (task_type SEQ_CLS, or a "
             "head for it), not a language model's: name the folder of a language model"
         )
-    if not whole and checkpoint.may_be_empty() and loads_once():
+    plain = checkpoint.adapter is None and set(checkpoint.options) <= _OF_EMPTY
+    if plain and not whole and loads_once():
         return checkpoint.empty(loader)
     model, missing = checkpoint.load(loader, *model_args, trainable=trainable)
     check_causal(model)
@@ -429,10 +430,6 @@ class _Checkpoint:
         with safe_open(file, framework="pt") as tensors:
             of_whole = any(".language_model." in key for key in tensors.keys())  # noqa: SIM118
         return loader if of_whole else AutoModelForCausalLM
-
-    def may_be_empty(self) -> bool:
-        """Whether it is a whole model, loaded with nothing but a few plain options."""
-        return self.adapter is None and set(self.options) <= _OF_EMPTY
 
     def empty(self, loader: Any) -> Any:
         """The model with its buffers, but without memory for its weights."""

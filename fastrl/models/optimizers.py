@@ -197,7 +197,8 @@ def keep_state(
     """
     if isinstance(optimizer, MasterWeights):
         return optimizer
-    packages = _packages_of(optimizer)
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    packages = [kind.__module__.partition(".")[0] for kind in kinds]
     package = packages[0]
     by_blocks = any(each in _BY_BLOCKS for each in packages)
     if spread and by_blocks:
@@ -330,13 +331,6 @@ def _decay(name: str, given: dict[str, str]) -> float:
 def _of_groups(name: str) -> dict[str, Any] | None:
     """The arguments of an optimizer of groups of weights; None for any other."""
     return next((of for begin, of in _OF_GROUPS.items() if name.startswith(begin)), None)
-
-
-def _packages_of(optimizer: Any) -> list[str]:
-    """The packages of an optimizer's class and of those that it is derived from, but for the base
-    class of all."""
-    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
-    return [kind.__module__.partition(".")[0] for kind in kinds]
 
 
 def _package(name: str) -> tuple[str | None, str | None]:

@@ -244,8 +244,6 @@ def model_identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
         model: of transformers or PEFT, or a wrapper of fastrl around one.
         tokenizer: None where there is none.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     plain = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(x, "task_type", None) == "SEQ_CLS" for x in adapters):
@@ -254,7 +252,7 @@ def model_identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
     frozen = {**plain, **scales(model)}
     return {
         "model": type(getattr(model, "pretrained_model", model)).__name__,
-        "vocabulary": getattr(text, "vocab_size", None),
+        "vocabulary": getattr(text_config(model), "vocab_size", None),
         "tokenizer": "none" if tokenizer is None else _tokens(tokenizer),
         "frozen weights": checksum(frozen),
     }

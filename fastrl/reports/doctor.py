@@ -513,13 +513,10 @@ def _where(curve: Series) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {shown}{more}"
 
 
-def _counts_nonfinite(key: str) -> bool:
-    return "nonfinite" in key or "nan_samples" in key
-
-
 @check("non-finite numbers", "ppo/nonfinite_minibatches", "learning_rate", least=1)
 def _nonfinite(run: RunCurves) -> Finding | None:
-    counts = {key: run.read([key]) for key in run.metrics() if _counts_nonfinite(key)}
+    names = [key for key in run.metrics() if "nonfinite" in key or "nan_samples" in key]
+    counts = {key: run.read([key]) for key in names}
     told = [
         f"{key} {sum(curve.values):g} ({_where(curve)})"
         for key, curve in counts.items()

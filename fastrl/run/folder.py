@@ -136,7 +136,8 @@ class RunFolder:
                 interrupt.args = (f"interrupted; {self._way_on()}",)
             raise
         finally:
-            self._drop_empty_checkpoints()
+            if _is_empty(self.checkpoints):  # transformers' Trainer always makes it
+                self.checkpoints.rmdir()
             self.lock.release()
             if not any(self.path.iterdir()):
                 self.path.rmdir()
@@ -146,12 +147,6 @@ class RunFolder:
         if last is None:
             return "there is no checkpoint yet: --resume (resume=True) begins anew"
         return f"the newest checkpoint is {last}: --resume (resume=True) continues from there"
-
-    def _drop_empty_checkpoints(self) -> None:
-        """Removes the folder of checkpoints, which transformers' Trainer always makes, if it is
-        empty."""
-        if _is_empty(self.checkpoints):
-            self.checkpoints.rmdir()
 
     def _check_contents(self, resume: bool, overwrite: bool) -> None:
         names = [p.name for p in self._entries()]

@@ -51,7 +51,10 @@ def save_tree(tree: Mapping[str, Any], folder: Path, processes: Processes | None
             _save(folder / f"{name}.safetensors", tensors)
         if shares:
             own = {place: share for place, share in shares.items() if _writes(share)}
-            places = {place: json.dumps(_bounds(region_of(x))) for place, x in own.items()}
+            places = {
+                place: json.dumps([[x.start, x.stop] for x in region_of(share)])
+                for place, share in own.items()
+            }
             parts = {place: x.to_local().detach().cpu().contiguous() for place, x in own.items()}
             _save(_share(folder, name, processes.index, processes.count), parts, places)
     if processes.is_main:
@@ -183,10 +186,6 @@ def _writes(tensor: Any) -> bool:
     place = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
     first = all(index == 0 for index, placement in place if placement.is_replicate())
     return first and tensor.to_local().numel() > 0
-
-
-def _bounds(region: Region) -> list[list[int]]:
-    return [[x.start, x.stop] for x in region]
 
 
 def _within(region: list[slice] | Region, other: Region) -> Region:
