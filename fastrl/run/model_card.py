@@ -8,6 +8,7 @@ import enum
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -211,8 +212,8 @@ def complete_card(folder: Path, dataset: Any, results: Mapping[str, Any]) -> Non
     """Adds to the card in a folder the run's data set, where it is on the Hub, and its results."""
     with contextlib.suppress(FileNotFoundError):
         card = read_card(folder)
-        if isinstance(dataset, str) and _is_hub_id(dataset) and not os.path.exists(dataset):
-            card.data.datasets = [dataset]
+        if found := _on_the_hub(dataset):
+            card.data.datasets = found
         if "## Results" not in card.text:
             card.text = card.text.rstrip() + "\n" + _results(results)
         _write(folder, _card(card.text, **card.data.to_dict()))
@@ -360,8 +361,12 @@ class OwnModelCard:
         tags: Any = None,
         model_name: str | None = None,
         finetuned_from: str | None = None,
-        *_: Any,
-        **__: Any,
+        tasks: Any = None,
+        dataset_tags: Any = None,
+        dataset: Any = None,
+        dataset_args: Any = None,
+        *,
+        dataset_name: str | None = None,
     ) -> None:
         """Writes ``README.md`` to the output folder.
 
@@ -371,7 +376,17 @@ class OwnModelCard:
             tags: one or several, beside fastrl's.
             model_name: by default the folder's name; ``hub_model_id`` takes precedence.
             finetuned_from: the base model, if the model does not name one.
+            dataset_tags, dataset_name: the data sets, by transformers' name and by TRL's; the card
+                names those that are ids of the Hub.
+            tasks, dataset, dataset_args: in transformers' cards alone; a warning says so.
         """
+        unread = {"tasks": tasks, "dataset": dataset, "dataset_args": dataset_args}
+        if names := [name for name, value in unread.items() if value is not None]:
+            warnings.warn(
+                f"fastrl's model card does not show {' and '.join(names)}: name data sets on the "
+                "Hub by dataset_tags, and write the rest into README.md",
+                stacklevel=2,
+            )
         if self.accelerator.is_main_process:
             name = getattr(self, "hub_model_id", None) or model_name
             self.write_card(
@@ -381,6 +396,7 @@ class OwnModelCard:
                 license=license,
                 language=language,
                 tags=[tags] if isinstance(tags, str) else tags or (),
+                datasets=_on_the_hub(dataset_tags) + _on_the_hub(dataset_name),
             )
 
     def card_settings(self) -> dict[str, Any]:
@@ -491,6 +507,13 @@ def _base_of(inner: Any, adapters: dict[str, Any]) -> str | None:
 
 def _is_hub_id(base: str | None) -> bool:
     return base is not None and bool(_HUB_ID.fullmatch(base)) and not os.path.isdir(base)
+
+
+def _on_the_hub(datasets: Any) -> list[str]:
+    """Of a data set, or of several, those that are ids of the Hub."""
+    named = datasets if isinstance(datasets, (list, tuple)) else [datasets]
+    texts = [x for x in named if isinstance(x, str)]
+    return [x for x in texts if _is_hub_id(x) and not os.path.exists(x)]
 
 
 def _adapter_name(adapters: dict[str, Any]) -> str:

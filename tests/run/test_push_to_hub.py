@@ -103,8 +103,9 @@ def test_the_best_model_is_pushed_as_privately_as_asked_for(calls):
     assert calls[1][2] is True
 
 
-def test_a_supervised_trainer_pushes_fastrls_card_to_a_private_repository(calls, tmp_path):
-    trainer = SFTTrainer(
+@pytest.fixture
+def sft(tmp_path):
+    return SFTTrainer(
         tiny_models.language_model(),
         SFTConfig(
             output_dir=str(tmp_path / "sft"),
@@ -116,11 +117,27 @@ def test_a_supervised_trainer_pushes_fastrls_card_to_a_private_repository(calls,
         train_dataset=[{"text": "w3 w4"}] * 2,
         processing_class=tiny.tokenizer(),
     )
-    trainer.push_to_hub()
+
+
+def test_a_supervised_trainer_pushes_fastrls_card_to_a_private_repository(calls, sft):
+    sft.push_to_hub()
     _, created, uploaded = calls
     assert created == ("create", "org/sft", True)
     assert "supervised fine-tuning (SFT)" in uploaded[3]
     assert 'from_pretrained("org/sft")' in uploaded[3]
+
+
+@pytest.mark.parametrize("name", ["dataset_name", "dataset_tags"])
+def test_a_pushed_card_names_the_data_set_that_push_to_hub_is_given(calls, sft, name):
+    sft.push_to_hub(**{name: "org/texts"})
+    assert "datasets:\n- org/texts" in calls[-1][3]
+
+
+def test_a_card_warns_by_name_of_what_it_does_not_show(calls, sft):
+    with pytest.warns(UserWarning, match="does not show tasks and dataset_args"):
+        sft.create_model_card(tasks="text-generation", dataset_args="train")
+    with pytest.raises(TypeError, match="licence"):
+        sft.create_model_card(licence="mit")
 
 
 def test_a_pushed_checkpoint_has_its_value_head(calls, tmp_path):
