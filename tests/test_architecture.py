@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {
-    "fastrl": ROOT / "fastrl",
-    "fastrl_kernels": ROOT / "kernels" / "torch-ext" / "fastrl_kernels",
-    "benchmarks": ROOT / "benchmarks",
-}
+from tests.house import budget
+from tests.house.measures import measured
+from tests.house.source import FOLDERS, ROOT, here, room
+
 # From low to high; a room imports what stands in a lower line, and itself.
 LAYERS = (
     {"config", "core", "eras", "nearest", "overrides", "registry", "settings", "timing"}
@@ -44,45 +41,13 @@ RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 TOGETHER = LAYERS[0]  # single files: they may import each other
 
 
-def modules() -> dict[str, Path]:
-    """Files by the name that they are imported by."""
-    found = {}
-    for package, folder in PACKAGES.items():
-        for path in sorted(folder.rglob("*.py")):
-            parts = [package, *path.relative_to(folder).with_suffix("").parts]
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-MODULES = modules()
+MODULES = here().modules
 
 
 @cache
 def trees() -> dict[str, ast.Module]:
     """What each file holds; read by the worker that asks."""
-    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
-
-
-def imports(name: str, nodes: Callable[[ast.AST], Iterable[ast.AST]]) -> set[str]:
-    """The modules of the two packages that a module imports, in these nodes of its tree."""
-    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
-    for node in nodes(trees()[name]):
-        if isinstance(node, ast.Import):
-            asked = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parents, *([base] if base else [])])
-            asked = [f"{base}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for each in asked:
-            while each and each not in MODULES:
-                each = each.rpartition(".")[0]
-            found.add(each)
-    return found - {name, ""}
+    return {name: here().tree(name) for name in MODULES}
 
 
 def executed(node: ast.AST) -> Iterator[ast.AST]:
@@ -100,19 +65,13 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
 @cache
 def graph() -> dict[str, set[str]]:
     """The imports of each module."""
-    return {name: imports(name, executed) for name in MODULES}
+    return {name: here().imports(name, executed(here().tree(name))) for name in MODULES}
 
 
 @cache
 def named() -> dict[str, set[str]]:
     """The imports of each module, with those of type checkers."""
-    return {name: imports(name, ast.walk) for name in MODULES}
-
-
-def room(name: str) -> str:
-    """Of "fastrl.data.batch" "data"; of a module of the kernels their package."""
-    package, *rest = name.split(".")
-    return rest[0] if package == "fastrl" and rest else package
+    return {name: here().imports(name) for name in MODULES}
 
 
 def reachable(start: str, known: dict[str, set[str]] | None = None) -> dict[str, str]:
@@ -149,7 +108,7 @@ def test_the_graph_is_that_of_the_packages():
     assert sum(map(len, graph().values())) > 400
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", FOLDERS)
 def test_no_file_imports_itself_by_way_of_others(package):
     names = [name for name in MODULES if name.split(".")[0] == package]
     circles = {frozenset(found): " → ".join(found) for name in names if (found := circle(name))}
@@ -174,6 +133,16 @@ def test_rooms_import_what_is_lower_and_name_its_types_alone():
             if here == "patch" or RANK.get(there, len(LAYERS)) >= RANK.get(here, -1):
                 wrong.append(f"{name} imports {other}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_larger_than_its_budget_and_budgets_follow_what_falls():
+    now, ceilings = budget.numbers(measured(here())), budget.read()
+    found = budget.above(ceilings, now) + budget.below(ceilings, now)
+    assert not found, "\n".join(found)
+
+
+def test_a_ceiling_that_was_raised_has_its_reason():
+    assert not (found := budget.raised(budget.read(), budget.versions())), "\n".join(found)
 
 
 def test_the_kernels_know_nothing_of_fastrl():
@@ -335,7 +304,7 @@ def test_what_counts_as_writing(source, found):
 
 def test_contributors_are_told_of_every_room():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rooms = {x.name for x in PACKAGES["fastrl"].iterdir() if (x / "__init__.py").is_file()}
+    rooms = {x.name for x in (ROOT / "fastrl").iterdir() if (x / "__init__.py").is_file()}
     assert {x for x in rooms if f" {x}/" not in text} == set()
     order = text.partition("in this order: ")[2].partition(";")[0]
     named = [{x.strip() for x in line.split(",")} for line in order.split("<")]

@@ -1,0 +1,272 @@
+"""What is counted in the sources of a checkout."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from typing import Any
+
+from tests.house.source import Class, Function, Source, room
+
+KINDS = ("code", "docstring", "comment", "blank", "imports")
+TRAINERS = (
+    *("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "DPOTrainer", "KTOTrainer", "SFTTrainer"),
+    *("RewardTrainer", "PPOv2Trainer", "RLOOv1Trainer", "alignment.Trainer"),
+)
+
+
+def kinds_of_lines(source: Source, name: str) -> list[str]:
+    """The kind of each physical line, one of :data:`KINDS`. What stands inside a docstring, an
+    import statement or a string is of its kind, blank or not."""
+    lines = source.modules[name].read_text(encoding="utf-8").splitlines()
+    found = [
+        "blank" if not line.strip() else "comment" if line.lstrip().startswith("#") else "code"
+        for line in lines
+    ]
+    spans = [("imports", x) for x in source.nodes(name, ast.Import, ast.ImportFrom)]
+    texts = source.nodes(name, ast.Constant, ast.JoinedStr)
+    spans += [("code", x) for x in texts if x.end_lineno > x.lineno]
+    spans += [("docstring", x.body[0]) for x in documented(source, name)]
+    for kind, node in spans:
+        found[node.lineno - 1 : node.end_lineno] = [kind] * (node.end_lineno - node.lineno + 1)
+    return found
+
+
+def documented(source: Source, name: str) -> list[Any]:
+    """The module itself, its classes and its functions, as far as they have a docstring."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [x for x in source.nodes(name, *kinds) if ast.get_docstring(x, clean=False) is not None]
+
+
+def lines(source: Source) -> dict[str, dict[str, int]]:
+    """Lines by room, and in these by kind; single files beside the rooms are together one, named
+    "single files"."""
+    rooms, found = packages(source), defaultdict[str, Counter[str]](Counter)
+    for name in source.ours:
+        home = room(name) if room(name) in rooms else "single files"
+        found[home].update(kinds_of_lines(source, name))
+    return {name: {kind: each[kind] for kind in KINDS} for name, each in sorted(found.items())}
+
+
+def packages(source: Source) -> set[str]:
+    """The rooms of the top floor that are folders."""
+    deeper = {room(name) for name in source.ours if name.count(".") > 1}
+    own = {room(x) for x in source.ours if source.modules[x].name == "__init__.py"}
+    return deeper | own - {"fastrl"}
+
+
+# Words in names of fields that say what is known of samples, one entry for each of them.
+_COLUMNS = {
+    *("prompt", "prompts", "query", "queries", "response", "responses", "completion"),
+    *("completions", "sequences", "texts", "said", "ids", "logprobs", "values", "kls", "returns"),
+    *("advantages", "reward", "rewards", "score", "scores", "weights", "mask", "masks", "chosen"),
+    *("penalties", "total", "function", "experts", "entropies", "rollout", "examples", "judged"),
+}
+_ROWS = re.compile(r"\b(Tensor|list|tuple|Sequence|Mapping|dict)\b")
+
+
+def containers(source: Source) -> list[Class]:
+    """The classes that hold rows of samples: public records (dataclasses, named tuples, dicts with
+    attributes) of at least two columns, which no setting declares. A column is a field for tensors,
+    sequences or mappings whose name has a word of :data:`_COLUMNS`, or a field for another
+    container; and a record with a container above it is one. Records of one row, such as a prompt
+    with its responses, are among them."""
+    found: dict[str, Class] = {}
+    while True:
+        new = {
+            each.node.name: each
+            for each in source.classes
+            if each.node.name not in found and _holds_rows(each, set(found))
+        }
+        if not new:
+            return list(found.values())
+        found |= new
+
+
+def _holds_rows(each: Class, known: set[str]) -> bool:
+    node = each.node
+    bases = {re.split(r"[.[]", ast.unparse(base).removeprefix("typing."))[0] for base in node.bases}
+    record = any("dataclass" in ast.unparse(x) for x in node.decorator_list)
+    if node.name.startswith("_") or not (record or bases & {"NamedTuple", "TypedDict", "dict"}):
+        return False
+    if bases & known:
+        return True
+    fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
+    for method in each.methods:
+        if method.name == "__init__":
+            fields += [x for x in ast.walk(method) if isinstance(x, ast.AnnAssign)]
+    count = 0
+    for field in fields:
+        if isinstance(field.value, ast.Call) and "setting" in ast.unparse(field.value.func):
+            return False
+        name, kind = ast.unparse(field.target).removeprefix("self."), ast.unparse(field.annotation)
+        column = set(name.split("_")) & _COLUMNS and _ROWS.search(kind) and "Callable" not in kind
+        count += bool(column or set(re.findall(r"\w+", kind)) & known)
+    return count >= 2
+
+
+def trainers(source: Source) -> dict[str, dict[str, int]]:
+    """For each public trainer: our classes above it; the methods of all of them and itself, and
+    those that more than one of them defines; and the attributes of ``self`` that one of their files
+    sets and another, which does not set them, reads."""
+    found = {}
+    for name in TRAINERS:
+        where, _, last = name.rpartition(".")
+        homes = [x for x in source.classes if x.node.name == last and where in x.module]
+        homes = [x for x in homes if not x.module.startswith("fastrl.patch")]
+        if len(homes) == 1:
+            line = source.mro(homes[0])
+            methods = Counter(x for each in line for x in {m.name for m in each.methods})
+            found[name] = {
+                "bases": len(line) - 1,
+                "methods": len(methods),
+                "defined again": sum(count > 1 for count in methods.values()),
+                "attributes": len(foreign_attributes(line)),
+            }
+    return found
+
+
+def foreign_attributes(line: list[Class]) -> set[str]:
+    """The attributes of ``self`` that a class of these sets in one file and another reads in a file
+    that does not set them; methods and properties are none."""
+    written: dict[str, set[str]] = defaultdict(set)
+    read: dict[str, set[str]] = defaultdict(set)
+    for each in line:
+        for method in each.methods:
+            own = method.args.args[0].arg if method.args.args else ""
+            for node in ast.walk(method):
+                if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == own:
+                    of = read if isinstance(node.ctx, ast.Load) else written
+                    of[node.attr].add(each.module)
+    methods = {method.name for each in line for method in each.methods}
+    return {name for name in written if read[name] - written[name]} - methods
+
+
+def defined_twice(source: Source) -> dict[str, list[str]]:
+    """Functions and classes at the top of modules whose name is defined in several files, with
+    these."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for name in source.ours:
+        tops = {x.name for x in source.tree(name).body if isinstance(x, (Function, ast.ClassDef))}
+        for each in tops:
+            homes[each].append(source.file(name))
+    return {name: files for name, files in sorted(homes.items()) if len(files) > 1}
+
+
+# A docstring that begins so says of something that is not named, or of something that only its
+# signature names.
+_DANGLING = {
+    *("Of", "Those", "That", "These", "Such", "Some", "Also", "As", "By", "Likewise", "Ditto"),
+    *("With", "Without", "From", "For", "In", "At", "On", "To", "Into", "Behind", "Between"),
+    *("Beside", "Like", "Within"),
+}
+_VERBS = re.compile(
+    r"\b(is|are|has|have|does|do|can|may|must|will|gives|returns|replaces|takes|reads|writes)\b"
+)
+_SUBORDINATE = re.compile(
+    r"\b(which|that|who|whose|whom|where|what|whether|as|how|however|if|when|but)\b"
+)
+
+
+def is_fragment(docstring: str) -> bool:
+    """Whether a docstring begins with a fragment, which cannot be understood alone: with one of the
+    words of :data:`_DANGLING`, and no main clause behind the first comma, as "For
+    each sample, returns its score" has. Phrases of nouns ("The loss", "Log-probs of the tokens")
+    and indirect questions ("Whether", "What", "How many") are none."""
+    sentence = re.split(r"(?<=[.:;!?])\s", docstring.strip().split("\n\n")[0])[0]
+    first = re.match(r"[A-Za-z]+", sentence)
+    if first is None or first[0] not in _DANGLING:
+        return False
+    _, comma, rest = sentence.partition(",")
+    return not (comma and _VERBS.search(_SUBORDINATE.split(rest)[0]))
+
+
+def fragments(source: Source) -> list[str]:
+    """Where docstrings begin with a fragment, with their first line."""
+    found = []
+    for name in source.ours:
+        for node in documented(source, name):
+            text = ast.get_docstring(node)
+            if is_fragment(text):
+                line = node.body[0].lineno
+                found.append(f"{source.file(name)}:{line}: {text.splitlines()[0]}")
+    return found
+
+
+def settings(source: Source) -> list[str]:
+    """Fields of classes that functions of settings.py declare, or functions that return what these
+    return."""
+    returned = {
+        (name.endswith(".settings"), node.name, _called(x.value))
+        for name in source.ours
+        for node in source.tree(name).body
+        if isinstance(node, ast.FunctionDef)
+        for x in node.body
+        if isinstance(x, ast.Return)
+    }
+    makers = {"field"}
+    for _ in range(3):
+        makers |= {
+            function
+            for declares, function, called in returned
+            if called in makers and (called != "field" or declares)
+        }
+    fields = (
+        (each.node.name, x)
+        for each in source.classes
+        for x in each.node.body
+        if isinstance(x, ast.AnnAssign) and _called(x.value) in makers - {"field"}
+    )
+    return [f"{name}.{ast.unparse(x.target)}" for name, x in fields]
+
+
+def _called(node: ast.AST | None) -> str:
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def circles(source: Source) -> list[str]:
+    """The files that import themselves by way of others, imports for type checkers among them, and
+    those between two circles."""
+    # The package's own names are loaded when they are asked for.
+    arrows = {(x, y) for x in source.ours if x != "fastrl" for y in source.imports(x)}
+    count = len(arrows) + 1
+    while len(arrows) < count:
+        count = len(arrows)
+        inside = {x for x, _ in arrows} & {y for _, y in arrows}
+        arrows = {arrow for arrow in arrows if inside.issuperset(arrow)}
+    return sorted({x for x, _ in arrows})
+
+
+def tests(source: Source) -> dict[str, int]:
+    """The files of tests/, their lines, and the functions that are tests."""
+    files = sorted((source.root / "tests").rglob("*.py"))
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    functions = re.compile(r"^\s*(?:async )?def test_", re.MULTILINE)
+    return {
+        "files": len(files),
+        "lines": sum(len(text.splitlines()) for text in texts),
+        "functions": sum(len(functions.findall(text)) for text in texts),
+    }
+
+
+def measured(source: Source) -> dict[str, Any]:
+    """All of these of a checkout, as JSON may have it."""
+    rooms = lines(source)
+    return {
+        "rooms": rooms,
+        "files": len(source.ours),
+        "top floor": {"rooms": len(rooms) - 1, "single files": _single_files(source)},
+        "containers": sorted(f"{x.module}.{x.node.name}" for x in containers(source)),
+        "trainers": trainers(source),
+        "defined twice": defined_twice(source),
+        "fragments": fragments(source),
+        "settings": len(settings(source)),
+        "circles": circles(source),
+        "tests": tests(source),
+    }
+
+
+def _single_files(source: Source) -> int:
+    return len({room(name) for name in source.ours} - packages(source))
