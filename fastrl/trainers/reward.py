@@ -39,6 +39,9 @@ from fastrl.models.reward_head import (
 )
 from fastrl.models.utils import evaluating, need_peft, without_dropout
 from fastrl.overrides import overridden
+from fastrl.plan.passes import PassSize
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import REWARD
 from fastrl.trainers.passes import fill
@@ -150,7 +153,6 @@ class RewardTrainer(SupervisedTrainer):
     args_class: ClassVar[type] = RewardConfig
     example: ClassVar[str] = "pair"
     method = REWARD
-    planned_by = staticmethod(plan_reward)
 
     def __init__(
         self,
@@ -229,6 +231,22 @@ class RewardTrainer(SupervisedTrainer):
             reads_eos.record(self.model, self._reads_eos)
         self.can_return_loss = True  # of pairs, for evaluation
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    def plan(self, tokens: int, passes: PassSize | None = None, device: str | None = None) -> Plan:
+        """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
+        without memory, in which nothing of this trainer is run or changed.
+
+        Args:
+            tokens: of the longest text of a pair, at least 2.
+            passes: plans with these; by default as the settings say.
+            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        args = self.args if passes is None else passes.of(self.args)
+        device = device or self.args.device.type
+        return plan_reward(type(self), Skeleton.of(self.model), args, tokens, device)
 
     def tokens_of(self, tokens: int) -> tuple[int, int]:
         """Tokens of a batch of such pairs, and of one, which a pass does not split."""

@@ -34,9 +34,6 @@ from fastrl.models.optimizers import check_optimizer, optimizer_name
 from fastrl.models.products import Products
 from fastrl.models.sharding import spread
 from fastrl.models.utils import NO_LIMIT, check_trainable, context_length, model_identity
-from fastrl.plan.passes import PassSize
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.deepspeed import refuse_zero3
 from fastrl.run.launcher import wait_at_most
@@ -202,7 +199,6 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     _settings: Any
     overrides: frozenset[str] = frozenset()  # what a program's subclass defines
     example: ClassVar[str]  # what errors call one
-    planned_by: ClassVar[Callable[..., Plan]]  # rehearses a trainer of the class
     # Keywords of TRL's that are not honoured, and what to use.
     refused_keywords: ClassVar[Mapping[str, str]] = {
         "compute_loss_func": "the loss is computed with the LM head; override compute_loss",
@@ -256,22 +252,6 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if dataset is not None and self.processing_class is not None and not is_stream(dataset):
             texts = getattr(dataset, "texts", dataset)  # of packed rows
             check_table(self.accelerator.unwrap_model(self.model), self.processing_class, texts)
-
-    def plan(self, tokens: int, passes: PassSize | None = None, device: str | None = None) -> Plan:
-        """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
-        without memory, in which nothing of this trainer is run or changed.
-
-        Args:
-            tokens: of the longest text, which may be one of a pair, at least 2.
-            passes: plans with these; by default as the settings say.
-            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
-
-        Returns:
-            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
-        """
-        args = self.args if passes is None else passes.of(self.args)
-        device = device or self.args.device.type
-        return self.planned_by(type(self), Skeleton.of(self.model), args, tokens, device)
 
     def check_keywords(self, **given: Any) -> None:
         """Refuses those of ``refused_keywords`` that are not None."""
