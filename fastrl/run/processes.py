@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastrl.run.breaking_off import BrokenOff, broken_off_by
 from fastrl.run.stopping import Stopped, asked
@@ -27,8 +27,9 @@ class PeerFailed(RuntimeError):
     """Another process raised an exception, or answers no more, so that this one cannot go on."""
 
 
-class Processes(Protocol):
-    """The processes that together do a run, numbered from 0.
+class Processes:
+    """The processes that together do a run, numbered from 0: one, but for
+    :class:`SeveralProcesses`.
 
     Its methods wait until every process has called the same one, but for :meth:`shares`,
     :meth:`balanced` and :meth:`all_know`.
@@ -37,32 +38,38 @@ class Processes(Protocol):
         PeerFailed: each of these, where another process answers no more, or not in time.
     """
 
-    count: int
-    index: int  # of this process
+    count, index = 1, 0  # of this process
 
     @property
     def of_machine(self) -> tuple[int, int]:
         """This process's number among those of its machine, and how many these are."""
+        return 0, 1
 
     @property
     def is_main(self) -> bool:
         """Whether this is the process that writes, prints and shows progress."""
+        return True
 
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Each process's part of some items: all are as long, but for one item."""
+        return [items]
 
     def balanced(self, sizes: Sequence[int]) -> list[Sequence[int]]:
         """Each process's part of items of these sizes, as indices: all are as long, but for one
         item, and about as large."""
+        return [range(len(sizes))]
 
     def objects(self, own: T) -> list[T]:
         """What each process has."""
+        return [own]
 
     def objects_at_main(self, own: T) -> list[T]:
         """What each process has, in the main one; in the others nothing."""
+        return [own]
 
     def from_main(self, value: T) -> T:
         """What the main process has."""
+        return value
 
     def joined(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         """The parts of all processes, one after the other.
@@ -71,16 +78,20 @@ class Processes(Protocol):
             own: this process's part, [lengths[index], ...].
             lengths: of each process's part.
         """
+        return own
 
     def sums(self, own: Tensor) -> Tensor:
         """The sum over all processes."""
+        return own
 
     def any(self, own: bool) -> bool:
         """Whether it holds in one of them."""
+        return own
 
     def one_first(self) -> AbstractContextManager[None]:
         """Context of work that one process of each machine does before the others, which then find
         what it has kept there."""
+        return nullcontext()
 
     def together(self) -> AbstractContextManager[None]:
         """Context of work that each process does by itself; behind it all go on, or none does.
@@ -88,6 +99,7 @@ class Processes(Protocol):
         Raises:
             PeerFailed: another process raised an exception in it; names both.
         """
+        return nullcontext()
 
     def shared_work(self) -> AbstractContextManager[None]:
         """Context as :meth:`together` of work that may take long: it is broken off where another
@@ -97,10 +109,12 @@ class Processes(Protocol):
             Stopped: in all processes, after a signal to one.
             PeerFailed: as in :meth:`together`.
         """
+        return nullcontext()
 
     def all_know(self, error: BaseException) -> bool:
         """Whether every process left :meth:`together` or :meth:`shared_work` with an exception,
         this one with ``error``; so that they can still do something together."""
+        return True
 
     def check_same(self, what: str, own: Mapping[str, Any]) -> None:
         """Compares what each process was started with.
@@ -110,53 +124,10 @@ class Processes(Protocol):
         """
 
 
-class OneProcess:
-    """A run that is one process."""
-
-    count, index, is_main = 1, 0, True
-    of_machine = (0, 1)
-
-    def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
-        return [items]
-
-    def balanced(self, sizes: Sequence[int]) -> list[Sequence[int]]:
-        return [range(len(sizes))]
-
-    def objects(self, own: T) -> list[T]:
-        return [own]
-
-    def objects_at_main(self, own: T) -> list[T]:
-        return [own]
-
-    def from_main(self, value: T) -> T:
-        return value
-
-    def joined(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
-        return own
-
-    def sums(self, own: Tensor) -> Tensor:
-        return own
-
-    def any(self, own: bool) -> bool:
-        return own
-
-    def one_first(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def shared_work(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def all_know(self, error: BaseException) -> bool:
-        return True
-
-    def check_same(self, what: str, own: Mapping[str, Any]) -> None:
-        """There is nothing to compare with."""
+OneProcess = Processes  # as it is called where a run is one process
 
 
-class SeveralProcesses:
+class SeveralProcesses(Processes):
     """A run of several processes, which accelerate has connected."""
 
     def __init__(self, accelerator: Accelerator):
