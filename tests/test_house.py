@@ -12,7 +12,7 @@ import pytest
 from tests.house import __main__ as house
 from tests.house import budget
 from tests.house.measures import KINDS, is_fragment, kinds_of_lines, measured
-from tests.house.source import Source
+from tests.house.source import ROOT, Source
 
 TREE = {
     "fastrl/__init__.py": '"""A library."""\n',
@@ -22,9 +22,9 @@ TREE = {
     "fastrl/low/__init__.py": '"""What is below."""\n',
     "fastrl/low/parts.py": (
         "class Parts:\n    def part(self):\n        return self\n\n\n"
-        "class Others:\n    def other(self):\n        self.known = self.unknown\n"
+        "class Others:\n    def other(self):\n        self.seen = self.known = self.unknown\n"
     ),
-    "fastrl/high/__init__.py": '"""What is above."""\n',
+    "fastrl/high/__init__.py": "from fastrl.high.ppo import PPOTrainer\n\n__all__ = []\n",
     "fastrl/high/ppo.py": (
         "from ..low import parts as of\n\n\n"
         "class PPOTrainer(of.Parts):\n    def step(self):\n        return self.part()\n"
@@ -37,7 +37,8 @@ PLANTED = {
     "a room": ("new/__init__.py", "", {"files": 1, "rooms": 1}),
     "a container": (
         "low/parts.py",
-        "@dataclass\nclass Rows:\n    texts: list[str]\n    scores: Tensor\n",
+        "@dataclass\nclass Rows:\n    texts: list[str]\n    scores: Tensor\n\n\n"
+        "@dataclass\nclass One:\n    texts: list[str]\n    count: Tensor\n",
         {"containers": 1},
     ),
     "a container above another": (
@@ -68,7 +69,8 @@ PLANTED = {
     "a base": ("low/parts.py", "class Parts(Others):\n    pass\n", {"bases": 1}),
     "an attribute": (
         "high/ppo.py",
-        "class PPOTrainer(of.Others):\n    def step(self):\n        return self.known\n",
+        "class PPOTrainer(of.Others):\n    def step(self):\n        self.seen = self.known\n"
+        "        return self.seen, self.other()\n",
         {"attributes": 1},
     ),
 }
@@ -101,7 +103,7 @@ def test_what_is_planted_is_counted_and_nothing_else(what: str, tmp_path: Path) 
 
 
 def test_each_line_is_of_one_kind(tmp_path: Path) -> None:
-    text = '"""One\n\n# two\n"""\n\nimport os  # why\nfrom os import (\n\n    path,\n)\n\n# so\n'
+    text = '"""One\n\n# two\n"""\n\nimport os  # why\nfrom os import (\n\n    path,\n)\n  \n# so\n'
     text += 'X = """\n\n#"""\n'
     source = checkout(tmp_path, {"fastrl/low.py": text, "fastrl/__init__.py": "# so\n\nX = '#'\n"})
     kinds = ["docstring"] * 4 + ["blank"] + ["imports"] * 5 + ["blank", "comment"] + ["code"] * 3
@@ -115,9 +117,16 @@ def test_methods_that_are_defined_again_and_tests_are_counted(tmp_path: Path) ->
     again = "    def part(self):\n        return 1\n"
     files = {**TREE, "fastrl/high/ppo.py": TREE["fastrl/high/ppo.py"] + again}
     found = measured(checkout(tmp_path, files))
-    assert found["trainers"]["PPOTrainer"]["defined again"] == 1
-    assert found["trainers"]["PPOTrainer"]["methods"] == 2
+    of_ppo = {"bases": 1, "methods": 2, "defined again": 1, "attributes": 0}
+    assert found["trainers"] == {"PPOTrainer": of_ppo}
+    assert found["circles"] == []
     assert found["tests"] == {"files": 1, "lines": 2, "functions": 1}
+
+
+def test_bases_are_in_pythons_order(tmp_path: Path) -> None:
+    text = "class A: pass\nclass B(A): pass\nclass C(A): pass\nclass D(B, Generic[T], C): pass\n"
+    source = checkout(tmp_path, {"fastrl/__init__.py": text})
+    assert [x.node.name for x in source.mro(source.classes[-1])] == ["D", "B", "C", "A"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +164,7 @@ def test_a_new_line_over_budget_says_what_to_do(tmp_path: Path) -> None:
     longer = {"fastrl/low/parts.py": TREE["fastrl/low/parts.py"] + "X = 1\n"}
     grown = budget.numbers(measured(checkout(tmp_path, longer)))
     lines, room = budget.above(limits, grown)
-    assert lines.startswith("lines: 23, 1 above the budget of 22: lower it, or raise it in tests/")
+    assert lines.startswith("lines: 25, 1 above the budget of 24: lower it, or raise it in tests/")
     assert room == (
         "the room low has lines: 10, 1 above the budget of 9: lower another room by as much in the "
         'same commit and write both in tests/house/budget.json, or say in its "reasons" what '
@@ -182,8 +191,8 @@ def test_a_ceiling_follows_what_has_fallen(tmp_path: Path) -> None:
 
 def test_a_ceiling_is_raised_for_a_reason_or_for_another_rooms() -> None:
     def made(lines: int, a: int, **more: object) -> dict[str, object]:
-        totals, rooms = {"lines": lines}, {"a": a, "b": lines - a}
-        return ceilings({"totals": totals, "rooms": rooms, "bases": {}, "attributes": {}}, **more)
+        tables = {"totals": {"lines": lines}, "rooms": {"a": a, "b": lines - a}}
+        return ceilings({**tables, "bases": {}, "attributes": {}, "journeys": {}}, **more)
 
     first = made(10, 4)
     assert budget.raised(made(10, 5), [first]) == []
@@ -210,6 +219,17 @@ def test_ceilings_of_before_are_read_from_the_history(
     assert [x["totals"]["files"] for x in budget.versions()] == [2, 1]
 
 
+def test_no_journey_is_longer_than_its_budget() -> None:
+    """All of them end in a formula of the kernels, in the trainer that is named."""
+    found = house.measure(ROOT, run=True)
+    for name, each in found["journeys"].items():
+        if "path" in each:
+            assert each["path"][0].endswith(f":{name.partition('.')[2]}")
+            assert each["path"][-1].startswith("fastrl_kernels/")
+    table = {"journeys": budget.numbers(found)["journeys"]}
+    assert not budget.above(budget.read(), table) + budget.below(budget.read(), table)
+
+
 def test_the_command_prints_checkouts_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +243,8 @@ def test_the_command_prints_checkouts_side_by_side(
     found = {row[0]: [x.strip() for x in row[1:] if x.strip()] for row in rows}
     assert found["lines: low"] == ["9", "11"]
     assert found["names defined twice"] == ["0", "1"]
-    assert house.main([str(tmp_path), "--list", "defined twice"]) == 0
+    assert (
+        house.main([str(tmp_path / "before.json"), str(tmp_path), "--list", "defined twice"]) == 0
+    )
     listed = capsys.readouterr().out
     assert listed == "setting: fastrl/low/more.py, fastrl/settings.py\n"

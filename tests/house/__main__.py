@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lower", action="store_true", help="let the budget follow the numbers")
     args = parser.parse_args(argv)
     if args.lower:
-        now = budget.numbers(measured(Source(ROOT)))
+        now = budget.numbers(measure(ROOT, args.run))
         budget.write(budget.lowered(budget.read(), now))
         print("\n".join(budget.above(budget.read(), now)) or f"{budget.FILE}: written")
         return 0
-    found = [_measured(path, args.run) for path in args.checkouts]
+    found = [measure(path, args.run) for path in args.checkouts]
     if args.json:
         args.json.write_text(json.dumps(found[-1], indent=1))
     if args.list:
@@ -50,7 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measured(path: Path, run: bool) -> dict[str, Any]:
+def measure(path: Path, run: bool) -> dict[str, Any]:
+    """All that is measured of a checkout, or was and stands in a file.
+
+    Args:
+        run: train tiny models, too, to see what runs.
+    """
     if path.is_file():
         return json.loads(path.read_text())
     found = measured(Source(path))

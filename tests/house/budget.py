@@ -13,13 +13,14 @@ from typing import Any
 
 FILE = Path(__file__).with_name("budget.json")
 Numbers = dict[str, dict[str, int]]
-_TABLES = ("totals", "rooms", "bases", "attributes")
+_TABLES = ("totals", "rooms", "bases", "attributes", "journeys")
 _NAME = "tests/house/budget.json"
 _FOLLOW = "`python -m tests.house --lower`"
 
 
 def numbers(measured: dict[str, Any]) -> Numbers:
-    """What of the measured has a ceiling, in tables as the budget's."""
+    """The measured numbers that have a ceiling, in tables as the budget's; journeys are among them
+    where they were run."""
     rooms = {name: sum(kinds.values()) for name, kinds in measured["rooms"].items()}
     totals = {
         "lines": sum(rooms.values()),
@@ -36,13 +37,20 @@ def numbers(measured: dict[str, Any]) -> Numbers:
         kind: {name: each[kind] for name, each in measured["trainers"].items()}
         for kind in ("bases", "attributes")
     }
-    return {"totals": totals, "rooms": rooms, **of_trainers}
+    journeys = {
+        f"{name}: {kind}": each[kind]
+        for name, each in measured.get("journeys", {}).items()
+        for kind in ("frames", "functions", "files")
+        if kind in each
+    }
+    found = {"totals": totals, "rooms": rooms, **of_trainers}
+    return {**found, "journeys": journeys} if journeys else found
 
 
 def above(budget: dict[str, Any], now: Numbers) -> list[str]:
     """What has grown beyond its ceiling, and what to do."""
     found = []
-    for table in _TABLES:
+    for table in now:
         for name, number in now[table].items():
             ceiling = budget[table].get(name)
             if ceiling is None:
@@ -57,7 +65,7 @@ def below(budget: dict[str, Any], now: Numbers) -> list[str]:
     """What has fallen so far below its ceiling that the ceiling has to follow: by more than the
     budget's share ``within``."""
     found = []
-    for table in _TABLES:
+    for table in now:
         for name, ceiling in budget[table].items():
             number = now[table].get(name)
             if number is None:
@@ -74,7 +82,7 @@ def raised(budget: dict[str, Any], past: list[dict[str, Any]]) -> list[str]:
     none as long as the ceiling of all lines has never been lower: another room gave as much."""
     found = []
     lowest = {
-        (table, name): min(each[table].get(name, ceiling) for each in [budget, *past])
+        (table, name): min(each.get(table, {}).get(name, ceiling) for each in [budget, *past])
         for table in _TABLES
         for name, ceiling in budget[table].items()
     }
@@ -91,8 +99,8 @@ def lowered(budget: dict[str, Any], now: Numbers) -> dict[str, Any]:
     """The budget with its ceilings at what is measured, where that is lower; without what is gone,
     and with what is new."""
     tables = {
-        table: {name: min(n, budget[table].get(name, n)) for name, n in now[table].items()}
-        for table in _TABLES
+        table: {name: min(n, budget[table].get(name, n)) for name, n in of_table.items()}
+        for table, of_table in now.items()
     }
     return {**budget, **tables}
 
@@ -129,6 +137,7 @@ def _what(table: str, name: str) -> str:
         "rooms": f"the room {name} has lines:",
         "bases": f"classes of ours above {name}:",
         "attributes": f"attributes that one file of {name}'s classes sets and another reads:",
+        "journeys": f"the journey through {name}:",
     }[table]
 
 

@@ -159,7 +159,7 @@ def defined_twice(source: Source) -> dict[str, list[str]]:
 _DANGLING = {
     *("Of", "Those", "That", "These", "Such", "Some", "Also", "As", "By", "Likewise", "Ditto"),
     *("With", "Without", "From", "For", "In", "At", "On", "To", "Into", "Behind", "Between"),
-    *("Beside", "Like", "Within"),
+    *("Beside", "Like", "Within", "After", "Before", "During", "Not", "So", "Always", "Once"),
 }
 _VERBS = re.compile(
     r"\b(is|are|has|have|does|do|can|may|must|will|gives|returns|replaces|takes|reads|writes)\b"
@@ -178,8 +178,8 @@ def is_fragment(docstring: str) -> bool:
     first = re.match(r"[A-Za-z]+", sentence)
     if first is None or first[0] not in _DANGLING:
         return False
-    _, comma, rest = sentence.partition(",")
-    return not (comma and _VERBS.search(_SUBORDINATE.split(rest)[0]))
+    rest = sentence.partition(",")[2]
+    return not _VERBS.search(_SUBORDINATE.split(rest)[0])
 
 
 def fragments(source: Source) -> list[str]:
@@ -187,7 +187,7 @@ def fragments(source: Source) -> list[str]:
     found = []
     for name in source.ours:
         for node in documented(source, name):
-            text = ast.get_docstring(node)
+            text = ast.get_docstring(node) or ""
             if is_fragment(text):
                 line = node.body[0].lineno
                 found.append(f"{source.file(name)}:{line}: {text.splitlines()[0]}")
