@@ -41,6 +41,13 @@ PLANTED = {
         "@dataclass\nclass One:\n    texts: list[str]\n    count: Tensor\n",
         {"containers": 1},
     ),
+    "a container by its operations": (
+        "low/parts.py",
+        "class Rows:\n    def select(self): pass\n    def joined(self): pass\n\n\n"
+        "class One:\n    def select(self): pass\n\n\n"
+        "class Any(Protocol):\n    def select(self): pass\n    def joined(self): pass\n",
+        {"containers": 1},
+    ),
     "a container above another": (
         "low/parts.py",
         "class Rows(NamedTuple):\n    texts: list[str]\n    scores: Tensor\n\n\n"

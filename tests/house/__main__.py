@@ -20,6 +20,9 @@ from tests.house import budget
 from tests.house.measures import KINDS, measured
 from tests.house.source import FOLDERS, ROOT, Source
 
+# Rooms that serve other libraries' programs, and those that look at runs from outside.
+_AROUND = {"compat", "tools", "patch", "programs", "scripts"}
+_AROUND |= {"commands", "demo", "plan", "recipes", "reports"}
 _LISTS = ("containers", "defined twice", "fragments", "circles")
 
 
@@ -103,6 +106,8 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The numbers by their names."""
     now = budget.numbers(found)
     yield from ((f"lines: {name}", n) for name, n in {**_sums(found), **now["rooms"]}.items())
+    core = (n for name, n in now["rooms"].items() if name not in _AROUND)
+    yield "lines of the core", sum(core)
     yield from now["totals"].items()
     yield "tests", found["tests"]["functions"]
     yield "files of tests", found["tests"]["files"]

@@ -63,31 +63,33 @@ _COLUMNS = {
     *("advantages", "reward", "rewards", "score", "scores", "weights", "mask", "masks", "chosen"),
     *("penalties", "total", "function", "experts", "entropies", "rollout", "examples", "judged"),
 }
+_OPERATIONS = {"select", "take", "join", "joined", "gathered", "of_all", "split"}
 _ROWS = re.compile(r"\b(Tensor|list|tuple|Sequence|Mapping|dict)\b")
 
 
 def containers(source: Source) -> list[Class]:
-    """The classes that hold rows of samples: public records (dataclasses, named tuples, dicts with
-    attributes) of at least two columns, which no setting declares. A column is a field for tensors,
-    sequences or mappings whose name has a word of :data:`_COLUMNS`, or a field for another
-    container; and a record with a container above it is one. Records of one row, such as a prompt
-    with its responses, are among them."""
-    found: dict[str, Class] = {}
+    """The classes that hold rows of samples: those that define two of :data:`_OPERATIONS`, and
+    records (dataclasses, named tuples, dicts with attributes) of at least two columns, which no
+    setting declares. A column is a field for tensors, sequences or mappings whose name has a word
+    of :data:`_COLUMNS`, or a field for another container; and a record with a container above it
+    is one. Records of one row, such as a prompt with its responses, are among them."""
+    found: list[Class] = []
     while True:
-        new = {
-            each.node.name: each
-            for each in source.classes
-            if each.node.name not in found and _holds_rows(each, set(found))
-        }
+        names = {each.node.name for each in found}
+        new = [x for x in source.classes if x not in found and _holds_rows(x, names)]
         if not new:
-            return list(found.values())
-        found |= new
+            return found
+        found += new
 
 
 def _holds_rows(each: Class, known: set[str]) -> bool:
     node = each.node
     bases = {re.split(r"[.[]", ast.unparse(base).removeprefix("typing."))[0] for base in node.bases}
     record = any("dataclass" in ast.unparse(x) for x in node.decorator_list)
+    if bases & {"Protocol"}:
+        return False
+    if len({method.name for method in each.methods} & _OPERATIONS) >= 2:
+        return True
     if node.name.startswith("_") or not (record or bases & {"NamedTuple", "TypedDict", "dict"}):
         return False
     if bases & known:
