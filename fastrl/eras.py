@@ -312,26 +312,26 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
         parsed = _PARSED.get(kind, {}) if settings <= given.keys() else {}
         given = {**_THEIRS.get(config, {}), **parsed, **_FLAGS.get(kind, {}), **given}
         _check_names(kind, taken, given)
-        every = eras_of(kind)
+        all_eras = eras_of(kind)
         fields = {
             name: kind.__dataclass_fields__[name]
             for name in fields_added_to(kind)
-            if name in every and every[name].today != name
+            if name in all_eras and all_eras[name].today != name
         }
         # A subclass's own field of another version's name keeps its value, and has its effect.
-        own = {
+        own_fields = {
             name: given.get(name, field.default)
             for name, field in fields.items()
             if name in taken and (name in given or field.default is not dataclasses.MISSING)
         }
         eras = {
             name: era
-            for name, era in every.items()
-            if name not in own or era.kind in (RENAMED, KEPT)
+            for name, era in all_eras.items()
+            if name not in own_fields or era.kind in (RENAMED, KEPT)
         }
-        now, kept = todays(kind, {**own, **given}, eras)
+        now, kept = todays(kind, {**own_fields, **given}, eras)
         vars(self).update(kept, _given={k: v for k, v in given.items() if k in eras})
-        init(self, *args, **{**now, **own})
+        init(self, *args, **{**now, **own_fields})
 
     return then
 
@@ -346,20 +346,20 @@ def _check_names(config: type, taken: Collection[str], given: Mapping[str, Any])
         TypeError: a setting that no version has, with the nearest.
         ValueError: two values, by an old name and by today's.
     """
-    eras, own = eras_of(config), _name_of(config)
+    eras, shown = eras_of(config), _name_of(config)
     for name, value in given.items():
         era = eras.get(name)
         if name not in taken and era is None:
             near = difflib.get_close_matches(name, [*taken, *eras], n=1)
             hint = f": did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{own} has no setting {name!r}{hint}")
+            raise TypeError(f"{shown} has no setting {name!r}{hint}")
         if era is None or not era.is_plain or era.kind != RENAMED or value is None:
             continue
         now = given.get(era.today)  # parsers of command lines give defaults, too
         if now not in (None, value, getattr(config, era.today, None)):
             raise ValueError(
-                f"{own} has {name}={value!r} and {era.today}={now!r}, which are one setting: leave "
-                f"{name} out"
+                f"{shown} has {name}={value!r} and {era.today}={now!r}, which are one setting: "
+                f"leave {name} out"
             )
 
 
@@ -378,7 +378,7 @@ def todays(
     old = {name: given[name] for name in given if name in eras}
     now = {name: value for name, value in given.items() if name not in old}
     kept: dict[str, Any] = {}
-    said = []
+    notes = []
     for name, value in old.items():
         era = eras[name]
         if era.today == name:  # another value of today's own setting
@@ -399,9 +399,9 @@ def todays(
             found = era.value(value, now)
             if found is not None:
                 now[era.today] = found
-        said.append(f"{name}={value!r} ({_note(era, now)})")
-    if said:
-        told = "; ".join(said)
+        notes.append(f"{name}={value!r} ({_note(era, now)})")
+    if notes:
+        told = "; ".join(notes)
         text = f"settings of other versions in {_name_of(config)}: {told}"
         warnings.warn(text, stacklevel=3)
     return now, kept
@@ -466,7 +466,7 @@ def taker_of(configs: Sequence[type], name: str) -> type | None:
 def flags_taken(configs: Sequence[type], words: Sequence[str]) -> Iterator[list[str]]:
     """:func:`settings_taken` of a command line; yields the other words."""
     rest: list[str] = []
-    found: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
     waiting = list(words)
     while waiting:
         word = waiting.pop(0)
@@ -478,8 +478,8 @@ def flags_taken(configs: Sequence[type], words: Sequence[str]) -> Iterator[list[
         if not is_one:
             bare = not waiting or waiting[0].startswith("--")
             value = "True" if bare else waiting.pop(0)
-        found[name] = value_of(value)
-    with settings_taken(configs, found):
+        taken[name] = value_of(value)
+    with settings_taken(configs, taken):
         yield rest
 
 

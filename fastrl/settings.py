@@ -256,31 +256,31 @@ def check_ranges(
         ValueError: a number or text that does not, by its setting.
         TypeError: a list that holds something else than numbers.
     """
-    for each in dataclasses.fields(kind):
-        text, value = each.metadata.get("help"), getattr(config, each.name)
-        within = getattr(text, "within", "") or of_others.get(each.name, "")
+    for entry in dataclasses.fields(kind):
+        text, value = entry.metadata.get("help"), getattr(config, entry.name)
+        within = getattr(text, "within", "") or of_others.get(entry.name, "")
         choices = getattr(text, "choices", ())
         choices = tuple(choices()) if callable(choices) else choices
         # Of a table that loads what is named by its file.
         loads = isinstance(choices, Mapping) and not isinstance(choices, dict)
-        own = "; or name a function of yours, file.py:function" if loads else ""
+        or_a_function = "; or name a function of yours, file.py:function" if loads else ""
         if value is None or not (within or choices):
             continue
         several = isinstance(value, list | tuple)
         for text in (value if several else [value]) if choices else ():
             if text not in choices:
                 raise ValueError(
-                    f"unknown {each.name} {text!r}: choose {'some' if several else 'one'} of "
-                    f"{', '.join(choices)}{own}"
+                    f"unknown {entry.name} {text!r}: choose {'some' if several else 'one'} of "
+                    f"{', '.join(choices)}{or_a_function}"
                 )
         if choices:
             continue
         for i, number in enumerate(value if several else [value]):
-            name = f"{each.name}[{i}]" if several else each.name
+            name = f"{entry.name}[{i}]" if several else entry.name
             if not is_number(number):
                 raise TypeError(f"{name} must be a number, got {number!r}")
             if not _lies(number, within):
-                nothing = " or None" if each.default is None and not several else ""
+                nothing = " or None" if entry.default is None and not several else ""
                 asked = _RANGES.get(within, f"lie in {within}")
                 if not math.isfinite(number) and within.endswith("inf)"):
                     asked += " and finite"
@@ -301,14 +301,14 @@ def _lies(number: Any, within: str) -> bool:
 @cache
 def _plain_types(kind: type) -> dict[str, tuple[type, ...]]:
     """The types of those settings that have only such as :func:`_is` tells apart."""
-    found = {}
+    plain_types = {}
     hints = typing.get_type_hints(kind)
-    for each in dataclasses.fields(kind):
-        wanted = _kinds(hints[each.name])
-        unread = isinstance(each.metadata.get("help"), (_Remedy, _Likeness))
-        if each.init and not unread and all(x in (*_NAMES, types.NoneType) for x in wanted):
-            found[each.name] = wanted
-    return found
+    for entry in dataclasses.fields(kind):
+        wanted = _kinds(hints[entry.name])
+        unread = isinstance(entry.metadata.get("help"), (_Remedy, _Likeness))
+        if entry.init and not unread and all(x in (*_NAMES, types.NoneType) for x in wanted):
+            plain_types[entry.name] = wanted
+    return plain_types
 
 
 def _is(value: Any, kind: type) -> bool:

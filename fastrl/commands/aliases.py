@@ -226,10 +226,10 @@ class Words:
         Raises:
             ValueError: an alias that is refused; two names of a setting with two values.
         """
-        found: dict[str, tuple[str, Any]] = {}
+        seen: dict[str, tuple[str, Any]] = {}
         keys: dict[str, dict[str, Any]] = {}
         left = []
-        for name, texts, own in _flags(words):
+        for name, texts, flag in _flags(words):
             alias = self.aliases.get(name)
             setting = self.settings.get(name, "") if alias is None else alias.setting
             shown = f"{place}{name.replace('_', '-') if place == '--' else name}"
@@ -243,9 +243,9 @@ class Words:
                 if now is None:
                     continue
                 if now:
-                    value, texts, own = [now], [now], [f"{own[0]}={now}"]
-                own = [own[0].replace(own[0].partition("=")[0], f"--{setting}", 1), *own[1:]]
-            before = found.setdefault(setting, (shown, value)) if setting else (shown, value)
+                    value, texts, flag = [now], [now], [f"{flag[0]}={now}"]
+                flag = [flag[0].replace(flag[0].partition("=")[0], f"--{setting}", 1), *flag[1:]]
+            before = seen.setdefault(setting, (shown, value)) if setting else (shown, value)
             if before[0] != shown and before[1] != value:
                 raise ValueError(
                     f"{before[0]} and {shown} are one setting, and have two values: leave one out"
@@ -256,9 +256,9 @@ class Words:
             if setting in self._objects:
                 self._json[setting] = " ".join(texts)
                 self._keys.pop(setting, None)
-            left += own
+            left += flag
         for setting, parts in keys.items():
-            held = _object(setting, self._json.get(setting)) if setting in found else {}
+            held = _object(setting, self._json.get(setting)) if setting in seen else {}
             for key, (shown, value) in parts.items():
                 if held.get(key, value) != value:
                     raise ValueError(

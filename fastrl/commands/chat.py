@@ -125,8 +125,8 @@ class Chat:
         if room < 1:
             print("fastrl: the conversation is longer than the model's context: /clear forgets it")
             return
-        own = self.model.generation_config
-        own.max_length = None  # --max-new-tokens says it; other settings of the model act
+        defaults = self.model.generation_config
+        defaults.max_length = None  # --max-new-tokens says it; other settings of the model act
         sampling = {"do_sample": False}
         if flags.temperature > 0:
             # top_k=0: as in training; the model's file, or transformers' 50, would cut it.
@@ -134,10 +134,10 @@ class Chat:
             sampling = {"do_sample": True, **more}
         config = GenerationConfig(
             max_new_tokens=min(flags.max_new_tokens, room),
-            eos_token_id=own.eos_token_id or self.tokenizer.eos_token_id,
+            eos_token_id=defaults.eos_token_id or self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
-            bos_token_id=own.bos_token_id,
-            decoder_start_token_id=own.decoder_start_token_id,
+            bos_token_id=defaults.bos_token_id,
+            decoder_start_token_id=defaults.decoder_start_token_id,
             **sampling,
         )
         reply = Reply(self.tokenizer, skip_prompt=True, skip_special_tokens=True)

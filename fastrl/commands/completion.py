@@ -83,7 +83,7 @@ def run_completion(arguments: Sequence[str]) -> None:
 
 def flags_by_command() -> dict[str, list[Flag]]:
     """The flags of all commands; of a plan those of PPO's."""
-    found = {}
+    flags = {}
     for command, (module, kinds, _) in COMMANDS.items():
         home = importlib.import_module(f"fastrl.{module}")
         parser: argparse.ArgumentParser | None = None
@@ -95,12 +95,12 @@ def flags_by_command() -> dict[str, list[Flag]]:
             parser = make_parser(command, [getattr(home, kind) for kind in kinds])
         elif hasattr(home, "make_parser") and command != "completion":
             parser = home.make_parser()
-        found[command] = [
+        flags[command] = [
             Flag(names, values_of(action))
             for action in (parser._actions if parser else ())
             if (names := spellings_of(command, action))
         ]
-    return found
+    return flags
 
 
 def bash(flags: dict[str, list[Flag]]) -> str:

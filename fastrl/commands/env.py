@@ -31,16 +31,16 @@ PACKAGES = (
 
 def devices() -> dict[str, str]:
     """The devices that torch can use, and their descriptions."""
-    found = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    descriptions = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     if torch.cuda.is_available():
         platform_name = "ROCm" if torch.version.hip else "CUDA"
         version = torch.version.hip or torch.version.cuda
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            found[f"cuda:{index}"] = (
+            descriptions[f"cuda:{index}"] = (
                 f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {platform_name} {version}"
             )
-    return found
+    return descriptions
 
 
 def kernel_ops() -> list[str]:

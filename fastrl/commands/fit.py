@@ -222,16 +222,16 @@ class CommandFlags:
             ValueError: steps out of range; an unknown tracker.
             ImportError: a tracker that is not installed.
         """
-        given: Any = self
-        if given.save_total_limit is not None and given.save_total_limit < 0:
-            raise ValueError(f"save_total_limit must be 0 or more, got {given.save_total_limit}")
-        if given.max_steps == 0 or given.max_steps < -1:
+        args: Any = self
+        if args.save_total_limit is not None and args.save_total_limit < 0:
+            raise ValueError(f"save_total_limit must be 0 or more, got {args.save_total_limit}")
+        if args.max_steps == 0 or args.max_steps < -1:
             raise ValueError(
-                f"max_steps must be positive, or -1 for whole epochs, got {given.max_steps}"
+                f"max_steps must be positive, or -1 for whole epochs, got {args.max_steps}"
             )
-        if given.max_steps < 0 and not 0 < given.num_train_epochs < math.inf:
-            raise ValueError(f"num_train_epochs must be positive, got {given.num_train_epochs}")
-        check_trackers("report_to", given.report_to, of_transformers=True)
+        if args.max_steps < 0 and not 0 < args.num_train_epochs < math.inf:
+            raise ValueError(f"num_train_epochs must be positive, got {args.num_train_epochs}")
+        check_trackers("report_to", args.report_to, of_transformers=True)
 
 
 def fit(

@@ -71,26 +71,26 @@ def parse(
     for name, alias in words.aliases.items():
         if alias.setting:
             vars(known[alias.base]).setdefault("also", []).append((name, alias.key))
-    flags, given = [], list(arguments)
+    flags, words_left = [], list(arguments)
     others = dict.fromkeys(name for kind in kinds for name in eras_of(kind))
     of_aliases = {name: known.get(alias.base) for name, alias in words.aliases.items()}
     names = {**others, **of_aliases, **spellings}
-    recipe = early_value("recipe", given) if "recipe" in known else None
+    recipe = early_value("recipe", words_left) if "recipe" in known else None
     if recipe is not None:
-        found = recipe_of(command, recipe)
-        settings = yaml_settings(found.path)
+        preset = recipe_of(command, recipe)
+        settings = yaml_settings(preset.path)
         if command == "plan":  # its data and its reward are no part of a plan
             settings = {name: value for name, value in settings.items() if name in names}
-            settings |= {"method": planned_method(found), "gpu_gib": found.gpu_gib, **found.plan}
-        flags = words.read(_flags_of(found.path, settings, names), place=f"recipe {recipe}: ")
-    if given and not given[0].startswith("-"):
-        path = Path(given.pop(0))
+            settings |= {"method": planned_method(preset), "gpu_gib": preset.gpu_gib, **preset.plan}
+        flags = words.read(_flags_of(preset.path, settings, names), place=f"recipe {recipe}: ")
+    if words_left and not words_left[0].startswith("-"):
+        path = Path(words_left.pop(0))
         flags += words.read(_flags_of(path, yaml_settings(path), names), place=f"{path}: ")
-    for word in given:
+    for word in words_left:
         name = word.partition("=")[0]
         if name[:1] == "-" and name[1:].replace("-", "_") in {*spellings, *words.aliases}:
             raise UsageError(f"unknown argument {name!r}: did you mean '-{name}'?")
-    flags += words.read(given)
+    flags += words.read(words_left)
     with flags_taken(kinds, [*flags, *words.objects()]) as todays:
         *parsed, unknown = parser.parse_args_into_dataclasses(
             todays, return_remaining_strings=True, look_for_args_file=False
@@ -231,14 +231,14 @@ def yaml_settings(path: Path) -> dict[Any, Any]:
 def early_value(name: str, arguments: Sequence[str]) -> str | None:
     """The value of a setting that says how the others are parsed: of the last of its flags, or of
     the YAML file; None where it is not given."""
-    found = None
+    setting = None
     if arguments and arguments[0].endswith((".yaml", ".yml")):
-        found = yaml_settings(Path(arguments[0])).get(name)
+        setting = yaml_settings(Path(arguments[0])).get(name)
     for word, value in zip_longest(arguments, arguments[1:]):
-        flag, is_one, own = word.partition("=")
+        flag, is_one, behind = word.partition("=")
         if flag == f"--{name}" and (is_one or value is not None):
-            found = own if is_one else value
-    return None if found is None else str(found)
+            setting = behind if is_one else value
+    return None if setting is None else str(setting)
 
 
 def recipe_of(command: str, name: str) -> Recipe:

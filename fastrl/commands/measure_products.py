@@ -28,7 +28,7 @@ class Measured(NamedTuple):
 
 def measure() -> list[Measured]:
     """Measures forward and backward products of every library that can be used, in turns."""
-    found = []
+    measured = []
     for dtype, libraries in gemm.LIBRARIES.items():
         usable = {
             name: library
@@ -36,8 +36,8 @@ def measure() -> list[Measured]:
             if library.absent() is None and gemm.inexact(dtype, name) is None
         }
         speeds = {width: _speeds(dtype, width, usable) for width in _WIDTHS}
-        found.append(Measured(dtype, speeds, chosen(speeds)))
-    return found
+        measured.append(Measured(dtype, speeds, chosen(speeds)))
+    return measured
 
 
 def chosen(speeds: dict[int, dict[str, float]]) -> gemm.Choice:

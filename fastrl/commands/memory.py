@@ -68,14 +68,14 @@ class RunMemory:
         self.plan = plan if wanted else None
         if self.plan is None:
             return
-        said = self.plan.line()
+        line_of_plan = self.plan.line()
         if on_gpu:
             whole = torch.cuda.get_device_properties(self.device).total_memory / GIB
-            said += f" of {whole:.0f} GiB"
+            line_of_plan += f" of {whole:.0f} GiB"
             if not self.plan.fits(whole):
-                said += ", which may not fit: fastrl plan names what to change"
+                line_of_plan += ", which may not fit: fastrl plan names what to change"
             torch.cuda.reset_peak_memory_stats(self.device)
-        for line in (said, *(f"a guess: {guess}" for guess in self.plan.guesses)):
+        for line in (line_of_plan, *(f"a guess: {guess}" for guess in self.plan.guesses)):
             _say(line)
 
     def end(self) -> None:

@@ -415,14 +415,14 @@ class PlannedRun:
     @property
     def _not_of_adapters(self) -> dict[str, Any]:
         """Other values for the settings that a run with an adapter refuses; None: no setting."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         if getattr(self.flags, "reference", "auto") in ("copy", "offload", "trunk", "cached"):
-            found["reference"] = "auto"
+            settings["reference"] = "auto"
         if getattr(self.flags, "reference_dtype", "auto") != "auto":
-            found["reference_dtype"] = "auto"
+            settings["reference_dtype"] = "auto"
         if getattr(self.flags, "num_shared_layers", None) is not None:
-            found["num_shared_layers"] = None
-        return found
+            settings["num_shared_layers"] = None
+        return settings
 
     def _as_adapter(self, **of_base: Any) -> PlannedRun | None:
         if self.skeleton.adapter is not None and not of_base:

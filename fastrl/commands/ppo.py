@@ -362,14 +362,14 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     tokenizer = load_tokenizer(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
-    given = (
+    by_keyword = (
         "prompts",
         "completions",
         "completion_ids",
         *(["environments"] if job.environment else ()),
     )
     for name, reward in zip(job.reward or (), rewards, strict=True):
-        check_call(name, reward, given, columns)
+        check_call(name, reward, by_keyword, columns)
     tools = [load_function(name) for name in job.tools or ()]
     environment = None if job.environment is None else load_function(job.environment)
     rollout_func = None if job.rollout_func is None else load_function(job.rollout_func)

@@ -58,15 +58,15 @@ def table() -> Table:
 
     from fastrl.plan.report import gib
 
-    found = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    found.add_column(no_wrap=True, style="bold")
-    found.add_column()
+    listed = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    listed.add_column(no_wrap=True, style="bold")
+    listed.add_column()
     for recipe in recipes().values():
         memory = f"{gib(sum(recipe.planned.values()))} of " if recipe.planned else ""
         model = yaml_settings(recipe.path)["model"]
-        said = f"{recipe.what}\n{method_of(recipe)}; {model}; {memory}{recipe.device}"
-        found.add_row(recipe.name, plain(said))
-    return found
+        text = f"{recipe.what}\n{method_of(recipe)}; {model}; {memory}{recipe.device}"
+        listed.add_row(recipe.name, plain(text))
+    return listed
 
 
 def method_of(recipe: Recipe) -> str:

@@ -48,23 +48,23 @@ def run_replay(arguments: Sequence[str]) -> int:
     ledger = ledger_of(flags.run)
     row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # is there
     folder = open_run(flags.run)
-    found = _replayed(folder, flags.step)
+    replayed = _replayed(folder, flags.step)
     console = run_console()
-    source = f"checkpoint-{found.begun_at}" if found.begun_at else "the run's beginning"
-    plural = "" if found.walked == 1 else "s"
-    console.print(f"step {found.step}, from {source}: {found.walked} update{plural}")
-    if found.strayed is not None:
-        console.print(f"the run did another update in {found.strayed}")
-    if found.tolerance:
+    source = f"checkpoint-{replayed.begun_at}" if replayed.begun_at else "the run's beginning"
+    plural = "" if replayed.walked == 1 else "s"
+    console.print(f"step {replayed.step}, from {source}: {replayed.walked} update{plural}")
+    if replayed.strayed is not None:
+        console.print(f"the run did another update in {replayed.strayed}")
+    if replayed.tolerance:
         console.print(
             "the run computed in batches of other sizes (of several processes, or with samples "
             "that dynamic sampling replaced), which round otherwise: log-probs and values within "
-            f"{found.tolerance:.1e} count as the same"
+            f"{replayed.tolerance:.1e} count as the same"
         )
     if flags.sample is None:
-        console.print("\n".join(_of_all(found)))
-        return 0 if found.identical else 1
-    sample = found.samples[flags.sample]
+        console.print("\n".join(_of_all(replayed)))
+        return 0 if replayed.identical else 1
+    sample = replayed.samples[flags.sample]
     console.print(record_table(row))
     console.print("\n".join(_of_one(flags.sample, sample)))
     return 0 if sample.identical else 1
@@ -209,14 +209,14 @@ def _made(kind: Any, settings: Mapping[str, Any], folder: RunFolder) -> Any:
 
 def unflattened(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of ``PPOConfig.to_dict``: names with "/" as dicts in dicts."""
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, value in settings.items():
         *path, last = name.split("/")
-        place = found
+        place = nested
         for each in path:
             place = place.setdefault(each, {})
         place[last] = value
-    return found
+    return nested
 
 
 def _of_one(number: int, sample: ReplayedSample) -> list[str]:

@@ -44,7 +44,7 @@ def run_samples(arguments: Sequence[str]) -> None:
     if columns is None and not one and exported is None:
         columns = list(_SHOWN)
     in_order = exported is not None and flags.sort is None
-    found, count = choose(
+    rows, count = choose(
         folder,
         columns,
         flags.step,
@@ -55,12 +55,12 @@ def run_samples(arguments: Sequence[str]) -> None:
     )
     console = run_console()
     if exported is not None:
-        write_rows(found, exported)
-        console.print(f"{found.num_rows} samples: {exported}")
+        write_rows(rows, exported)
+        console.print(f"{rows.num_rows} samples: {exported}")
         return
-    console.print(record_table(found) if one and flags.columns is None else _table(found))
-    if found.num_rows < count:
-        console.print(f"{found.num_rows} of {count} samples; --top shows more")
+    console.print(record_table(rows) if one and flags.columns is None else _table(rows))
+    if rows.num_rows < count:
+        console.print(f"{rows.num_rows} of {count} samples; --top shows more")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -153,18 +153,18 @@ def choose(
         ValueError: a step, sample or column that is not there.
     """
     key = _ORDERS[sort]
-    found = _with_length(folder, ["step", "sample", key], step or 1, step)
-    if found.num_rows == 0:
+    in_steps = _with_length(folder, ["step", "sample", key], step or 1, step)
+    if in_steps.num_rows == 0:
         raise ValueError(no_step(folder, 1 if step is None else step))
     if sample is not None:
-        found = found.filter(found["sample"].to_numpy() == sample)
-        if found.num_rows == 0:
+        in_steps = in_steps.filter(in_steps["sample"].to_numpy() == sample)
+        if in_steps.num_rows == 0:
             where = "no step" if step is None else f"step {step}"
             raise ValueError(f"--sample {sample}: {where} has no such sample; the first is 0")
     order = "ascending" if reverse else "descending"
     # Of equal ones those of the latest step, in the step's order; NaN is last either way.
     then = [] if key == "step" else [("step", "descending")]
-    chosen = found.sort_by([(key, order), *then, ("sample", "ascending")]).slice(0, top)
+    chosen = in_steps.sort_by([(key, order), *then, ("sample", "ascending")]).slice(0, top)
     wanted = list(zip(chosen["step"].to_pylist(), chosen["sample"].to_pylist(), strict=True))
     steps = [step for step, _ in wanted]
     names = None if columns is None else [*columns, "step", "sample"]
@@ -172,7 +172,7 @@ def choose(
     places = zip(rows["step"].to_pylist(), rows["sample"].to_pylist(), strict=True)
     index = {place: i for i, place in enumerate(places)}
     rows = rows.take([index[place] for place in wanted])
-    return rows if columns is None else rows.select(columns), found.num_rows
+    return rows if columns is None else rows.select(columns), in_steps.num_rows
 
 
 def _with_length(

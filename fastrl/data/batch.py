@@ -240,15 +240,15 @@ def padding_token(
     Raises:
         ValueError: lengths differ and the tokenizer has neither.
     """
-    found = tokenizer.pad_token_id
-    if found is None:
-        found = tokenizer.eos_token_id
-    if found is None and len(set(lengths)) > 1:
+    token = tokenizer.pad_token_id
+    if token is None:
+        token = tokenizer.eos_token_id
+    if token is None and len(set(lengths)) > 1:
         raise ValueError(
             f"{type(tokenizer).__name__} has no pad token and no EOS, and the samples differ in "
             "length: set tokenizer.pad_token to a token of its own before making the trainer"
         )
-    return 0 if found is not None and vocab_size is not None and found >= vocab_size else found
+    return 0 if token is not None and vocab_size is not None and token >= vocab_size else token
 
 
 def check_token_lists(
@@ -357,7 +357,7 @@ def check_scores(
     flat = torch.cat([score.detach().reshape(-1).float() for score in scores]).cpu()
     of_tokens = list(flat.split([score.numel() for score in scores]))
     first = next(i for i, score in enumerate(scores) if score.numel() != 1)
-    for i, (own, response) in enumerate(zip(of_tokens, responses, strict=True)):
+    for i, (numbers, response) in enumerate(zip(of_tokens, responses, strict=True)):
         if scores[i].dim() == 0:
             raise ValueError(
                 f"scores[{i}] is one number, and scores[{first}] has shape "
@@ -365,22 +365,22 @@ def check_scores(
                 "token of each response"
             )
         length = response.numel() - starts
-        if len(own) != length:
+        if len(numbers) != length:
             without = " without its start token" if starts else ""
             raise ValueError(
-                f"scores[{i}] has {len(own)} numbers, responses[{i}] has {length} tokens{without}: "
-                "pass one number for each token, or one for the whole response"
+                f"scores[{i}] has {len(numbers)} numbers, responses[{i}] has {length} tokens"
+                f"{without}: pass one number for each token, or one for the whole response"
             )
-    for i, (own, mask) in enumerate(zip(of_tokens, masks or (), strict=False)):
-        if not isinstance(mask, Tensor) or mask[starts:].shape != own.shape:
+    for i, (numbers, mask) in enumerate(zip(of_tokens, masks or (), strict=False)):
+        if not isinstance(mask, Tensor) or mask[starts:].shape != numbers.shape:
             continue  # the checks of the batch refuse it
-        lost = (~mask[starts:].cpu().bool() & (own != 0)).nonzero()[:, 0].tolist()
+        lost = (~mask[starts:].cpu().bool() & (numbers != 0)).nonzero()[:, 0].tolist()
         if lost:
             raise ValueError(
-                f"scores[{i}][{lost[0]}] is {float(own[lost[0]])}, but response_masks[{i}]"
+                f"scores[{i}][{lost[0]}] is {float(numbers[lost[0]])}, but response_masks[{i}]"
                 " leaves that token out: set it to 0, or add it to a token that counts"
             )
-    return torch.stack([own.double().sum().float() for own in of_tokens]), of_tokens
+    return torch.stack([numbers.double().sum().float() for numbers in of_tokens]), of_tokens
 
 
 def without_tokens(
@@ -488,8 +488,8 @@ def on_host(*lists: Any) -> Sequence[Any]:
     transfer. Whatever is something else stays as it is: checks come later."""
     elsewhere = [
         x
-        for each in lists
-        for x in each or ()
+        for rows in lists
+        for x in rows or ()
         if isinstance(x, Tensor)
         and x.device.type != "cpu"
         and x.dim() == 1
@@ -499,7 +499,7 @@ def on_host(*lists: Any) -> Sequence[Any]:
         return lists
     joined = torch.cat([x.long() for x in elsewhere]).cpu().split([len(x) for x in elsewhere])
     moved = {id(x): there.to(x.dtype) for x, there in zip(elsewhere, joined, strict=True)}
-    return [None if each is None else [moved.get(id(x), x) for x in each] for each in lists]
+    return [None if rows is None else [moved.get(id(x), x) for x in rows] for rows in lists]
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

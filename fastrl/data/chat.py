@@ -386,14 +386,14 @@ def assistant_spans(
         ValueError: a template that writes a turn otherwise once others follow, so that the turns
             cannot be found.
     """
-    said, spans = list(messages), []
-    whole = render(said, tokenizer, template=template)
+    turns, spans = list(messages), []
+    whole = render(turns, tokenizer, template=template)
     ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    for i, message in enumerate(said):
+    for i, message in enumerate(turns):
         if message["role"] != "assistant":
             continue
-        front = render(said[:i], tokenizer, answered=False, template=template) if i else ""
-        alone = render(said[: i + 1], tokenizer, template=template).rstrip()
+        front = render(turns[:i], tokenizer, answered=False, template=template) if i else ""
+        alone = render(turns[: i + 1], tokenizer, template=template).rstrip()
         content = message.get("content")
         end = -1
         if i and whole.startswith(front):
@@ -424,31 +424,31 @@ def check_spans(
     Raises:
         ValueError: as ``find``; spans with what another than the assistant says.
     """
-    found = find(messages, tokenizer, template)
+    answers = find(messages, tokenizer, template)
     text = render(list(messages), tokenizer, template=template)
-    marked = left = "\n".join(text[begin:end] for begin, end in found)
+    marked = left = "\n".join(text[begin:end] for begin, end in answers)
     for message in messages:
-        said = _said_in(message)
-        if said and message["role"] != "assistant" and said in marked:
+        content = _said_in(message)
+        if content and message["role"] != "assistant" and content in marked:
             break
         if message["role"] == "assistant":
-            _, there, left = left.partition(said) if said else ("", said, left)
-            if there != said:
+            _, there, left = left.partition(content) if content else ("", content, left)
+            if there != content:
                 break
     else:
-        return found
+        return answers
     signs = [f"{_SIGN}{i}{_SIGN}" for i in range(len(messages))]
     signed = [_signed(*each) for each in zip(messages, signs, strict=True)]
     try:
         spans = find(signed, tokenizer, template)
         text = render(signed, tokenizer, template=template)
     except ValueError:  # a template that reads what is said
-        return found
+        return answers
     for i, (message, sign) in enumerate(zip(messages, signs, strict=True)):
-        place, own = text.find(sign), message["role"] == "assistant"
-        if place < 0 or own == any(begin <= place < end for begin, end in spans):
+        place, is_answer = text.find(sign), message["role"] == "assistant"
+        if place < 0 or is_answer == any(begin <= place < end for begin, end in spans):
             continue
-        if not own:
+        if not is_answer:
             raise ValueError(
                 f"message {i}: the chat template marks what the {message['role']} says as the "
                 "assistant's: write {% generation %} and {% endgeneration %} around the "
@@ -459,7 +459,7 @@ def check_spans(
             "{% generation %}, so that such turns are not learned",
             stacklevel=2,
         )
-    return found
+    return answers
 
 
 def _said_in(message: Mapping[str, Any]) -> str:

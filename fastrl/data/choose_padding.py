@@ -75,14 +75,14 @@ def runs_packed(
     Args:
         asked: False for padded batches.
     """
-    models, said = list(models), not asked
+    models, some_padded = list(models), not asked
     for model in models if asked else ():
         cause = why_not_packed(model, device, precision, scores)
-        if cause is not None and not said:
+        if cause is not None and not some_padded:
             name = type(_language_model(model)).__name__
             warnings.warn(f"{name}: batches are padded, because {cause}", stacklevel=stacklevel + 1)
-        said = said or cause is not None
-    packs = not anywhere(said)
+        some_padded = some_padded or cause is not None
+    packs = not anywhere(some_padded)
     for model in () if packs else models:
         cause = why_not_padded(model, device, precision, scores)
         if cause is not None:
@@ -125,7 +125,7 @@ def why_not_packed(
     with evaluating(model), narrowed(model):
         try:
             expected = _alone(score, model, batch)
-            found = score(model, packed)
+            results = score(model, packed)
             after = score(model, replace(packed, input_ids=_with_other_tokens(batch)))
         # Any other failure: such a model runs padded batches.
         except Exception as error:
@@ -135,11 +135,11 @@ def why_not_packed(
     if cause is not None or not expected.isfinite().any():
         return cause  # NaN weights are not the packed row's fault
     # In what a model rounds a single number may be off by more.
-    moved = (found - after).abs().flatten()
-    moved = moved[_of_others(batch, found)]
+    moved = (results - after).abs().flatten()
+    moved = moved[_of_others(batch, results)]
     if not moved.mean() <= _MOVED * expected.abs().mean().clamp(min=1):
         return f"results of a sample move by {moved.max():.1e} with another sample's tokens"
-    off = _difference(model, precision, found, expected)
+    off = _difference(model, precision, results, expected)
     return None if off is None else f"its results are off by {off} when packed"
 
 
@@ -217,7 +217,7 @@ def _needs_a_mask(device: torch.device, precision: torch.dtype, models: list[nn.
 
 
 def _difference(
-    model: nn.Module, precision: torch.dtype, found: Tensor, expected: Tensor
+    model: nn.Module, precision: torch.dtype, results: Tensor, expected: Tensor
 ) -> str | None:
     single = torch.float32, torch.float64
     exact = precision in single and all(p.dtype in single for p in model.parameters())
@@ -225,7 +225,7 @@ def _difference(
     sound = expected.isfinite()
     if not sound.any():
         return None
-    difference = (found - expected).abs()[sound]
+    difference = (results - expected).abs()[sound]
     size = expected[sound].abs().mean().clamp(min=1)
     off = difference.max() if exact else difference.mean()
     if off <= size * (_EXACT if exact else _ROUNDED):

@@ -101,7 +101,7 @@ class Roles:
         Raises:
             ValueError: a name that is not a column.
         """
-        found = {}
+        names = {}
         for role, usual in _USUAL.items():
             name = named.get(role)
             if name is not None and name not in columns:
@@ -109,11 +109,11 @@ class Roles:
                     f"the data set has no column {name!r} ({role}_column): its columns are "
                     f"{', '.join(columns)}"
                 )
-            found[role] = name or next((c for c in usual if c in columns), None)
-        answered = found["response"] or found["chosen"]
-        if answered and found["prompt"] == "text" != named.get("prompt"):
-            found["prompt"] = None  # "text" beside answers usually holds prompt and answer
-        return cls(**found)
+            names[role] = name or next((c for c in usual if c in columns), None)
+        answered = names["response"] or names["chosen"]
+        if answered and names["prompt"] == "text" != named.get("prompt"):
+            names["prompt"] = None  # "text" beside answers usually holds prompt and answer
+        return cls(**names)
 
     def kind(self) -> str | None:
         """The richest kind of examples that the columns give."""
@@ -123,15 +123,15 @@ class Roles:
             return FEEDBACK if self.label else ANSWERS
         return PROMPTS if self.prompt else None
 
-    def read(self, given: str) -> set[str]:
+    def read(self, kind: str) -> set[str]:
         """The columns that are read as parts of an example; the others are kept beside it.
 
         Args:
-            given: the kind of examples that rows are read as.
+            kind: the kind of examples that rows are read as.
         """
         parts = [self.prompt]
-        parts += {PROMPTS: [], PAIRS: [self.chosen, self.rejected]}.get(given, [self.response])
-        parts += [self.label] if given == FEEDBACK else []
+        parts += {PROMPTS: [], PAIRS: [self.chosen, self.rejected]}.get(kind, [self.response])
+        parts += [self.label] if kind == FEEDBACK else []
         return {name for name in parts if name is not None}
 
 
@@ -152,8 +152,8 @@ def read_row(
     sides = (roles.chosen, roles.rejected) if kind == PAIRS else (roles.response,)
     columns = [] if kind == PROMPTS else [column for column in sides if column is not None]
     answers = tuple(read_text_or_chat(row, i, column, not alone) for column in columns)
-    given = "" if roles.prompt is None else read_text_or_chat(row, i, roles.prompt, not alone)
-    unprompted = roles.prompt is None or (alone and not given)
+    prompt = "" if roles.prompt is None else read_text_or_chat(row, i, roles.prompt, not alone)
+    unprompted = roles.prompt is None or (alone and not prompt)
     if answers and unprompted and all(is_blank(answer) for answer in answers):
         return "", answers  # the caller drops empty answers
     where = f"{' and '.join(columns)} of row {i}"
@@ -167,11 +167,11 @@ def read_row(
             if alone:
                 return "", answers
             raise
-    if is_blank(given) and not alone:
+    if is_blank(prompt) and not alone:
         raise ValueError(f"column {roles.prompt!r} of row {i} is empty: every row needs a prompt")
-    if isinstance(given, str) and any(not isinstance(answer, str) for answer in answers):
-        given = as_messages(given)
-    return given, answers
+    if isinstance(prompt, str) and any(not isinstance(answer, str) for answer in answers):
+        prompt = as_messages(prompt)
+    return prompt, answers
 
 
 def read_label(row: Mapping[str, Any], i: int, column: str) -> bool:

@@ -107,14 +107,14 @@ class DatasLoader(Sequence[Example]):
             "rejected": rejected_column,
         }
         self._roles = Roles.find(self.columns, named)
-        given = self._roles.kind()
-        if given is None:
+        richest = self._roles.kind()
+        if richest is None:
             raise ValueError(
                 f"the data set has columns {', '.join(self.columns)}: it needs {NEEDS[PROMPTS]} at "
                 "least; name its columns, with prompt_column say"
             )
-        self._given: str = given
-        self._take(kind or given)
+        self._given: str = richest
+        self._take(kind or richest)
 
     def as_kind(self, kind: str) -> DatasLoader:
         """The same data as examples of another kind.

@@ -143,23 +143,23 @@ class Encoder:
         return [*example.prompt_ids, *example.responses[0].ids], len(example.prompt_ids)
 
     def alone(
-        self, said: TextOrMessages, assistant_only: bool = False
+        self, text_or_chat: TextOrMessages, assistant_only: bool = False
     ) -> tuple[list[int], list[bool]]:
         """The token ids of a text without a prompt, or of a conversation; and which of them to
         learn: all, or those of the assistant's turns, as the chat template marks them."""
-        if isinstance(said, str):
-            ids = self.text(said, not self.add_special) if said else []
+        if isinstance(text_or_chat, str):
+            ids = self.text(text_or_chat, not self.add_special) if text_or_chat else []
             if self.add_eos and ids:
                 ids = _with_end(ids, self.tokenizer)
             learned = [True] * len(ids)
         else:
-            ids = chat_ids(said, self.tokenizer, template=self.template)
+            ids = chat_ids(text_or_chat, self.tokenizer, template=self.template)
             ids, learned = ids[: self._end(ids)], [True] * len(ids)
             if assistant_only:
                 marks = marks_answers(self.tokenizer)
                 find = marked_spans if marks else assistant_spans
-                found = check_spans(find, said, self.tokenizer, self.template)
-                learned = self._within(said, found)
+                spans = check_spans(find, text_or_chat, self.tokenizer, self.template)
+                learned = self._within(text_or_chat, spans)
             learned = learned[: len(ids)]
         return ids[: self.max_length], learned[: self.max_length]
 
@@ -258,7 +258,7 @@ class Encoder:
             _is_complete(text, self.tokenizer, not isinstance(prompt, str))
             for text, prompt in zip(texts, prompts, strict=True)
         ]
-        found: dict[int, list[int]] = {}
+        ids_by_prompt: dict[int, list[int]] = {}
         for special in (True, False):
             some = [i for i, done in enumerate(complete) if done != special]
             if not some:
@@ -271,8 +271,8 @@ class Encoder:
             )
             rows = zip(some, made["input_ids"], made["special_tokens_mask"], strict=True)
             for i, ids, added in rows:
-                found[i] = list(ids) if closed else ids[: self._between(ids, added)[1]]
-        return texts, [self.cut_prompt(found[i]) for i in range(len(texts))]
+                ids_by_prompt[i] = list(ids) if closed else ids[: self._between(ids, added)[1]]
+        return texts, [self.cut_prompt(ids_by_prompt[i]) for i in range(len(texts))]
 
     def cut_prompt(self, ids: list[int]) -> list[int]:
         """A prompt's tokens, of which at most ``max_prompt_length`` stay: the special tokens that

@@ -62,14 +62,14 @@ class PackedTokens:
         places = [np.arange(0)] * len(batch)
         begin, behind = 0, self.layout.first_response
         for group, prompt in zip(self.groups, self.layout.prompts, strict=True):
-            own = np.arange(begin, begin + prompt)
+            prompt_places = np.arange(begin, begin + prompt)
             begin += prompt
             sources[0].append(starts[group[0]] + np.arange(prompt))
             for i in group:
-                places[i] = own
+                places[i] = prompt_places
                 if len(group) > 1:
                     n = responses[i]
-                    places[i] = np.concatenate([own, np.arange(behind, behind + n)])
+                    places[i] = np.concatenate([prompt_places, np.arange(behind, behind + n)])
                     sources[1].append(starts[i] + prompt + np.arange(n))
                     behind += n
         self.sources = torch.from_numpy(np.concatenate([*sources[0], *sources[1]]))

@@ -223,15 +223,15 @@ def completions_of(batch: Mapping[str, Any], packed: bool = False, prefix: str =
         prefix: of those names.
     """
     names = ("input_ids", "attention_mask", "completion_mask")
-    given = [batch[f"{prefix}{name}"] for name in names]
-    ids, attention, completion = torch.stack(given).cpu()  # waits for the device once
+    columns = [batch[f"{prefix}{name}"] for name in names]
+    ids, attention, completion = torch.stack(columns).cpu()  # waits for the device once
     mask = completion[:, 1:].bool()
     lengths, counts = attention.sum(-1), mask.sum(-1)
-    found = TokenBatch.from_padded(ids, attention, (lengths - counts).tolist(), counts.tolist())
-    usual = right_padded(attention) is not None and torch.equal(found.response_mask, mask)
+    tokens = TokenBatch.from_padded(ids, attention, (lengths - counts).tolist(), counts.tolist())
+    usual = right_padded(attention) is not None and torch.equal(tokens.response_mask, mask)
     padding = PaddingFree() if packed and usual and bool(counts.all()) else Padded()
-    own = {"mask": mask, "response_mask": mask, "position_ids": None}
-    return replace(found, **own, padding=padding).to(given[0].device)
+    masks = {"mask": mask, "response_mask": mask, "position_ids": None}
+    return replace(tokens, **masks, padding=padding).to(columns[0].device)
 
 
 def _keyed(dataset: Any, tokenizer: Any) -> Any:
@@ -390,20 +390,20 @@ def _encode(
 def _as_one_kind(row: Mapping[str, Any], sides: Sequence[str]) -> Mapping[str, Any]:
     """A row whose completions are chats: with a prompt that is text as a chat, and without the
     prompt where all completions begin with it."""
-    said = [row[side] for side in sides]
-    if not all(is_chat(each) for each in said):
+    answers = [row[side] for side in sides]
+    if not all(is_chat(answer) for answer in answers):
         return row
     prompt = as_messages(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]
     whole = bool(prompt) and all(
-        [*map(_words, each[: len(prompt)])] == [*map(_words, prompt)] for each in said
+        [*map(_words, answer[: len(prompt)])] == [*map(_words, prompt)] for answer in answers
     )
     if whole:
         warnings.warn(
             f"{' and '.join(sides)} begin with the whole prompt: it is taken from there",
             stacklevel=2,
         )
-        said = [each[len(prompt) :] for each in said]
-    return {**row, "prompt": prompt, **dict(zip(sides, said, strict=True))}
+        answers = [answer[len(prompt) :] for answer in answers]
+    return {**row, "prompt": prompt, **dict(zip(sides, answers, strict=True))}
 
 
 def _words(message: Any) -> Any:

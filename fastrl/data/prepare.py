@@ -196,17 +196,16 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
     ) from (errors[0] if errors else None)
 
 
-def _check_numbers(found: Any, name: str, also: int = 0) -> None:
+def _check_numbers(ids: Any, name: str, also: int = 0) -> None:
     """
     Raises:
         ValueError: something else than whole numbers that are token ids, or -100 in labels.
     """
-    numbers = np.asarray([] if found is None else found)
-    whole = numbers.dtype.kind in "iu" or (found is not None and not numbers.size)
+    numbers = np.asarray([] if ids is None else ids)
+    whole = numbers.dtype.kind in "iu" or (ids is not None and not numbers.size)
     if numbers.ndim != 1 or not whole or not ((numbers >= 0) | (numbers == also)).all():
         raise ValueError(
-            f"{name} holds {found!r:.80}: it must be a list of token ids, whole numbers of 0 or "
-            "more"
+            f"{name} holds {ids!r:.80}: it must be a list of token ids, whole numbers of 0 or more"
         )
 
 
@@ -263,17 +262,17 @@ def _row_encoder(
 
     def messages(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
         assert chats is not None
-        said = row[chats]
-        if isinstance(said, list) and chats == _SHAREGPT:
-            said = [as_chatml(each) if isinstance(each, Mapping) else each for each in said]
-        if not isinstance(said, list):
+        chat = row[chats]
+        if isinstance(chat, list) and chats == _SHAREGPT:
+            chat = [as_chatml(each) if isinstance(each, Mapping) else each for each in chat]
+        if not isinstance(chat, list):
             raise TypeError(
-                f"column {chats!r} of row {i} holds {str(said)[:60]!r}: it must hold chat "
+                f"column {chats!r} of row {i} holds {str(chat)[:60]!r}: it must hold chat "
                 "messages (dicts with a role and a content)"
             )
-        check_messages(said, f"column {chats!r} of row {i}")
+        check_messages(chat, f"column {chats!r} of row {i}")
         templated = encoder.with_template(template_arguments(row, i))
-        ids, learned = templated.alone(said, assistant_only)
+        ids, learned = templated.alone(chat, assistant_only)
         return ids, _labels(ids, learned)
 
     def completion(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:

@@ -442,16 +442,16 @@ def _check_integers(table: Dataset, files: list[Path]) -> None:
                     )
 
 
-def _integers(said: Any, read: Any) -> Iterator[tuple[int, int | float]]:
+def _integers(written: Any, read: Any) -> Iterator[tuple[int, int | float]]:
     """The integers in a value of JSON, each with the number that was read in its place."""
-    if isinstance(said, dict) and isinstance(read, dict):
-        for name, value in said.items():
+    if isinstance(written, dict) and isinstance(read, dict):
+        for name, value in written.items():
             yield from _integers(value, read.get(name))
-    elif isinstance(said, list) and isinstance(read, list):
-        for pair in zip(said, read, strict=False):
+    elif isinstance(written, list) and isinstance(read, list):
+        for pair in zip(written, read, strict=False):
             yield from _integers(*pair)
-    elif isinstance(said, int) and isinstance(read, int | float):
-        yield said, read
+    elif isinstance(written, int) and isinstance(read, int | float):
+        yield written, read
 
 
 def _as_in_files(table: Dataset, files: list[Path]) -> Dataset:
@@ -533,19 +533,19 @@ def _raise_read_error(files: list[Path], error: Exception) -> NoReturn:
     cause = error.__cause__ or error
     if isinstance(cause, OSError):
         raise cause
-    said = " ".join(str(cause).split())
+    reason = " ".join(str(cause).split())
     if len(files) > 1:
         for file in files:
             _read_files([file])  # raises for the first that is broken
         raise ValueError(
-            f"the files in {files[0].parent} do not fit together, their columns differ: {said}"
+            f"the files in {files[0].parent} do not fit together, their columns differ: {reason}"
         ) from error
     (file,) = files
-    if "corresponds to no data" in said:
+    if "corresponds to no data" in reason:
         raise ValueError(f"{file} holds no rows") from error
     if _FORMATS[file.suffix] == "json":
         _check_json(file)
-    raise ValueError(f"{file} cannot be read as {file.suffix[1:].upper()}: {said}") from error
+    raise ValueError(f"{file} cannot be read as {file.suffix[1:].upper()}: {reason}") from error
 
 
 def _check_json(file: Path) -> None:

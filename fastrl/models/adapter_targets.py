@@ -29,19 +29,20 @@ def with_targets(model: nn.Module, peft_config: Any) -> Any:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     _warn_of_unknown(model, peft_config)
-    found, config = copy.copy(peft_config), cast("Any", model.config)
+    adapted, config = copy.copy(peft_config), cast("Any", model.config)
     unread = unread_modules(model)
-    named = found.target_modules or getattr(found, "target_parameters", None)
+    named = adapted.target_modules or getattr(adapted, "target_parameters", None)
     if not named and config.model_type not in KNOWN:
         of_text = config.get_text_config().model_type
-        found.target_modules = KNOWN.get(of_text) or _linear_layers(model, unread)
+        adapted.target_modules = KNOWN.get(of_text) or _linear_layers(model, unread)
     within = tuple(f"{name}." for name in unread)
     inside = [name for name, _ in model.named_modules() if name.startswith(within)]
-    targets = found.target_modules or KNOWN.get(config.model_type, ())
+    targets = adapted.target_modules or KNOWN.get(config.model_type, ())
     hits = isinstance(targets, str) or any(name.endswith(tuple(targets)) for name in inside)
-    if unread and found.exclude_modules is None and hits:  # PEFT warns of one that excludes nothing
-        found.exclude_modules = rf"({'|'.join(map(re.escape, unread))})\..*"
-    return found
+    # PEFT warns of an exclude_modules that excludes nothing.
+    if unread and adapted.exclude_modules is None and hits:
+        adapted.exclude_modules = rf"({'|'.join(map(re.escape, unread))})\..*"
+    return adapted
 
 
 def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:

@@ -52,7 +52,7 @@ def add_adapter(peft_model: Any, name: str, config: Any) -> None:
 def acting_adapters(model: nn.Module) -> tuple:
     """What decides, beside weights, how a model's adapters act: which are on, merged, and how they
     are scaled. Equal where they act alike."""
-    found = []
+    acting_of_modules = []
     for module in model.modules():
         on = getattr(module, "active_adapters", None)
         if isinstance(on, list) and hasattr(module, "disable_adapters"):
@@ -60,8 +60,8 @@ def acting_adapters(model: nn.Module) -> tuple:
             merged = tuple(getattr(module, "merged_adapters", ()))  # type: ignore[arg-type]
             scaling: Any = getattr(module, "scaling", None)
             scaling = scaling if isinstance(scaling, dict) else {}
-            found.append((names, merged, tuple(scaling.get(name) for name in names)))
-    return tuple(found)
+            acting_of_modules.append((names, merged, tuple(scaling.get(name) for name in names)))
+    return tuple(acting_of_modules)
 
 
 def adapter_dropout(model: Any) -> float:

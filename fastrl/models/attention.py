@@ -151,20 +151,20 @@ def attached(model: nn.Module) -> Iterator[None]:
 def _attachments(model: nn.Module) -> list[tuple[Any, str, Any]]:
     """The functions that :func:`attached` replaces: owners, their attributes and the values
     there."""
-    found: list[tuple[Any, str, Any]] = []
+    swaps: list[tuple[Any, str, Any]] = []
     configs: dict[int, Any] = {}
     homes = set()
     for module in model.modules():  # once: a tiny model's forward takes little longer
-        own = vars(module)
+        attributes = vars(module)
         homes.add(type(module).__module__)
-        if own.get(_TEMPERED):
-            found.append((module, _TEMPERED, False))
-        config = own.get("config")
+        if attributes.get(_TEMPERED):
+            swaps.append((module, _TEMPERED, False))
+        config = attributes.get("config")
         if hasattr(config, "_attn_implementation_internal"):
             configs[id(config)] = config
-    found += ((config, "_attn_implementation_internal", NAME) for config in configs.values())
-    found += replacements(model, homes, lambda: current_attention() is not None, _parts_of_row)
-    return found
+    swaps += ((config, "_attn_implementation_internal", NAME) for config in configs.values())
+    swaps += replacements(model, homes, lambda: current_attention() is not None, _parts_of_row)
+    return swaps
 
 
 @contextlib.contextmanager
@@ -175,19 +175,19 @@ def replaced(model: nn.Module, attention: Attention | None) -> Iterator[None]:
     if attention is None and current_routes() is None:
         yield
         return
-    own: list[tuple[Any, Callable[..., Any]]] = [
+    checkpointing: list[tuple[Any, Callable[..., Any]]] = [
         (module, module._gradient_checkpointing_func)  # type: ignore[misc]
         for module in model.modules()
         if getattr(module, "gradient_checkpointing", False)
         and hasattr(module, "_gradient_checkpointing_func")
     ]
     try:
-        for module, run in own:
+        for module, run in checkpointing:
             module._gradient_checkpointing_func = _keeping(module, run)
         with _attended(model, attention):
             yield
     finally:
-        for module, run in own:
+        for module, run in checkpointing:
             module._gradient_checkpointing_func = run
 
 

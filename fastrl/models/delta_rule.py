@@ -85,7 +85,7 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         size = x.shape[-1]
-        found = torch.eye(size, dtype=x.dtype, device=x.device).expand_as(x).contiguous()
+        inverse = torch.eye(size, dtype=x.dtype, device=x.device).expand_as(x).contiguous()
         half = 1
         while half < size:
             # [..., blocks, half, half] below the diagonal, and the inverses beside it.
@@ -95,10 +95,10 @@ class _Inverse(torch.autograd.Function):
                 return y[..., down, :, across, :, :].movedim(-1, -3)
 
             lower = blocks(x, 1, 0)
-            blocks(found, 1, 0).copy_(-blocks(found, 1, 1) @ lower @ blocks(found, 0, 0))
+            blocks(inverse, 1, 0).copy_(-blocks(inverse, 1, 1) @ lower @ blocks(inverse, 0, 0))
             half *= 2
-        ctx.save_for_backward(found)
-        return found
+        ctx.save_for_backward(inverse)
+        return inverse
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]

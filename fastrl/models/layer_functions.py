@@ -55,7 +55,7 @@ def replacements(
 
 def _replacing(
     name: str,
-    own: Any,
+    original: Any,
     limit: tuple[float, float],
     running: Callable[[], bool],
     parts: Callable[[], PackedParts | None],
@@ -65,16 +65,16 @@ def _replacing(
         _UPDATE: functools.partial(recurrence.limited_update, limit),
     }
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not running():
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         if name in of_slots:
-            return of_slots[name](own, *args, **kwargs)
+            return of_slots[name](original, *args, **kwargs)
         of_row = parts()
         if of_row is None:
-            return own(*args, **kwargs)
-        return _OF_ROWS[name](of_row, own, *args, **kwargs)
+            return original(*args, **kwargs)
+        return _OF_ROWS[name](of_row, original, *args, **kwargs)
 
     run.is_ours = True  # type: ignore[attr-defined]
     return run

@@ -103,16 +103,16 @@ def unknown_layer(model: Any) -> str | None:
     """What a model's layers do that no kind says, in words; None where all are known."""
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
-    found: dict[int | None, set[bool]] = {}
+    kinds_by_layer: dict[int | None, set[bool]] = {}
     for module, kind in layers(model):
-        found.setdefault(getattr(module, "layer_idx", None), set()).add(kind in ATTENTION)
+        kinds_by_layer.setdefault(getattr(module, "layer_idx", None), set()).add(kind in ATTENTION)
     interface = getattr(model, "_supports_attention_backend", False)
     if types is None:
-        known = interface or found
+        known = interface or kinds_by_layer
         return None if known else "it does not support transformers' attention interface"
     others = set()
     for i, kind in enumerate(types):
-        of_layer = found.get(i, set())
+        of_layer = kinds_by_layer.get(i, set())
         attends = True in of_layer or interface
         known = (
             (kind in _ATTENDS and attends)

@@ -169,17 +169,17 @@ class FullHead:
     @contextmanager
     def scoring(self, model: Any, request: ScoringRequest) -> Iterator[Results]:
         """Context of one call of the model, see :class:`Head`."""
-        given: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def see(_head: nn.Module, hidden: Tensor) -> Tensor:
-            given.append(hidden)
+            inputs.append(hidden)
             return hidden
 
         def results(out: Any) -> tuple[TokenScores, Tensor]:
             hidden, logits = last_hidden(out), out.logits
             # Gemma 3n's are four streams, [4, B, T, H], which its head reads as one.
-            if hidden.shape[:-1] != logits.shape[:-1] and given:
-                hidden = given[0]
+            if hidden.shape[:-1] != logits.shape[:-1] and inputs:
+                hidden = inputs[0]
             scores = score_logits(logits.flatten(0, 1)[request.rows], request)
             return scores, hidden.flatten(0, 1)[request.rows]
 
@@ -274,17 +274,17 @@ def _scale_of(model: Any, inputs: Inputs) -> float:
 
     Returns 1 where x is no multiple of h, which the comparison of heads then finds.
     """
-    given: list[Tensor] = []
+    head_inputs: list[Tensor] = []
 
     def see(_head: nn.Module, hidden: Tensor) -> Tensor:
-        given.append(hidden)
+        head_inputs.append(hidden)
         return hidden
 
     with in_front_of_head(model, see):
         hidden = last_hidden(model(**inputs, output_hidden_states=True)).double()
-    if not given or given[0].shape != hidden.shape:
+    if not head_inputs or head_inputs[0].shape != hidden.shape:
         return 1.0
-    scale = float((given[0].double() * hidden).sum() / hidden.square().sum())
+    scale = float((head_inputs[0].double() * hidden).sum() / hidden.square().sum())
     # A factor this close to 1 is rounding.
     return scale if abs(scale - 1) > 1e-3 and 0 < scale < torch.inf else 1.0
 

@@ -409,16 +409,16 @@ class _Checkpoint:
 
     def _of_base(self, options: dict[str, Any]) -> dict[str, Any]:
         """``from_pretrained``'s options as the adapter's base needs them."""
-        found = {k: v for k, v in options.items() if k not in _OF_THE_ADAPTER}
+        of_base = {k: v for k, v in options.items() if k not in _OF_THE_ADAPTER}
         if self.adapter.revision:
-            found["revision"] = self.adapter.revision
+            of_base["revision"] = self.adapter.revision
         if "quantization_config" not in options:
             file = find_file(self.folder, quantised.BASE_FILE, options)
             if file is not None:
                 saved = quantised.read_beside_adapter(file)
                 _warn_of_other_dtype(options.get("dtype"), saved["dtype"])
-                found |= saved
-        return found
+                of_base |= saved
+        return of_base
 
     def _loader_of(self, config: Any) -> Any:
         """transformers' class for a language model of this configuration; an adapter on a text
@@ -493,14 +493,14 @@ class _Checkpoint:
             )
         check_weights(self.folder, self.options.get("subfolder"))
         modules = {*CLASSIFIER_HEADS, *(getattr(self.adapter, "modules_to_save", None) or ())}
-        found = {}
+        shapes = {}
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dict
                 # Prompt learning has the base under one name less.
                 name = key.removeprefix("base_model.").removeprefix("model.")
                 if "lora_" not in name and modules & set(name.split(".")):
-                    found[name] = tuple(tensors.get_slice(key).get_shape())
-        return found
+                    shapes[name] = tuple(tensors.get_slice(key).get_shape())
+        return shapes
 
     def _with_adapter(self, base: Any, trainable: bool) -> Any:
         from peft import PeftModel

@@ -242,17 +242,17 @@ class MasterWeights(torch.optim.Optimizer):
         Args:
             part: without other weights.
         """
-        own = [group["params"] for group in self.param_groups]
+        lent_weights = [group["params"] for group in self.param_groups]
         chosen = None if part is None else {id(weight) for weight in part}
         try:
-            for group, weights in zip(self.param_groups, own, strict=True):
+            for group, weights in zip(self.param_groups, lent_weights, strict=True):
                 group["params"] = [
                     self._masters.get(w, w) for w in weights if chosen is None or id(w) in chosen
                 ]
             yield
         finally:
             # load_state_dict makes new groups.
-            for group, weights in zip(self.param_groups, own, strict=True):
+            for group, weights in zip(self.param_groups, lent_weights, strict=True):
                 group["params"] = weights
 
     def _switch(self, mode: str) -> None:

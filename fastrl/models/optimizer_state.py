@@ -106,7 +106,7 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
 def _plain(value: Any) -> Any:
     """Moments as a checkpoint can hold them: tensors of torchao by their parts."""
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(part) for name, part in value.items()}
     if not hasattr(value, "__tensor_flatten__") or is_dtensor(value):
         return value
     kind = type(value).__name__
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
     return {
         _KIND: kind,
         _PARTS: {name: getattr(value, name) for name in names},
-        _CONTEXT: [_written(each) for each in context],
+        _CONTEXT: [_written(part) for part in context],
     }
 
 

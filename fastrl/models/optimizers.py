@@ -162,14 +162,14 @@ def make_optimizer(
     Raises:
         ValueError: an argument that the optimizer does not have, or a value that is none of its.
     """
-    given = _parsed(arguments)
+    values = _parsed(arguments)
     weights = [p for p in model.parameters() if p.requires_grad]
     kind, keywords = _class_of(name, learning_rate)
     if name == "adam":
         fused = fused and {p.device.type for p in weights} <= {"cpu", "cuda", "xpu", "mps"}
         keywords["fused"] = fused
-    decay = _decay(name, given)
-    keywords |= _arguments(name, _defaults(kind, keywords), given)
+    decay = _decay(name, values)
+    keywords |= _arguments(name, _defaults(kind, keywords), values)
     optimizer = kind([{"params": weights, "weight_decay": decay}], **keywords)
     if keywords.get("optim_bits") == 8:
         _keep_embeddings_in_32_bits(model)
@@ -272,7 +272,7 @@ def _defaults(kind: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {k: p.default for k, p in inspect.signature(kind).parameters.items()} | dict(keywords)
 
 
-def _arguments(name: str, defaults: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+def _arguments(name: str, defaults: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
     """The keyword arguments of an optimizer's class that ``optim_args`` sets.
 
     Args:
@@ -283,18 +283,18 @@ def _arguments(name: str, defaults: Mapping[str, Any], given: Mapping[str, str])
             that is none of its.
     """
     betas = list(defaults.get("betas") or ())
-    found: dict[str, Any] = {}
-    for argument, value in given.items():
+    arguments: dict[str, Any] = {}
+    for argument, value in texts.items():
         if argument in _BETAS[: len(betas)]:
             number = _BETAS.index(argument)
             betas[number] = _read(name, argument, value, betas[number])
-            found["betas"] = tuple(betas)
+            arguments["betas"] = tuple(betas)
         elif argument in defaults and argument not in _SAID_BY:
-            found[argument] = _read(name, argument, value, defaults[argument])
+            arguments[argument] = _read(name, argument, value, defaults[argument])
         else:
             remedy = _SAID_BY.get(argument, "leave it out")
             raise ValueError(f"optim_args: optim={name!r} has no argument {argument!r}: {remedy}")
-    return found
+    return arguments
 
 
 def _read(name: str, argument: str, value: str, default: Any) -> Any:
@@ -350,16 +350,16 @@ def _parsed(arguments: str | None) -> dict[str, str]:
     Raises:
         ValueError: not "name=value,…".
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in (arguments or "").replace(" ", "").split(","):
         name, equals, value = part.partition("=")
         if part and not (name and equals and value):
             raise ValueError(f'optim_args must be "name=value,…", got {arguments!r}')
-        if name in found:
+        if name in values:
             raise ValueError(f"optim_args has {name} twice: {arguments!r}")
         if part:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def _keep_embeddings_in_32_bits(model: nn.Module) -> None:

@@ -131,18 +131,18 @@ class PackedLayout:
 
 
 def _parts(
-    own: slice, prompt: slice, window: int | None, chunk: int | None
+    response: slice, prompt: slice, window: int | None, chunk: int | None
 ) -> Iterator[tuple[slice, slice]]:
     """The parts of a response to a prompt, or of a prompt behind nothing, see ``parts``."""
     position = prompt.stop - prompt.start
     seen = position if window is None else min(position, window - 1)
-    begin, end = own.start, own.stop
+    begin, end = response.start, response.stop
     if chunk is not None:
         seen = min(seen, position % chunk)
         end = min(end, begin + chunk - position % chunk)
     yield slice(begin, end), slice(prompt.stop - seen, prompt.stop)
-    while chunk is not None and end < own.stop:
-        begin, end = end, min(own.stop, end + chunk)
+    while chunk is not None and end < response.stop:
+        begin, end = end, min(response.stop, end + chunk)
         yield slice(begin, end), slice(begin, begin)
 
 
@@ -198,17 +198,17 @@ class PackedAttention:
 
     def _by_masks(self, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
         times = q.shape[1] // k.shape[1]
-        found = []
-        for own, before in self.layout.parts(variant.window, variant.chunk):
+        results = []
+        for at, before in self.layout.parts(variant.window, variant.chunk):
             # [1, heads, t, D]
-            queries = q[own].transpose(0, 1)[None]
+            queries = q[at].transpose(0, 1)[None]
             keys, values = (
-                torch.cat([x[before], x[own]]).repeat_interleave(times, dim=1).transpose(0, 1)[None]
+                torch.cat([x[before], x[at]]).repeat_interleave(times, dim=1).transpose(0, 1)[None]
                 for x in (k, v)
             )
             mask = _causal(queries.shape[2], keys.shape[2], variant.window, q.device)
-            found.append(_masked_attention(queries, keys, values, mask, variant)[0])
-        return torch.cat([x.transpose(0, 1) for x in found]).to(q.dtype)
+            results.append(_masked_attention(queries, keys, values, mask, variant)[0])
+        return torch.cat([x.transpose(0, 1) for x in results]).to(q.dtype)
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
@@ -318,20 +318,20 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, sinks, *attended = ctx.saved_tensors
         scale, blocks, kernel = ctx.options
-        found = Attended(*attended)
-        dq, dk, dv = kernel.backward(grad, _gathered(q, k, v, scale, blocks), found, blocks.own)
+        attention = Attended(*attended)
+        dq, dk, dv = kernel.backward(grad, _gathered(q, k, v, scale, blocks), attention, blocks.own)
         if blocks.keys is not None:
             dk, dv = (_scattered(x, blocks.keys, len(q)) for x in (dk, dv))
         if blocks.shared is not None:
             x, first = _to_prompts(q, k, v, scale, blocks.shared)
-            more = kernel.backward(grad[first:], x, found.behind(first), blocks.shared)
+            more = kernel.backward(grad[first:], x, attention.behind(first), blocks.shared)
             for whole, part in zip((dq[first:], dk[:first], dv[:first]), more, strict=True):
                 whole += part
         dsinks = None
         if sinks is not None:
             # Of out, whose share of it the sink takes.
-            of_out = (_single(grad) * _single(found.out)).sum(-1)
-            dsinks = -((sinks - found.lse).exp() * of_out).sum(0).to(sinks.dtype)
+            of_out = (_single(grad) * _single(attention.out)).sum(-1)
+            dsinks = -((sinks - attention.lse).exp() * of_out).sum(0).to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None
 
 

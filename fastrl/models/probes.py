@@ -31,18 +31,18 @@ def narrowed(model: nn.Module) -> Iterator[None]:
                 owners[id(text)] = text
     changed: list[tuple[dict[str, Any], str, int]] = []
     for owner in owners.values():
-        own = {} if owner is None else vars(owner)
+        attributes = {} if owner is None else vars(owner)
         for name in _WINDOWS:
-            value = own.get(name)
+            value = attributes.get(name)
             if isinstance(value, int) and value > _NARROW:
-                changed.append((own, name, value))
+                changed.append((attributes, name, value))
     try:
-        for own, name, _ in changed:
-            own[name] = _NARROW  # not by setattr: some configurations have such names by layer
+        for attributes, name, _ in changed:
+            attributes[name] = _NARROW  # not by setattr: some have such names by layer
         yield
     finally:
-        for own, name, value in changed:
-            own[name] = value
+        for attributes, name, value in changed:
+            attributes[name] = value
 
 
 def reach(model: Any, used: int = 0) -> int:

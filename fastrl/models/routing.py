@@ -80,18 +80,18 @@ def follow_routers(model: nn.Module, router_aux_loss_coef: float = 0.0) -> int:
     Raises:
         ValueError: a coefficient of their loss, where they cannot.
     """
-    found, cause = routers(model), why_not_followed(model)
+    routers_of_model, cause = routers(model), why_not_followed(model)
     if cause is not None:
         if router_aux_loss_coef:
             raise ValueError(
                 f"router_aux_loss_coef={router_aux_loss_coef:g}, but {cause}: leave it out"
             )
         return 0
-    for number, router in enumerate(found):
+    for number, router in enumerate(routers_of_model):
         if "router_number" not in vars(router):
             router.router_number = number  # type: ignore[assignment]
             router.register_forward_hook(_speak)
-    return len(found)
+    return len(routers_of_model)
 
 
 def computed_aux_loss(output: Any) -> Tensor:
@@ -131,14 +131,14 @@ def replays(model: nn.Module, asked: bool) -> bool:
     """
     if not asked:
         return False
-    found = bool(routers_of(model))
-    if not found:
+    routes = bool(routers_of(model))
+    if not routes:
         warnings.warn(
             f"replay_routing is ignored: {type(model).__name__} is dense, it has no experts to "
             "choose from",
             stacklevel=4,
         )
-    return found
+    return routes
 
 
 def refuse_beside(**others: Any) -> None:
@@ -179,7 +179,7 @@ def why_not_followed(model: nn.Module) -> str | None:
         if type(router) in tried:
             continue
         tried.add(type(router))
-        found: Any = router
+        followed: Any = router
         weight = next(iter(router.parameters()), None)
         if weight is None or weight.is_meta:
             return f"{type(router).__name__} has no weights"
@@ -187,14 +187,14 @@ def why_not_followed(model: nn.Module) -> str | None:
         hidden = hidden.to(weight.dtype).view(3, weight.shape[-1])
         with routed(None):
             try:
-                logits, _, experts = out = _in_order(found(hidden))
+                logits, _, experts = out = _in_order(followed(hidden))
                 shapes = [tuple(x.shape) for x in out]
-                of_topk = (3, found.top_k)
-                if shapes != [(3, found.num_experts), of_topk, of_topk]:
+                of_topk = (3, followed.top_k)
+                if shapes != [(3, followed.num_experts), of_topk, of_topk]:
                     raise ValueError(f"it returns tensors of the shapes {shapes}")
-                again = replayed(found, (hidden,), experts)
-                others = (experts + 1) % found.num_experts
-                moved = replayed(found, (hidden,), others)
+                again = replayed(followed, (hidden,), experts)
+                others = (experts + 1) % followed.num_experts
+                moved = replayed(followed, (hidden,), others)
                 same = all(map(torch.equal, out, again))
                 if not (same and torch.equal(moved[2], others) and torch.equal(moved[0], logits)):
                     raise ValueError("it does not choose by topk of a number for each expert")
@@ -311,14 +311,14 @@ class Routing:
         all get as many tokens); ``aux_loss``; and ``changed_choices``, the share of the choices
         known before that the router would not have made, NaN where none is known. [] each."""
         load = self.load()
-        found = {
+        numbers = {
             "load": (load.amax(-1) * load.shape[-1]).mean(),
             "aux_loss": self.aux_loss().detach(),
         }
         if self.choices is not None:
             changed, known = torch.stack(self._changed).sum(0)
-            found["changed_choices"] = changed / known
-        return found
+            numbers["changed_choices"] = changed / known
+        return numbers
 
 
 def without_routing(inputs: dict[str, Any]) -> dict[str, Any]:

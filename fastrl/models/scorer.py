@@ -74,13 +74,13 @@ class TokenScorer:
                 and routers speak to ``routing``.
             wrapped: the model as accelerate has wrapped it, whose forward is called.
         """
-        head, given = self.choose(model, inputs), {**inputs, "use_cache": False}
-        attention, routing = given.pop("attention", None), given.pop("routing", None)
+        head, arguments = self.choose(model, inputs), {**inputs, "use_cache": False}
+        attention, routing = arguments.pop("attention", None), arguments.pop("routing", None)
         forward = model if wrapped is None else wrapped
         with (
             routed(routing),
             replaced(model, attention),
             head.scoring(model, request) as results,
         ):
-            output = forward(**given, **head.options)
+            output = forward(**arguments, **head.options)
             return ScoredPass(*results(output), output, routing)

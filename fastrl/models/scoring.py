@@ -114,17 +114,17 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
 def _policy_loss(
     logprobs: Tensor, entropies: Tensor | None, objective: PolicyObjective
 ) -> tuple[Tensor, fastrl_kernels.LossStats]:
-    every, options = torch.ones_like(logprobs, dtype=torch.bool), objective.options
+    all_tokens, options = torch.ones_like(logprobs, dtype=torch.bool), objective.options
     if objective.top_entropy < 1:
         assert entropies is not None
-        top = of_top_entropy(entropies.detach(), every, objective.top_entropy).float()
+        top = of_top_entropy(entropies.detach(), all_tokens, objective.top_entropy).float()
         options["weights"] = top if objective.weights is None else top * objective.weights
     old = objective.old_logprobs
     loss, stats = fastrl_kernels.ppo_loss(
         logprobs,
         logprobs.detach() if old is None else old,
         objective.advantages,
-        every,
+        all_tokens,
         **options,
     )
     if objective.entropy_coef:

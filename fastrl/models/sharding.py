@@ -140,15 +140,15 @@ def gathered_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | 
     if not _units(model):
         return None
     spread(model)
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}  # by weight: a tied one has two names
     for name, weight in model.state_dict(keep_vars=True).items():
         if id(weight) not in gathered:
             tensor = whole(weight.detach())
             gathered[id(weight)] = tensor.cpu() if keep else tensor.new_empty(0)
         if keep:
-            found[name] = gathered[id(weight)]
-    return found
+            state[name] = gathered[id(weight)]
+    return state
 
 
 def like(tensor: Tensor | SharedOut, other: Any) -> Tensor:

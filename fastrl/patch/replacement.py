@@ -154,11 +154,11 @@ def _run(
 
 def _differences(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[tuple[str, str]]:
     """Names and descriptions of the differences; empty where there are none."""
-    found = []
+    differences = []
     names = (("results", RESULT_TOLERANCE), ("gradients", GRADIENT_TOLERANCE))
     for (what, tolerance), here, there in zip(names, ours, theirs, strict=True):
         try:
             torch.testing.assert_close(here, there, rtol=tolerance, atol=tolerance)
         except (AssertionError, TypeError) as error:
-            found.append((what, " ".join(str(error).split())))
-    return found
+            differences.append((what, " ".join(str(error).split())))
+    return differences

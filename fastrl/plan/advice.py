@@ -74,22 +74,22 @@ def what_to_change(run: Planned, plan: Plan, gpu_gib: float) -> str:
     tried = ""
     for singles, several in ((same, same), (others, remedies)):
         for remedy in singles:
-            found = _tried(run, plan, [remedy], gpu_gib)
-            if found is not None and found.fits(gpu_gib):
-                return f"{remedy.flags} ({remedy.cost}): {gib(found.peak)}"
+            changed = _tried(run, plan, [remedy], gpu_gib)
+            if changed is not None and changed.fits(gpu_gib):
+                return f"{remedy.flags} ({remedy.cost}): {gib(changed.peak)}"
         used: dict[str, Remedy] = {}  # by the flag: of one, the last value
-        found = None
+        changed = None
         for remedy in several:
             if _unless_refused(remedy.apply, _changed(run, used.values())) is None:
                 continue
             used[remedy.flags.split()[0]] = remedy
-            found = _tried(run, plan, used.values(), gpu_gib)
-            if found is not None and found.fits(gpu_gib):
-                needed, found = _needed(run, plan, list(used.values()), found, gpu_gib)
-                return f"{_flags(needed)} together: {gib(found.peak)}"
-        found = found or _unless_refused(_changed(run, used.values()).plan)
-        if used and found is not None:
-            tried = f"; {_flags(used.values())} leaves {gib(found.peak)}"
+            changed = _tried(run, plan, used.values(), gpu_gib)
+            if changed is not None and changed.fits(gpu_gib):
+                needed, changed = _needed(run, plan, list(used.values()), changed, gpu_gib)
+                return f"{_flags(needed)} together: {gib(changed.peak)}"
+        changed = changed or _unless_refused(_changed(run, used.values()).plan)
+        if used and changed is not None:
+            tried = f"; {_flags(used.values())} leaves {gib(changed.peak)}"
     return f"nothing known{tried}: a smaller model, shorter sequences or a larger GPU"
 
 
@@ -111,7 +111,7 @@ def _unless_refused(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _needed(
-    run: Planned, plan: Plan, used: list[Remedy], found: Plan, gpu_gib: float
+    run: Planned, plan: Plan, used: list[Remedy], smallest: Plan, gpu_gib: float
 ) -> tuple[list[Remedy], Plan]:
     """Those of ``used``, which are enough together, that are needed, and the plan with them; what
     costs most is left out first."""
@@ -119,8 +119,8 @@ def _needed(
         fewer = [other for other in used if other is not remedy]
         without = _tried(run, plan, fewer, gpu_gib)
         if without is not None and without.fits(gpu_gib):
-            used, found = fewer, without
-    return used, found
+            used, smallest = fewer, without
+    return used, smallest
 
 
 def _changed(run: Any, remedies: Iterable[Remedy]) -> Any:
@@ -169,14 +169,14 @@ def _growth(plan: Plan, kind: str, gpu_gib: float) -> float:
 
 def _at_best(plan: Plan, remedies: Iterable[Remedy]) -> float:
     """The peak with remedies that do as much as they can."""
-    found = 0.0
+    peak = 0.0
     for phase in plan.phases.values():
         left: dict[str, float] = dict(phase.by_kind)
         for remedy in remedies:
             for kind, share in remedy.leaves.items():
                 left[kind] = left.get(kind, 0) * share
-        found = max(found, phase.total - sum(phase.by_kind.values()) + sum(left.values()))
-    return found
+        peak = max(peak, phase.total - sum(phase.by_kind.values()) + sum(left.values()))
+    return peak
 
 
 def _power_of_two(x: float) -> int:

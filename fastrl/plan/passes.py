@@ -144,12 +144,12 @@ def choose_passes(
 
 def _room(plan: Plan, tokens: int, limit: int) -> float:
     """Tokens of a pass that fits, if activations are in proportion to them; they are less so."""
-    found = float("inf")
+    room = float("inf")
     for name, phase in plan.phases.items():
         scales = phase.by_kind.get(ACTIVATIONS, 0) if name in (SCORING, UPDATE) else 0
         left = limit - (phase.total - scales)
         if left <= 0:
             return 0.0
         if scales:
-            found = min(found, tokens * left / scales)
-    return found
+            room = min(room, tokens * left / scales)
+    return room

@@ -116,18 +116,18 @@ class Phantoms(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = list(_tensors(args, kwargs))
-        if any(map(self.is_phantom, given)):
-            return self._on_phantoms(func, args, kwargs, given)
+        tensors = list(_tensors(args, kwargs))
+        if any(map(self.is_phantom, tensors)):
+            return self._on_phantoms(func, args, kwargs, tensors)
         if func in _FACTORIES:
             made = self._made(func, args, kwargs)
             if made is not None:
                 return made
             if func in _WITHOUT_CONTENT:
-                return self._noted(func(*args, **kwargs).zero_(), given)
+                return self._noted(func(*args, **kwargs).zero_(), tensors)
         elif func in _OUTER_PRODUCTS and func(*_to_meta(args), **kwargs).numel() >= _LARGE_PRODUCT:
-            return self._shaped(func, args, kwargs, given)
-        return self._noted(func(*args, **kwargs), given)
+            return self._shaped(func, args, kwargs, tensors)
+        return self._noted(func(*args, **kwargs), tensors)
 
     def _made(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
         """A new phantom; None where the tensor is small."""
@@ -142,7 +142,7 @@ class Phantoms(TorchDispatchMode):
         return self._like(_Shape.of(shape))
 
     def _on_phantoms(
-        self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[Tensor]
+        self, func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
         if func in _TRUE:
             return torch.ones((), dtype=torch.bool)
@@ -161,9 +161,9 @@ class Phantoms(TorchDispatchMode):
         own = self._summed_in_place(func, args)
         if own is not None:
             return own
-        return self._shaped(func, args, kwargs, given)
+        return self._shaped(func, args, kwargs, tensors)
 
-    def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+    def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Results of the shapes that the operation gives."""
         if func in _INDEXED:
             args = _with_numbered_places(args)
@@ -173,7 +173,7 @@ class Phantoms(TorchDispatchMode):
                 _SHAPES[key] = _shapes(func, args, kwargs)
             except (NotImplementedError, RuntimeError):
                 self.run_for_real.add(str(func))
-                return self._noted(func(*args, **kwargs), given)
+                return self._noted(func(*args, **kwargs), tensors)
         sources = list(_tensors(args, kwargs))
 
         def real(shape: Any) -> Any:
@@ -253,7 +253,7 @@ class Phantoms(TorchDispatchMode):
         pages.on_free = freed
         return memory
 
-    def _noted(self, out: Any, given: Iterable[Tensor]) -> Any:
+    def _noted(self, out: Any, tensors: Iterable[Tensor]) -> Any:
         """Notes the memory of real results."""
         for x in tree_iter(out):
             if not isinstance(x, Tensor) or x.layout != torch.strided or x.device.type != "cpu":
@@ -264,7 +264,7 @@ class Phantoms(TorchDispatchMode):
                 continue
             if any(
                 y.layout == torch.strided and y.untyped_storage().data_ptr() == address
-                for y in given
+                for y in tensors
             ):
                 continue  # made before
             self._count += 1

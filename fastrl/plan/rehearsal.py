@@ -149,22 +149,22 @@ def rehearsal(device: str = "cpu") -> Iterator[Rehearsal]:
         device: "cpu" or "cuda", for which the memory is counted.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        found = Rehearsal(Path(folder), device)
+        rehearsed = Rehearsal(Path(folder), device)
         stack.enter_context(random_state_kept())
         stack.enter_context(_own_accelerate())
         stack.enter_context(_quiet())
         stack.enter_context(answers_kept())
         if device != "cpu":
             stack.enter_context(standing_for(device))
-            stack.enter_context(counted_by(found.log.outside))
-        stack.enter_context(workspace.torchs_own(partial(found.log.kind, HEAD)))
-        stack.enter_context(heard_by(found.timed))
-        stack.enter_context(found.log.phase(LOADING))
-        stack.enter_context(found.phantoms)
-        yield found
-        guessed = ", ".join(sorted(found.phantoms.run_for_real))
+            stack.enter_context(counted_by(rehearsed.log.outside))
+        stack.enter_context(workspace.torchs_own(partial(rehearsed.log.kind, HEAD)))
+        stack.enter_context(heard_by(rehearsed.timed))
+        stack.enter_context(rehearsed.log.phase(LOADING))
+        stack.enter_context(rehearsed.phantoms)
+        yield rehearsed
+        guessed = ", ".join(sorted(rehearsed.phantoms.run_for_real))
         if guessed:
-            found.notes.append(f"shapes of {guessed}, which were run on zeros")
+            rehearsed.notes.append(f"shapes of {guessed}, which were run on zeros")
 
 
 @contextmanager

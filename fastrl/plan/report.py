@@ -42,14 +42,14 @@ class Plan:
     guesses: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, title: str, device: str, found: Rehearsal, settings: Mapping[str, Any]) -> Plan:
+    def of(cls, title: str, device: str, rehearsed: Rehearsal, settings: Mapping[str, Any]) -> Plan:
         # As an iteration has them.
-        phases = {name: found.log.peaks[name] for name in PHASES if name in found.log.peaks}
+        phases = {name: rehearsed.log.peaks[name] for name in PHASES if name in rehearsed.log.peaks}
         runs_in = phases.get(SCORING) or phases.get(UPDATE)
-        if found.visiting and runs_in is not None:
-            runs_in.total += found.visiting
-            runs_in.by_kind[REFERENCE] += found.visiting
-        return cls(title, device, phases, dict(settings), list(found.notes))
+        if rehearsed.visiting and runs_in is not None:
+            runs_in.total += rehearsed.visiting
+            runs_in.by_kind[REFERENCE] += rehearsed.visiting
+        return cls(title, device, phases, dict(settings), list(rehearsed.notes))
 
     @property
     def peak(self) -> int:

@@ -132,14 +132,14 @@ class Skeleton:
 
 def _four_bits_of(config: Any) -> Any:
     """How the weights of a checkpoint are quantised; None where they are whole."""
-    given = getattr(config, "quantization_config", None)
-    if given is None or not quantised.quantises({"quantization_config": given}):
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None or not quantised.quantises({"quantization_config": quantisation}):
         return None
-    if not isinstance(given, dict):
-        return given
+    if not isinstance(quantisation, dict):
+        return quantisation
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig.from_dict(given)
+    return BitsAndBytesConfig.from_dict(quantisation)
 
 
 def _in_four_bits(model: Any, config: Any, heads: tuple[str, ...]) -> Any:
@@ -194,14 +194,14 @@ def _config_of(folder: str) -> tuple[Any, list[str]]:
             f"{file}: the architecture {kind!r} is unknown to transformers, and without "
             f"{', '.join(missing)} its size is too: a plan needs these fields"
         )
-    given = {name: fields[name] for name in (*_SIZES, *_FURTHER) if fields.get(name) is not None}
-    given.setdefault("intermediate_size", 4 * given["hidden_size"])
+    sizes = {name: fields[name] for name in (*_SIZES, *_FURTHER) if fields.get(name) is not None}
+    sizes.setdefault("intermediate_size", 4 * sizes["hidden_size"])
     guess = (
         f"parameters and activations: the architecture {kind!r} is unknown to transformers, and "
         "counted as a Llama of its sizes"
     )
     tied = bool(fields.get("tie_word_embeddings", False))
-    return LlamaConfig(**given, tie_word_embeddings=tied), [guess]
+    return LlamaConfig(**sizes, tie_word_embeddings=tied), [guess]
 
 
 WORDS = ("a", "b")  # a text of so many words has as many tokens

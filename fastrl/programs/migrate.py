@@ -66,34 +66,34 @@ def read_program(source: str) -> list[Outcome]:
     tree = ast.parse(source)
     renamed, aliases = of_its_time(source), _aliases(tree)
     only_named = only_named_in(source)
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for call in calls_of(tree, {"TrainingArguments": "TrainingArguments", **aliases}):
         if call.name == "TrainingArguments":
-            found += _of_training_arguments(call)
+            outcomes += _of_training_arguments(call)
         else:
-            found += _of_call(call, renamed.get(call.name, call.name))
+            outcomes += _of_call(call, renamed.get(call.name, call.name))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and is_trl(node.module) and not node.level:
-            found += _of_import_from(node, renamed, only_named)
+            outcomes += _of_import_from(node, renamed, only_named)
         elif isinstance(node, ast.ImportFrom) and node.module in ("transformers", "peft"):
-            found += _of_gone(node)
+            outcomes += _of_gone(node)
         elif isinstance(node, ast.Import):
-            found += _of_import(node)
+            outcomes += _of_import(node)
         elif isinstance(node, ast.Call):
-            found += _taken_away(node)
+            outcomes += _taken_away(node)
         elif isinstance(node, ast.ClassDef):
             bases = (getattr(base, "attr", getattr(base, "id", "")) for base in node.bases)
             named = [aliases[name] for name in bases if name in aliases]
-            found += _of_subclass(node, [renamed.get(name, name) for name in named])
+            outcomes += _of_subclass(node, [renamed.get(name, name) for name in named])
         elif isinstance(node, ast.FunctionDef) and node.name == "compute_loss":
-            found += _of_compute_loss(node)
+            outcomes += _of_compute_loss(node)
         elif isinstance(node, ast.Constant) and node.value == "return_all_scores":
             text = _TODAY + KEYWORDS["pipeline", "return_all_scores"]
-            found.append(Outcome(node.lineno, "return_all_scores", THERE, text))
+            outcomes.append(Outcome(node.lineno, "return_all_scores", THERE, text))
         elif isinstance(node, ast.Assign):
-            found += _of_two_results(node)
-    found += _imports_of(tree, found)
-    return sorted(_parsing(source, found), key=lambda x: (x.line, x.name))
+            outcomes += _of_two_results(node)
+    outcomes += _imports_of(tree, outcomes)
+    return sorted(_parsing(source, outcomes), key=lambda x: (x.line, x.name))
 
 
 def read_config(settings: str, program: str) -> list[Outcome]:
@@ -115,24 +115,24 @@ def read_config(settings: str, program: str) -> list[Outcome]:
     kinds = {name: kind for name in names if dataclasses.is_dataclass(kind := find(name))}
     if not kinds:
         raise ValueError("the program names no configuration of TRL's, which would read settings")
-    own = {
+    fields = {
         getattr(part.target, "id", "")
         for node in nodes
         if isinstance(node, ast.ClassDef)
         for part in node.body
         if isinstance(part, ast.AnnAssign)
     }
-    found = []
+    outcomes = []
     mapping = yaml.compose(settings, Loader=yaml.SafeLoader)
     for key, _ in mapping.value if mapping is not None else ():
         line, setting = key.start_mark.line + 1, str(key.value).replace("-", "_")
-        if setting in own or setting == "env":
-            found.append(Outcome(line, setting, AS_IT_IS))
+        if setting in fields or setting == "env":
+            outcomes.append(Outcome(line, setting, AS_IT_IS))
             continue
         every = [_of_setting(name, kind, setting, line) for name, kind in kinds.items()]
         known = [x for x in every if x.kind != UNKNOWN]
-        found.append((known or every)[0])
-    return found
+        outcomes.append((known or every)[0])
+    return outcomes
 
 
 def rewritten(source: str, findings: Sequence[Outcome]) -> str:
@@ -300,14 +300,14 @@ def _of_two_results(node: ast.Assign) -> Iterator[Outcome]:
 def _of_trainer(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
     """What becomes of a trainer's own keywords, and of settings that trainers took before their
     configurations did."""
-    own = inspect.signature(kind).parameters
+    parameters = inspect.signature(kind).parameters
     config = find(name.removesuffix("Trainer") + "Config")
     settings = {x.name: Era(KEPT, "") for x in dataclasses.fields(config)} | eras_of(config)
-    both = {"tokenizer", "processing_class"} <= own.keys()
+    both = {"tokenizer", "processing_class"} <= parameters.keys()
     old = {"tokenizer": "processing_class"} if both else {}
     old |= getattr(kind, "old_keywords", {})
     refused = getattr(kind, "refused_keywords", {})
-    given = {keyword.arg for keyword in call.keywords}
+    keywords = {keyword.arg for keyword in call.keywords}
     for keyword in call.keywords:
         asked = keyword.arg
         if asked is None:  # **settings
@@ -317,22 +317,22 @@ def _of_trainer(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
             yield Outcome(line, full, REFUSED, refused[asked])
         elif asked in old:
             edit = None
-            if old[asked] not in given and keyword in call.node.keywords:
+            if old[asked] not in keywords and keyword in call.node.keywords:
                 edit = _renamed(keyword, old[asked])
             yield Outcome(line, full, RENAMED, f"now {old[asked]}", edit)
-        elif asked in settings and (asked in own or "settings" in own):
+        elif asked in settings and (asked in parameters or "settings" in parameters):
             era = settings[asked]
             text = f"a setting of {config.__name__} now"
             is_over = era.kind in (IDLE, REFUSED)
             yield Outcome(line, full, era.kind if is_over else KEPT, era.today if is_over else text)
-        elif asked in own:
+        elif asked in parameters:
             yield Outcome(line, full, AS_IT_IS)
         else:
             yield Outcome(line, full, UNKNOWN, "no version of TRL that fastrl knows has it")
 
 
 def _of_config(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
-    eras, given = eras_of(kind), {keyword.arg for keyword in call.keywords}
+    eras, keywords = eras_of(kind), {keyword.arg for keyword in call.keywords}
     for keyword in call.keywords:
         if keyword.arg is None:  # **settings
             continue
@@ -341,7 +341,7 @@ def _of_config(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
         yield outcome if era is None else _of_era(call, keyword, outcome.name, era)
     for setting, theirs in DEFAULTS.get(name, {}).items():
         ours = kind.__dataclass_fields__[setting].default
-        if setting not in given and ours != theirs and None not in given:
+        if setting not in keywords and ours != theirs and None not in keywords:
             text = f"{ours!r} here, {theirs!r} in TRL 1.16"
             yield Outcome(call.node.lineno, f"{name}({setting}=)", DEFAULT, text)
 
@@ -405,10 +405,10 @@ def _of_value(node: ast.Call, keyword: ast.keyword, era: Era) -> Edit | None:
 
 def _taken_away(node: ast.Call) -> Iterator[Outcome]:
     """Keywords that transformers and others have renamed or dropped since."""
-    given = {keyword.arg: keyword.value for keyword in node.keywords}
-    if called(node) == "apply_chat_template" and "return_dict" not in given:
-        tokenize = given.get("tokenize", ast.Constant(True))
-        if isinstance(tokenize, ast.Constant) and tokenize.value is True and None not in given:
+    keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+    if called(node) == "apply_chat_template" and "return_dict" not in keywords:
+        tokenize = keywords.get("tokenize", ast.Constant(True))
+        if isinstance(tokenize, ast.Constant) and tokenize.value is True and None not in keywords:
             told = "token ids alone are return_dict=False now"
             behind = _behind([*node.args, *node.keywords], ", return_dict=False")
             yield Outcome(node.lineno, "apply_chat_template", RENAMED, told, behind)
@@ -417,7 +417,7 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
         if text is not None:
             full, today = f"{called(node)}({keyword.arg}=)", text.removeprefix(_TODAY)
             edit = None
-            if today.isidentifier() and today not in given:
+            if today.isidentifier() and today not in keywords:
                 edit = _renamed(keyword, today)
             elif today.startswith("nothing"):
                 edit = _without(node, keyword)

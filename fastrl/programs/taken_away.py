@@ -135,36 +135,36 @@ def _trainer(now: Any) -> Any:
     ``num_items_in_batch``."""
 
     @functools.wraps(now)
-    def then(self: Any, *args: Any, **given: Any) -> None:
-        if "tokenizer" in given:
+    def then(self: Any, *args: Any, **keywords: Any) -> None:
+        if "tokenizer" in keywords:
             _say("Trainer(tokenizer=)", "processing_class=")
-            given["processing_class"] = given.pop("tokenizer")
-        own = self.compute_loss
-        takes = inspect.signature(own).parameters
+            keywords["processing_class"] = keywords.pop("tokenizer")
+        compute_loss = self.compute_loss
+        takes = inspect.signature(compute_loss).parameters
         if "num_items_in_batch" not in takes and "kwargs" not in takes:
             _say("compute_loss without num_items_in_batch", "compute_loss(..., **kwargs)")
-            self.compute_loss = lambda *x, num_items_in_batch=None, **y: own(*x, **y)
-        now(self, *args, **given)
+            self.compute_loss = lambda *x, num_items_in_batch=None, **y: compute_loss(*x, **y)
+        now(self, *args, **keywords)
 
     return then
 
 
-def _bits(given: dict[str, Any]) -> None:
+def _bits(keywords: dict[str, Any]) -> None:
     """``use_auth_token=``, ``load_in_8bit=`` and ``load_in_4bit=`` of from_pretrained, beside which
     a ``quantization_config=`` came first."""
-    _token(given)
-    if given.pop("use_flash_attention_2", None):
+    _token(keywords)
+    if keywords.pop("use_flash_attention_2", None):
         _say("from_pretrained(use_flash_attention_2=)", "attn_implementation='flash_attention_2'")
-        given.setdefault("attn_implementation", "flash_attention_2")
-    named = [name for name in ("load_in_8bit", "load_in_4bit") if name in given]
-    asked = {name: True for name in named if given.pop(name)}
+        keywords.setdefault("attn_implementation", "flash_attention_2")
+    named = [name for name in ("load_in_8bit", "load_in_4bit") if name in keywords]
+    asked = {name: True for name in named if keywords.pop(name)}
     if asked:
         from transformers import BitsAndBytesConfig
 
         told = ", ".join(f"{name}=True" for name in asked)
         _say(f"from_pretrained({told})", f"quantization_config=BitsAndBytesConfig({told})")
-        if given.get("quantization_config") is None:
-            given["quantization_config"] = BitsAndBytesConfig(**asked)
+        if keywords.get("quantization_config") is None:
+            keywords["quantization_config"] = BitsAndBytesConfig(**asked)
 
 
 def _from_pretrained(now: Any) -> Any:

@@ -64,13 +64,13 @@ class Recipe:
 def recipes() -> dict[str, Recipe]:
     """All recipes by name."""
     plans = json.loads(PLANS.read_text(encoding="utf-8"))
-    found = {}
+    by_name = {}
     for path in sorted(FOLDER.glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
         comments = takewhile(lambda line: line.startswith("# "), lines)
         header = yaml.safe_load("\n".join(line[2:] for line in comments))
         name = path.stem
-        found[name] = Recipe(
+        by_name[name] = Recipe(
             name, path, plan=header.pop("plan", {}), planned=plans.get(name, {}), **header
         )
-    return found
+    return by_name

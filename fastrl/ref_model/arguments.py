@@ -47,11 +47,11 @@ class ReferenceArguments:
 
     def reference_settings(self, **others: Any) -> ReferenceSettings:
         """What :func:`fastrl.ref_model.choose_ref_model` takes, ``others`` among it."""
-        given: dict[str, Any] = {
+        settings: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("reference", "num_shared_layers", "reference_dtype")
         }
         if self.sync_ref_model:
-            given["sync_ref_every"] = self.ref_model_sync_steps
-            given["ref_ema"] = self.ref_model_mixup_alpha
-        return ReferenceSettings(**{**given, **others})
+            settings["sync_ref_every"] = self.ref_model_sync_steps
+            settings["ref_ema"] = self.ref_model_mixup_alpha
+        return ReferenceSettings(**{**settings, **others})

@@ -113,20 +113,20 @@ def examine(run: RunCurves) -> Diagnosis:
     for stage, part in _parts(run):
         where = "" if stage is None else f" ({stage})"
         ill: set[str] = set()
-        for each in CHECKS:
-            recorded = max(len(part.read([key]).steps) for key in each.metrics)
-            if recorded == 0 or ill & {*each.unless}:
+        for check in CHECKS:
+            recorded = max(len(part.read([key]).steps) for key in check.metrics)
+            if recorded == 0 or ill & {*check.unless}:
                 continue
-            if recorded < each.least:
-                too_few.append(each.name + where)
-            elif (found := each.find(part)) is None:
-                passed.append(each.name + where)
+            if recorded < check.least:
+                too_few.append(check.name + where)
+            elif (sign := check.find(part)) is None:
+                passed.append(check.name + where)
             else:
-                if found.severity == ILLNESS:
-                    ill.add(each.name)
+                if sign.severity == ILLNESS:
+                    ill.add(check.name)
                 findings.append(
                     replace(
-                        found, name=each.name, metrics=each.metrics, page=each.page, stage=stage
+                        sign, name=check.name, metrics=check.metrics, page=check.page, stage=stage
                     )
                 )
     findings.sort(key=lambda finding: finding.severity != ILLNESS)

@@ -196,21 +196,21 @@ def _shows(figures: Sequence[Figure], finding: Finding) -> Figure | None:
 def _settings(runs: Sequence[ReportedRun], defaults: Defaults) -> dict[str, list[str]]:
     """Settings as texts: of one run all, of several those that differ. One that a run does not have
     differs where another's is not at its default."""
-    every = [run.settings for run in runs]
-    names = dict.fromkeys(name for settings in every for name in settings)
-    found = {name: [_text(settings.get(name)) for settings in every] for name in names}
+    of_runs = [run.settings for run in runs]
+    names = dict.fromkeys(name for settings in of_runs for name in settings)
+    texts = {name: [_text(settings.get(name)) for settings in of_runs] for name in names}
     if len(runs) == 1:
-        return found
-    found = {name: x for name, x in found.items() if len(set(x)) > 1 and not _DERIVED.match(name)}
-    lacking = {name for name in found if any(name not in settings for settings in every)}
+        return texts
+    texts = {name: x for name, x in texts.items() if len(set(x)) > 1 and not _DERIVED.match(name)}
+    lacking = {name for name in texts if any(name not in settings for settings in of_runs)}
     if lacking:
         usual = [defaults(run.folder) for run in runs]
         for name in lacking:
-            there = [(x[name], own) for x, own in zip(every, usual, strict=True) if name in x]
+            there = [(x[name], base) for x, base in zip(of_runs, usual, strict=True) if name in x]
             same = len({_text(value) for value, _ in there}) == 1
-            if same and all(value == own.get(name, value is None) for value, own in there):
-                del found[name]
-    return found
+            if same and all(value == base.get(name, value is None) for value, base in there):
+                del texts[name]
+    return texts
 
 
 def _text(value: Any) -> str:

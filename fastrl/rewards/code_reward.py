@@ -98,20 +98,20 @@ def make_code_reward(
     ) -> list[float | None]:
         names = [None] * len(tests) if entry_point is None else entry_point
         runs: list[tuple[int, Callable[[], float]]] = []
-        read = [tests_of(given, row) for row, given in enumerate(tests)]
-        for row, (completion, given, name) in enumerate(zip(completions, read, names, strict=True)):
+        read = [tests_of(cases, row) for row, cases in enumerate(tests)]
+        for row, (completion, cases, name) in enumerate(zip(completions, read, names, strict=True)):
             code = last_block(as_text(completion), ("python", "py", "python3", ""))
             if len(code) > LONGEST:
-                given = []
-            for run in _runs(sandbox, code.encode("utf-8", "surrogatepass"), given or [], name):
+                cases = []
+            for run in _runs(sandbox, code.encode("utf-8", "surrogatepass"), cases or [], name):
                 runs.append((row, run))
         with ThreadPoolExecutor(workers or _processors()) as pool:
             passed: list[list[float]] = [[] for _row in tests]
             for (row, _run), share in zip(runs, pool.map(lambda x: x[1](), runs), strict=True):
                 passed[row].append(share)
         return [
-            None if not given else sum(shares) / max(1, len(shares))
-            for given, shares in zip(read, passed, strict=True)
+            None if not cases else sum(shares) / max(1, len(shares))
+            for cases, shares in zip(read, passed, strict=True)
         ]
 
     return code_reward
@@ -162,30 +162,30 @@ def share_passed(
     return verdicts.count(b"1") / len(tests)
 
 
-def tests_of(given: Any, row: int) -> list[str] | list[tuple[str, str]] | None:
+def tests_of(tests: Any, row: int) -> list[str] | list[tuple[str, str]] | None:
     """The tests of a row: Python texts, or pairs of input and output; None: it has none.
 
     Raises:
         ValueError: something else, a text that is no Python; names the row.
     """
-    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         with suppress(json.JSONDecodeError):  # else it is Python
-            given = json.loads(given)
-    if isinstance(given, Mapping) and isinstance(given.get("input"), list):  # as tables turn them
-        columns = [given["input"], given.get("output") or ()]
-        given = [
+            tests = json.loads(tests)
+    if isinstance(tests, Mapping) and isinstance(tests.get("input"), list):  # as tables turn them
+        columns = [tests["input"], tests.get("output") or ()]
+        tests = [
             dict(zip(("input", "output"), pair, strict=True)) for pair in zip(*columns, strict=True)
         ]
-    elif isinstance(given, str | Mapping):
-        given = [given]
-    if given is None or not len(given):
+    elif isinstance(tests, str | Mapping):
+        tests = [tests]
+    if tests is None or not len(tests):
         return None
-    if all(isinstance(test, str) for test in given):
-        for test in given:
+    if all(isinstance(test, str) for test in tests):
+        for test in tests:
             _check_python(test, row)
-        return list(given)
+        return list(tests)
     pairs: list[tuple[str, str]] = []
-    for test in given:
+    for test in tests:
         match test:
             case {"input": str(asked), "output": str(wanted)}:
                 pairs.append((asked, wanted))

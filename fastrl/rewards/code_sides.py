@@ -81,7 +81,7 @@ def serve(code: int, questions: int, answers: int) -> None:
         "global": lambda name: module.__dict__[name],
         "get": getattr,
         "item": lambda x, key: x[key],
-        "call": lambda function, *given, **named: function(*given, **named),
+        "call": lambda function, *arguments, **named: function(*arguments, **named),
         "iter": iter,
         "next": next,
         "len": len,
@@ -91,17 +91,17 @@ def serve(code: int, questions: int, answers: int) -> None:
     }
     with open(questions, "rb") as asks, open(answers, "wb", buffering=0) as says:
         for line in asks:
-            kind, given, named = json.loads(line)
+            kind, arguments, named = json.loads(line)
             try:
-                given = [decode(x, objects.__getitem__) for x in given]
+                arguments = [decode(x, objects.__getitem__) for x in arguments]
                 named = {name: decode(x, objects.__getitem__) for name, x in named.items()}
-                found = encode(asked[kind](*given, **named), number)
-                after = [encode(x, number) if isinstance(x, _CHANGED) else None for x in given]
-                said = json.dumps([True, found, after])
+                result = encode(asked[kind](*arguments, **named), number)
+                after = [encode(x, number) if isinstance(x, _CHANGED) else None for x in arguments]
+                reply = json.dumps([True, result, after])
             except Exception as error:
                 kinds = [x.__name__ for x in type(error).__mro__]
-                said = json.dumps([False, kinds, str(error)[:1000]])
-            says.write(said.encode() + b"\n")
+                reply = json.dumps([False, kinds, str(error)[:1000]])
+            says.write(reply.encode() + b"\n")
 
 
 _CHANGED = (list, dict, set, collections.deque)  # arguments that a function may change
@@ -117,22 +117,22 @@ class Remote:
     def __init__(self, questions: int, answers: int):
         self._asks, self._hears = os.fdopen(questions, "wb", buffering=0), os.fdopen(answers, "rb")
 
-    def ask(self, kind: str, *given: Any, **named: Any) -> Any:
+    def ask(self, kind: str, *arguments: Any, **named: Any) -> Any:
         """What the code answers; raises what it raises."""
         try:
             question = [
                 kind,
-                [encode(x, _number_of) for x in given],
+                [encode(x, _number_of) for x in arguments],
                 {name: encode(x, _number_of) for name, x in named.items()},
             ]
             self._asks.write(json.dumps(question).encode() + b"\n")
-            fine, found, more = json.loads(self._hears.readline(LONGEST))
+            fine, result, more = json.loads(self._hears.readline(LONGEST))
             if fine:
-                for mine, after in zip(given, more, strict=True):
+                for mine, after in zip(arguments, more, strict=True):
                     if after is not None:
                         _change(mine, decode(after, self._thing))
-                return decode(found, self._thing)
-            error = _error(found, str(more))
+                return decode(result, self._thing)
+            error = _error(result, str(more))
         except Exception as wrong:
             raise Unanswered from wrong
         raise error

@@ -127,7 +127,7 @@ class Sandbox:
     ) -> subprocess.Popen[bytes]:
         paths, links = _visible()
         python = os.path.realpath(sys.executable)
-        own = "/tmp" if self.isolated else folder
+        home = "/tmp" if self.isolated else folder
         job = {
             "parent": os.getpid(),
             "isolated": self.isolated,
@@ -149,7 +149,7 @@ class Sandbox:
             cwd=folder,
             start_new_session=True,
             env={
-                **{"HOME": own, "TMPDIR": own, "LANG": "C.UTF-8", "PYTHONUTF8": "1"},
+                **{"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONUTF8": "1"},
                 "PYTHONHASHSEED": "0",  # the same score each time
                 "PYTHONHOME": f"{sys.base_prefix}:{sys.base_exec_prefix}",
             },
@@ -211,15 +211,15 @@ def _read(child: subprocess.Popen[bytes], most: int, end: float) -> tuple[bytes,
     """What a child writes until no process can write more, it has written ``most``, or it is
     ``end`` by the monotonic clock; and whether that is all."""
     assert child.stdout is not None
-    found = bytearray()
+    output = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
-        while len(found) <= most and selector.select(max(0.0, end - time.monotonic())):
+        while len(output) <= most and selector.select(max(0.0, end - time.monotonic())):
             part = os.read(child.stdout.fileno(), 1 << 16)
             if not part:
-                return bytes(found), True
-            found += part
-    return bytes(found), False
+                return bytes(output), True
+            output += part
+    return bytes(output), False
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -154,7 +154,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 def last_block(text: str, languages: Sequence[str]) -> str:
     """What stands in the last block of a text that is fenced by ``\\`\\`\\``` and of one of the
     languages, "" being a fence that names none; the whole text where there is no such block."""
-    found, lines = text, list[str]()
+    block, lines = text, list[str]()
     language: str | None = None
     for line in text.split("\n"):
         mark = line.strip()
@@ -162,11 +162,11 @@ def last_block(text: str, languages: Sequence[str]) -> str:
             if mark.startswith("```"):
                 language, lines = mark[3:].strip().lower(), []
         elif mark == "```":
-            found = "\n".join(lines) if language in languages else found
+            block = "\n".join(lines) if language in languages else block
             language = None
         else:
             lines.append(line)
-    return found
+    return block
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -33,8 +33,8 @@ def main() -> None:
     with suppress(ValueError, OSError):  # of systems that have no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
-    def answer(found: dict[str, Any]) -> None:
-        answers.write(json.dumps(found) + "\n")
+    def answer(verdict: dict[str, Any]) -> None:
+        answers.write(json.dumps(verdict) + "\n")
         answers.flush()
 
     try:
@@ -46,9 +46,9 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, question.pop("seconds"))
-        found = judge(**question)
+        verdict = judge(**question)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answer(found)
+        answer(verdict)
 
 
 if __name__ == "__main__":

@@ -189,15 +189,15 @@ class FusedDecoderLayer:
         return x
 
     def _attended(self, x: Tensor, attention: DecodeAttention, cos: Tensor, sin: Tensor) -> Tensor:
-        own, norms = self.layer.self_attn, None
-        query, key, value = (y.view(len(x), -1, own.head_dim) for y in self.attention_products(x))
+        layer, norms = self.layer.self_attn, None
+        query, key, value = (y.view(len(x), -1, layer.head_dim) for y in self.attention_products(x))
         if self.head_norm_eps is not None:
-            weights = own.q_norm.weight, own.k_norm.weight
+            weights = layer.q_norm.weight, layer.k_norm.weight
             norms = fastrl_kernels.HeadNorms(*weights, self.head_norm_eps)
         cos, sin = cos.expand(len(x), 1, -1).squeeze(1), sin.expand(len(x), 1, -1).squeeze(1)
-        query = attention.rotate_and_write(own.layer_idx, query, key, value, cos, sin, norms)
+        query = attention.rotate_and_write(layer.layer_idx, query, key, value, cos, sin, norms)
         out = attention.attend_written(query, self.variant)
-        return own.o_proj(out.reshape(len(x), 1, -1).to(x.dtype))
+        return layer.o_proj(out.reshape(len(x), 1, -1).to(x.dtype))
 
 
 class FusedNorm:
@@ -430,19 +430,19 @@ def _fits(layer: Any) -> bool:
         return False
     if getattr(layer, "residual_multiplier", 1.0) != 1.0:  # Granite's
         return False
-    own, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
-    if _children(own) not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
+    attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
+    if _children(attention) not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
         return False
     if _children(layer.mlp) != _MLP or not _is_silu(layer.mlp.act_fn):
         return False
-    norms += (own.q_norm, own.k_norm) if hasattr(own, "q_norm") else ()
-    bare = [layer, own, layer.mlp]
+    norms += (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+    bare = [layer, attention, layer.mlp]
     return (
         all(map(_is_norm, norms))
         and not any(list(x.parameters(recurse=False)) for x in bare)
         and not any(map(has_own_forward, (*bare, *norms)))
-        and hasattr(own, "head_dim")
-        and hasattr(own, "layer_idx")
+        and hasattr(attention, "head_dim")
+        and hasattr(attention, "layer_idx")
     )
 
 

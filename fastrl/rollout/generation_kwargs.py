@@ -176,9 +176,9 @@ def policy_kwargs(
     Raises:
         ValueError: another temperature among the arguments.
     """
-    given = {name: x for name, x in generation_kwargs.items() if x is not None}
-    given = unpacked(given)
-    asked = given.get("temperature", temperature)
+    asked_for = {name: x for name, x in generation_kwargs.items() if x is not None}
+    asked_for = unpacked(asked_for)
+    asked = asked_for.get("temperature", temperature)
     if asked != temperature:
         raise ValueError(
             f"generation_kwargs has temperature={asked}, the policy that is trained has "
@@ -186,9 +186,9 @@ def policy_kwargs(
             "ratio, the clip range and the KL are of the policy that is sampled"
         )
     kwargs = {**neutral_kwargs(model), **_FROM_THE_POLICY, "temperature": temperature}
-    if not {"max_new_tokens", "max_length"} & given.keys():
+    if not {"max_new_tokens", "max_length"} & asked_for.keys():
         kwargs["max_new_tokens"] = _NEW_TOKENS
-    kwargs |= given
+    kwargs |= asked_for
     if not kwargs["do_sample"]:
         # Greedy decoding ignores these, and transformers warns of their values.
         kwargs |= dict.fromkeys(("temperature", *_TRUNCATIONS))

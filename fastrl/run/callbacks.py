@@ -150,17 +150,17 @@ def checked_callbacks(callbacks: Any) -> list[TrainCallback]:
     """
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list of TrainCallback objects, got {callbacks!r}")
-    found = list(callbacks)
-    for i, each in enumerate(found):
-        if isinstance(each, type):
-            raise TypeError(f"callbacks[{i}] is the class {each.__name__}, no object: make one")
-        lacking = [name for name in _EVENTS if not callable(getattr(each, name, None))]
+    checked = list(callbacks)
+    for i, call in enumerate(checked):
+        if isinstance(call, type):
+            raise TypeError(f"callbacks[{i}] is the class {call.__name__}, no object: make one")
+        lacking = [name for name in _EVENTS if not callable(getattr(call, name, None))]
         if lacking:
             raise TypeError(
-                f"callbacks[{i}] is {each!r:.80}, which lacks {', '.join(lacking)}: derive it from "
+                f"callbacks[{i}] is {call!r:.80}, which lacks {', '.join(lacking)}: derive it from "
                 "fastrl.TrainCallback"
             )
-    return found
+    return checked
 
 
 def closing_callbacks(run: Callable[..., TrainResult]) -> Callable[..., TrainResult]:

@@ -60,19 +60,19 @@ def refuse_zero3(asked: Mapping[str, Any] | str | None, precision: str = "no") -
 
 def _launched() -> dict[str, Any]:
     """What accelerate's launcher has put into the environment, as DeepSpeed's configuration."""
-    given = {
+    settings = {
         name.removeprefix("ACCELERATE_DEEPSPEED_").lower(): value
         for name, value in os.environ.items()
         if name.startswith("ACCELERATE_DEEPSPEED_")
     }
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in _ON:
         return {}
-    if given.get("config_file"):
-        return _read(given["config_file"])
+    if settings.get("config_file"):
+        return _read(settings["config_file"])
     zero = {
-        "stage": int(given.get("zero_stage", 2)),
-        "offload_param": {"device": given.get("offload_param_device")},
-        "offload_optimizer": {"device": given.get("offload_optimizer_device")},
+        "stage": int(settings.get("zero_stage", 2)),
+        "offload_param": {"device": settings.get("offload_param_device")},
+        "offload_optimizer": {"device": settings.get("offload_optimizer_device")},
     }
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return {"zero_optimization": zero, precision: {"enabled": True}}

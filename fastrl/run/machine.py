@@ -98,21 +98,21 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The environment variables that make :func:`machine` here what it was, as "NAME=value"; ""
     where there are none."""
-    found = []
+    variables = []
     if before.get("threads") != now.get("threads") and before.get("threads"):
-        found.append(f"OMP_NUM_THREADS={before['threads']}")
+        variables.append(f"OMP_NUM_THREADS={before['threads']}")
     there, here = (x.get("cpu_capability") for x in (before, now))
     # torch must not be told of instructions that this processor may lack.
     if there in _CAPABILITIES and here in _CAPABILITIES:
         names = list(_CAPABILITIES)
         if names.index(there) < names.index(here):
-            found.append(f"ATEN_CPU_CAPABILITY={_CAPABILITIES[there]}")
-    found += [
+            variables.append(f"ATEN_CPU_CAPABILITY={_CAPABILITIES[there]}")
+    variables += [
         f"{name}={before.get(name, '')}"
         for name in _OF_PRODUCTS
         if before.get(name) != now.get(name)
     ]
-    return " ".join(found)
+    return " ".join(variables)
 
 
 def _cpu_name() -> str:

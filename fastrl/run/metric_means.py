@@ -193,15 +193,15 @@ class MetricMeans:
     def of_others(states: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
         """The state of each of ``count`` processes that go on with what others had: of the pooled
         an equal share, and not the means of batches since the last log."""
-        found = MetricMeans()
+        total = MetricMeans()
         for state in states:
-            own = MetricMeans()
-            own.load(state, torch.device("cpu"))
-            for head, table in own._pooled.items():
-                found._add(head, table / count if head.kind == _MEAN else table)
-            for name, number in own._totals.items():
-                found.count(name, number / count)
-        return found.state()
+            process = MetricMeans()
+            process.load(state, torch.device("cpu"))
+            for head, table in process._pooled.items():
+                total._add(head, table / count if head.kind == _MEAN else table)
+            for name, number in process._totals.items():
+                total.count(name, number / count)
+        return total.state()
 
     def _every(self) -> list[_Rows]:
         return [*self._rows, *(_Rows(*x) for x in self._pooled.items())]
@@ -218,14 +218,14 @@ class MetricMeans:
             parts = flat.split([x.table.numel() for x in rows])
             tables = [part.view_as(x.table) for part, x in zip(parts, rows, strict=True)]
             rows = [x._replace(table=table) for x, table in zip(rows, tables, strict=True)]
-        found: dict[Any, _Rows] = {}
-        for own in processes.objects(rows):
-            for i, (head, table) in enumerate(own):
+        merged: dict[Any, _Rows] = {}
+        for of_process in processes.objects(rows):
+            for i, (head, table) in enumerate(of_process):
                 key = head if head.pooled else i
-                if key in found:
-                    table = _join(head.kind, found[key].table, table)
-                found[key] = _Rows(head, table)
-        return [*found.values()]
+                if key in merged:
+                    table = _join(head.kind, merged[key].table, table)
+                merged[key] = _Rows(head, table)
+        return [*merged.values()]
 
 
 def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -148,8 +148,8 @@ def model_card(
     adapters = _adapters(model, inner)
     four_bits = _four_bits(inner, adapters)
     values = getattr(model, "v_head", None) is not None
-    own = _base_of(inner, adapters)
-    base = own or training.base
+    named = _base_of(inner, adapters)
+    base = named or training.base
     what, auto, task = _KINDS[_kind(inner)]
     text = _TEMPLATE.format(
         name=name,
@@ -161,16 +161,16 @@ def model_card(
         versions=_versions(bool(adapters)),
     )
     using = _using(name, auto, folder)
-    loading = _loading(name, auto, adapters, own, four_bits, _quantised_from(inner), bool(using))
+    loading = _loading(name, auto, adapters, named, four_bits, _quantised_from(inner), bool(using))
     text += _code(*loading, *using)
-    if adapters and own and not _is_hub_id(own):
+    if adapters and named and not _is_hub_id(named):
         text += (
-            f"\n`{own}` is a folder of the machine of the training: upload it too and write its "
+            f"\n`{named}` is a folder of the machine of the training: upload it too and write its "
             "id into `adapter_config.json`, or merge the adapter into it (`fastrl merge`).\n"
         )
     if values:
         text += "\nWith its value head, to train it on:\n\n"
-        text += _code(*_with_values(name, type(model).__name__, bool(adapters), own))
+        text += _code(*_with_values(name, type(model).__name__, bool(adapters), named))
     settings = {**training.settings, **_lora_settings(adapters)}
     text += _table("Settings", ("setting", "value"), settings)
     text += _results(training.results)
@@ -290,7 +290,7 @@ def card_settings(config: Any) -> dict[str, Any]:
     if getattr(config, "max_steps", 0) > 0:
         always.remove("num_train_epochs")
     idle = idle_settings(config)
-    found = {}
+    shown = {}
     for x in dataclasses.fields(config):
         hidden = x.name.startswith(_NOT_SHOWN) or x.name.endswith("token") or x.name in idle
         if hidden or not x.init:
@@ -303,8 +303,8 @@ def card_settings(config: Any) -> dict[str, Any]:
         # What is unset may have become False or an empty list.
         changed = value != default and (value or default)
         if plain and (changed or x.name in always) and not os.path.isabs(str(value)):
-            found[x.name] = value
-    return found
+            shown[x.name] = value
+    return shown
 
 
 def license_of(base: str | None) -> dict[str, str]:
@@ -523,14 +523,14 @@ def _adapter_name(adapters: dict[str, Any]) -> str:
 
 
 def _lora_settings(adapters: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for config in adapters.values():
         if isinstance(getattr(config, "lora_alpha", None), (int, float)):
             targets = config.target_modules or ()
             targets = targets if isinstance(targets, str) else ", ".join(sorted(targets))
-            found |= {"lora_r": config.r, "lora_alpha": config.lora_alpha}
-            found["lora_target_modules"] = targets
-    return found
+            settings |= {"lora_r": config.r, "lora_alpha": config.lora_alpha}
+            settings["lora_target_modules"] = targets
+    return settings
 
 
 def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:
@@ -577,16 +577,16 @@ def _loading(
     name: str,
     auto: str,
     adapters: dict[str, Any],
-    own: str | None,
+    base: str | None,
     four_bits: dict[str, Any],
     quantised_from: str,
     tokenizes: bool,
 ) -> Sequence[str]:
     """Code that loads the model by transformers and PEFT."""
     options = ", num_labels=1" if auto == "SequenceClassification" else ""
-    names = [f"AutoModelFor{auto}"] if own or not adapters else []
+    names = [f"AutoModelFor{auto}"] if base or not adapters else []
     names += ["AutoTokenizer"] if tokenizes else []
-    if four_bits and own:
+    if four_bits and base:
         names.append("BitsAndBytesConfig")
         options += f', dtype="{quantised_from}", quantization_config=config'
     if not adapters:
@@ -600,9 +600,9 @@ def _loading(
         *([f"from transformers import {', '.join(names)}"] if names else ()),
         "",
     ]
-    if own:
+    if base:
         lines += _config_lines(four_bits)
-        lines.append(f'base = AutoModelFor{auto}.from_pretrained("{own}"{options})')
+        lines.append(f'base = AutoModelFor{auto}.from_pretrained("{base}"{options})')
     else:
         lines.append("# base: the model that the adapter was trained on, which it does not name.")
     return (*lines, f'model = PeftModel.from_pretrained(base, "{name}")')
@@ -624,9 +624,9 @@ def _using(name: str, auto: str, folder: Path | None) -> Sequence[str]:
             'inputs = tokenizer("A prompt and its response", return_tensors="pt")',
             'print(model(input_ids=inputs["input_ids"]).logits)',
         )
-    said = 'inputs = tokenizer("Hello", return_tensors="pt")'
+    encodes = 'inputs = tokenizer("Hello", return_tensors="pt")'
     if chat:
-        said = (
+        encodes = (
             'chat = [{"role": "user", "content": "Hello"}]\n'
             "inputs = tokenizer.apply_chat_template(\n"
             '    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True\n'
@@ -634,15 +634,15 @@ def _using(name: str, auto: str, folder: Path | None) -> Sequence[str]:
         )
     return (
         loads,
-        said,
+        encodes,
         'out = model.generate(input_ids=inputs["input_ids"], max_new_tokens=32)',
         "print(tokenizer.decode(out[0]))",
     )
 
 
-def _with_values(name: str, wrapper: str, adapts: bool, own: str | None) -> Sequence[str]:
+def _with_values(name: str, wrapper: str, adapts: bool, base: str | None) -> Sequence[str]:
     """Code that loads the model with its value head."""
-    if not adapts or own:
+    if not adapts or base:
         trains = ", is_trainable=True" if adapts else ""
         loaded = f'model = {wrapper}.from_pretrained("{name}"{trains})'
         return (f"from fastrl import {wrapper}", "", loaded)

@@ -274,16 +274,16 @@ class SeveralProcesses(Processes):
 
     def _agree(self, error: Exception | None, *, stops: bool) -> None:
         """Raises an exception in all processes, if one of them has an error, or is to stop."""
-        said = None if error is None else f"{type(error).__name__}: {error}"
+        failed = None if error is None else f"{type(error).__name__}: {error}"
         try:
-            found = self.objects((said, stops))
+            of_all = self.objects((failed, stops))
         except PeerFailed as gone:
             raise (error or gone) from None
         known: BaseException | None = error
-        for index, (failure, _) in enumerate(found):
+        for index, (failure, _) in enumerate(of_all):
             if failure is not None and known is None:
                 known = PeerFailed(f"process {index} of {self.count} failed: {failure}")
-        if known is None and any(stop for _, stop in found):
+        if known is None and any(stop for _, stop in of_all):
             known = Stopped()
         self._known = known
         if known is not None:

@@ -104,7 +104,7 @@ class SharedOut:
         from safetensors import safe_open
 
         wanted = tuple(slice(0, n) for n in self.shape) if region is ... else region
-        found = torch.empty([x.stop - x.start for x in wanted], dtype=self.dtype)
+        tensor = torch.empty([x.stop - x.start for x in wanted], dtype=self.dtype)
         for file, part in self._parts:
             common = [
                 slice(max(a.start, b.start), min(a.stop, b.stop))
@@ -114,8 +114,8 @@ class SharedOut:
                 continue
             with safe_open(file, framework="pt") as tensors:
                 read = tensors.get_slice(self.place)[_within(common, part)]
-            found[_within(common, wanted)] = read
-        return found
+            tensor[_within(common, wanted)] = read
+        return tensor
 
 
 def is_dtensor(value: Any) -> bool:

@@ -199,17 +199,17 @@ class ResumableTrainer(OpenTrainer):
         metrics = self._metrics["train"] = MetricMeans(self.metric_differences)
         if resumed is None:
             return
-        found = resumed["own"].get("metrics", {})
-        if "rows" in found:
-            metrics.load(found, self.args.device)
+        saved = resumed["own"].get("metrics", {})
+        if "rows" in saved:
+            metrics.load(saved, self.args.device)
             return
         warnings.warn(
             "resume: the checkpoint is of an earlier version: the next log is without the metrics "
             "between the checkpoint's last log and the checkpoint",
             stacklevel=3,
         )
-        if "tokens" in found:
-            metrics.count("num_tokens", found["tokens"])
+        if "tokens" in saved:
+            metrics.count("num_tokens", saved["tokens"])
 
     def own_mark(self) -> dict[str, Any]:
         """What a step changes of the own state before it updates the weights."""

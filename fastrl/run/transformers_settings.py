@@ -76,16 +76,16 @@ def warn_of_changes(
     changed = [k for k in changed_settings(before, now) if k not in but]
     if not changed:
         return
-    said = "resume: settings differ from the checkpoint's."
+    message = "resume: settings differ from the checkpoint's."
     used = [k for k in changed if k not in _OF_THE_OPTIMIZER]
     if used:
         shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in used)
-        said += (
+        message += (
             f" The new ones are used from here on ({shown}), so that results are not those of an "
             "uninterrupted run."
         )
     kept = [k for k in changed if k in _OF_THE_OPTIMIZER]
     if kept:
         shown = ", ".join(f"{k}: {before.get(k)}, not {now.get(k)}" for k in kept)
-        said += f" The optimizer keeps the checkpoint's ({shown})."
-    warnings.warn(said, stacklevel=4)
+        message += f" The optimizer keeps the checkpoint's ({shown})."
+    warnings.warn(message, stacklevel=4)

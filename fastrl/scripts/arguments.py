@@ -103,17 +103,17 @@ def get_dataset(mixture_config: Any) -> Any:
     if not named:
         raise ValueError("the mixture has no data set: name some under datasets")
     parts = []
-    for each in named:
+    for source in named:
         part = load_dataset(
-            each.path,
-            each.name,
-            data_dir=each.data_dir,
-            data_files=each.data_files,
-            split=each.split,
+            source.path,
+            source.name,
+            data_dir=source.data_dir,
+            data_files=source.data_files,
+            split=source.split,
             streaming=mixture_config.streaming,
         )
-        parts.append(part if each.columns is None else part.select_columns(each.columns))
-    shares = [each.fraction for each in named]
+        parts.append(part if source.columns is None else part.select_columns(source.columns))
+    shares = [source.fraction for source in named]
     if any(share is not None for share in shares):
         parts = _in_shares(parts, shares, mixture_config.streaming)
     joined = concatenate_datasets(parts)
@@ -123,14 +123,14 @@ def get_dataset(mixture_config: Any) -> Any:
 
 
 def _in_shares(parts: list[Any], shares: list[float | None], streams: bool) -> list[Any]:
-    given = [share for share in shares if share is not None]
-    if len(given) < len(shares) or not all(share >= 0 for share in given) or sum(given) <= 0:
+    numbers = [share for share in shares if share is not None]
+    if len(numbers) < len(shares) or not all(share >= 0 for share in numbers) or sum(numbers) <= 0:
         raise ValueError(
             f"fraction must be set for all data sets of the mixture or for none, each 0 or more "
             f"and one above it, got {shares}"
         )
     if streams:
         raise ValueError("streams have no length, of which a fraction could be taken: leave it out")
-    weights = [share / sum(given) for share in given]
+    weights = [share / sum(numbers) for share in numbers]
     total = min(len(x) / w for x, w in zip(parts, weights, strict=True) if w > 0)
     return [x.select(range(round(w * total))) for x, w in zip(parts, weights, strict=True)]

@@ -67,7 +67,7 @@ class BestOfNSampler:
         )
         queries = [tokenized_query] if one else tokenized_query
         device = device or next(self.model.parameters()).device
-        found = []
+        best_texts = []
         for query in queries:
             ids = torch.as_tensor(query, device=device).expand(self.sample_size, -1)
             with evaluating(self.model):
@@ -81,5 +81,5 @@ class BestOfNSampler:
             texts = self.tokenizer.batch_decode(made, skip_special_tokens=skip_special_tokens)
             scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float64)
             best = scores.topk(self.n_candidates).indices.tolist()
-            found.append([texts[i] for i in best])
-        return found
+            best_texts.append([texts[i] for i in best])
+        return best_texts

@@ -121,7 +121,7 @@ class LogCompletionsCallback(TrainerCallback):
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
         prompts, templates = [prompt for prompt, _ in asked], [template for _, template in asked]
         ids = ids_of_prompts(prompts, tokenizer, templates)
-        said: list[tuple[str, str]] = []
+        pairs: list[tuple[str, str]] = []
         with evaluating(model):
             for i in range(0, len(prompts), size):
                 batch = pad(ids[i : i + size], tokenizer.pad_token_id, "left")
@@ -129,5 +129,5 @@ class LogCompletionsCallback(TrainerCallback):
                 out = model.generate(**inputs, generation_config=self.generation_config)
                 new = out[:, batch["input_ids"].shape[1] :]
                 written = tokenizer.batch_decode(new, skip_special_tokens=True)
-                said += zip(prompts[i : i + size], written, strict=True)
-        return said
+                pairs += zip(prompts[i : i + size], written, strict=True)
+        return pairs

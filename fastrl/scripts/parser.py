@@ -69,19 +69,19 @@ class TrlParser(HfArgumentParser):
         with settings_taken(kinds, config) as config, flags_taken(kinds, words) as rest:
             unread = self.set_defaults_with_config(**config)
             rest = _required(kinds, config) + rest
-            found = self.parse_args_into_dataclasses(
+            instances = self.parse_args_into_dataclasses(
                 args=rest, return_remaining_strings=return_remaining_strings
             )
         if return_remaining_strings:
-            last = found[-1]
+            last = instances[-1]
             behind = (unread, last) if separate_remaining_strings else (unread + last,)
-            return (*found[:-1], *behind)
+            return (*instances[:-1], *behind)
         if unread and fail_with_unknown_args and not self.ignore_extra_args:
             raise ValueError(
                 f"the configuration file has settings that nothing reads: {' '.join(unread)}; "
                 "leave them out"
             )
-        return found
+        return instances
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Instances of the dataclasses from a mapping of settings, as HfArgumentParser's; that of

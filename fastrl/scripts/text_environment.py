@@ -241,16 +241,16 @@ class TextEnvironment:
     def _generate_batched(self, query_tensors: list[Tensor], batch_size: int = 16) -> list[Tensor]:
         """The responses to prompts, each up to its stop."""
         eos, pad_token = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
-        stops, found = [self.call_token, self.submit_token], []
-        own = {"stop_strings": stops, "tokenizer": self.tokenizer, **self.generation_kwargs}
+        stops, responses = [self.call_token, self.submit_token], []
+        options = {"stop_strings": stops, "tokenizer": self.tokenizer, **self.generation_kwargs}
         for i in range(0, len(query_tensors), batch_size):
             some = query_tensors[i : i + batch_size]
             inputs = pad(some, eos if pad_token is None else pad_token, "left")
-            given = {name: x.to(self.current_device) for name, x in inputs.items()}
+            padded = {name: x.to(self.current_device) for name, x in inputs.items()}
             with evaluating(self._unwrapped):
-                made = self._unwrapped.generate(**given, **own)
-            found += [self._until_stop(row) for row in made[:, given["input_ids"].shape[1] :]]
-        return found
+                made = self._unwrapped.generate(**padded, **options)
+            responses += [self._until_stop(row) for row in made[:, padded["input_ids"].shape[1] :]]
+        return responses
 
     def _until_stop(self, ids: Tensor) -> Tensor:
         """The token ids up to the first stop or EOS, which stays; at least a token."""

@@ -83,15 +83,15 @@ class LowMemoryTrainer(OpenTrainer):
         self.optimizer = super().create_optimizer(model)
         if not self._keeps_its_own:
             # Of an earlier train() it is kept and wrapped by accelerate already.
-            own = getattr(self.optimizer, "optimizer", self.optimizer)
+            bare = getattr(self.optimizer, "optimizer", self.optimizer)
             kept = keep_state(
-                own,
+                bare,
                 master_weights=self.args.master_weights,
                 on_host=self.args.offload_optimizer,
                 device=self.args.device,
                 spread=self.is_fsdp_enabled,
             )
-            if kept is not own:
+            if kept is not bare:
                 self.optimizer = kept
                 told = self.args.offload_optimizer or self.of_a_command
                 if not told and self.is_world_process_zero():

@@ -60,16 +60,16 @@ def plan_sft(
 
     skeleton.check_tokens(tokens=tokens)
     count = OPTIMIZER_STEPS * args.per_device_train_batch_size * shortened_steps(args)
-    with rehearsal(device) as found:
+    with rehearsal(device) as memory:
         rows = Dataset.from_dict({"input_ids": [[2] * tokens] * count})
         trainer = trainer_class(
             skeleton.build(),
-            rehearsed(args, trainer_class.args_class, found, max_length=tokens),
+            rehearsed(args, trainer_class.args_class, memory, max_length=tokens),
             train_dataset=rows,
             processing_class=blank_tokenizer(),
         )
-        rehearse_training(trainer, found, skeleton)
-        return Plan.of(f"{skeleton.name}: SFT", device, found, _sizes(args, tokens))
+        rehearse_training(trainer, memory, skeleton)
+        return Plan.of(f"{skeleton.name}: SFT", device, memory, _sizes(args, tokens))
 
 
 def plan_reward(
@@ -88,17 +88,17 @@ def plan_reward(
 
     skeleton.check_tokens(tokens=tokens)
     count = OPTIMIZER_STEPS * args.per_device_train_batch_size * shortened_steps(args)
-    with rehearsal(device) as found:
+    with rehearsal(device) as memory:
         sides = {"chosen": [words(tokens - 1)], "rejected": [words(tokens - 1, 1)]}
         rows = Dataset.from_dict({side: texts * count for side, texts in sides.items()})
         trainer = trainer_class(
             reward_model(skeleton),
-            rehearsed(args, trainer_class.args_class, found, max_length=tokens, append_eos=True),
+            rehearsed(args, trainer_class.args_class, memory, max_length=tokens, append_eos=True),
             train_dataset=rows,
             processing_class=blank_tokenizer(),
         )
-        rehearse_training(trainer, found, skeleton)
-        return Plan.of(f"{skeleton.name}: reward model", device, found, _sizes(args, tokens))
+        rehearse_training(trainer, memory, skeleton)
+        return Plan.of(f"{skeleton.name}: reward model", device, memory, _sizes(args, tokens))
 
 
 def reward_model(skeleton: Skeleton) -> Any:
@@ -117,7 +117,7 @@ def shortened_steps(args: Any) -> int:
     return min(args.gradient_accumulation_steps, 2)
 
 
-def rehearsed(args: Any, kind: type, found: Rehearsal, **own: Any) -> Any:
+def rehearsed(args: Any, kind: type, memory: Rehearsal, **own: Any) -> Any:
     """Arguments of a rehearsal."""
     given = {
         f.name: getattr(args, f.name)
@@ -125,22 +125,22 @@ def rehearsed(args: Any, kind: type, found: Rehearsal, **own: Any) -> Any:
         if f.init and hasattr(args, f.name)
     }
     accumulated = {"gradient_accumulation_steps": shortened_steps(args)}
-    given |= _NOT_REHEARSED | accumulated | own | {"output_dir": str(found.folder)}
+    given |= _NOT_REHEARSED | accumulated | own | {"output_dir": str(memory.folder)}
     known = {f.name for f in dataclasses.fields(kind) if f.init}
     return kind(**{name: x for name, x in given.items() if name in known})
 
 
-def rehearse_training(trainer: Any, found: Rehearsal, skeleton: Skeleton) -> None:
+def rehearse_training(trainer: Any, memory: Rehearsal, skeleton: Skeleton) -> None:
     """Runs a trainer's steps."""
-    found.notes += skeleton.guesses
+    memory.notes += skeleton.guesses
     for kind in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(kind)
     trainer.create_optimizer()
-    found.follow(trainer.model, trainer.optimizer)
+    memory.follow(trainer.model, trainer.optimizer)
     learner = getattr(trainer, "learner", None)  # of the alignment framework
     reference = getattr(trainer, "_reference", getattr(learner, "reference", None))
-    found.loaded(reference, trainer.model)
-    with found.log.phase(UPDATE):
+    memory.loaded(reference, trainer.model)
+    with memory.log.phase(UPDATE):
         trainer.train()
 
 

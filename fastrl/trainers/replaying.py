@@ -62,16 +62,16 @@ class Player(ABC):
                 "cannot be drawn again; what they were is in the ledger (fastrl samples)"
             )
 
-    def check_same(self, own: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+    def check_same(self, settings: Mapping[str, Any], then: Mapping[str, Any]) -> None:
         """Checks that the trainer's settings are the run's.
 
         Args:
-            own, then: settings by name, the trainer's and the run's.
+            settings, then: settings by name, the trainer's and the run's.
 
         Raises:
             ValueError: one of the trainer's is another.
         """
-        for name, value in own.items():
+        for name, value in settings.items():
             if value != then[name]:
                 raise ValueError(
                     f"the trainer has {name}={value}, the run {then[name]}: make it as for the run"

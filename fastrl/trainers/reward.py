@@ -410,14 +410,14 @@ class RewardTrainer(SupervisedTrainer):
 
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
         chosen, rejected = columns.T
-        found = {
+        metrics = {
             "accuracy": (chosen > rejected).double().mean(),
             "margin": (chosen - rejected).mean(),
             "mean_reward": columns.mean(),
             "min_reward": columns.min(),
             "max_reward": columns.max(),
         }
-        return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
+        return dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
 
     def _rewards(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Rewards [2B, labels] of all chosen sides, then of all rejected ones."""

@@ -139,14 +139,14 @@ def _preparing(args: Any) -> dict[str, bool]:
     Raises:
         ValueError: it holds another, or no truth value.
     """
-    found = {**_PREPARING, **(parse_json("dataset_kwargs", args.dataset_kwargs) or {})}
-    for name, value in found.items():
+    settings = {**_PREPARING, **(parse_json("dataset_kwargs", args.dataset_kwargs) or {})}
+    for name, value in settings.items():
         if name not in _PREPARING or not isinstance(value, bool):
             raise ValueError(
                 f"dataset_kwargs has {name}={value!r}: it may hold {', '.join(_PREPARING)}, each "
                 "true or false; prepare the data set otherwise by dataset.map before"
             )
-    return found
+    return settings
 
 
 class SFTTrainer(SupervisedTrainer):
@@ -562,28 +562,28 @@ class SFTTrainer(SupervisedTrainer):
     ) -> tuple[dict[str, Any], Attention | None, Tensor, Tensor | None]:
         """Arguments of the model's forward on a batch, the attention in place of its own or None,
         where the rows [N] stand in them, and the places of packed tokens in the batch or None."""
-        given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
-        lengths = self._lengths(given, given.pop("lengths", None), rows)
+        model_inputs = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
+        lengths = self._lengths(model_inputs, model_inputs.pop("lengths", None), rows)
         if self.aux_loss_enabled:
-            given["output_router_logits"] = True
+            model_inputs["output_router_logits"] = True
         if lengths is None:
-            return given, None, rows, None
-        model_pass, places = join_texts(given["input_ids"], rows, lengths)
-        given |= model_pass.inputs
-        return given, given.pop("attention"), model_pass.rows, places
+            return model_inputs, None, rows, None
+        model_pass, places = join_texts(model_inputs["input_ids"], rows, lengths)
+        model_inputs |= model_pass.inputs
+        return model_inputs, model_inputs.pop("attention"), model_pass.rows, places
 
     def _lengths(
-        self, given: dict[str, Any], packed: Tensor | None, rows: Tensor
+        self, batch: dict[str, Any], packed: Tensor | None, rows: Tensor
     ) -> list[list[int]] | None:
         """Tokens of the texts in each row of a batch, where it is run without padding.
 
         Args:
-            given: arguments of the model's forward.
+            batch: arguments of the model's forward.
             packed: those lengths, [B, texts], with zeros, where a collator of fastrl has packed it.
             rows: what is learned, [N].
         """
-        mask = given.get("attention_mask")
-        plain = given.keys() == _PLAIN and isinstance(mask, Tensor) and mask.dim() == 2
+        mask = batch.get("attention_mask")
+        plain = batch.keys() == _PLAIN and isinstance(mask, Tensor) and mask.dim() == 2
         if (packed is None and not plain) or not self._is_padding_free():
             return None
         if packed is not None:
@@ -643,12 +643,12 @@ def _predictions(scores: TokenScores) -> tuple[Tensor, Tensor]:
     return entropies.detach(), extras.is_top1.float()
 
 
-def _split_collator(given: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:
+def _split_collator(collator: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:
     """The collator that marks completions, and the user's own collator; None if it is not that."""
-    if isinstance(given, DataCollatorForCompletionOnlyLM):
-        return given, None
-    if type(given) is DataCollatorForLanguageModeling:
-        if given.mlm:
+    if isinstance(collator, DataCollatorForCompletionOnlyLM):
+        return collator, None
+    if type(collator) is DataCollatorForLanguageModeling:
+        if collator.mlm:
             raise ValueError("the data collator masks tokens: pass mlm=False, or leave it out")
         return None, None  # the default does the same
-    return None, given
+    return None, collator

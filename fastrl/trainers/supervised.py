@@ -740,10 +740,10 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args:
     """
     if tokenizer is not None and processing_class is not None:
         raise ValueError("pass the tokenizer as processing_class, or as tokenizer, not both")
-    found = tokenizer if processing_class is None else processing_class
-    refuse_processor(found)
-    found = as_fast(found)
-    if found is None:
+    chosen = tokenizer if processing_class is None else processing_class
+    refuse_processor(chosen)
+    chosen = as_fast(chosen)
+    if chosen is None:
         path = model if is_path(model) else getattr(model, "name_or_path", "")
         if not path:
             raise ValueError("pass the tokenizer as processing_class")
@@ -751,15 +751,15 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args:
         # That of the model, whose tokens it has to write.
         options = (getattr(args, "model_init_kwargs", None) or {}) if is_path(model) else {}
         revision = options.get("revision")
-        found = load_tokenizer(path, trust_remote_code=trust, revision=revision)
+        chosen = load_tokenizer(path, trust_remote_code=trust, revision=revision)
     if args is not None:
-        settle_tokenizer(found, args)
-    if found.pad_token_id is None:
+        settle_tokenizer(chosen, args)
+    if chosen.pad_token_id is None:
         raise ValueError(
-            f"{type(found).__name__} has no pad token: set tokenizer.pad_token = "
+            f"{type(chosen).__name__} has no pad token: set tokenizer.pad_token = "
             "tokenizer.eos_token, say, before making the trainer"
         )
-    return found
+    return chosen
 
 
 def is_path(model: Any) -> bool:

@@ -60,19 +60,19 @@ def _check(slots: SlotBuffers, draw: SampledTokens, ends: Tensor, values: Tensor
         )
     if ends.dtype != torch.int64 or ends.dim() != 1:
         raise ValueError(f"ends are {ends.dtype} {tuple(ends.shape)}: they must be int64 [E]")
-    given = {"draw.tokens": draw.tokens, "draw.logprobs": draw.logprobs}
-    given |= {"draw.logprobs_t1": draw.logprobs_t1, "draw.entropies": draw.entropies}
+    tensors = {"draw.tokens": draw.tokens, "draw.logprobs": draw.logprobs}
+    tensors |= {"draw.logprobs_t1": draw.logprobs_t1, "draw.entropies": draw.entropies}
     if values is not None:
         check_float("values", values)
-        given["values"] = values
-    for name, x in given.items():
+        tensors["values"] = values
+    for name, x in tensors.items():
         wanted = torch.int64 if name == "draw.tokens" else torch.float32
         if x.shape != batch or (x is not values and x.dtype != wanted):
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)}: it must be {wanted} {tuple(batch)}"
             )
-    given |= dict(zip((f"slots.{name}" for name in slots._fields), slots, strict=True))
-    for name, x in {"ends": ends, **given}.items():
+    tensors |= dict(zip((f"slots.{name}" for name in slots._fields), slots, strict=True))
+    for name, x in {"ends": ends, **tensors}.items():
         check_device(name, x, "slots.token", slots.token)
 
 

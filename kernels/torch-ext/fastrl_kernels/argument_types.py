@@ -79,14 +79,14 @@ def _first_misfit(
 def misfit(name: str, value: Any, hint: Any) -> str | None:
     """What is wrong with a value of a type that its annotation does not allow, or with a field of
     it; None where it does."""
-    choices, found = _choices(hint), None
+    choices, cause = _choices(hint), None
     for choice in choices:
         if _is_a(value, choice):
-            found = _misfit_of_fields(name, value, choice)
-            if found is None:
+            cause = _misfit_of_fields(name, value, choice)
+            if cause is None:
                 return None
-    if found is not None:
-        return found
+    if cause is not None:
+        return cause
     got = type(value).__name__
     if isinstance(value, tuple | list):
         got += f" of {len(value)}"

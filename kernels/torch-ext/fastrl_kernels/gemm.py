@@ -383,8 +383,8 @@ class Rule(NamedTuple):
 
 def rules() -> dict[str, Rule]:
     """What the fixed rule chooses on this CPU, by dtype."""
-    found = _capabilities()
-    amd = any(vendor in found.get("cpu_name", "") for vendor in ("AMD", "Hygon"))
+    cpu = _capabilities()
+    amd = any(vendor in cpu.get("cpu_name", "") for vendor in ("AMD", "Hygon"))
     if amd and _wide() and OneDnn.absent() is None:
         fp32 = Rule(Choice("onednn", _FEWEST), "AMD EPYC with AVX-512: up to twice as fast as mm")
     elif _wide():
@@ -393,7 +393,7 @@ def rules() -> dict[str, Rule]:
         fp32 = Rule(MM, "no such processor: PyTorch's own")
     if has_bf16():
         bf16 = Rule(Choice("bf16", _FEWEST), "AMD EPYC with AVX512-BF16")
-    elif found.get("architecture") == "x86_64" and not _onednn_has_bf16():
+    elif cpu.get("architecture") == "x86_64" and not _onednn_has_bf16():
         where = "Intel Xeon, AMD EPYC held to AVX512_CORE: 2 to 5 times as fast as mm"
         bf16 = Rule(Choice("fp32", _FEWEST), where)
     else:
@@ -463,7 +463,7 @@ def _measured(path: Path, of: str) -> dict[str, Any]:
     return table.get(of, {})
 
 
-def checked(given: Mapping[str, Any], where: str) -> dict[str, Choice]:
+def checked(written: Mapping[str, Any], where: str) -> dict[str, Choice]:
     """Choices from JSON, ``{"float32": ["onednn", 65536]}``. One that cannot be used here becomes
     "mm", with a warning.
 
@@ -473,8 +473,8 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Choice]:
     Raises:
         ValueError: an unknown dtype or library.
     """
-    found = {}
-    for dtype, (library, fewest) in given.items():
+    choices_by_dtype = {}
+    for dtype, (library, fewest) in written.items():
         if library not in LIBRARIES.get(dtype, ()):
             known = "; ".join(f"{key}: {', '.join(names)}" for key, names in LIBRARIES.items())
             raise ValueError(f"{where}: unknown library {library!r} for {dtype}. Known are {known}")
@@ -484,8 +484,8 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Choice]:
                 f"{where}: {dtype} products go to torch.mm instead of {library}: {why}",
                 stacklevel=2,
             )
-        found[dtype] = Choice(library, int(fewest)) if why is None else MM
-    return found
+        choices_by_dtype[dtype] = Choice(library, int(fewest)) if why is None else MM
+    return choices_by_dtype
 
 
 @functools.cache

@@ -129,15 +129,15 @@ def _forward(
     if terms.coef:
         of_entropies = torch.where(inputs.counted, -terms.coef * weights, 0.0)
     head = HeadPass(inputs, entropy or terms.reads, wanted, terms.coef != 0)
-    every: Tensor | None = None
+    all_slopes: Tensor | None = None
     for rows in head:
         if not head.wanted:
             continue
         if of_others:
-            if every is None:
-                every = _all_slopes(inputs, head, constants, settings, terms, passes)
-                every = (every * inverse).reshape(-1)
-            slopes = every[rows]
+            if all_slopes is None:
+                all_slopes = _all_slopes(inputs, head, constants, settings, terms, passes)
+                all_slopes = (all_slopes * inverse).reshape(-1)
+            slopes = all_slopes[rows]
         else:
             logprobs = head.statistics.logprobs[rows]
             part = PPOConstants(*(x if x is None or x.dim() == 0 else x[rows] for x in flat))  # type: ignore[arg-type]

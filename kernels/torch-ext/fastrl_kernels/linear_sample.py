@@ -80,7 +80,7 @@ def _run(
             return triton.linear_sample(hidden, weight, bias, keys, temperature, transform)
     budget = WORKSPACE_BYTES.get(device_kind(hidden), DEFAULT_WORKSPACE_BYTES)
     chunks = row_chunks(len(hidden), len(weight), hidden.element_size(), budget)
-    found = [
+    draws = [
         sample_tokens(
             _logits(hidden[rows], weight, bias, transform),
             keys[rows],
@@ -89,7 +89,7 @@ def _run(
         )
         for rows in chunks or [slice(0, 0)]
     ]
-    return found[0] if len(found) == 1 else SampledTokens(*map(torch.cat, zip(*found, strict=True)))
+    return draws[0] if len(draws) == 1 else SampledTokens(*map(torch.cat, zip(*draws, strict=True)))
 
 
 @operator()

@@ -574,7 +574,7 @@ def checked_head(
     vocabulary, kind = checked(vocab_parallel, weight), hidden.device.type
     check_labels_of(labels, "hidden", hidden)
     shift = _checked_shift(shift, labels)
-    given, of_labels, of_hidden = labels, labels_name(shift), "hidden"
+    all_labels, of_labels, of_hidden = labels, labels_name(shift), "hidden"
     if shift:
         hidden, labels = hidden[..., :-shift, :], labels[..., shift:]
         of_hidden = f"hidden[..., :-{shift}, :]"
@@ -596,7 +596,7 @@ def checked_head(
         else:
             read = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
             read = torch.nn.functional.pad(read, (shift, 0))
-            labels = checked_labels(given, read, vocabulary.size)[..., shift:]
+            labels = checked_labels(all_labels, read, vocabulary.size)[..., shift:]
 
     if not torch.is_grad_enabled():  # ``needs_input_grad`` of a Function ignores it
         hidden, weight, leaf = hidden.detach(), weight.detach(), None

@@ -419,7 +419,7 @@ def checked_loss(
         low = high = cliprange
     else:
         low, high = cliprange if isinstance(cliprange, tuple | list) else (cliprange, cliprange)
-    values = old_values = returns = ref_logprobs = given = None
+    values = old_values = returns = ref_logprobs = fixed = None
     value_cliprange = value_coef = kl_coef = 0.0
     kind = "kl"
     if value is not None:
@@ -454,11 +454,11 @@ def checked_loss(
         _check_lengths(lengths, logprobs, aggregate)
     if denominator is not None:
         if isinstance(denominator, Tensor):
-            given, denominator = denominator, None
-            if given.dim() != 0:
-                shape = tuple(given.shape)
+            fixed, denominator = denominator, None
+            if fixed.dim() != 0:
+                shape = tuple(fixed.shape)
                 raise ValueError(f"denominator has shape {shape}: pass a float or 0-d tensor")
-            check_constant("denominator", given)
+            check_constant("denominator", fixed)
         elif not denominator > 0:
             raise ValueError(f"denominator must be above 0, got {denominator}")
     elif aggregate == "seq-mean-token-sum-norm":
@@ -480,7 +480,7 @@ def checked_loss(
     if values is not None:
         check_like("values", values, "logprobs", logprobs)
     constants = PPOConstants(
-        old_logprobs, advantages, mask, weights, old_values, returns, ref_logprobs, given,
+        old_logprobs, advantages, mask, weights, old_values, returns, ref_logprobs, fixed,
         token_weights, lengths,
     )  # fmt: skip
     settings = PPOSettings(

@@ -47,16 +47,16 @@ CERTAIN = -(2.0**-24)
 
 def _checked(**tensors: Tensor | None) -> list[Tensor]:
     """The given tensors in fp32, checked to be [B] and on one device."""
-    given = {name: x for name, x in tensors.items() if x is not None}
-    first = next(iter(given))
-    like = given[first]
-    for name, x in given.items():
+    tensors_given = {name: x for name, x in tensors.items() if x is not None}
+    first = next(iter(tensors_given))
+    like = tensors_given[first]
+    for name, x in tensors_given.items():
         check_float(name, x)
         if x.dim() != 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: pass one number per example, [B]")
         check_same_shape(name, x, first, like)
         check_device(name, x, first, like)
-    return [x.float() for x in given.values()]
+    return [x.float() for x in tensors_given.values()]
 
 
 def _check_label_smoothing(label_smoothing: float, kind: str) -> None:

@@ -180,9 +180,9 @@ class VocabParallel:
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         """The tensors x of all processes, in their order."""
-        found = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(found, x, group=self.group)
-        return found
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, x, group=self.group)
+        return parts
 
     def sum_(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -205,29 +205,29 @@ class VocabParallel:
         own = self._own(out, labels)
         parts = self._gathered(torch.stack([*own.values()]))
         joined = torch.stack([parts[k] for k in self._order], -1)
-        every = dict(zip(own, joined.unbind(), strict=True))  # [N, processes] each
+        of_all = dict(zip(own, joined.unbind(), strict=True))  # [N, processes] each
 
-        row_max = every["max"].amax(-1)
-        below = scaled(every["max"] - row_max[:, None])
-        weights = below.exp().mul_(every["exp_sum"])
+        row_max = of_all["max"].amax(-1)
+        below = scaled(of_all["max"] - row_max[:, None])
+        weights = below.exp().mul_(of_all["exp_sum"])
         exp_sum = weights.sum(-1)
         log_sum = exp_sum.log()
-        logprobs = (every["at_label"] + below).nansum(-1).sub_(log_sum)
+        logprobs = (of_all["at_label"] + below).nansum(-1).sub_(log_sum)
         outside = (labels < -self.start) | (labels >= self.size - self.start)
         out.logprobs.copy_(logprobs.masked_fill_(outside, torch.nan))
         mean = None
         if out.mean is not None and out.entropies is not None:
-            mean = (weights * (every["mean"] + below.clamp(min=FLOOR))).sum(-1).div_(exp_sum)
+            mean = (weights * (of_all["mean"] + below.clamp(min=FLOOR))).sum(-1).div_(exp_sum)
             torch.sub(log_sum, mean, out=out.entropies)
         if out.log_sum_sq_probs is not None:
-            squares = below.mul(2).exp_().mul_(every["sq_sum"]).sum(-1)
+            squares = below.mul(2).exp_().mul_(of_all["sq_sum"]).sum(-1)
             torch.sub(squares.log(), 2 * log_sum, out=out.log_sum_sq_probs)
         if out.mean_logit is not None:
-            out.mean_logit.copy_(every["mean_logit"].sum(-1))
+            out.mean_logit.copy_(of_all["mean_logit"].sum(-1))
         if out.is_top1 is not None:
-            highest = every["max"] == row_max[:, None]
+            highest = of_all["max"] == row_max[:, None]
             first = highest & (highest.cumsum(-1) == 1)
-            out.is_top1.copy_((first & (every["top"] > 0)).any(-1))
+            out.is_top1.copy_((first & (of_all["top"] > 0)).any(-1))
 
         # The sum is infinite where nothing of the row is here, and what is divided by it 0.
         down = scaled(out.unscaled_max - row_max).clamp_(min=LOWEST)
@@ -244,21 +244,21 @@ class VocabParallel:
         log_sum = out.exp_sum.log()
         at_label = torch.where(possible, out.logprobs + log_sum, -torch.inf)
         here = (labels >= 0) & (labels < rows)
-        own = {
+        statistics = {
             "max": out.unscaled_max,
             "exp_sum": out.exp_sum,
             "at_label": torch.where(here, at_label, torch.nan),
         }
         if out.mean is not None:
-            own["mean"] = torch.where(possible, out.mean, 0.0)
+            statistics["mean"] = torch.where(possible, out.mean, 0.0)
         if out.log_sum_sq_probs is not None:
             squares = torch.exp(out.log_sum_sq_probs + 2 * log_sum)
-            own["sq_sum"] = torch.where(possible, squares, 0.0)
+            statistics["sq_sum"] = torch.where(possible, squares, 0.0)
         if out.mean_logit is not None:
-            own["mean_logit"] = out.mean_logit * (rows / self.size)
+            statistics["mean_logit"] = out.mean_logit * (rows / self.size)
         if out.is_top1 is not None:
-            own["top"] = out.is_top1.float()
-        return own
+            statistics["top"] = out.is_top1.float()
+        return statistics
 
 
 _numbers = itertools.count()
@@ -283,26 +283,26 @@ def find(key: str, rows: int) -> Vocabulary:
         ) from None
 
 
-def checked(given: Any, weight: Tensor) -> Vocabulary:
+def checked(split: Any, weight: Tensor) -> Vocabulary:
     """
     Raises:
         TypeError: not a ``VocabParallel``.
         ValueError: a weight that has not the rows [start, stop).
         RuntimeError: its processes have left their group.
     """
-    if given is None:
+    if split is None:
         return WholeVocabulary(weight.shape[0])
-    if not isinstance(given, VocabParallel):
+    if not isinstance(split, VocabParallel):
         raise TypeError(
-            f"vocab_parallel is a {type(given).__name__}: pass VocabParallel(start, stop, group)"
+            f"vocab_parallel is a {type(split).__name__}: pass VocabParallel(start, stop, group)"
         )
-    if weight.shape[0] != given.stop - given.start:
+    if weight.shape[0] != split.stop - split.start:
         raise ValueError(
-            f"weight has {weight.shape[0]} rows, vocab_parallel has {given.start} to {given.stop}: "
+            f"weight has {weight.shape[0]} rows, vocab_parallel has {split.start} to {split.stop}: "
             "pass this process's rows of the weight"
         )
-    given.check_group()
-    return given
+    split.check_group()
+    return split
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:

@@ -116,15 +116,15 @@ def available_bytes() -> int:
     nothing says."""
     try:
         lines = dict(x.split(":", 1) for x in Path("/proc/meminfo").read_text().splitlines())
-        found = int(lines["MemAvailable"].split()[0]) << 10
+        available = int(lines["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
         return 0
     with contextlib.suppress(OSError, ValueError):  # no limit: "max"
         most = int((_CGROUP / "memory.max").read_text())
         pages = dict(x.split() for x in (_CGROUP / "memory.stat").read_text().splitlines())
         used = int((_CGROUP / "memory.current").read_text()) - int(pages.get("inactive_file", 0))
-        found = min(found, most - used)
-    return max(found, 0)
+        available = min(available, most - used)
+    return max(available, 0)
 
 
 def _suits(x: Tensor) -> bool:

@@ -99,16 +99,16 @@ def _gae_fwd_kernel(
         r = load_counted(rewards_ptr, at, counted, inside)
         v = load_counted(values_ptr, at, counted, inside)
         ends, bootstrapped = _load_cuts(terminated_ptr, truncated_ptr, at, counted, inside)
-        own = r - v
+        step_advantage = r - v
         passed = decay * r + (gamma - decay) * v
         if bootstrap_ptr is not None:
             follows = gamma * load_counted(bootstrap_ptr, at, bootstrapped, inside)
-            own += follows
+            step_advantage += follows
             passed += decay * follows
         log_a = tl.where(counted, tl.where(ends, _FORGET, log_decay), 0.0)
         received, x = _receive(log_a, passed, carried, True)
         carried = tl.sum(tl.where(step == start, x, 0.0), axis=1, keep_dims=True)
-        advantages = own + tl.where(ends, 0.0, received)
+        advantages = step_advantage + tl.where(ends, 0.0, received)
         advantages = tl.where(counted, advantages, 0.0)
         tl.store(advantages_ptr + at, advantages, mask=inside)
         tl.store(returns_ptr + at, advantages + v, mask=inside)
