@@ -122,10 +122,7 @@ def refusals(config: Any) -> dict[str, tuple[Any, str]]:
 
 
 def check_refused(config: Any) -> None:
-    """
-    Raises:
-        ValueError: a setting that is not honoured, named with its remedy.
-    """
+    """Raises ValueError for a setting that is not honoured, named with its remedy."""
     for name, (default, remedy) in refusals(config).items():
         value = getattr(config, name)
         if value != default:

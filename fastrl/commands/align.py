@@ -272,10 +272,7 @@ def _longest(job: AlignJob, flags: AlignFlags) -> tuple[int, int]:
 
 
 def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:
-    """
-    Raises:
-        ValueError: dropout that the loss does not allow, or that would not act.
-    """
+    """Raises ValueError for dropout that the loss does not allow, or that would not act."""
     if not job.lora_dropout:
         return
     if loss.learns == "policy with values":

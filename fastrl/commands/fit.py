@@ -217,11 +217,8 @@ class CommandFlags:
     resume_from_checkpoint: str | None = resume_setting(aliases=["--resume"])
 
     def check(self) -> None:
-        """
-        Raises:
-            ValueError: steps out of range; an unknown tracker.
-            ImportError: a tracker that is not installed.
-        """
+        """Raises ValueError for steps out of range or an unknown tracker, and ImportError for a
+        tracker that is not installed."""
         args: Any = self
         if args.save_total_limit is not None and args.save_total_limit < 0:
             raise ValueError(f"save_total_limit must be 0 or more, got {args.save_total_limit}")

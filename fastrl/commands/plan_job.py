@@ -107,10 +107,7 @@ class PlanJob:
             self._check_task(self.task)
 
     def _check_task(self, task: str) -> None:
-        """
-        Raises:
-            ValueError: an unknown task, or one that the method's loss does not learn.
-        """
+        """Raises ValueError for an unknown task, or one that the method's loss does not learn."""
         from fastrl.alignment.losses import make_loss
         from fastrl.alignment.tasks import find_task
 
@@ -204,10 +201,7 @@ def new_adapter(rank: int) -> Any:
 
 
 def check_method(method: str) -> None:
-    """
-    Raises:
-        UsageError: an unknown method.
-    """
+    """Raises UsageError for an unknown method."""
     if method in FLAGS_OF:
         return
     known = (*FLAGS_OF, *losses())

@@ -95,11 +95,8 @@ class PlannedRun:
         return dataclasses.replace(self, flags=passes.of(self.flags))
 
     def _check_lengths(self) -> None:
-        """
-        Raises:
-            ValueError: lengths of no sample; the run would cut samples of these lengths, or refuse
-                them. By the names of the flags.
-        """
+        """Raises ValueError, by the flags' names, for lengths that no sample has, or that the run
+        would refuse or cut samples of."""
         job = self.job
         lengths = {"--prompt-tokens": job.prompt_tokens, "--response-tokens": job.response_tokens}
         self.skeleton.check_tokens(**lengths)

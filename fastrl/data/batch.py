@@ -307,10 +307,7 @@ def check_token_lists(
 
 
 def check_batch_size(queries: Any, responses: Any, batch_size: int) -> None:
-    """
-    Raises:
-        ValueError: not lists of ``batch_size`` elements.
-    """
+    """Raises ValueError for anything but lists of ``batch_size`` elements."""
     for name, tensors in (("queries", queries), ("responses", responses)):
         _check_list_of_tensors(name, tensors)
         if len(tensors) != batch_size:

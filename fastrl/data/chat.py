@@ -558,11 +558,8 @@ def prompt_text(
 
 
 def check_prompt(prompt: Any, where: str, *, texts: bool = False) -> None:
-    """
-    Raises:
-        ValueError: neither a text nor chat messages, or messages that :func:`check_messages`
-            refuses; names where the prompt is from.
-    """
+    """Raises ValueError, which names where the prompt is from, for neither a text nor chat
+    messages, or messages that :func:`check_messages` refuses."""
     if isinstance(prompt, str):
         return
     if not is_chat(prompt):

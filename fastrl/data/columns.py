@@ -50,10 +50,7 @@ PICTURES = (
 
 
 def refuse_pictures(columns: Iterable[str], of: str = "the data set") -> None:
-    """
-    Raises:
-        ValueError: a column of pictures.
-    """
+    """Raises ValueError for a column of pictures."""
     for name in columns:
         if name in PICTURES:
             raise ValueError(

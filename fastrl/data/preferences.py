@@ -244,10 +244,7 @@ def _map_options(dataset: Any, num_proc: int | None) -> dict[str, Any]:
 
 
 def _check(row: Mapping[str, Any], columns: Sequence[str]) -> None:
-    """
-    Raises:
-        ValueError: a row without these columns, or with images.
-    """
+    """Raises ValueError for a row without these columns, or with images."""
     refuse_pictures(row)
     missing = [name for name in columns if name not in row]
     if missing:
@@ -411,11 +408,8 @@ def _words(message: Any) -> Any:
 
 
 def _check_parts(row: Mapping[str, Any], columns: Sequence[str], i: int) -> None:
-    """
-    Raises:
-        ValueError: columns of row ``i`` that are neither all texts nor all chats, or messages that
-            :func:`fastrl.data.chat.check_messages` refuses.
-    """
+    """Raises ValueError for columns of row ``i`` that are neither all texts nor all chats, or
+    messages that :func:`fastrl.data.chat.check_messages` refuses."""
     for name in columns:
         where = f"{name} of row {i}"
         if is_chat(row[name]):

@@ -151,11 +151,8 @@ def prepare_texts(
 
 
 def check_ready(dataset: Any) -> None:
-    """
-    Raises:
-        ValueError: rows that are taken as they are, and have no ``input_ids``; or masks without the
-            labels that would be made of them.
-    """
+    """Raises ValueError for rows that are taken as they are and have no ``input_ids``, or that have
+    masks without the labels that would be made of them."""
     columns = stream_columns(dataset) if is_stream(dataset) else list(dataset[0])
     if "input_ids" not in columns:
         raise ValueError(
@@ -197,10 +194,7 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
 
 
 def _check_numbers(ids: Any, name: str, also: int = 0) -> None:
-    """
-    Raises:
-        ValueError: something else than whole numbers that are token ids, or -100 in labels.
-    """
+    """Raises ValueError for anything but whole numbers that are token ids, or -100 in labels."""
     numbers = np.asarray([] if ids is None else ids)
     whole = numbers.dtype.kind in "iu" or (ids is not None and not numbers.size)
     if numbers.ndim != 1 or not whole or not ((numbers >= 0) | (numbers == also)).all():

@@ -159,10 +159,7 @@ def list_as_dataset(dataset: Any) -> Any:
 
 
 def _refuse_path(dataset: Any) -> None:
-    """
-    Raises:
-        TypeError: a path, which commands take, and trainers do not.
-    """
+    """Raises TypeError for a path, which commands take, and trainers do not."""
     if isinstance(dataset, str | os.PathLike):
         raise TypeError(
             f"{os.fspath(dataset)!r:.200} is the name of a data set, where one was expected: pass "
@@ -189,10 +186,7 @@ def stream_columns(stream: Any) -> list[str]:
 
 
 def first_row(stream: Any) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: an empty stream.
-    """
+    """The first row; raises ValueError for an empty stream."""
     row = next(iter(stream), None)
     if row is None:
         raise ValueError("the data set is empty")
@@ -214,10 +208,7 @@ def open_rows(source: Any, split: str) -> Any:
 
 
 def _check_rows(rows: Iterable[Any]) -> None:
-    """
-    Raises:
-        TypeError: a row that is no dict.
-    """
+    """Raises TypeError for a row that is no dict."""
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise TypeError(f"row {i} is a {type(row).__name__}: rows are dicts by column")
@@ -423,11 +414,8 @@ _LONG = re.compile(r"\d{16}")  # as many digits as a float may lose the last of
 
 
 def _check_integers(table: Dataset, files: list[Path]) -> None:
-    """
-    Raises:
-        ValueError: an integer that ``datasets`` has loaded as another number, as it does of those
-            beyond 64 bits, and of all others in their column.
-    """
+    """Raises ValueError for an integer that ``datasets`` has loaded as another number, as it does
+    with those beyond 64 bits, and all others in their column."""
     if not any(_LONG.search(file.read_text("utf-8-sig")) for file in files):
         return
     for i, (said, read) in enumerate(zip(_rows_of_json(files), table, strict=False)):
@@ -492,10 +480,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_bytes(file: Path) -> None:
-    """
-    Raises:
-        ValueError: an empty file, a broken Parquet file, text that is not UTF-8.
-    """
+    """Raises ValueError for an empty file, a broken Parquet file, or text that is not UTF-8."""
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty")
     if file.suffix == ".parquet":
@@ -549,10 +534,7 @@ def _raise_read_error(files: list[Path], error: Exception) -> NoReturn:
 
 
 def _check_json(file: Path) -> None:
-    """
-    Raises:
-        ValueError: the first line that is not valid JSON, or not an object.
-    """
+    """Raises ValueError for the first line that is not valid JSON, or not an object."""
     text = file.read_text(encoding="utf-8-sig")
     if not text.strip():
         raise ValueError(f"{file} holds no rows")

@@ -163,11 +163,8 @@ def warn_of_other_base(model: Any) -> None:
 
 
 def _refuse_half_resized(peft_model: Any) -> None:
-    """
-    Raises:
-        ValueError: embedding and head have other rows than in the base's files, and the adapter is
-            on one of them: PEFT saves the rows of that alone.
-    """
+    """Raises ValueError where embedding and head have other rows than in the base's files, and the
+    adapter is on one of them: PEFT saves the rows of that alone."""
     base = peft_model.get_base_model()
     layers = base.get_input_embeddings(), base.get_output_embeddings()
     if sum(hasattr(layer, "base_layer") for layer in layers) != 1:
@@ -186,12 +183,9 @@ def _refuse_half_resized(peft_model: Any) -> None:
 
 
 def _refuse_tied_lora(peft_model: Any) -> None:
-    """
-    Raises:
-        ValueError: an adapter with ``ensure_weight_tying`` on both of two tied matrices: PEFT keeps
-            two weights for it that share memory until they are moved or cast, and merges both into
-            the weight that the matrices share.
-    """
+    """Raises ValueError for an adapter with ``ensure_weight_tying`` on both of two tied matrices:
+    PEFT keeps two weights for it that share memory until they are moved or cast, and merges both
+    into the weight that the matrices share."""
     base = peft_model.get_base_model()
     layers = base.get_input_embeddings(), base.get_output_embeddings()
     configs = peft_model.peft_config.values()
@@ -206,11 +200,8 @@ def _refuse_tied_lora(peft_model: Any) -> None:
 
 
 def refuse_biased_tokens(peft_model: Any) -> None:
-    """
-    Raises:
-        ValueError: ``trainable_token_indices`` of a head with a bias, which PEFT computes without
-            it: a new adapter has other logits than its base.
-    """
+    """Raises ValueError for ``trainable_token_indices`` of a head with a bias, which PEFT computes
+    without it: a new adapter has other logits than its base."""
     for name, module in peft_model.named_modules():
         head = getattr(getattr(module, "token_adapter", None), "base_layer", None)
         if getattr(head, "bias", None) is not None:

@@ -101,10 +101,7 @@ class Critic(nn.Module):
         return TokenScores(torch.zeros_like(values), None, values, None)
 
     def check_lengths(self, lengths: list[int]) -> None:
-        """
-        Raises:
-            ValueError: a sample of more tokens than the model's context has.
-        """
+        """Raises ValueError for a sample of more tokens than the model's context has."""
         limit, longest = context_length(self.pretrained_model), max(lengths)
         if limit is not None and longest > limit:
             raise ValueError(

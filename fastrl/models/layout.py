@@ -27,10 +27,8 @@ class Layout(Protocol):
         """The limit that so many tokens exceed, in words; None where they fit."""
 
     def check_generation(self, kwargs: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            ValueError: arguments of ``generate`` after which responses would begin elsewhere.
-        """
+        """Raises ValueError for arguments of ``generate`` after which responses would begin
+        elsewhere."""
 
     def in_front(self, width: int) -> int:
         """Columns in front of the response in what ``generate`` returns for prompts [B, width]."""

@@ -663,10 +663,7 @@ def _check_decoder(name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_classifier(name: str, options: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: a model of whose kind transformers has no sequence classifier.
-    """
+    """Raises ValueError for a model of a kind of which transformers has no sequence classifier."""
     config = _config_of(name, options)
     known = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if not known and not getattr(config, "auto_map", None):

@@ -346,10 +346,8 @@ def _package(name: str) -> tuple[str | None, str | None]:
 
 
 def _parsed(arguments: str | None) -> dict[str, str]:
-    """
-    Raises:
-        ValueError: not "name=value,…".
-    """
+    """The values of ``optim_args`` by name; raises ValueError for a text that is not
+    "name=value,…"."""
     values: dict[str, str] = {}
     for part in (arguments or "").replace(" ", "").split(","):
         name, equals, value = part.partition("=")

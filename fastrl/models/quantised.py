@@ -147,20 +147,14 @@ def scales(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_quantised(model: Any, what: str, remedy: str) -> None:
-    """
-    Raises:
-        ValueError: the model has four-bit weights, which cannot have ``what``.
-    """
+    """Raises ValueError for a model with four-bit weights, which cannot have ``what``."""
     if is_quantised(model):
         raise ValueError(f"{what} cannot have four-bit weights: {remedy}")
 
 
 def refuse_compressed(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: linear layers have packed weights (compressed-tensors), through which neither
-            fastrl nor PEFT can train.
-    """
+    """Raises ValueError for linear layers with packed weights (compressed-tensors), through which
+    neither fastrl nor PEFT can train."""
     for name, layer in model.named_modules():
         if type(layer) is nn.Linear and not isinstance(getattr(layer, "weight", None), Tensor):
             raise ValueError(

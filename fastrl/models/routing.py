@@ -62,10 +62,7 @@ def _is_router(module: Any) -> bool:
 
 
 def refuse_dense(model: nn.Module, router_aux_loss_coef: float) -> None:
-    """
-    Raises:
-        ValueError: a coefficient of the routers' loss for a model without any.
-    """
+    """Raises ValueError for a coefficient of the routers' loss where a model has no routers."""
     if router_aux_loss_coef and not routers(model):
         raise ValueError(
             f"router_aux_loss_coef={router_aux_loss_coef:g}, but {type(model).__name__} is no "

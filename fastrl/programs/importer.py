@@ -35,10 +35,8 @@ class TRLImporter(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """
-        Raises:
-            ImportError: a module, or a name in ``from trl import name``, that fastrl lacks.
-        """
+        """Finds a module of TRL's; raises ImportError for one, or a name of ``from trl import
+        name``, that fastrl lacks."""
         if fullname.partition(".")[0] != "trl":
             return None
         if fullname not in MODULES:

@@ -32,10 +32,8 @@ class ReferenceArguments:
     ref_model_sync_steps: int = setting("Steps from one time to the next.", 512, within="[1, inf)")
 
     def refuse_reference(self, cause: str) -> None:
-        """
-        Raises:
-            ValueError: a setting of a reference that is not there, because of ``cause``.
-        """
+        """Raises ValueError for a setting of a reference where, because of ``cause``, there is
+        none."""
         asks = ("reference", "num_shared_layers", "reference_dtype", "sync_ref_model")
         for field in fields(self):
             value = getattr(self, field.name)

@@ -60,10 +60,7 @@ class RefModel(ABC):
         return {}
 
     def verify(self) -> None:  # noqa: B027 - optional
-        """
-        Raises:
-            ValueError: shared weights that must not change have changed.
-        """
+        """Raises ValueError where shared weights that must not change have changed."""
 
 
 def cannot_follow(mode: str, asked: str = "sync_ref_every") -> str:

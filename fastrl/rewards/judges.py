@@ -131,10 +131,8 @@ class JudgeAnnotator:
     def score(
         self, prompts: list[TextOrMessages], responses: list[TextOrMessages], **columns: Any
     ) -> list[float]:
-        """
-        Raises:
-            ValueError: an answer without a number where there is no ``unparsed_score``.
-        """
+        """The judge's numbers; raises ValueError for an answer without one where there is no
+        ``unparsed_score``."""
         questions = _filled(self.score_template, columns, prompt=prompts, response=responses)
         refused = self.unparsed == "refuse" or self.unparsed_score is None
         hint = "set unparsed='skip' with an unparsed_score" if refused else ""
@@ -152,10 +150,8 @@ class JudgeAnnotator:
         seconds: list[TextOrMessages],
         **columns: Any,
     ) -> list[float | None]:
-        """
-        Raises:
-            ValueError: an answer that cannot be parsed, unless ``unparsed`` allows it.
-        """
+        """The judge's preferences; raises ValueError for an answer that cannot be parsed, unless
+        ``unparsed`` allows it."""
         questions = _filled(self.template, columns, prompt=prompts, first=firsts, second=seconds)
         if self.swap:
             questions += _filled(

@@ -167,11 +167,8 @@ def in_memory(content: bytes) -> Iterator[int]:
 
 
 def check_isolation() -> None:
-    """
-    Raises:
-        CannotIsolate: this machine does not let a process shut another one in.
-        OSError: this is not Linux.
-    """
+    """Raises CannotIsolate where this machine does not let a process shut another one in, and
+    OSError where it is not Linux."""
     if sys.platform != "linux":
         raise OSError(f"programs of others are run on Linux alone, and this is {sys.platform}")
     if why := _why_not():

@@ -177,10 +177,7 @@ class EngineBackend(RolloutBackend):
         return self._engines[key]
 
     def _check_kept(self, cause: str) -> None:
-        """
-        Raises:
-            ValueError: experts are to be kept where ``model.generate`` runs the model.
-        """
+        """Raises ValueError where experts are to be kept and ``model.generate`` runs the model."""
         if self.options["keep_experts"]:
             raise ValueError(
                 f"replay_routing needs the rollout engine, which does not run here, as {cause}: "

@@ -125,11 +125,8 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
 
 
 def check_names(generation_kwargs: Mapping[str, Any], model: Any) -> None:
-    """
-    Raises:
-        ValueError: an argument that ``model.generate`` does not take, which it would say itself as
-            it generates.
-    """
+    """Raises ValueError for an argument that ``model.generate`` does not take, which it would say
+    itself as it generates."""
     model = getattr(model, "pretrained_model", model)
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     known = {*_SUPPORTED, *_WITHOUT_EFFECT, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING}
@@ -340,11 +337,8 @@ class _EffectiveKwargs:
 
 
 def _check_given(kwargs: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        TypeError: an argument of ``model.generate`` of another type than it has.
-        ValueError: NaN; a padding token below 0.
-    """
+    """Raises TypeError for an argument of ``model.generate`` of another type than it has, and
+    ValueError for NaN or a padding token below 0."""
     for name, kind in _KINDS.items():
         value = kwargs.get(name)
         if value is None:

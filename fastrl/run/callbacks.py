@@ -144,10 +144,8 @@ class TrainCallback:
 
 
 def checked_callbacks(callbacks: Any) -> list[TrainCallback]:
-    """
-    Raises:
-        TypeError: no list, or something in it that lacks methods of :class:`TrainCallback`.
-    """
+    """The callbacks as a list; raises TypeError for anything but a list, or for something in it
+    that lacks methods of :class:`TrainCallback`."""
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list of TrainCallback objects, got {callbacks!r}")
     checked = list(callbacks)

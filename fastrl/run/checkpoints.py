@@ -291,10 +291,7 @@ def _first_whole(paths: Sequence[Path], processes: Processes, only: bool = False
 
 
 def _check_kind(checkpoint: Path, kind: Kind) -> None:
-    """
-    Raises:
-        BadCheckpoint: another kind of trainer has written it.
-    """
+    """Raises BadCheckpoint where another kind of trainer has written the checkpoint."""
     for other in (OF_PPO, OF_TRANSFORMERS):
         if other is not kind and (checkpoint / other.file).is_file():
             raise BadCheckpoint(
@@ -401,10 +398,8 @@ def verify(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """
-    Raises:
-        BadCheckpoint: there is none, or a damaged one, or one of a newer fastrl.
-    """
+    """A checkpoint's manifest; raises BadCheckpoint where there is none, or a damaged one, or one
+    of a newer fastrl."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         number, files = int(manifest["format"]), dict(manifest["files"])

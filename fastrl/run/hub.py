@@ -60,10 +60,7 @@ def upload_folder(folder: str | Path, repo_id: str, card: Any, **options: Any) -
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        TypeError: an argument that :func:`upload` does not have.
-    """
+    """Raises TypeError for an argument that :func:`upload` does not have."""
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise TypeError(

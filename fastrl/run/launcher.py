@@ -34,10 +34,7 @@ def process_count() -> int:
 
 
 def check_one_process(what: str) -> None:
-    """
-    Raises:
-        ValueError: a launcher has started several.
-    """
+    """Raises ValueError where a launcher has started several processes."""
     count = process_count()
     if count > 1:
         raise ValueError(

@@ -99,10 +99,7 @@ class Ledger:
         return max((file.last for file in _files(self.folder)), default=0)
 
     def check(self, step: int) -> None:
-        """
-        Raises:
-            ValueError: the ledger has this step, or a later one.
-        """
+        """Raises ValueError where the ledger has this step, or a later one."""
         if step <= self.last_step:
             raise ValueError(
                 f"the ledger {self.folder} has step {self.last_step} already, and is to get step "
@@ -331,10 +328,7 @@ def _of_steps(table: pa.Table, first: int, last: int) -> pa.Table:
 
 
 def _type_of(name: str) -> pa.DataType:
-    """
-    Raises:
-        KeyError: not the name of a column.
-    """
+    """The type of a column of that name; raises KeyError for another name."""
     import pyarrow as pa
 
     return pa.float32() if name.startswith(PER_FUNCTION) else fields()[name]
@@ -348,10 +342,7 @@ def _no_rows(names: Iterable[str] | None) -> pa.Table:
 
 
 def _check_columns(folder: str | Path, names: Sequence[str] | None, files: Sequence[_File]) -> None:
-    """
-    Raises:
-        ValueError: a column that no file has.
-    """
+    """Raises ValueError for a column that no file has."""
     unknown = [name for name in names or () if name not in fields()]
     if not unknown or (not files and all(name.startswith(PER_FUNCTION) for name in unknown)):
         return

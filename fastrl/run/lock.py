@@ -36,10 +36,8 @@ class FolderLock:
         return self._file is not None
 
     def acquire(self) -> None:
-        """
-        Raises:
-            FolderInUse: it is held; names the process.
-        """
+        """Takes the lock; raises FolderInUse, which names the process, where another one holds
+        it."""
         while not self.held:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:

@@ -56,11 +56,8 @@ def shared_precision() -> str | None:
 
 
 def refuse_fp16_twice(model: nn.Module, mixed_precision: str) -> None:
-    """
-    Raises:
-        ValueError: trainable float16 weights, whose gradients the scaler of fp16 mixed precision
-            cannot unscale.
-    """
+    """Raises ValueError for trainable float16 weights, whose gradients the scaler of fp16 mixed
+    precision cannot unscale."""
     low = any(p.requires_grad and p.dtype == torch.float16 for p in model.parameters())
     if low and mixed_precision == "fp16":
         raise ValueError(

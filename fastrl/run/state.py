@@ -146,10 +146,7 @@ class _Shares:
                     self._parts.setdefault(place, []).append((file, region))
 
     def of(self, place: str, shape: list[int], dtype: str) -> SharedOut:
-        """
-        Raises:
-            ValueError: some of its elements are in no file.
-        """
+        """The tensor of that name; raises ValueError where some of its elements are in no file."""
         parts = self._parts.get(place, [])
         found = sum(math.prod(x.stop - x.start for x in region) for _, region in parts)
         if found != math.prod(shape):

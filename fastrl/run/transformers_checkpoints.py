@@ -330,10 +330,8 @@ class ResumableTrainer(OpenTrainer):
         :func:`fastrl.run.machine.machine`."""
 
     def _check_processes(self, state: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            BadCheckpoint: of other processes, which had another number of samples in a step.
-        """
+        """Raises BadCheckpoint where a run of another number of processes had another number of
+        samples in a step."""
         count, own = _processes_of(state), self.processes.count
         there, (here, product) = state.get("samples"), self.samples_of_all()
         if count != own and there != here:

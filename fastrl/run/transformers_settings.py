@@ -35,11 +35,8 @@ _OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2"
 
 
 def check_best_metric(args: TrainingArguments, evaluated: Any) -> None:
-    """
-    Raises:
-        ValueError: the metric that chooses the best checkpoint, or that a schedule reads, is of
-            none of several evaluation sets, whose metrics begin with their names.
-    """
+    """Raises ValueError where the metric that chooses the best checkpoint, or that a schedule
+    reads, is of none of several evaluation sets, whose metrics begin with their names."""
     reads = args.load_best_model_at_end or args.lr_scheduler_type in SCHEDULES_BY_METRIC
     if not reads or not isinstance(evaluated, dict) or not evaluated:
         return

@@ -41,10 +41,7 @@ class TextHistory:
         self.append_segment(text, tokens, system=system)
 
     def append_segment(self, text: str, tokens: Tensor, system: bool = True) -> None:
-        """
-        Raises:
-            ValueError: it is empty.
-        """
+        """Appends what one side wrote; raises ValueError where that is empty."""
         if not text or not len(tokens):
             raise ValueError("a segment of a history needs text and tokens: this one is empty")
         self.text_spans.append((len(self.text), len(self.text) + len(text)))

@@ -286,10 +286,7 @@ class RewardTrainer(SupervisedTrainer):
         return model
 
     def _check_end(self, model: Any) -> None:
-        """
-        Raises:
-            ValueError: EOS is to be read, and it is what the model takes for padding.
-        """
+        """Raises ValueError where EOS is to be read, and is what the model takes for padding."""
         skipped = None if score_head(model) is None else padding_of(model)
         if self._settings.append_eos and skipped == end_token(self._tokenizer):
             raise ValueError(

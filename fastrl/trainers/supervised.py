@@ -596,10 +596,7 @@ def _keep_batches_whole(args: Any) -> None:
 
 
 def check_one_gpu(args: TrainingArguments) -> None:
-    """
-    Raises:
-        ValueError: transformers would split batches over several GPUs.
-    """
+    """Raises ValueError where transformers would split batches over several GPUs."""
     if args.n_gpu > 1:
         raise ValueError(
             f"one process with {args.n_gpu} GPUs would split batches without the loss's "
@@ -612,10 +609,8 @@ def _check_optimizer(args: TrainingArguments) -> None:
 
 
 def _check_choices(args: TrainingArguments) -> None:
-    """
-    Raises:
-        ValueError: of transformers' settings one that must be among several is none of them.
-    """
+    """Raises ValueError for a setting of transformers' that must be one of several values and is
+    none."""
     levels = [*trainer_log_levels]
     choices = {"log_level": levels, "log_level_replica": levels}
     for name, hint in _THEIRS.items():
@@ -717,10 +712,7 @@ def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
 
 
 def refuse_processor(processing_class: Any) -> None:
-    """
-    Raises:
-        TypeError: a processor of more than texts.
-    """
+    """Raises TypeError for a processor of more than texts."""
     inner = getattr(processing_class, "tokenizer", None)
     if inner is not None and not isinstance(processing_class, PreTrainedTokenizerBase):
         raise TypeError(

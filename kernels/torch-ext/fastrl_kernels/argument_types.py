@@ -50,10 +50,8 @@ def explains_types(op: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_takes(function: Callable[..., Any], *names: str) -> None:
-    """
-    Raises:
-        TypeError: a function that cannot be called with so many arguments, by their places.
-    """
+    """Raises TypeError for a function that cannot be called with so many arguments, by their
+    places."""
     try:
         inspect.signature(function).bind(*names)
     except TypeError as error:

@@ -41,11 +41,8 @@ class EntropyTerms(NamedTuple):
         return self.coef != 0 or self.top_share < 1
 
     def check(self) -> None:
-        """
-        Raises:
-            TypeError: a tensor in place of a number.
-            ValueError: a coefficient that is not finite, or a share outside of (0, 1].
-        """
+        """Raises TypeError for a tensor in place of a number, and ValueError for a coefficient that
+        is not finite or a share outside of (0, 1]."""
         if any(isinstance(number, Tensor) for number in self):
             raise TypeError(
                 "entropy_coef and top_entropy must be Python numbers: a tensor would wait"

@@ -566,10 +566,7 @@ def checked_head(
     check_labels: bool,
     backend: str,
 ) -> HeadInputs:
-    """
-    Raises:
-        TypeError, ValueError: as the public ops do.
-    """
+    """Checks a head's arguments; raises TypeError and ValueError as the public ops do."""
     hidden, weight, bias, leaf = checked_factors(hidden, weight, bias)
     vocabulary, kind = checked(vocab_parallel, weight), hidden.device.type
     check_labels_of(labels, "hidden", hidden)

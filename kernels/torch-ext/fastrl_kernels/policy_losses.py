@@ -158,12 +158,9 @@ class PolicyLoss(NamedTuple):
         return self.ratio_level in ("sequence", "product") and self.kind != "cispo"
 
     def check(self, dual_clip: float | None) -> None:
-        """
-        Raises:
-            TypeError: a tensor in place of a number.
-            ValueError: an unknown kind or level; δ ≤ 1, temperatures or decays that are not
-                positive, negative powers; an argument or a level that the kind does not have.
-        """
+        """Raises TypeError for a tensor in place of a number, and ValueError for an unknown kind or
+        level, δ ≤ 1, temperatures or decays that are not positive, negative powers, and an argument
+        or a level that the kind does not have."""
         for name, value, choices in (
             ("policy loss", self.kind, POLICY_LOSSES),
             ("ratio_level", self.ratio_level, RATIO_LEVELS),

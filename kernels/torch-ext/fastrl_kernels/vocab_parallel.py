@@ -168,10 +168,8 @@ class VocabParallel:
         return cls(start, start + rows, mesh.get_group(cut[0]))
 
     def check_group(self) -> None:
-        """
-        Raises:
-            RuntimeError: the processes have left the group that they agreed on ranges in.
-        """
+        """Raises RuntimeError where the processes have left the group that they agreed on ranges
+        in."""
         if not dist.is_initialized() or dist.group.WORLD is not self._world:
             raise RuntimeError(
                 "the process group of vocab_parallel has been destroyed: make a new VocabParallel "
@@ -284,12 +282,9 @@ def find(key: str, rows: int) -> Vocabulary:
 
 
 def checked(split: Any, weight: Tensor) -> Vocabulary:
-    """
-    Raises:
-        TypeError: not a ``VocabParallel``.
-        ValueError: a weight that has not the rows [start, stop).
-        RuntimeError: its processes have left their group.
-    """
+    """The vocabulary of ``vocab_parallel``, whole where it is None. Raises TypeError for another
+    object, ValueError for a weight that has not the rows [start, stop), and RuntimeError where its
+    processes have left their group."""
     if split is None:
         return WholeVocabulary(weight.shape[0])
     if not isinstance(split, VocabParallel):
