@@ -35,8 +35,8 @@ class PlanJob:
     """What to plan, and for which device.
 
     Raises:
-        ValueError: an unknown method, precision or device; a size out of range; as
-            :func:`check_weights`.
+        ValueError: an unknown method, precision or device; a size out of range; what
+            :func:`check_weights` refuses.
     """
 
     command: ClassVar[str] = "plan"

@@ -260,7 +260,7 @@ class PlannedRun:
             PlannedRun._checkpointed,
         )
         if self.job.kind_of_device == "cpu":
-            return  # whose memory is the host's
+            return  # a CPU's memory is the host's
         if hasattr(self.flags, "reference"):
             yield Remedy(
                 "--reference offload", "a slower reference", {REFERENCE: 0.0}, PlannedRun._offloaded

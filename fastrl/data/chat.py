@@ -40,11 +40,11 @@ def is_chat(said: Any) -> bool:
 
 
 def check_messages(messages: Sequence[Any], where: str, *, texts: bool = False) -> None:
-    """Checks that messages have a role and a content. Roles that no other is close to are left to
-    the chat template.
+    """Checks that messages have a role and a content. A role that is unlike
+    all known ones is left to the chat template.
 
     Args:
-        where: the messages are from, for errors.
+        where: the place that the messages are from, for errors.
         texts: contents must be texts; else they may be content blocks, or missing beside
             ``tool_calls``.
 
@@ -86,7 +86,7 @@ def _check_role(message: Mapping[str, Any], at: str) -> None:
     if not isinstance(role, str) or not role.strip():
         found = f"the role {role!r:.80}" if "role" in message else "no role"
         raise ValueError(f"{at} has {found}: a role is a text, one of {', '.join(ROLES)}")
-    # Of words alone: templates may tell "user_1" from "user_2".
+    # Only words can be misspelt: templates may tell "user_1" from "user_2".
     word = role.strip().lower()
     close = get_close_matches(word, ROLES, 1, _MISSPELT) if word.isalpha() else []
     if close:
@@ -94,11 +94,8 @@ def _check_role(message: Mapping[str, Any], at: str) -> None:
 
 
 def check_unicode(text: str, where: str = "a text holds") -> str:
-    """The text.
-
-    Raises:
-        ValueError: it holds half of a surrogate pair, of which no tokenizer knows a token.
-    """
+    """Returns the text; raises ValueError where it holds half of a surrogate pair, for which no
+    tokenizer has a token."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -133,7 +130,7 @@ def as_answer(prompt: TextOrMessages, text: str) -> TextOrMessages:
 
 
 def as_text(said: TextOrMessages) -> str:
-    """A text as it is; of a single message what it says, of several who says what."""
+    """A text as it is; a single message's content; several messages with their roles."""
     if isinstance(said, str):
         return said
     if len(said) == 1:
@@ -205,8 +202,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def as_said(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without its keys that are None, but for its content, and within these without what
-    tables fill in, see :func:`without_nulls`."""
+    """A message without keys that are None, other than its content; within its values what tables
+    fill in is left out, too, see :func:`without_nulls`."""
     content = {"content": None} if "content" in message else {}
     return {**content, **without_nulls(dict(message))}
 
@@ -264,7 +261,7 @@ def chat_ids(
     answered: bool = True,
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
-    """The token ids of what :func:`render` writes; arguments and errors are its."""
+    """The token ids of what :func:`render` writes, with its arguments and errors."""
     options = {"tokenize": True, "return_dict": True, "add_generation_prompt": not answered}
     return list(_written(messages, tokenizer, **options, **template)["input_ids"])
 
@@ -311,10 +308,10 @@ def templates_of(
     common: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Mapping[str, Any]]:
     """The further arguments of the chat template for each prompt: the common ones, and those that
-    its row's columns hand to it, see :func:`template_arguments`; of texts none.
+    its row's columns hand to it, see :func:`template_arguments`; none for prompts that are texts.
 
     Args:
-        columns: of which others than those two are not read.
+        columns: the data set's columns, of which only :data:`TEMPLATE_COLUMNS` are read.
         rows: the numbers of the prompts' rows, for messages.
     """
     given = {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
@@ -329,8 +326,8 @@ def templates_of(
 
 
 def as_chatml(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with ``role`` and ``content``, which ShareGPT calls ``from`` and ``value``, and its
-    roles ``human`` and ``gpt``."""
+    """A message in ShareGPT's words (``from``, ``value``, ``human``, ``gpt``) as one with ``role``
+    and ``content``."""
     names = {"from": "role", "value": "content"}
     found = {names.get(name, name): x for name, x in message.items()}
     if "from" in message:
@@ -414,8 +411,8 @@ def check_spans(
     tokenizer: Any,
     template: Mapping[str, Any],
 ) -> list[tuple[int, int]]:
-    """What :func:`marked_spans` or :func:`assistant_spans` finds, checked against what is said: no
-    text of others lies within. Where the spans' text leaves a doubt, a sign stands for each message
+    """The spans by :func:`marked_spans` or :func:`assistant_spans`, checked to hold no text of
+    others than the assistant. Where the spans' text leaves a doubt, a sign stands for each message
     and is looked for. Warns of an assistant's text that lies in no span.
 
     Args:
@@ -464,7 +461,7 @@ def check_spans(
 
 def _said_in(message: Mapping[str, Any]) -> str:
     """The text of a message without blanks around it, or, where it has none, the name of the tool
-    that it calls first; "" of content blocks."""
+    that it calls first; "" for content blocks."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         return ""
@@ -528,7 +525,7 @@ def prompt_text(
     answer begins.
 
     Args:
-        name: of the prompt, for messages.
+        name: the prompt's name, for messages.
         template: further arguments of the chat template.
         plain: messages hold texts, and the last is not the assistant's.
 

@@ -27,8 +27,8 @@ from fastrl.models.utils import computes_in_tf32, evaluating
 # first prompt is longer where the model reads tokens by longer blocks.
 _SAMPLES = ((0, 3, 4), (1, 5, 2), (0, 3, 2), (2, 1, 3))
 _CHANGED = 1  # a sample with a prompt of its own
-# Differences, over the mean size of results or 1: the largest in fp32, the mean one in less; the
-# mean one by which results move with another sample's tokens, which changes their rounding.
+# Allowed differences, relative to the mean size of results or to 1: the largest in fp32, the mean
+# in less precision, and the mean with other tokens in another sample, which change the rounding.
 _EXACT, _ROUNDED, _MOVED = 1e-4, 5e-2, 2e-3
 Scores = Callable[[nn.Module, TokenBatch], Tensor]
 
@@ -45,7 +45,7 @@ def choose_padding(
 
     Args:
         padding_free: False for padded batches.
-        device: of the inputs.
+        device: the device of the inputs.
         precision: the lowest in which forwards compute.
         models: fastrl's wrappers, as accelerate has prepared them.
         anywhere: whether something holds in one of several processes, which choose alike.
@@ -134,7 +134,7 @@ def why_not_packed(
     cause = hidden_window(language_model, windows)
     if cause is not None or not expected.isfinite().any():
         return cause  # NaN weights are not the packed row's fault
-    # In what a model rounds a single number may be off by more.
+    # A mean, since rounding within a model may move a single number by more.
     moved = (results - after).abs().flatten()
     moved = moved[_of_others(batch, results)]
     if not moved.mean() <= _MOVED * expected.abs().mean().clamp(min=1):
@@ -161,7 +161,7 @@ def why_not_padded(
                 return None  # its rows are longer than those that are compared
             expected, found = _alone(score, model, batch), score(model, batch)
         except Exception:
-            return None  # its own error comes with the first batch
+            return None  # the run's first batch gives the same error
     off = _difference(model, precision, found, expected)
     return None if off is None else f"by {off}, for samples of several lengths"
 
@@ -184,7 +184,7 @@ class _Observed(PaddingFree):
 
 
 def _with_other_tokens(batch: TokenBatch) -> Tensor:
-    """The batch's token ids, but for the sample of :data:`_CHANGED`."""
+    """The batch's token ids, with other tokens in the sample of number :data:`_CHANGED`."""
     ids = batch.input_ids.clone()
     first = ids[_CHANGED, : batch.lengths[_CHANGED]]
     ids[_CHANGED, : len(first)] = first.roll(1)
@@ -192,8 +192,8 @@ def _with_other_tokens(batch: TokenBatch) -> Tensor:
 
 
 def _of_others(batch: TokenBatch, results: Tensor) -> Tensor:
-    """A mask of the results that are not of the sample of :data:`_CHANGED`: of a batch's samples,
-    or of their response tokens, in the last dimension."""
+    """A mask of the results that are not of the sample of number :data:`_CHANGED`. Samples or
+    their response tokens are the last dimension."""
     counts = batch.response_lengths if results.shape[-1] != len(batch) else [1] * len(batch)
     others = torch.ones(sum(counts), dtype=torch.bool, device=results.device)
     begin = sum(counts[:_CHANGED])
@@ -274,8 +274,8 @@ def logprobs_of_labels(model: Any, batch: TokenBatch) -> Tensor:
 
 
 def rewards_of_samples(model: Any, batch: TokenBatch) -> Tensor:
-    """A classifier's rewards, [labels, B]: of a padded batch its own, of a packed one those of
-    :func:`fastrl.models.reward_head.rewards_at`."""
+    """A classifier's rewards, [labels, B]: its own for a padded batch, and those by
+    :func:`fastrl.models.reward_head.rewards_at` for a packed one."""
     if not isinstance(batch.padding, PaddingFree):
         inputs = batch.padded_inputs
         return model(**inputs, use_cache=False).logits.float().flatten(1).t()
@@ -295,14 +295,14 @@ def classifier_side(
     anywhere: Callable[[bool], bool] | None = None,
     stacklevel: int = 2,
 ) -> str | None:
-    """The side of padding on which a classifier says of each text what it says of it alone; None
-    where it does so on neither, with a warning. Arguments are those of :func:`choose_padding`.
+    """The side of padding on which a classifier gives each text the reward that it has alone; None,
+    with a warning, where neither side does. Arguments are those of :func:`choose_padding`.
 
-    Found by a comparison: most architectures want it on the right, XLNet, which reads the last
+    A comparison decides: most architectures want padding on the right, XLNet, which reads the last
     place, on the left; some (FNet) mix padding into the text.
 
     Args:
-        anywhere: given where several processes run the model.
+        anywhere: whether something holds in one of several processes; None for a single one.
 
     Raises:
         ValueError: padding is wrong on both sides, and several processes would wait for each other
@@ -317,7 +317,7 @@ def classifier_side(
     with evaluating(model):
         try:
             alone = rewards_of_padded(model, batch, None, padding).float()
-        except Exception:  # it says what it lacks where it is given the user's texts
+        except Exception:  # the user's texts will give the same error
             return "right"
         size = alone.abs().mean()
         for side in ("right", "left"):

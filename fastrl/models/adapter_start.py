@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-# LoRA's starts that take the adapter's first product out of the weights below it; and those of them
-# that PEFT cannot repeat as it loads what was saved: it draws a projection, or wants data.
+# Values of init_lora_weights that subtract the adapter's first product from the base's weights;
+# then those that PEFT cannot repeat as it loads an adapter, since it draws a projection, or wants
+# data.
 _MOVE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _NOT_REPEATED = ("pissa_niter", "corda", "lora_ga")
 
@@ -23,7 +24,7 @@ def check_start(config: Any, made: bool) -> None:
     ``made`` already, warns.
 
     Raises:
-        ValueError: as above.
+        ValueError: such an adapter, unless it is made already.
     """
     if not _start(config).startswith(_NOT_REPEATED):
         return

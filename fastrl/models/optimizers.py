@@ -38,7 +38,7 @@ _OF_GROUPS: dict[str, dict[str, Any]] = {
     "adalomo": {},
 }
 _BETAS = ("beta1", "beta2", "beta3")  # as optim_args names the parts of betas
-# What else says it, of arguments that an optimizer has and optim_args may not set.
+# Arguments of optimizers that optim_args may not set, and what to do instead.
 _SAID_BY = {
     "weight_decay": "set weight_decay",
     "lr": "set learning_rate",
@@ -79,7 +79,7 @@ def check_optimizer(
             TrainingArguments.
 
     Raises:
-        ValueError: a name or arguments beside an optimizer; as :func:`make_optimizer`.
+        ValueError: a name or arguments beside an optimizer; what :func:`make_optimizer` refuses.
         ImportError: its package is not installed; says how to install it.
     """
     if given is not None and name != "adam":
@@ -154,8 +154,8 @@ def make_optimizer(
 
     Args:
         name: "adam", torch's Adam; or one of transformers' ``OptimizerNames``.
-        arguments: as transformers' ``optim_args``: "name=number,…"; of Adam and its kin beta1,
-            beta2, of all weight_decay, and those of the optimizer's class.
+        arguments: as transformers' ``optim_args``: "name=number,…". All
+            optimizers have weight_decay, Adam and its kin beta1 and beta2.
         fused: False where one process has weights, and others have them without memory: all are to
             compute alike. Adam's else where torch can.
 
@@ -267,7 +267,7 @@ def _defaults(kind: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an optimizer's class, as they are without ``optim_args``.
 
     Args:
-        keywords: those that are not the class's own defaults.
+        keywords: the arguments that are not the class's own defaults.
     """
     return {k: p.default for k, p in inspect.signature(kind).parameters.items()} | dict(keywords)
 
@@ -276,7 +276,7 @@ def _arguments(name: str, defaults: Mapping[str, Any], texts: Mapping[str, str])
     """The keyword arguments of an optimizer's class that ``optim_args`` sets.
 
     Args:
-        defaults: all of them, as they are without.
+        defaults: all keyword arguments, as they are without ``optim_args``.
 
     Raises:
         ValueError: an argument that the class does not have, or that another setting says; a value
@@ -301,7 +301,7 @@ def _read(name: str, argument: str, value: str, default: Any) -> Any:
     """A value of ``optim_args``, of the default's type.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no value of that type.
     """
     kind = _OF_NONE.get(argument) if default is None else type(default)
     try:
@@ -324,7 +324,8 @@ def _read(name: str, argument: str, value: str, default: Any) -> Any:
 
 
 def _decay(name: str, given: dict[str, str]) -> float:
-    """The weight decay of ``optim_args``, which is taken out: it is that of a group of weights."""
+    """Takes weight_decay out of ``optim_args``, as it is set for groups of weights. 0 without
+    it."""
     return float(_read(name, "weight_decay", given.pop("weight_decay", "0"), 0.0))
 
 

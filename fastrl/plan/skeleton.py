@@ -35,9 +35,9 @@ class Skeleton:
 
     Attributes:
         config: transformers' configuration.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         adapter: PEFT's configuration of a new or a saved adapter; None: all weights are trained.
-        guesses: what of it is assumed.
+        guesses: what is assumed of the configuration, in words.
         four_bits: bitsandbytes' configuration of a base in four bits, by transformers.
     """
 
@@ -55,7 +55,8 @@ class Skeleton:
         Raises:
             FileNotFoundError: a folder without a configuration.
             ImportError: an adapter or weights in four bits, and peft or bitsandbytes is missing.
-            ValueError: one that cannot be read, or an unknown architecture without sizes.
+            ValueError: a configuration that cannot be read, or an unknown architecture without
+                sizes.
         """
         beside: dict[str, Any] = {}
         if adapter is None and is_adapter(path):
@@ -112,7 +113,7 @@ class Skeleton:
             tokens: the tokens of each part of a sample, by the name of its argument.
 
         Raises:
-            ValueError: not 2 or more; more than the model's context together.
+            ValueError: fewer than 2 tokens, or together more than the model's context.
         """
         for name, number in tokens.items():
             if not isinstance(number, int) or number < 2:

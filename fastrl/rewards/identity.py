@@ -1,4 +1,4 @@
-"""What a reward function is, as a hash: so that a run that resumes with another one says so."""
+"""Hashes of reward functions, so that a run that is resumed with another function says so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def identity_of(reward: Any) -> str:
     and classes, and plain values; of an object its class, its public numbers and texts, and the
     code that it holds; of a model its weights. What other modules do, or files and servers say, is
     not in it."""
-    said = _said(unnamed(reward), set())  # whatever path it was loaded by
+    said = _said(unnamed(reward), set())  # the path it was loaded by does not count
     return hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]
 
 
@@ -76,7 +76,7 @@ def _of_code(x: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _is_own(value: Any, module: str) -> bool:
-    """Whether it is a plain value, a model, or code of that module."""
+    """Whether a value is a plain value, a model, or code of that module."""
     if isinstance(value, list | tuple | set | frozenset):
         return all(_is_own(each, module) for each in value)
     if isinstance(value, dict):
@@ -101,7 +101,7 @@ def _decides(attribute: Any) -> bool:
 
 
 def _names(code: CodeType) -> list[str]:
-    """Names that code reads, that of the functions within it too, in their order."""
+    """The names that code reads, in order, those read by functions within it too."""
     inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
@@ -120,5 +120,5 @@ def _source(x: Any) -> str:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not yet filled
+    except ValueError:  # an empty cell of a closure
         return None

@@ -62,9 +62,9 @@ def make_regex_reward(pattern: str, *, full: bool = False, seconds: float = 1.0)
     response gets 0.
 
     Args:
-        pattern: of Python's :mod:`re`, with its flags written in it, as ``(?si)``.
+        pattern: a pattern of Python's :mod:`re`, with flags written in it, as ``(?si)``.
         full: whether the pattern must match the whole response.
-        seconds: for one response.
+        seconds: the longest time for one response.
 
     Raises:
         ValueError: a pattern that is none, seconds that are not positive.
@@ -95,8 +95,7 @@ def make_length_reward(
 
     Args:
         target: T.
-        unit: "tokens", which the response's ``completion_ids`` are counted for, or "characters",
-            which are Python's: code points.
+        unit: "tokens", of the response's ``completion_ids``, or "characters", code points.
         scale: s, in the same unit; None: T.
 
     Raises:
@@ -152,7 +151,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 def last_block(text: str, languages: Sequence[str]) -> str:
-    """What stands in the last block of a text that is fenced by ``\\`\\`\\``` and of one of the
+    """The contents of the last block of a text that is fenced by ``\\`\\`\\``` and of one of the
     languages, "" being a fence that names none; the whole text where there is no such block."""
     block, lines = text, list[str]()
     language: str | None = None

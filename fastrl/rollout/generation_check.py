@@ -16,21 +16,21 @@ from fastrl.models.probes import narrowed, reach
 from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.self_check import why_sharded
 
-_LENGTHS, _ALIKE = (7, 3, 5), (5, 5)  # of prompts beside padding, and without
+_LENGTHS, _ALIKE = (7, 3, 5), (5, 5)  # lengths of prompts with padding, and without
 _STEPS = 4
-_EXACT, _ROUNDED = 1e-3, 0.1  # of log-probs: the largest difference in fp32, the mean one in less
+_EXACT, _ROUNDED = 1e-3, 0.1  # allowed differences of log-probs: largest in fp32, mean in less
 # Whether prompts are to be run one at a time, by whether they are padded.
 _answers: WeakKeyDictionary[Any, dict[bool, bool]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
 def by_itself(model: Any, layout: Layout, padded: bool) -> bool:
-    """Whether prompts are to be run one at a time, with a warning that says so: where the log-probs
-    of what ``generate`` draws next are others in a batch than alone. Another warning tells of a
-    model of which they are others in ``generate`` than in its forward, by which it is trained.
+    """Whether prompts are to be run one at a time, because ``generate`` has other log-probs for the
+    next token in a batch than alone. Warns if so, and where ``generate`` has other log-probs than
+    the model's forward, by which it is trained.
 
-    Found once for each model, on random prompts; not where another object than a model of
-    transformers generates, nor where the model refuses such prompts.
+    A model is checked once, on random prompts. Anything but a model of transformers, and a model
+    that refuses such prompts, is not checked.
 
     Args:
         padded: the prompts have several lengths.
@@ -44,7 +44,7 @@ def by_itself(model: Any, layout: Layout, padded: bool) -> bool:
     if not isinstance(plain, GenerationMixin) or why_sharded(model) is not None:
         return False
     if any("generate" in vars(each) for each in (model, inner, plain)):
-        return False  # a user's own, which may count its calls
+        return False  # the user's own generate, which may count its calls
     answers = _answers.setdefault(model, {})
     if padded not in answers:
         assert isinstance(plain, nn.Module)
@@ -65,7 +65,7 @@ def _differs(model: Any, plain: Any, layout: Layout, padded: bool, first: bool) 
     name, forward = type(plain).__name__, None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the calls of the run say the same
+            warnings.simplefilter("ignore")  # the run's own calls will warn
             alone = torch.cat([_log_probs(model, layout, [prompt]) for prompt in prompts])
             together = _log_probs(model, layout, prompts)
             if first and isinstance(layout, DecoderOnly):
@@ -116,7 +116,7 @@ def _forced(step: int, vocabulary: int) -> int:
 
 
 def _of_forward(plain: Any, prompt: Tensor) -> Tensor:
-    """What :func:`_log_probs` has of one prompt, [steps, V], from one forward."""
+    """Log-probs [steps, V] of one prompt as in :func:`_log_probs`, from one forward."""
     vocabulary = plain.config.get_text_config().vocab_size
     further = torch.tensor([_forced(step, vocabulary) for step in range(_STEPS - 1)])
     ids = torch.cat([prompt, further])[None].to(plain.device)

@@ -42,7 +42,7 @@ class RehearsedEngine(RolloutEngine):
             whole = max(len(p) + n for p, n in zip(request.prompts, request.limits, strict=True))
             with clock("decode"):
                 step(scheduler.bucket, min(whole, kv_cache.length))
-            if not self.has_copied:  # its statistics copy memory, once, to measure that
+            if not self.has_copied:  # the bandwidth for the statistics is measured once, by a copy
                 self.has_copied = True
                 with clock("decode"):
                     numbers = copied_bytes(device_kind(kv_cache.keys[0])) // 4

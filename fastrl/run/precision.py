@@ -34,7 +34,7 @@ def precision_for(model: nn.Module, device: str, said: str | None) -> str | None
     """:func:`default_precision` on this machine.
 
     Args:
-        said: by the settings.
+        said: the precision that the settings name.
     """
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
     supports = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -14,7 +14,7 @@ from fastrl.run.launcher import is_main_process, process_count
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FORWARDED = 5.0  # seconds after Ctrl-C within which a launcher sends it once more to its processes
-_asked: int | None = None  # the signal: handlers belong to the process, as this does
+_asked: int | None = None  # the signal that came: a process has one set of handlers
 _asked_at = 0.0
 
 
@@ -69,10 +69,10 @@ def stop_at_a_steps_end() -> Iterator[None]:
         yield
     except Stopped as stopped:
         if _asked == signal.SIGTERM:
-            if is_main_process():  # a program that exits shows nothing of it
+            if is_main_process():  # SystemExit shows no message
                 print(f"fastrl: {stopped}", file=sys.stderr, flush=True)
             raise Terminated(*stopped.args) from None
-        if _asked == signal.SIGINT:  # Python knows only this very kind at a program's end
+        if _asked == signal.SIGINT:  # Python looks for this very class as it exits
             raise KeyboardInterrupt(*stopped.args) from None
         raise
     else:
@@ -81,7 +81,7 @@ def stop_at_a_steps_end() -> Iterator[None]:
         for number, handler in taken.items():
             signal.signal(number, handler)
         _asked = None
-    if late is not None:  # it came behind the last look
+    if late is not None:  # a signal came after the block last asked
         signal.raise_signal(late)
 
 
@@ -120,7 +120,7 @@ def uninterrupted() -> Iterator[None]:
             raise KeyboardInterrupt
         kept.setdefault(number, time.monotonic())
 
-    # One that is ignored stays so, and one that was not set from Python (None) cannot be restored.
+    # Ignored signals stay ignored; handlers that Python did not set (None) cannot be restored.
     others = (signal.SIG_IGN, None)
     before = {int(x): found for x in _SIGNALS if (found := signal.getsignal(x)) not in others}
     for number in before:

@@ -65,7 +65,7 @@ _PREPARING = {
     "append_concat_token": True,
 }
 _TARGETS = ("rows", "targets", "labels")
-_OF_LOSS = ("rows", "targets", "lengths")  # of a batch, what is no model's
+_OF_LOSS = ("rows", "targets", "lengths")  # parts of a batch that are not for the model
 _PREDICTIONS: dict[str, Any] = {"entropy": True, "extras": ("is_top1",)}
 _PLAIN = {"input_ids", "attention_mask", "use_cache"}
 NLL, DFT = LOSS_TYPES = ("nll", "dft")
@@ -124,7 +124,7 @@ class SFTConfig(SupervisedArguments):
     _VALID_DICT_FIELDS = [*SupervisedArguments._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
 
     def __post_init__(self) -> None:
-        # TRL's older names of the same.
+        # TRL's older names of these values.
         if self.loss_type == "chunked_nll":
             self.loss_type = NLL
         if self.packing_strategy == "bfd-requeue":
@@ -134,11 +134,8 @@ class SFTConfig(SupervisedArguments):
 
 
 def _preparing(args: Any) -> dict[str, bool]:
-    """What ``dataset_kwargs`` says of each that it may hold.
-
-    Raises:
-        ValueError: it holds another, or no truth value.
-    """
+    """The truth values of ``dataset_kwargs``, with defaults; raises ValueError for anything
+    else."""
     settings = {**_PREPARING, **(parse_json("dataset_kwargs", args.dataset_kwargs) or {})}
     for name, value in settings.items():
         if name not in _PREPARING or not isinstance(value, bool):
@@ -246,7 +243,7 @@ class SFTTrainer(SupervisedTrainer):
         self._settings, self._peft_config = args, peft_config
         self._virtual: int | None = None
         self.aux_loss_enabled, self.router_aux_loss_coef = False, 0.0
-        set_seed(args.seed)  # new weights are drawn: an adapter's
+        set_seed(args.seed)  # a new adapter's weights are drawn
         if model is not None:
             model = self.prepare_model(
                 load_if_path(model, load_language_model, args, trainable=True)
@@ -301,7 +298,8 @@ class SFTTrainer(SupervisedTrainer):
             self._prepare_weights()
             autocast = self.compute_loss_context_manager()
             rows = PackedCollator(self._tokenizer)
-            # That it pads is told only where it can pad: else an error says what to do.
+            # The warning of padding is given only where padding is possible; else there is an
+            # error.
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 padding_free = self._is_padding_free()
@@ -388,7 +386,8 @@ class SFTTrainer(SupervisedTrainer):
     def ready_batch(self, batch: Any) -> Any:
         ready = super().ready_batch(batch)
         if "compute_loss" in self.overrides and isinstance(ready, Mapping):
-            # All of it is the model's, whose forward a program may call; it may say inputs.labels.
+            # A program's compute_loss may pass all of the batch to the model, and read
+            # inputs.labels.
             return BatchEncoding({name: x for name, x in ready.items() if name not in _OF_LOSS})
         return ready
 
@@ -451,7 +450,7 @@ class SFTTrainer(SupervisedTrainer):
         loss = scores.loss
         if loss is None:
             loss = self._losses(scores.logprobs).sum() / tokens.clamp(min=1)
-        if training and self.share:  # else the batch does not count
+        if training and self.share:  # a batch of share 0 does not count
             self._note(inputs, scores)
         if self.aux_loss_enabled:
             aux = computed_aux_loss(outputs)
@@ -538,7 +537,7 @@ class SFTTrainer(SupervisedTrainer):
     ) -> tuple[TokenScores, Any]:
         """Scores of the requested tokens of a batch, and the model's output."""
         given, attention, rows, _ = self._without_padding(inputs, request.rows)
-        if self._virtual:  # in front of each row's tokens
+        if self._virtual:  # virtual tokens stand in front of each row
             rows = rows + self._virtual * (rows // inputs["labels"].shape[1] + 1)
         given = {**given, "attention": attention}
         found = self.scorer(self._plain(model), given, request._replace(rows=rows), model)
@@ -610,8 +609,8 @@ class SFTTrainer(SupervisedTrainer):
             )
 
     def _is_padding_free(self) -> bool:
-        """Whether the model runs texts without padding; found at the first use, when it is on its
-        device."""
+        """Whether the model runs texts without padding; determined at the first use, when it is
+        on its device."""
         if self._padding_free is None:
             # The noise of NEFTune depends on the length of the row.
             noise = bool(self.args.neftune_noise_alpha)
@@ -644,7 +643,8 @@ def _predictions(scores: TokenScores) -> tuple[Tensor, Tensor]:
 
 
 def _split_collator(collator: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:
-    """The collator that marks completions, and the user's own collator; None if it is not that."""
+    """The collator as one that marks completions, and as another of the user's; one of them
+    None."""
     if isinstance(collator, DataCollatorForCompletionOnlyLM):
         return collator, None
     if type(collator) is DataCollatorForLanguageModeling:

@@ -34,7 +34,7 @@ class EntropyTerms(NamedTuple):
     """What the loss from hidden states makes of entropies."""
 
     coef: float = 0.0  # -coef·H is added to each token's loss
-    top_share: float = 1.0  # of the tokens that learn: those of the highest entropies
+    top_share: float = 1.0  # the share of tokens that learn, those of the highest entropies
 
     @property
     def reads(self) -> bool:
@@ -290,7 +290,7 @@ def linear_ppo_loss(
 
     Returns:
         The loss, 0-d fp32, differentiable with respect to ``hidden``, ``weight`` and ``bias``; and
-        its :class:`LinearLossStats`, detached. For a value loss, add its own.
+        its :class:`LinearLossStats`, detached. A value loss is to be added.
 
     Raises:
         TypeError, ValueError: as ``linear_logprobs`` and ``ppo_loss``.

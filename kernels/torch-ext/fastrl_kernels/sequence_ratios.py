@@ -27,7 +27,7 @@ def token_weights(constants: PPOConstants, settings: PPOSettings) -> Tensor | No
 def with_sequences(
     logprobs: Tensor, constants: PPOConstants, settings: PPOSettings
 ) -> PPOConstants:
-    """The constants with what the objective reads of whole sequences."""
+    """The constants, completed by the weights that the objective makes of whole sequences."""
     objective = settings.objective
     if not objective.reads_sequences:
         return constants
@@ -84,7 +84,7 @@ def over_sequences(
 
     Args:
         slopes: [..., T] ∂ℓ_t/∂(log ρ), weighted.
-        weights: of tokens, for the KL term.
+        weights: the tokens' weights, for the KL term.
     """
     level, mask = settings.objective.ratio_level, constants.mask
     joined = joined_over_sequences(slopes, mask, constants.lengths, level)

@@ -63,7 +63,7 @@ class Steps:
     ) -> None:
         self._planes = iter(planes)
         self.bits = None
-        if mask is not None:  # all bits of those that count
+        if mask is not None:  # ones in all bits of the steps that count
             integers = torch.int32 if planes.dtype == torch.float32 else torch.int64
             self.bits = self.plane().view(integers).copy_(mask.view(torch.int8).neg())
         self.ends, self.bootstrapped = terminated, truncated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Of logits below the highest; from MANY logits on, this is faster than sorting.
+# Buckets of logits by their distance from the highest; from MANY logits on, faster than sorting.
 BUCKETS, BUCKETS_PER_NAT, MANY = 1024, 32, 4096
 
 
@@ -33,8 +33,8 @@ def lowest_by_buckets(
     """The lowest logit [r, 1] that top-p keeps: weights e are summed up by intervals of the logit,
     and only those of the interval that holds the answer are sorted. -inf where top-p is off.
 
-    A row at a time: its 64-bit numbers stay in the cache, those of all rows would be new memory at
-    every call, which costs as much as the rest.
+    Rows are taken one by one: a row's 64-bit numbers stay in the cache; those of all rows would be
+    new memory at every call, which costs as much as the rest.
     """
     lowest = torch.full_like(row_max, -torch.inf)
     for i, (logits, weights) in enumerate(zip(x, e, strict=True)):

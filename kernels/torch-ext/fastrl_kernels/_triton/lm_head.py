@@ -44,7 +44,7 @@ def _earlier_maximum(x_ptr, columns, label, row_max, inner):
 
 @triton.jit
 def _fold(x, m, s, t, q, scale, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """`online_softmax`, and q = Σ 2^(2a)."""
+    """Adds a logit to each slot as `online_softmax` does, and to q = Σ 2^(2a)."""
     if SQUARES:
         e = tl.exp2(-tl.abs(x - m) * scale)
         higher = x > m
@@ -74,7 +74,7 @@ def _lm_head_fwd_kernel(
     temperature,
     inner,  # s/c, or None: no soft cap
     outer,  # c, or s
-    unscaled_max_ptr,  # [r] fp32, and so all that follow but the last
+    unscaled_max_ptr,  # [r] fp32, as are the following but for is_top1
     exp_sum_ptr,
     mean_ptr,  # or None
     logprobs_ptr,
@@ -89,8 +89,8 @@ def _lm_head_fwd_kernel(
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Statistics of rows [r, V], a chunk of columns at a time: until the last has come, results
-    hold its sums; that of log-probs the label's logit, and NaN as long as it has not come."""
+    """Statistics of rows [r, V], a chunk of columns at a time. Until the last chunk, the results
+    hold sums; log-probs hold the label's logit, or NaN before the label's chunk."""
     ENTROPY: tl.constexpr = entropies_ptr is not None
     SQUARES: tl.constexpr = log_sum_sq_ptr is not None
     TOTAL: tl.constexpr = mean_logit_ptr is not None
