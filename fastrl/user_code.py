@@ -31,7 +31,7 @@ _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
         os.path.dirname(__file__),
-        os.path.realpath(os.path.dirname(__file__)),  # an editable installation's
+        os.path.realpath(os.path.dirname(__file__)),  # of an editable installation
         *(os.path.realpath(x) for x in getattr(_KERNELS, "submodule_search_locations", None) or ()),
         *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     )
@@ -85,8 +85,8 @@ def unnamed(function: Any) -> Any:
 
 
 def own_copy(value: Any) -> Any:
-    """Lists and dicts, whatever they hold of such in turn, as a function's own: what it changes in
-    them reaches neither the data nor the next function. Other objects stay the same."""
+    """A copy of nested lists and dicts for one function: its changes reach neither the data nor the
+    next function. Other objects are not copied."""
     if type(value) is list:
         return [own_copy(x) if type(x) in (list, dict) else x for x in value]
     if type(value) is dict:
@@ -110,11 +110,11 @@ class ExitCalled(RuntimeError):
 
 @contextmanager
 def exits_are_errors() -> Iterator[None]:
-    """Raises :class:`ExitCalled` where code in the block calls ``sys.exit()``: the run would end as
-    one that is done does, and nothing of it would be saved."""
+    """Raises :class:`ExitCalled` where code in the block calls ``sys.exit()``: else the run would
+    end as if it were done, and nothing would be saved."""
     try:
         yield
-    except KeyboardInterrupt:  # a run that SIGTERM has ended is an exit, too
+    except KeyboardInterrupt:  # SIGTERM raises a KeyboardInterrupt that is a SystemExit, too
         raise
     except SystemExit as exits:
         trace = exits.__traceback__
@@ -165,7 +165,7 @@ def is_users(file: str | None) -> bool:
 def _is_users(file: str) -> bool:
     if file.startswith((*_LIBRARIES, "<")) or os.path.realpath(file).startswith(_LIBRARIES):
         return False
-    return not {"site-packages", "dist-packages"} & {*Path(file).parts}  # of another environment
+    return not {"site-packages", "dist-packages"} & {*Path(file).parts}  # other environments
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -226,7 +226,7 @@ def _load_file(path: Path) -> Any:
         raise ImportError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # Its neighbours, which it may import now or in a call; last, so that they hide no package.
+    # The file may import those beside it, now or in a call; last, so that they hide no package.
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.append(folder)
     with running(str(path)):
@@ -242,8 +242,8 @@ def forget_files() -> None:
 
 
 def _module_name(path: Path) -> str:
-    """The file's own name, by which other processes import what was pickled; where that is another
-    module's, such as json of the standard library, one of its own, so that it replaces none."""
+    """The module name of a file, by which other processes import what was pickled: the file's name,
+    or a new one where another module, such as json of the standard library, has that name."""
     name, whole = path.stem, path.resolve()
     known = sys.modules.get(name)
     if known is None and name.isidentifier():

@@ -45,8 +45,8 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     and spread over processes as it has them.
 
     Args:
-        optimizer: torch's, or accelerate's around it.
-        model: whose weights are not gathered just now, if they are spread over processes.
+        optimizer: torch's optimizer, or accelerate's wrapper of it.
+        model: the model; weights that are spread over processes must not be gathered just now.
     """
     groups = optimizer_groups(optimizer, model)
     names = [name for group in groups for name in group["params"]]
@@ -56,7 +56,7 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
 
 def load_optimizer_state(optimizer: Any, model: nn.Module, state: Mapping[str, Any]) -> None:
     """Makes an optimizer of the same weights continue from what :func:`optimizer_state` returned,
-    or what was read of it. Float32 masters that it does not keep are left out."""
+    or what was read of it. Masters in the state are left out where the optimizer keeps none."""
     inner = _inner(optimizer)
     index = {
         name: i
@@ -87,7 +87,7 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, state: Mapping[str, A
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights that are trained, by name, and buffers that are saved with a model."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    stored = nn.Module.state_dict(model)  # a wrapper's own leaves out the language model's
+    stored = nn.Module.state_dict(model)  # a wrapper's override leaves out the language model
     buffers = {name: b for name, b in model.named_buffers() if name in stored}
     return {**parameters, **buffers}
 

@@ -36,7 +36,7 @@ def math_reward(
     Args:
         completions: texts, or lists of messages.
         solution: the data set's column: LaTeX, or numbers, expressions and sentences.
-        log_extra: as trainers by TRL 1.x's names pass it: notes what was parsed.
+        log_extra: notes what was parsed; trainers by TRL 1.x's names pass it.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -56,11 +56,7 @@ def math_reward(
 
 
 def load_math_reward() -> Callable[..., Any]:
-    """:func:`math_reward`, where math-verify is installed.
-
-    Raises:
-        ImportError: it is not.
-    """
+    """:func:`math_reward`; raises ImportError where math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
             "the reward math needs math-verify, which is not installed: "

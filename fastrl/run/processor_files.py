@@ -10,7 +10,7 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
-    "chat_template.json",  # of processors; that of a tokenizer is saved by the tokenizer
+    "chat_template.json",  # a processor's; a tokenizer saves its own
 )
 
 
@@ -25,8 +25,8 @@ def write_processor(model: Any, folder: str | Path) -> None:
     has none.
 
     Args:
-        model: of transformers or PEFT. One that fastrl has not loaded has the files of the local
-            folder that it names.
+        model: a model of transformers or PEFT. One that fastrl has not loaded has the files of the
+            local folder that it names.
     """
     files: Mapping[str, bytes] | None = getattr(model, "processor_files", None)
     if files is None:

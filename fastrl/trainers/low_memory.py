@@ -31,14 +31,14 @@ MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
 
 class LowMemoryTrainer(OpenTrainer):
-    """transformers' Trainer whose optimizer is as ``args.master_weights`` and
-    ``args.offload_optimizer`` say, see :mod:`fastrl.models.master_weights`; with ``optim`` or an
-    optimizer that it is given. ``args.activation_offloading``: see
+    """transformers' Trainer that keeps float32 masters (``args.master_weights``), optimizer state
+    in host memory (``args.offload_optimizer``) and activations there
+    (``args.activation_offloading``), see :mod:`fastrl.models.master_weights` and
     :mod:`fastrl.models.activation_offloading`.
 
     Raises:
         ValueError: fp16 mixed precision of float16 weights; offload_optimizer for an optimizer that
-            does not step in host memory; with DeepSpeed, which has its own.
+            does not step in host memory; either with DeepSpeed, which has its own.
     """
 
     args: Any
@@ -54,7 +54,7 @@ class LowMemoryTrainer(OpenTrainer):
 
     def limit_passes(self, passes: PassSize) -> None:
         """Limits how much is computed at a time, as ``micro_batch_tokens`` and
-        ``gradient_checkpointing`` do; until training begins."""
+        ``gradient_checkpointing`` do; to be called before training begins."""
         passes.set_in(self.args)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class LowMemoryTrainer(OpenTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         self.optimizer = super().create_optimizer(model)
         if not self._keeps_its_own:
-            # Of an earlier train() it is kept and wrapped by accelerate already.
+            # An earlier train() has kept the optimizer, wrapped by accelerate.
             bare = getattr(self.optimizer, "optimizer", self.optimizer)
             kept = keep_state(
                 bare,
@@ -99,7 +99,7 @@ class LowMemoryTrainer(OpenTrainer):
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        # transformers makes all that read a metric for one that is to fall.
+        # transformers makes all schedules that read a metric as if it should fall.
         own = self.args.lr_scheduler_kwargs
         if self.args.lr_scheduler_type in SCHEDULES_BY_METRIC and self.args.greater_is_better:
             self.args.lr_scheduler_kwargs = {"mode": "max", **(own or {})}
@@ -117,7 +117,7 @@ class LowMemoryTrainer(OpenTrainer):
         super().load_optimizer(checkpoint)
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(optimizer, MasterWeights):
-            for kept in optimizer.state.values():  # of a run that had masters
+            for kept in optimizer.state.values():  # the checkpoint may be of a run with masters
                 kept.pop(MASTER, None)
 
     def warn_of_lost_updates(self, model: nn.Module, stacklevel: int) -> None:
@@ -145,7 +145,7 @@ def _choose_precision(args: Any, model: Any) -> bool:
         args.bf16, args.fp16, args.mixed_precision = shared == "bf16", shared == "fp16", shared
         return False
     said = next((x for x in ("fp16", "bf16_full_eval", "deepspeed") if getattr(args, x)), None)
-    known = isinstance(model, nn.Module)  # else it is made later
+    known = isinstance(model, nn.Module)  # a model's name is loaded later
     chosen = precision_for(model, device, said) if known else None
     args.bf16 = chosen is not None
     if args.bf16:

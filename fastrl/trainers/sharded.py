@@ -30,7 +30,7 @@ _OF_TORCH = ("pytorch_model_fsdp_0", "optimizer_0")  # folders that torch's own 
 class ShardedTrainer(OpenTrainer):
     """transformers' Trainer that can evaluate before it trains where weights are spread, and whose
     checkpoints then have a folder ``shares``: each process writes its part of weights and moments,
-    as safetensors. With them any number of processes goes on, and one that spreads nothing. Models
+    as safetensors. Any number of processes resumes from them, also one alone. Models
     that :meth:`save_model` saves are whole.
 
     transformers itself would write pickles, and no model at all.
@@ -53,7 +53,7 @@ class ShardedTrainer(OpenTrainer):
             refuse_quantised(self.model, "a model that FSDP spreads", WITHOUT_FSDP)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        # accelerate finds an optimizer's weights by their addresses: those without memory have none
+        # accelerate finds an optimizer's weights by addresses, which weights without memory lack
         # before.
         self._prepare_weights()
         return super().create_optimizer(model)
@@ -157,7 +157,7 @@ class ShardedTrainer(OpenTrainer):
         """Weights of a checkpoint that spreads none, under the names of :meth:`_weights`.
 
         Raises:
-            BadCheckpoint: an adapter's, whose names are other ones.
+            BadCheckpoint: a checkpoint of an adapter, whose weights have other names.
         """
         file = checkpoint / "model.safetensors"
         if not file.is_file():

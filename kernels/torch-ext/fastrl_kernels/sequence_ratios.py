@@ -27,7 +27,7 @@ def token_weights(constants: PPOConstants, settings: PPOSettings) -> Tensor | No
 def with_sequences(
     logprobs: Tensor, constants: PPOConstants, settings: PPOSettings
 ) -> PPOConstants:
-    """The constants, completed by the weights that the objective makes of whole sequences."""
+    """The constants with each token's log-ratio or log φ of its sequence, where these are read."""
     objective = settings.objective
     if not objective.reads_sequences:
         return constants

@@ -16,7 +16,7 @@ LOG_RATIO_LIMIT = 20.0
 WHITEN_EPS = 1e-8
 # Lower sampling temperatures count as 0: their inverses would not be finite in fp32.
 COLDEST = 1e-30
-# Of a slot: its sample goes on; why it ended; nobody's.
+# States of a slot: its sample is running; why it ended; no sample.
 RUNNING, EOS, LENGTH, STOP, NAN, IDLE = range(6)
 # The lowest finite number of fp32: a maximum starts here, so that where all logits are -inf their
 # differences from it are -inf, never NaN, and any finite logit counts.
@@ -132,7 +132,7 @@ class KLTerm(NamedTuple):
 class PPOConstants(NamedTuple):
     """The PPO loss's tensors that get no gradient."""
 
-    old_logprobs: Any  # None only until the log-probs are known which are their own old ones
+    old_logprobs: Any  # None until log-probs are known, where these are the old ones, too
     advantages: Tensor
     mask: Tensor
     weights: Tensor | None
@@ -141,8 +141,8 @@ class PPOConstants(NamedTuple):
     ref_logprobs: Tensor | None
     denominator: Tensor | None
     token_weights: Tensor | None = None
-    lengths: Tensor | None = None  # [S], of sequences, where they are not rows
-    # Of each token's sequence, known before a pass: the log-ratio in place of the token's own; of
+    lengths: Tensor | None = None  # [S] lengths of sequences, where these are not rows
+    # What a pass needs of each token's sequence: the log-ratio, in place of the token's own; for
     # the policy loss "vespo" log φ.
     of_sequences: Tensor | None = None
 
@@ -303,7 +303,7 @@ class AttentionSettings(NamedTuple):
 
     span: int
     window: int  # at most the span, which means no window; nor more than a chunk
-    chunk: int  # likewise
+    chunk: int  # at most the span, which means no chunks
     scale: float
     softcap: float | None
 

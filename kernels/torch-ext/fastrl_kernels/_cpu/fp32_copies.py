@@ -48,15 +48,15 @@ class _Copy:
 
 
 class FreeMemory:
-    """Bytes that copies may take: at first a half of what is available on this machine, for each of
-    its processes the same."""
+    """Bytes that copies may take: at first a half of this machine's available memory, in
+    equal parts for its processes."""
 
     def __init__(self) -> None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         self.left = int(_SHARE * available_bytes() / processes)
 
     def take(self, nbytes: int) -> bool:
-        """Whether there is room, which is taken then."""
+        """Takes ``nbytes``, if they are free; returns whether they were."""
         if nbytes > self.left:
             return False
         self.left -= nbytes
@@ -119,7 +119,7 @@ def available_bytes() -> int:
         available = int(lines["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
         return 0
-    with contextlib.suppress(OSError, ValueError):  # no limit: "max"
+    with contextlib.suppress(OSError, ValueError):  # "max" stands for no limit
         most = int((_CGROUP / "memory.max").read_text())
         pages = dict(x.split() for x in (_CGROUP / "memory.stat").read_text().splitlines())
         used = int((_CGROUP / "memory.current").read_text()) - int(pages.get("inactive_file", 0))
