@@ -53,7 +53,7 @@ def parse(
     names, see :mod:`fastrl.commands.aliases`.
 
     Args:
-        aliases: by default the command's.
+        aliases: other names of settings; by default those of the command.
 
     Raises:
         UsageError: an unknown flag or setting, a value of the wrong type, a missing one.
@@ -97,7 +97,7 @@ def parse(
         )
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
-        # Names of other libraries have words in common with much.
+        # Other libraries' names share words with many flags, so that these must be more alike.
         near = difflib.get_close_matches(name, [*map(_as_flag, words.aliases)], n=1, cutoff=0.85)
         raise UsageError(unknown_name("argument", name, [*map(_as_flag, sorted(known)), *near]))
     words.check(parsed)
@@ -373,7 +373,7 @@ class _FlagsThatMatter(_AllFlags):
             if len(text) <= room:
                 return text + end
             text = text.split(stop)[0]
-        with_choices = f"{text}: {', '.join(_choices_of(action))}"  # which were cut off
+        with_choices = f"{text}: {', '.join(_choices_of(action))}"  # the choices were cut off
         fits = _choices_of(action) and len(with_choices) <= room
         return (with_choices if fits else text) + end
 
@@ -421,8 +421,8 @@ def _choices_of(action: argparse.Action) -> list[str]:
 
 
 def values_of(action: argparse.Action) -> list[str] | None:
-    """What may stand behind a flag, as far as it can be listed: [] of a number; None: a text, which
-    may be a path."""
+    """The values that may stand behind a flag: [] for a number; None for a text, which may be a
+    path."""
     if choices := _choices_of(action):
         return choices
     if action.nargs == 0:

@@ -58,7 +58,7 @@ class TrainingJob:
     """What to train, on which data, and where the results go.
 
     Raises:
-        ValueError: a dropout out of range, or without a new adapter; as :func:`check_weights`.
+        ValueError: a dropout out of range, or without a new adapter; see :func:`check_weights`.
     """
 
     command: ClassVar[str]
@@ -130,9 +130,9 @@ class TrainingJob:
 
         Raises:
             ImportError: bitsandbytes is needed, and not installed.
-            ValueError: as :func:`check_adapter`.
+            ValueError: what :func:`check_adapter` refuses.
         """
-        if self.load_in_4bit is None:  # what a saved adapter says
+        if self.load_in_4bit is None:  # a saved adapter says it
             return {"dtype": self.dtype}
         if not self.load_in_4bit:
             return {"dtype": self.dtype, "quantization_config": None}

@@ -11,7 +11,7 @@ from fastrl.commands.flags import UsageError, own_parser
 from fastrl.run.files import new_folder, write_files
 from fastrl.run.terminal import activation, plain, run_console
 
-_TEMPLATE = Path(__file__).parent / "template"  # of code and dotfiles the names end in .txt
+_TEMPLATE = Path(__file__).parent / "template"  # names of code and dotfiles end in .txt here
 _NEXT = """\
 written: {name}
 

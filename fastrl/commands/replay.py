@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastrl.ppo.replay import Replayed, ReplayedSample
 
 _JOBS = {"ppo": ("ppo", "PPOJob"), "grpo": ("ppo", "GRPOJob"), "align": ("align", "AlignJob")}
-# Where a trainer's class is not a command: what replays its runs.
+# Modules that replay runs of trainers that have no command.
 _IN_PYTHON = {"GRPOTrainer": "fastrl.trl.replay", "RLOOTrainer": "fastrl.trl.replay"}
 
 
@@ -41,12 +41,12 @@ def run_replay(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: no run, or an unknown flag or value.
         FileNotFoundError: a folder without a ledger.
-        ValueError: a run that no command made; a step or sample that is not there; as
+        ValueError: a run that no command made; a step or sample that is not there; see
             :func:`fastrl.ppo.replay.replay`.
     """
     flags = parse_flags(arguments)
     ledger = ledger_of(flags.run)
-    row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # is there
+    row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # raises if there is none
     folder = open_run(flags.run)
     replayed = _replayed(folder, flags.step)
     console = run_console()
@@ -142,8 +142,8 @@ def read_job(folder: RunFolder) -> PPOJob | AlignJob:
 
 
 def read_settings(folder: RunFolder, step: int) -> PPOConfig:
-    """The trainer's settings at a step, as the ledger has them: a resumed run may have others. Of
-    several processes the sizes are those of all together.
+    """The trainer's settings at a step, as the ledger has them: a resumed run may have others.
+    Sizes are those of all processes together.
 
     Raises:
         ValueError: the ledger is of another version of fastrl.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl.models.packed_parts import Chunks
 
-CHUNK = 32  # tokens; more are computed with each other for no use where texts are short
+CHUNK = 32  # tokens; longer chunks waste products where texts are short
 
 
 def chunked_delta_rule(

@@ -19,7 +19,7 @@ from fastrl_kernels.gemm import without_gaps
 
 
 class Group(NamedTuple):
-    """A prompt and the lengths of the responses that begin with it; without any, a sequence."""
+    """A prompt and the lengths of the responses to it; without responses, a whole sequence."""
 
     prompt: int  # tokens
     responses: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
     """What a packed row attends to, by runs."""
 
     own: Runs
-    # Of the responses to all of their prompt, apart from what they attend to of their own.
+    # The responses' attention to all of their prompts, beside that to themselves.
     shared: Runs | None = None
     # [Tk] int64, the places of the keys of ``own``: None where they are those of the queries.
     keys: Tensor | None = None
@@ -55,7 +55,7 @@ class PackedLayout:
 
     Args:
         groups: each prompt is there once.
-        device: of the row.
+        device: the row's device.
     """
 
     def __init__(self, groups: Sequence[Group], device: torch.device | str = "cpu"):
@@ -116,9 +116,8 @@ class PackedLayout:
     def parts(
         self, window: int | None = None, chunk: int | None = None
     ) -> Iterator[tuple[slice, slice]]:
-        """Places of the queries of each prompt and then of each response, or of those of each of
-        its chunks, and of the keys before them that they attend of a prompt; in the order of the
-        row."""
+        """For each prompt and then each response, or each chunk of one, in the row's order: the
+        places of its queries, and of the prompt's keys before them that these attend."""
         ends = list(accumulate(self.prompts))
         prompts = [slice(end - n, end) for n, end in zip(self.prompts, ends, strict=True)]
         for own in prompts:
@@ -155,7 +154,7 @@ class PackedAttention:
     are capped or dropped, each prompt and response runs by itself.
 
     Attributes:
-        windows: those that layers have attended with.
+        windows: the windows that layers have attended with.
     """
 
     def __init__(self, layout: PackedLayout):
@@ -177,7 +176,7 @@ class PackedAttention:
         )
         q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads, D]
         if q.is_cuda and torch.is_autocast_enabled("cuda"):
-            # As torch's own attention does: RoPE makes fp32 of queries and keys.
+            # RoPE makes fp32 of queries and keys, and torch's own attention casts them back, too.
             dtype = torch.get_autocast_dtype("cuda")
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
@@ -227,7 +226,7 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Variant) -> Tensor:
     softcap, dropout, sinks = variant.softcap, variant.dropout, variant.sinks
-    q, k, v = map(without_gaps, (q, k, v))  # a last head lies beside the next text's first
+    q, k, v = map(without_gaps, (q, k, v))  # the parts of a head are apart in memory
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=variant.scale)
     scores = q @ k.transpose(-1, -2) * (variant.scale or q.shape[-1] ** -0.5)
@@ -329,7 +328,7 @@ class _Blocks(torch.autograd.Function):
                 whole += part
         dsinks = None
         if sinks is not None:
-            # Of out, whose share of it the sink takes.
+            # The gradient by out's scale, of which the sink takes a share.
             of_out = (_single(grad) * _single(attention.out)).sum(-1)
             dsinks = -((sinks - attention.lse).exp() * of_out).sum(0).to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None
@@ -344,7 +343,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: Blocks) -> 
 
 def _scattered(grad: Tensor, places: Tensor, tokens: int) -> Tensor:
     """The sums [T, heads, D] of the gradients ``grad`` for each of the row's places."""
-    # As the gradient of an embedding: to the same bits each time, which index_add_ on GPUs is not.
+    # An embedding's gradient has the same bits each time, unlike index_add_ on GPUs.
     whole = torch.ops.aten.embedding_dense_backward(
         _single(grad).flatten(1), places, tokens, -1, False
     )
@@ -382,7 +381,7 @@ class CPUKernel:
     is behind real tokens, which do not see it, and its gradient is 0."""
 
     def __init__(self) -> None:
-        # By the runs, that are the same objects for all layers.
+        # Calls by the id of their runs, which are the same objects for all layers.
         self._calls: dict[int, list[_KernelCall]] = {}
 
     def _calls_for(self, runs: Runs) -> list[_KernelCall]:
@@ -508,8 +507,8 @@ class _Ragged:
             own += part.transpose(0, 1)[: len(own)]
 
 
-# Calls that are not worth gathering for; the shortest run beside the longest in a call, and the
-# length up to which all runs go together.
+# So few calls are not worth gathering for; a call's shortest run is at least this share of the
+# longest; and runs up to this length all go together.
 _FEW, _SHORTEST, _ALL = 4, 0.7, 32
 
 
@@ -520,7 +519,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 def _ragged(
     starts: Sequence[int], lengths: Sequence[int], keys: Sequence[int] | None = None
 ) -> Iterator[_KernelCall]:
-    """Runs in calls of about one length; ``keys`` begin elsewhere."""
+    """Calls of runs of about one length; ``keys`` are the places of their keys, if other ones."""
     together: list[int] = []
 
     def call() -> _KernelCall:
@@ -555,8 +554,8 @@ _QUERIES = 128  # of a block, which attends the keys of a window before them
 
 
 def _near(runs: Runs) -> Iterator[_KernelCall]:
-    """Runs that attend themselves as they are; others in blocks of some queries, each with the keys
-    that one of them attends, those of one size together."""
+    """Calls of runs with a window: runs that fit in it as they are; others in blocks of queries,
+    each with all keys that its queries attend. Blocks of one size share a call."""
     whole: list[tuple[int, int, int]] = []
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     starts = zip(_starts(runs.queries), _starts(runs.keys), strict=True)
@@ -614,7 +613,8 @@ class FlashKernel:
         of_queries, of_keys = (
             self._cumulative(tuple(lengths), device) for lengths in (runs.queries, runs.keys)
         )
-        # With one query to a run, where heads share keys, torch takes each run to have one.
+        # At least 2: told of 1 query at most, torch takes all runs to have one where heads share
+        # keys.
         return of_queries, of_keys, max(2, *runs.queries), max(runs.keys)
 
     def _cumulative(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:

@@ -74,8 +74,9 @@ def _covers_head(
     softcap: float | None,
     logit_scale: float,
 ) -> bool:
-    """Not a sharded head: it has to be gathered anew for backward, which TRL's own function does.
-    Nor one in another dtype than the hidden states, of which ours would keep a converted copy."""
+    """Whether our op takes a head. It takes no sharded head, which has to be gathered anew for
+    backward, as TRL's function does, and none in another dtype than the hidden states, of which it
+    would keep a converted copy."""
     one_dtype = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
     numbers = (temperature, logit_scale, 1.0 if softcap is None else softcap)
     return (
@@ -97,7 +98,7 @@ def _covers(
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:
-    """TRL's own kernels return fp32; elsewhere the logits' dtype is kept."""
+    """The dtype of TRL's results: fp32 from its own kernels, elsewhere the logits' dtype."""
     return torch.float32 if logits.device.type in ("cuda", "xpu") else softmax_dtype(logits)
 
 

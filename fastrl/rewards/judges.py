@@ -88,12 +88,12 @@ class JudgeAnnotator:
     Args:
         judge: answers questions, list[str] -> list[str]: a :class:`ModelJudge`, or a function that
             asks a service.
-        template: of a question about a pair, with {prompt}, {first} and {second}; columns of the
-            data may be named too. Other braces are doubled.
-        parser: of an answer to that: 1.0 where the first is better, 0.0, 0.5, or None where the
+        template: the template of a question about a pair, with {prompt}, {first} and {second};
+            columns of the data may be named too. Other braces are doubled.
+        parser: reads the answer: 1.0 where the first is better, 0.0, 0.5, or None where the
             answer cannot be parsed.
-        score_template: of a question about one response, with {prompt} and {response}.
-        score_parser: of an answer to that: a number, or None.
+        score_template: the template of a question about a response, with {prompt} and {response}.
+        score_parser: reads the answer: a number, or None.
         swap: ask about each pair in both orders; where the answers disagree it is a tie (judges
             favour positions, arXiv:2306.05685).
         unparsed: for pairs with an answer that cannot be parsed: "refuse" raises, "skip" leaves
@@ -185,8 +185,8 @@ class JudgeAnnotator:
     def _asked(
         self, questions: list[str], parser: Callable[[str], float | None], hint: str
     ) -> list[float | None]:
-        """The judge's answers as numbers; None where they cannot be parsed, unless there is a hint
-        for an error, how to allow that."""
+        """The judge's answers as numbers; None where they cannot be parsed, or an error that
+        ends with the ``hint``, if there is one."""
         answers = self.judge(questions)
         self._counts["calls"] += len(questions)
         single = isinstance(answers, str) or not hasattr(answers, "__len__")
@@ -216,7 +216,7 @@ class ModelJudge:
 
     Args:
         model: is frozen and put into evaluation mode.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         params: how it answers; by default greedily, in 64 tokens at most.
         engine: keyword arguments of :func:`fastrl.rollout.choose_engine`, such as ``max_slots``.
     """
@@ -272,8 +272,8 @@ def _check_template(name: str, template: str, places: Sequence[str]) -> None:
 
 
 def _filled(template: str, columns: dict[str, Any], **texts: list[TextOrMessages]) -> list[str]:
-    """The template filled with each row's texts, which may contain braces, or with what messages
-    say."""
+    """The template filled with each row's texts, which may contain braces, or with the text of
+    messages."""
     rows = zip(*(map(as_text, column) for column in texts.values()), strict=True)
     filled = []
     for i, row in enumerate(rows):

@@ -17,7 +17,7 @@ from fastrl.rewards import timed_worker
 
 
 class TimedChild:
-    """A process that judges, made as it is needed; of use in any thread.
+    """A process that judges, started when it is needed, for any thread.
 
     A regular expression or a product of long integers holds the interpreter: neither a thread nor a
     signal's handler could end it.
@@ -25,14 +25,14 @@ class TimedChild:
     Args:
         worker: a Python file whose ``make_judge()`` returns a function of a question's fields, to a
             dict for JSON.
-        what: does the judging, for messages.
+        what: the name of what judges, for messages.
     """
 
     def __init__(self, worker: str, what: str) -> None:
         self.worker, self.what = worker, what
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
-        self._of = 0  # the process that made it: a fork has none
+        self._of = 0  # the id of the process that started the child: a fork has no child
         atexit.register(self._end)
 
     def ask(self, seconds: float, **question: Any) -> dict[str, Any] | None:
@@ -99,5 +99,5 @@ class TimedChild:
             child.kill()
             child.wait()
             for pipe in (child.stdin, child.stdout):
-                with contextlib.suppress(OSError):  # what was not written yet
+                with contextlib.suppress(OSError):  # it flushes to a child that ended
                     pipe.close()  # type: ignore[union-attr]

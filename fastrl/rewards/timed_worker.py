@@ -1,9 +1,10 @@
 """The process in which :class:`fastrl.rewards.timed.TimedChild` has questions judged.
 
-``python timed_worker.py FILE`` reads a JSON object a line and writes one a line: what the function
-that FILE's ``make_judge()`` returns says to the line's fields. A line that takes longer than its
-``seconds`` ends the process, in the midst of a product of long integers or of a regular expression
-too; its memory is limited. It needs the standard library and what FILE imports.
+``python timed_worker.py FILE`` reads questions, a JSON object a line, and writes answers likewise:
+the function that FILE's ``make_judge()`` returns is called with a question's fields. A line that
+takes longer than its ``seconds`` ends the process, in the midst of a product of long integers or of
+a regular expression too; its memory is limited. It needs the standard library and what FILE
+imports.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MEMORY = 2 << 30  # bytes of address space
 
 
 def main() -> None:
-    # What libraries print goes elsewhere.
+    # stdout is for answers alone: what libraries print goes to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     # The alarm's default action needs no interpreter. Ctrl-C is the parent's, which closes stdin.
@@ -30,7 +31,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)
-    with suppress(ValueError, OSError):  # of systems that have no such limit
+    with suppress(ValueError, OSError):  # a system may have no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
     def answer(verdict: dict[str, Any]) -> None:

@@ -53,21 +53,21 @@ class EagerRunner:
         return EagerRunner()
 
 
-KINDS = 8  # of calls, whose graphs are kept
+KINDS = 8  # kinds of calls whose graphs are kept
 
 
 class GraphRunner:
-    """Captures the step once per bucket, lazily, in one memory pool, and replays it; where its
-    device is the current one.
+    """Captures the step once per bucket, lazily, in one memory pool, and replays it. Its
+    device must be the current one.
 
-    A graph contains addresses and numbers. Those of calls of other kinds, with other logits
-    processors, are kept for the next call of that kind, of the last few; all are captured anew
-    after a parameter or the KV cache has moved, or adapters act otherwise.
+    A graph contains addresses and numbers, so that calls with other logits processors are of
+    another kind and have graphs of their own, which are kept for the last few kinds. All are
+    captured anew after a parameter or the KV cache has moved, or adapters act otherwise.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
-        # One for all, and for good: libraries keep a workspace for each.
+        # One stream for all captures: libraries keep a workspace for each stream.
         self.stream = stream or torch.cuda.Stream(device)
         self.free()
 
@@ -79,7 +79,7 @@ class GraphRunner:
         self.failed = False  # after one failure it is not tried again
         self.stats: dict[str, float] = {}
         self._graphs: dict[int, Any] = {}  # by bucket, of the present kind of calls
-        # Of each, the latest last; with the processors, whose memory they contain.
+        # Graphs by kind, the latest last, with the logits processors whose memory they contain.
         self._kinds: dict[tuple, tuple[dict[int, Any], LogitsProcessors]] = {}
         self._memory: tuple = ()
 
@@ -88,7 +88,7 @@ class GraphRunner:
         memory, kind = _memory(step), _kind(step)
         if memory != self._memory:
             self._kinds.clear()
-            # torch takes no pool again whose graphs are gone, while one of its tensors is there.
+            # torch refuses a pool whose graphs are gone as long as one of its tensors is there.
             self.pool = torch.cuda.graph_pool_handle()
             self._memory = memory
         self._graphs, _ = self._kinds.pop(kind, ({}, None))
@@ -124,10 +124,10 @@ class GraphRunner:
             with torch.cuda.stream(self.stream):
                 step(bucket, span)  # warms up: compiles kernels, allocates workspaces
             torch.cuda.current_stream().wait_stream(self.stream)
-            # The outer context leaves the stream where the end of a broken capture fails, too.
+            # The outer context leaves the stream even if ending a broken capture fails.
             with (
                 torch.cuda.stream(self.stream),
-                # What other threads do, which load data say, breaks no capture of this one.
+                # Other threads, such as those that load data, must not break this thread's capture.
                 torch.cuda.graph(
                     graph,
                     pool=self.pool,
@@ -145,8 +145,8 @@ class GraphRunner:
     def _ended_after_an_error(self, graph: Any) -> Iterator[None]:
         """Context that ends a capture for torch's allocator where an error breaks it off.
 
-        torch does so behind what raises the error again: its allocator would go on as in a capture,
-        give back no memory where there is too little, and fail at ``empty_cache``.
+        torch itself raises the error before it does so: its allocator would go on as in a capture,
+        free no memory when there is too little, and fail at ``empty_cache``.
         """
         try:
             yield
@@ -160,7 +160,7 @@ class GraphRunner:
             raise
 
 
-# Graphs that torch's allocator of pinned memory asks on, whether a stream's capture is theirs.
+# Graphs of broken captures stay: torch's allocator of pinned memory goes on asking them.
 _broken_off: list[Any] = []
 
 

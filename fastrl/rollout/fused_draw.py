@@ -13,9 +13,9 @@ import fastrl_kernels
 from fastrl.models.products import has_own_forward, is_packed
 from fastrl_kernels import SampledTokens, linear_sample_pays
 
-# Of log-probs, by the largest logit: what sums in another order round differently.
+# Allowed differences of log-probs, relative to the largest logit: sums in another order round.
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_ROWS = range(1, 65)  # of decode steps that may be faster so
+_ROWS = range(1, 65)  # numbers of rows for which it may be faster
 
 
 class FusedDraw:
@@ -44,7 +44,7 @@ class FusedDraw:
         return linear_sample_pays(rows, hidden, vocabulary, self._head.weight.dtype)
 
     def ever_pays(self) -> bool:
-        """Whether there are steps for which it does."""
+        """Whether there are numbers of rows for which the draw :meth:`pays`."""
         return any(map(self.pays, _ROWS))
 
     def draw(self, hidden: Tensor, keys: Tensor, temperature: float) -> SampledTokens:
@@ -77,7 +77,7 @@ class FusedDraw:
             difference = (found.logprobs - expected).abs().max() / logits.abs().max().float()
             cause = f"differs from the model's own way by {difference:.1e} of the largest logit"
             self.active = bool(difference <= _TOLERANCE[product.dtype])
-        except Exception as error:  # a compiler's, say
+        except Exception as error:  # such as a compiler's
             cause = f"cannot run ({type(error).__name__}: {error})"
         if not self.active:
             warnings.warn(

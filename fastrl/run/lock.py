@@ -19,8 +19,8 @@ class FolderInUse(OSError):
 
 
 class FolderLock:
-    """Held by at most one process, or one object of a process; the system frees it when the process
-    ends, and those that it forked meanwhile, however they end. Where the file system has no locks,
+    """A lock that at most one object of one process holds; the system frees it when the process and
+    those that it has forked end, however they end. Where the file system has no locks,
     a warning says that nothing is held.
 
     Args:
@@ -57,7 +57,7 @@ class FolderLock:
                 )
             if self._is_there(file):
                 self._file = file
-            else:  # its holder has removed it since it was opened
+            else:  # the file was removed by its holder after it was opened here
                 os.close(file)
         assert self._file is not None
         os.ftruncate(self._file, 0)

@@ -117,11 +117,11 @@ def rotate_and_store(
 
     Args:
         query: [B, Hq, D] fp32, bf16 or fp16.
-        key: [B, Hkv, D] of its dtype.
+        key: [B, Hkv, D] of the query's dtype.
         value: [B, Hkv, Dv].
         cos, sin: [B, R] of one dtype, R even and at most D.
-        keys, values: the cache, [S, M, Hkv, D] and [S, M, Hkv, Dv] of one dtype, S ≥ B. Any
-            strides, but for a last one of 1. Changed in place.
+        keys, values: the cache, [S, M, Hkv, D] and [S, M, Hkv, Dv] of one dtype, S ≥ B. The last
+            dimension is contiguous. Changed in place.
         positions: [B] int64 in [0, M), else the Triton path stores nothing.
         norms: RMS normalisation of each head of queries and keys before.
         backend: "auto", "triton" or "torch"; see ``explain``.

@@ -50,7 +50,7 @@ class ChunkInPieces:
     is added in fp32: nothing of size [r, V] is multiplied.
 
     Args:
-        statistics: of all rows, without extras; filled by :meth:`score`.
+        statistics: all rows' statistics, without extras; filled by :meth:`score`.
         gradients: sums of gradients, to which :meth:`backward` adds.
         keep: what of the rows stays in memory: the pieces' softmax in the weight's dtype,
             for :meth:`backward`; their logits in fp32, ``kept``; or nothing.
@@ -73,7 +73,7 @@ class ChunkInPieces:
         self._memory: dict[str, Tensor] = {}
         self.kept: Tensor  # [r, V] logits; [r, 0] where nothing is kept
         self._probs: list[Tensor]  # [r, C] each, of which rows sum to 1
-        self._masses: Tensor  # [r, pieces] Σ exp(z - max z) of a piece, of the row's maximum
+        self._masses: Tensor  # [r, pieces] a piece's Σ exp(z - max z), max of the row
         self._labels: list[LabelsInPiece]
 
     def score(self, rows: slice) -> None:
@@ -127,7 +127,7 @@ class ChunkInPieces:
         return self._fp32("logits", x).copy_(x)
 
     def _target(self, d: Tensor, piece: int) -> Tensor:
-        """Memory for the softmax of d: what is kept of it, where that is fp32."""
+        """Memory for the softmax of d: that in which it is kept, if fp32, else scratch."""
         if self.keep == "probs" and self._probs[piece].dtype == torch.float32:
             return self._probs[piece]
         return self._fp32("softmax", d)
