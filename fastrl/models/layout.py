@@ -7,7 +7,7 @@ encoder–decoder.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,20 @@ Pair = tuple[Tensor, Tensor]  # a prompt and its response, token ids on the host
 Inputs = dict[str, Tensor]
 
 
-class Layout(Protocol):
-    """How prompts and responses become inputs of a model."""
+class Layout:
+    """How prompts and responses become inputs of a model: a causal one, which reads one sequence,
+    the prompt and then the response."""
 
-    prompts_padded: str  # "left" or "right": where ``generate`` wants a batch of prompts padded
+    prompts_padded = "left"  # or "right": where ``generate`` wants a batch of prompts padded
+
+    def __init__(self, model: Any):
+        self.context = context_length(model)
 
     def exceeded(self, prompt: int, response: int) -> str | None:
         """The limit that so many tokens exceed, in words; None where they fit."""
+        if self.context is None or prompt + response <= self.context:
+            return None
+        return f"model's context of {self.context}"
 
     def check_generation(self, kwargs: Mapping[str, Any]) -> None:
         """Raises ValueError for arguments of ``generate`` after which responses would begin
@@ -32,46 +39,18 @@ class Layout(Protocol):
 
     def in_front(self, width: int) -> int:
         """Columns in front of the response in what ``generate`` returns for prompts [B, width]."""
-
-    def with_prompt(self, prompt: Tensor, response: Tensor) -> Tensor:
-        """A response behind its prompt, where the model's sequences contain it."""
-
-    def shape(self, prompt: int, response: int) -> Hashable:
-        """A key that is equal for pairs that can share a forward without padding."""
-
-    def inputs(self, pairs: Sequence[Pair]) -> tuple[Inputs, Tensor]:
-        """Model inputs of pairs of one shape, and the flat positions that predict the responses."""
-
-    def decode(self, tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
-        """A response as text."""
-
-
-class DecoderOnly:
-    """A causal model reads one sequence: the prompt, then the response."""
-
-    prompts_padded = "left"
-
-    def __init__(self, model: Any):
-        self.context = context_length(model)
-
-    def exceeded(self, prompt: int, response: int) -> str | None:
-        if self.context is None or prompt + response <= self.context:
-            return None
-        return f"model's context of {self.context}"
-
-    def check_generation(self, kwargs: Mapping[str, Any]) -> None:
-        pass  # no argument changes where responses begin
-
-    def in_front(self, width: int) -> int:
         return width
 
     def with_prompt(self, prompt: Tensor, response: Tensor) -> Tensor:
+        """A response behind its prompt, where the model's sequences contain it."""
         return torch.cat([prompt, response])
 
     def shape(self, prompt: int, response: int) -> Hashable:
+        """A key that is equal for pairs that can share a forward without padding."""
         return prompt + response
 
     def inputs(self, pairs: Sequence[Pair]) -> tuple[Inputs, Tensor]:
+        """Model inputs of pairs of one shape, and the flat positions that predict the responses."""
         tokens = torch.stack([torch.cat(pair)[:-1] for pair in pairs])
         width = tokens.shape[1]
         starts = [i * width + len(prompt) - 1 for i, (prompt, _) in enumerate(pairs)]
@@ -79,6 +58,7 @@ class DecoderOnly:
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, torch.cat(rows)
 
     def decode(self, tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
+        """A response as text."""
         # Decoded behind its prompt: SentencePiece drops the first token's leading space.
         before = tokenizer.decode(prompt, skip_special_tokens=True)
         whole = tokenizer.decode(torch.cat([prompt, response]), skip_special_tokens=True)
@@ -87,7 +67,7 @@ class DecoderOnly:
         return tokenizer.decode(response, skip_special_tokens=True)
 
 
-class EncoderDecoder:
+class EncoderDecoder(Layout):
     """The encoder reads the prompt; the decoder its start token, then the response.
 
     Padding goes to the end on both sides: many encoders count positions from the first column, and
@@ -159,7 +139,7 @@ class EncoderDecoder:
 def layout_of(model: Any) -> Layout:
     """The layout of a language model, with or without a value head."""
     has_encoder = getattr(model.config, "is_encoder_decoder", False)
-    return EncoderDecoder(model) if has_encoder else DecoderOnly(model)
+    return EncoderDecoder(model) if has_encoder else Layout(model)
 
 
 def _start_token(model: Any) -> int:

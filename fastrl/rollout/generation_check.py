@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from fastrl.data.batch import pad
-from fastrl.models.layout import DecoderOnly, Layout
+from fastrl.models.layout import EncoderDecoder, Layout
 from fastrl.models.probes import narrowed, reach
 from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.self_check import why_sharded
@@ -68,7 +68,7 @@ def _differs(model: Any, plain: Any, layout: Layout, padded: bool, first: bool) 
             warnings.simplefilter("ignore")  # the run's own calls will warn
             alone = torch.cat([_log_probs(model, layout, [prompt]) for prompt in prompts])
             together = _log_probs(model, layout, prompts)
-            if first and isinstance(layout, DecoderOnly):
+            if first and not isinstance(layout, EncoderDecoder):
                 forward = torch.stack([_of_forward(plain, prompt) for prompt in prompts])
     except (AttributeError, NotImplementedError) as error:
         raise ValueError(
