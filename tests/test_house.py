@@ -231,7 +231,7 @@ def test_no_journey_is_longer_than_its_budget() -> None:
     found = house.measure(ROOT, run=True)
     for name, each in found["journeys"].items():
         if "path" in each:
-            assert each["path"][0].endswith(f":{name.partition('.')[2]}")
+            assert each["path"][0].endswith(f" {name.partition('.')[2]}")
             assert each["path"][-1].startswith("fastrl_kernels/")
     table = {"journeys": budget.numbers(found)["journeys"]}
     assert not budget.above(budget.read(), table) + budget.below(budget.read(), table)

@@ -23,7 +23,7 @@ from tests.house.source import FOLDERS, ROOT, Source
 # Rooms that serve other libraries' programs, and those that look at runs from outside.
 _AROUND = {"compat", "tools", "patch", "programs", "scripts"}
 _AROUND |= {"commands", "demo", "plan", "recipes", "reports"}
-_LISTS = ("containers", "defined twice", "fragments", "circles")
+_LISTS = ("containers", "defined twice", "fragments", "circles", "journeys")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         budget.write(budget.lowered(budget.read(), now))
         print("\n".join(budget.above(budget.read(), now)) or f"{budget.FILE}: written")
         return 0
-    found = [measure(path, args.run) for path in args.checkouts]
+    run = args.run or args.list == "journeys"
+    found = [measure(path, run) for path in args.checkouts]
     if args.json:
         args.json.write_text(json.dumps(found[-1], indent=1))
     if args.list:
@@ -82,10 +83,14 @@ def _journeys(path: Path, what: str) -> dict[str, Any]:
 
 
 def _entries(listed: Any) -> Iterator[str]:
-    if isinstance(listed, dict):
-        yield from (f"{name}: {', '.join(files)}" for name, files in listed.items())
-    else:
+    if not isinstance(listed, dict):
         yield from listed
+        return
+    for name, each in listed.items():
+        if isinstance(each, list):
+            yield f"{name}: {', '.join(each)}"
+        elif "path" in each:
+            yield "\n  ".join([f"{name}: {each['frames']} frames", *each["path"]])
 
 
 def _header() -> list[str]:

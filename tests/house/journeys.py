@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -57,30 +57,37 @@ def profiled(see: Callable[[FrameType], None]) -> Iterator[None]:
 def to_the_formula(start: str, run: Callable[[], Any]) -> dict[str, Any]:
     """The frames of fastrl and the kernels from the function named ``start`` to that with the
     loss's formula, both counted, and their files."""
-    found: list[list[tuple[str, str]]] = []
+    found: list[list[CodeType]] = []
 
     def see(frame: FrameType) -> None:
         code = frame.f_code
-        if found or not (_is_in(_KERNELS, frame) and _FORMULA.match(code.co_name)):
+        if found or not (_is_in(_KERNELS, code) and _FORMULA.match(code.co_name)):
             return
         stack, above = [], frame
         while above is not None:
-            if _is_in(_FASTRL, above) or _is_in(_KERNELS, above):
-                stack.append((above.f_code.co_filename, above.f_code.co_name))
+            if _is_in(_FASTRL, above.f_code) or _is_in(_KERNELS, above.f_code):
+                stack.append(above.f_code)
             above = above.f_back  # type: ignore[assignment]
-        starts = [i for i, (_, name) in enumerate(stack) if name == start]
+        starts = [i for i, code in enumerate(stack) if code.co_name == start]
         if starts:
             found.append(stack[starts[-1] :: -1])
 
     with profiled(see):
         run()
     (stack,) = found
-    path = [f"{Path(file).parent.name}/{Path(file).name}:{name}" for file, name in stack]
-    return {"frames": len(stack), "files": len({file for file, _ in stack}), "path": path}
+    files = {code.co_filename for code in stack}
+    return {"frames": len(stack), "files": len(files), "path": list(map(_place, stack))}
 
 
-def _is_in(folder: str, frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(folder)
+def _place(code: CodeType) -> str:
+    """File, line and name of a function, as "fastrl/ppo/trainer.py:311 step"."""
+    package = Path(_FASTRL if _is_in(_FASTRL, code) else _KERNELS)
+    file = Path(code.co_filename).relative_to(package.parent).as_posix()
+    return f"{file}:{code.co_firstlineno} {code.co_name}"
+
+
+def _is_in(folder: str, code: CodeType) -> bool:
+    return code.co_filename.startswith(folder + os.sep)
 
 
 def entered(run: Callable[[], Any]) -> dict[str, int]:
@@ -90,7 +97,7 @@ def entered(run: Callable[[], Any]) -> dict[str, int]:
 
     def see(frame: FrameType) -> None:
         code = frame.f_code
-        if not code.co_name.startswith("<") and (_is_in(_FASTRL, frame) or _is_in(_KERNELS, frame)):
+        if not code.co_name.startswith("<") and (_is_in(_FASTRL, code) or _is_in(_KERNELS, code)):
             codes.add(code)
 
     with profiled(see):
