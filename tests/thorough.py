@@ -33,6 +33,8 @@ _WHOLE = (
     "ppo/test_bandit.py",
     "ppo/test_golden.py",
     "surfaces/test_one_method.py",
+    "test_house.py::test_what_counts_as_a_fragment",
+    "test_house.py::test_what_is_planted_is_counted_and_nothing_else",
     "test_notebooks.py",
 )
 _EACH_VALUE = {
