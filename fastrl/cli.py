@@ -64,9 +64,9 @@ stopped by Ctrl-C, SIGTERM
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 # Bars of libraries, not of runs: of little use in a file.
 _NO_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-# Of processes but the main one.
+# Variables of all processes but the main one.
 _QUIET = {**_NO_BARS, "TRANSFORMERS_VERBOSITY": "error"}
-# By name: torch may not be imported.
+# Errors are known by name, since torch may not be imported.
 _ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "PeerFailed")
 
 

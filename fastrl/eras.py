@@ -203,7 +203,7 @@ ERAS: dict[str, dict[str, Era]] = {  # by the names of configurations
     "ModelConfig": MODEL,
 }
 
-# Where a default differs from TRL 1.16's: theirs, by configuration.
+# TRL 1.16's defaults, where ours differ, by configuration.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "SFTConfig": {"learning_rate": 2e-5, "logging_steps": 10, "gradient_checkpointing": True},
     "RewardConfig": {

@@ -44,7 +44,7 @@ _PREFERENCE = {
     "null_ref_context": _REFERENCE,
     "concatenated_inputs": "pass a data_collator",
 }
-# By the trainer's class: methods of TRL's that training calls, of a subclass that has them.
+# Methods of TRL's that training calls where a subclass has them, by the trainer's class.
 CALLED: dict[str, tuple[str, ...]] = {
     "OnlineTrainer": (
         *("_generate_and_score_completions", "_calculate_rewards", "_compute_loss"),
@@ -56,7 +56,7 @@ CALLED: dict[str, tuple[str, ...]] = {
     "RewardTrainer": ("_prepare_dataset", "compute_loss"),
     "PPOTrainer": ("compute_rewards", "compute_advantages"),
 }
-# By the trainer's class: methods that training does not call, and what to use.
+# Methods that training does not call, and what to use, by the trainer's class.
 NOT_CALLED: dict[str, dict[str, str]] = {
     "OnlineTrainer": _ONLINE,
     "DPOTrainer": {

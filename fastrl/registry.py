@@ -55,7 +55,7 @@ class Registry(Mapping[str, Any]):
         return name in self._rows
 
 
-# Of the responses to a prompt; the functions are fastrl.learn.baselines'.
+# Advantages within a group; the functions are in fastrl.learn.baselines.
 _OURS = ("grpo", "dr_grpo", "rloo")
 _OTHERS = ("gae", "reinforce++")  # PPOConfig's, of no group
 _GROUPS: dict[str, Callable[..., Any] | None] = dict.fromkeys(_OURS)
@@ -113,7 +113,7 @@ def own_functions(
     return [(f"the {kind} {name}", own) for kind, name, own in found if own is not None]
 
 
-# Of tokens within clip ranges and beyond, of both signs of the advantage.
+# Tokens within clip ranges and beyond, with advantages of both signs.
 _LOG_RATIOS = torch.linspace(-0.8, 0.9, 8).repeat(4)
 _ADVANTAGES = torch.tensor([1.5, -1.5, 0.5, -0.5]).repeat_interleave(8)
 

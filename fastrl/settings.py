@@ -31,7 +31,7 @@ _RANGES = {
 _INT64, _ABOVE_FLOAT32 = 2**63 - 1, 2.0**128
 _EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")
 _OF_YAML = ": YAML reads 1e-5 as a text, write 1.0e-5"
-# Of which a truth value is no number.
+# Names of plain types in messages; a truth value counts as no number.
 _NAMES: dict[type, str] = {
     **{bool: "True or False", int: "a whole number", float: "a number", str: "a text"},
     **{list: "a list", dict: "a dict"},
@@ -258,7 +258,7 @@ def check_ranges(
         within = getattr(text, "within", "") or of_others.get(entry.name, "")
         choices = getattr(text, "choices", ())
         choices = tuple(choices()) if callable(choices) else choices
-        # Of a table that loads what is named by its file.
+        # A table of names that also loads functions named by their file.
         loads = isinstance(choices, Mapping) and not isinstance(choices, dict)
         or_a_function = "; or name a function of yours, file.py:function" if loads else ""
         if value is None or not (within or choices):

@@ -1,6 +1,6 @@
 """The commands: from flags to a run and its folder."""
 
-# Of each command: its module, the dataclasses of its flags, and the function that takes them.
+# Each command's module, the dataclasses of its flags, and the function that takes them.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "new": ("commands.new", (), "run_new"),
     "demo": ("demo.experiment", ("Demo",), "run_demo"),

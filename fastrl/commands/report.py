@@ -22,7 +22,7 @@ from fastrl.reports.trainer_folder import open_run
 from fastrl.run.folder import RunFolder
 from fastrl.run.terminal import plain, run_console
 
-# As COMMANDS, of what programs make.
+# Modules and configurations of runs that programs made, as in COMMANDS.
 _CONFIGS = {
     "train": ("config", ("PPOConfig",)),
     "SFTTrainer": ("trainers.sft", ("SFTConfig",)),

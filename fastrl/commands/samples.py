@@ -162,7 +162,7 @@ def choose(
             where = "no step" if step is None else f"step {step}"
             raise ValueError(f"--sample {sample}: {where} has no such sample; the first is 0")
     order = "ascending" if reverse else "descending"
-    # Of equal ones those of the latest step, in the step's order; NaN is last either way.
+    # Equal samples stand with the latest step first, in the step's order; NaN is last either way.
     then = [] if key == "step" else [("step", "descending")]
     chosen = in_steps.sort_by([(key, order), *then, ("sample", "ascending")]).slice(0, top)
     wanted = list(zip(chosen["step"].to_pylist(), chosen["sample"].to_pylist(), strict=True))

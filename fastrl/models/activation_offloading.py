@@ -59,7 +59,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
         # Autocast's copies of weights have their shapes, perhaps transposed.
         self._shapes = {(tuple(sorted(x.shape)), x.dtype) for x in own if x.ndim > 1}
         self._dtypes = {x.dtype for x in own}
-        # As long as a backward pass needs them.
+        # Copies by key: a copy lives as long as a backward pass needs it.
         self._copies: weakref.WeakValueDictionary[Any, Offloaded] = weakref.WeakValueDictionary()
         self.bytes = 0  # that were copied so far
 

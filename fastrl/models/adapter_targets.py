@@ -14,7 +14,7 @@ from fastrl.models.multimodal import CLASSIFIER_HEADS, unread_modules
 from fastrl.models.routing import routers
 from fastrl.nearest import did_you_mean
 
-# Of layers that PEFT refuses in Mamba's models, whose kernels read these weights by themselves.
+# Layers that PEFT refuses in Mamba's models, whose kernels read these weights by themselves.
 _OF_MAMBA = ("out_proj", "conv1d")
 _MAMBA = ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba")
 

@@ -14,7 +14,7 @@ from torch import nn
 from fastrl.models import recurrence
 from fastrl.models.packed_parts import PackedParts
 
-# By their names in transformers' modelling files.
+# The functions' names in transformers' modelling files.
 CONVOLUTION = "causal_conv1d_fn"
 _OF_ROWS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: recurrence.convolved,

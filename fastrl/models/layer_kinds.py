@@ -78,9 +78,9 @@ KINDS = (
 )
 ATTENTION = KINDS[:2]
 _CONVOLUTION = KINDS[-1]
-# Of a cache: a layer that has one of these keeps more than the inputs of a convolution.
+# Methods of a cache: a layer that calls one keeps more than the inputs of a convolution.
 _KEEPS_A_STATE = {"get_recurrent_state", "update_recurrent_state", "recurrent_states"}
-# Of config.layer_types.
+# Values of config.layer_types for layers with attention.
 _ATTENDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _MIXES_NO_TOKENS = {"mlp", "moe"}
 _RECURRENT = {"linear_attention", "conv", "mamba"}

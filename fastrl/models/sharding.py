@@ -177,7 +177,7 @@ def _units(model: nn.Module) -> list[Any]:
 
 def _is_unit(module: nn.Module) -> bool:
     """Whether the module is one whose weights are gathered together."""
-    # By name: torch may be built without it, and its import takes long.
+    # The class is known by its name: torch may be built without it, and its import takes long.
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 

@@ -305,7 +305,7 @@ _WITHOUT_CONTENT = {
     aten.new_empty_strided.default,
     aten.empty_like.default,
 }
-# Of token places and frequencies, whose sines are not worth their time.
+# Products of token places and frequencies, whose sines are not worth their time.
 _OUTER_PRODUCTS = {aten.mul.Tensor, aten.bmm.default}
 _OVERWRITING = {aten.copy_.default, aten.index_put_.default, aten.index_copy_.default}
 # Checks of numbers come out well.

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2**30
-# Of a GPU, for what torch's allocator does not hold itself: the driver's context and libraries,
-# and this share of it for gaps between blocks. Assumed, not measured.
+# A GPU's memory outside of torch's blocks: the driver's context and libraries, and this share of
+# the GPU for gaps between blocks. Both are assumed, not measured.
 CONTEXT_BYTES, GAPS = 0.75 * GIB, 0.03
 
 
@@ -43,7 +43,7 @@ class Plan:
 
     @classmethod
     def of(cls, title: str, device: str, rehearsed: Rehearsal, settings: Mapping[str, Any]) -> Plan:
-        # As an iteration has them.
+        # Phases in the order of an iteration.
         phases = {name: rehearsed.log.peaks[name] for name in PHASES if name in rehearsed.log.peaks}
         runs_in = phases.get(SCORING) or phases.get(UPDATE)
         if rehearsed.visiting and runs_in is not None:

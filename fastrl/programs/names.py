@@ -40,7 +40,7 @@ HOMES: dict[str, str] = {
         "fastrl.scripts.helpers",
     ),
 }
-# Of trainers that fastrl has not: what does their work.
+# What does the work of trainers that fastrl has not.
 INSTEAD = {
     "ORPO": "fastrl align --loss orpo",
     "CPO": "fastrl align --loss simpo or orpo, which know no reference either",
@@ -84,7 +84,7 @@ MODULES = (
         for method in ("dpo", "grpo", "kto", "ppo", "ppov2", "reward", "rloo", "sft")
         for kind in ("trainer", "config")
     ),
-    # Of trainers that fastrl has not, for programs that only name them.
+    # Modules of trainers that fastrl has not, for programs that only name them.
     *(f"trl.trainer.{x.lower()}_{kind}" for x in INSTEAD for kind in ("trainer", "config")),
 )
 # What names meant at other times: PPO's from TRL 0.12 on, RLOO's until 0.21; and keywords of their

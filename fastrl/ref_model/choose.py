@@ -22,7 +22,7 @@ from fastrl.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, spli
 from fastrl.ref_model.trunk_cache import Budget
 
 _IN_PARTS = "the scales of such weights stay behind where they are shared or moved"
-# Of settings that are not PPOConfig's, as trainers by TRL's names have them.
+# PPOConfig's settings by the names that trainers under TRL's names have for them.
 _TRLS = {"sync_ref_every": "sync_ref_model", "ref_ema": "ref_model_mixup_alpha"}
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 

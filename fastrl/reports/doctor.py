@@ -434,7 +434,7 @@ def _reward_falls(run: RunCurves) -> Finding | None:
     )
 
 
-# Of the deviation of single rewards: a rise of less says that next to nothing was learned.
+# In standard deviations of single rewards: after a smaller rise next to nothing was learned.
 _NO_RISE = 0.2
 
 
@@ -633,7 +633,7 @@ def _accuracy_at_chance(run: RunCurves) -> Finding | None:
             return None
         sem = curve.sem
     accuracy = curve.mean
-    # By few pairs, a model that has learned cannot be told from one that has not.
+    # With few pairs a model that has learned cannot be told from one that has not.
     if accuracy > 0.5 + 2 * sem or (sem > _SURE and accuracy > 0.5 - 2 * sem):
         return None
     return Finding(

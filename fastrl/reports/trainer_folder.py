@@ -9,7 +9,7 @@ from typing import Any
 from fastrl.run.checkpoints import OF_TRANSFORMERS, Checkpoints
 from fastrl.run.folder import RunFolder
 
-# Where GRPO's and RLOO's metrics mean what commands log, the commands' names for them.
+# The commands' names for those metrics of GRPO and RLOO that mean what commands log.
 _NAMES = {
     "reward": "reward/mean",
     "reward_std": "reward/std",

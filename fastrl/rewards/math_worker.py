@@ -54,7 +54,7 @@ def make_judge() -> Callable[..., dict[str, Any]]:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # As TRL's accuracy_reward: answers in LaTeX, a boxed one first.
+    # Answers are in LaTeX, a boxed one first, as in TRL's accuracy_reward.
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True),
         boxed_match_priority=0,

@@ -24,7 +24,7 @@ _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# Of logits, by the largest one: what sums in another order differ by.
+# Allowed differences of logits, relative to the largest: sums in another order differ so.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -49,7 +49,7 @@ class JoinedProducts:
     def __init__(self, owner: Any, *names: str):
         self.owner, self.names = owner, names
         self._joined: tuple[Tensor, Tensor | None, list[int]] | None = None
-        # Of weights and biases that were laid so, by any engine on the model.
+        # Weights and biases that any engine on the model has laid side by side.
         self._whole: dict[str, Tensor] = _laid.setdefault(owner, {})
 
     @property

@@ -240,7 +240,7 @@ class Slots:
         self.per_token = torch.zeros(len(FIELDS), slots, length + 1, device=device)
         self.seen: Tensor | None = None  # [S, V] bool, tokens that occurred
         self.tail: Tensor | None = None  # [S, W] the last tokens, newest last; -1 before the first
-        # Those of calls so far, by kind and columns: captured steps contain their addresses.
+        # Buffers of earlier calls by dtype and columns: captured steps contain their addresses.
         self._of_calls: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def tensors(self) -> list[Tensor]:

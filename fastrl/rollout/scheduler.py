@@ -115,7 +115,7 @@ class Scheduler:
         size = self._bucket_of(len(taken))
         gaps = (slot for slot, running in enumerate(self.slots) if running is None)
         moves = []
-        # As many gaps lie in front of the size as there are samples behind it, or more.
+        # There are at least as many gaps in front of the size as samples behind it.
         for source, target in zip((slot for slot in taken if slot >= size), gaps, strict=False):
             running = self.slots[source]
             assert running is not None

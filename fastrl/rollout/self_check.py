@@ -15,8 +15,8 @@ from fastrl.models.utils import computes_in_tf32, evaluating
 from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
 
 _LENGTHS, _NEW_TOKENS = (1, 5, 3), 3
-# Of log-probs and entropies: the largest difference in fp32, the mean one in less than that, where
-# a single logit may be off by more.
+# Allowed differences of log-probs and entropies: the largest in fp32, the mean in less precision,
+# where a single logit may be off by more.
 _EXACT, _ROUNDED = 1e-4, 5e-2
 
 _FSDP = "FullyShardedDataParallel"  # classes of torch, which need not have them

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _EVERY = 0.5  # seconds between two looks
-# Its arrival ends a sleep or a wait for the network, and without a handler it is ignored.
+# A signal that ends a sleep or a wait for the network, and is ignored without a handler.
 _SIGNAL = getattr(signal, "SIGURG", None)
 
 

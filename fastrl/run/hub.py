@@ -21,7 +21,7 @@ _OF_UPLOAD = (
     "delete_patterns",
 )
 OPTIONS = (*_OF_REPOSITORY, *_OF_UPLOAD)
-# Of a folder in which a trainer keeps more than its model: texts of its data and of the policy
+# What a trainer keeps in a folder beside its model: texts of its data and of the policy
 # (tables, reports), the state and the logs of the run, pickles, hidden files.
 _NOT_UPLOADED = (
     "completions", "ledger", "*.parquet", "*.jsonl", "report.html", "report.png",

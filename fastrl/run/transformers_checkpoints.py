@@ -117,7 +117,7 @@ class ResumableTrainer(OpenTrainer):
     metric_differences: ClassVar[Mapping[str, tuple[str, str]]] = {}  # see MetricMeans
 
     def __init__(self, *args: Any, **kwargs: Any):
-        # By TRL's name; those of training are kept by checkpoints.
+        # The attribute has TRL's name; checkpoints keep the metrics of training.
         self._metrics = {
             "train": MetricMeans(self.metric_differences),
             "eval": MetricMeans(self.metric_differences, pools=True),

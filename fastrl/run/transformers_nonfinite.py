@@ -42,7 +42,8 @@ class FiniteStepsTrainer(ResumableTrainer):
         self.warns_of_steps = True
         self._steps = _Steps()
         super().__init__(*args, **kwargs)
-        # Of the loss: it waits for the device in each pass, and hides what is counted here.
+        # transformers' filter of NaN losses waits for the device in each pass, and hides what we
+        # count.
         self.args.logging_nan_inf_filter = False
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:

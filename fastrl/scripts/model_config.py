@@ -29,7 +29,7 @@ class ModelConfig(metaclass=OfEveryEra):
     dtype: str | None = setting(
         "dtype of its weights: auto (as they are saved), bfloat16, float16 or float32.", "float32"
     )
-    # Of TRL until 0.29, by the constructor alone.
+    # A setting of TRL until 0.29, which the constructor alone takes.
     trust_remote_code: bool = kept_setting("Run Python code that comes with the model.", False)
     attn_implementation: str | None = setting("transformers' attention implementation.", None)
     use_peft: bool = setting("Train a LoRA adapter.", False)

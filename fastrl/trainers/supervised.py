@@ -71,7 +71,7 @@ _RANGES = {
     "dataloader_prefetch_factor": "[1, inf)",
     "dataloader_num_workers": "[0, 4096]",  # more processes than machines have
 }
-# Of the order of the data; transformers takes any other for "random".
+# Orders of the data; transformers takes any other name for "random".
 _STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 _THEIRS = typing.get_type_hints(TrainingArguments)
 _OBJECTS = ("fsdp", "dataloader_multiprocessing_context", "resume_from_checkpoint")  # or texts
@@ -740,7 +740,7 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args:
         if not path:
             raise ValueError("pass the tokenizer as processing_class")
         trust = getattr(args, "trust_remote_code", False)
-        # That of the model, whose tokens it has to write.
+        # The model's revision is the tokenizer's, too.
         options = (getattr(args, "model_init_kwargs", None) or {}) if is_path(model) else {}
         revision = options.get("revision")
         chosen = load_tokenizer(path, trust_remote_code=trust, revision=revision)

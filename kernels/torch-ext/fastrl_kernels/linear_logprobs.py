@@ -30,7 +30,7 @@ from .types import Extras, RowGradients, RowStatistics
 from .vocab_parallel import VocabParallel, Vocabulary
 from .workspace import Workspace, result_like
 
-# Of which live graphs keep logits for backward, in all: a pair's two. Others compute theirs again.
+# So many workspaces, a pair's two, keep logits for backward; other graphs compute theirs again.
 _KEPT_WORKSPACES = 2
 
 

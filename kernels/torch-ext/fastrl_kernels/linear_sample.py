@@ -18,7 +18,7 @@ from .types import LogitTransform, SampledTokens
 
 LEAST_GROUP = 16  # columns, of the smallest tile of tensor cores
 
-# Of a launch that is saved, and of logits that are neither written nor read, against 5% of the
+# Rows at which the launch saved and the logits neither written nor read outweigh 5% of the
 # whole: 2 µs and 3.5·N·V bytes against the head's 2·V·H, 4·N·V and 6 µs, at 3 TB/s.
 _MOST_ROWS, _HIDDEN_PER_ROW, _HIDDEN_OF_LAUNCHES = 32, 33, 51_000_000
 

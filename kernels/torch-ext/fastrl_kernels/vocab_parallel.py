@@ -260,8 +260,8 @@ class VocabParallel:
 
 
 _numbers = itertools.count()
-# By keys, which operators of compiled graphs take: a graph is traced, and guarded, with the key of
-# the object that it is called with.
+# Vocabularies by key. Operators of compiled graphs take keys: a graph is traced, and guarded, with
+# the key of the object that it is called with.
 _known: weakref.WeakValueDictionary[str, VocabParallel] = weakref.WeakValueDictionary()
 
 

@@ -32,7 +32,7 @@ SPLIT = 256  # tokens of a program
 _PARTS = 16  # splits that are merged at a time
 # How many of them are on their way from memory at a time: at most, and by a thread's registers.
 _MOST_LOADED, _LOADED_REGISTERS = 8, 32
-# Of keys that a program holds, by bytes per element: in fp32 they take most of the registers.
+# Elements of keys that a program holds, by bytes per element: fp32 takes most of the registers.
 _TILE_ELEMENTS = {2: 8192, 4: 1024}
 _TILE_ELEMENTS_ON_AMD = {2: 8192, 4: 2048}
 _HEADS = {2: 32, 4: 2}  # query heads that a program takes at most, likewise
@@ -147,7 +147,7 @@ def _decode_attention_fwd_kernel(
     inner,  # number, or None: no softcap
     outer,  # number
     out_ptr,  # [B, Hq, DV]
-    # Of each split: Σ 2^a·v with a = (score - max)·outer·log2(e), [B, Hq, splits, DV]; the max of
+    # Each split's Σ 2^a·v with a = (score - max)·outer·log2(e), [B, Hq, splits, DV]; the max of
     # q·k or tanh(inner·q·k), [B, Hq, splits]; and Σ 2^a, [B, Hq, splits].
     parts_ptr,  # fp32, one behind the other, or None: one split
     arrivals_ptr,  # [B, Hkv, BLOCKS] int32, 0 between launches, or None: another kernel merges
@@ -349,7 +349,7 @@ def _shapes(
         key_tile //= 2
         rest = power_of_2(max(16, width - key_tile))
     widest = max(key_tile, value_tile)
-    # Of wide sums, fewer fit into registers.
+    # Fewer heads fit into registers where sums are wide.
     some = min(_HEADS[size], power_of_2(group), _HEADS_OF_WIDE if widest > 256 else 32)
     warps = 4 if widest <= 128 else 8  # more would spill with 4
     registers = max(1, some * value_tile // (32 * warps))  # of a split that is merged

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch.compiler import is_compiling
 from triton.runtime import driver
 
-# By device and stream: calls on one stream follow one another, those on two may overlap.
+# Counters by device and stream: calls on one stream follow one another, those on two may overlap.
 _kept: dict[tuple[int, int], torch.Tensor] = {}
 
 

@@ -29,8 +29,9 @@ COLUMNS = 128  # of the vocabulary in a tile, or a group where that is less
 LEAST_ROWS, MOST_ROWS = 16, 32  # of a tile
 _DEPTH = 64  # of hidden states and weights at a time
 _ROW_THREADS = 256  # of the program that draws
-# By compiler. AMD's epilogue takes more registers: with half the threads one program less runs at a
-# time with Triton 3.6 than shared memory has room for, and so with instructions of 32 by 32.
+# Threads of a program, by compiler. AMD's epilogue takes more registers: with half the threads one
+# program less runs at a time with Triton 3.6 than shared memory has room for, and so with
+# instructions of 32 by 32.
 _THREADS = {"cuda": 128, "hip": 256}
 # Stages are tiles of both factors on their way while one is multiplied. AMD's registers hold the
 # one that is on its way, and its shared memory is smaller.

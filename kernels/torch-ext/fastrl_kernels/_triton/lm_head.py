@@ -289,7 +289,7 @@ def _lm_head_scale_kernel(
             high = tl.cast(n // VEC * VEC, tl.int64)
             at = tl.cast(whole, tl.int64) * BLOCK + slots
             _scale_there(x_ptr + at, factor, at < high)
-            # As many slots as threads, or they would read what another of them has written.
+            # There are as many slots as threads, or threads would read what another has written.
             at = high + tl.arange(0, _SCALE_THREADS)
             _scale_there(x_ptr + at, factor, at < n)
 

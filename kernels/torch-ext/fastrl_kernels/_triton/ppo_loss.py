@@ -175,7 +175,7 @@ def _ppo_loss_fwd_kernel(
         weight = tl.where(counted, 1.0, 0.0)
         if BY_ROWS:
             if WIDE == 0:
-                # Of integers sm_90 would take a stack for it.
+                # Counts are fp32: for integers sm_90 would take a stack.
                 counts = tl.sum(weight, axis=1, keep_dims=True)
             else:
                 counts = _row_counts(mask_ptr, row, row < N, T, WIDE)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .launch import launcher
 from .tiles import device_of, power_of_2
 
-# As kernels take them: torch.compile does not trace Triton's own names.
+# Kernels take dtypes as codes, since torch.compile does not trace Triton's own names.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

@@ -45,7 +45,7 @@ _ROOM = 2048  # for logits of a row that reach its bound
 # A row's bound is looked for by the high half of its bits, from those of -inf on.
 _HALF = tl.constexpr(16)
 _LEAST_HALF = tl.constexpr(0x7F)
-# Of a row's weight: what sums of it in fp32 may differ by.
+# The share of a row's weight by which sums of it in fp32 may differ.
 _ROUNDING = tl.constexpr(1e-5)
 _FIRST_PART, _MOST = tl.constexpr(FIRST_PART), tl.constexpr(MOST)
 
@@ -115,7 +115,7 @@ def load_listed(logits_ptr, row, row_stride, groups, V, SIZE: tl.constexpr, VEC:
         whole = (first >= 0) & (first + slots < end)
         x = tl.load(aligned + (first + slots), mask=whole, other=float("-inf")).to(tl.float32)
         if shift > 0:
-            # As in ``load_part``: a group's last columns lie in the vector behind it.
+            # A group's last columns lie in the vector behind it, as in ``load_part``.
             at = first + SIZE + slots
             last = (first >= 0) & (at < end) & (slots < VEC)
             behind = tl.load(aligned + at, mask=last, other=float("-inf")).to(tl.float32)

@@ -64,7 +64,7 @@ def load_part(logits_ptr, row, row_stride, first, V, SIZE: tl.constexpr, TILE: t
     slots = tl.arange(0, TILE)
     end = shift + tl.minimum(SIZE, V - first)
     x = load_end(aligned, slots, shift, end, VEC)
-    # Where the row starts past a boundary, the last columns lie behind the tile: at most a vector,
+    # If the row starts past a boundary, its last columns lie behind the tile: at most a vector,
     # whose place is in the slots before the first column.
     behind = load_end(aligned + TILE, slots, 0, end - TILE, VEC)
     return rotate(tl.where(slots < shift, behind, x), shift, TILE)
