@@ -76,7 +76,7 @@ def program() -> int:
         for name, value in _NO_BARS.items():
             os.environ.setdefault(name, value)
     status = main()
-    if status < 2:  # behind an error the others may be waiting for this one
+    if status < 2:  # after an error other processes may still wait for this one
         leave_group()
     return status
 
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # head or a pager has closed the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Terminated as stop:  # it has said so
+    except Terminated as stop:  # Terminated has printed its message
         shown, status = "", stop.status
     except Stopped as stop:
         shown, status = _from_main(f"fastrl: {stop}"), stop.status

@@ -632,7 +632,7 @@ class PPOConfig:
         high = self.cliprange if self.cliprange_high is None else self.cliprange_high
         if one_step and self.policy_loss != "clip":
             if self.policy_loss == "vespo" and self.sampler_correction != "off":
-                return  # its ratio is one to the sampler
+                return  # the ratio of "cispo" is to the sampler
             if learns_as_clip(self.policy_loss, (self.cliprange, high)):
                 warnings.warn(
                     f"policy_loss={self.policy_loss!r} makes no difference here: with ppo_epochs=1 "

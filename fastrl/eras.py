@@ -218,7 +218,7 @@ MASTERS = (
     "master_weights=True (TRL 1.16: none): of bfloat16 and float16 weights, float32 masters and "
     "moments are kept, with AdamW 12 bytes a weight in place of 4; False loses small steps"
 )
-_THEIRS: dict[type, dict[str, Any]] = {}  # that are taken in the place of ours
+_THEIRS: dict[type, dict[str, Any]] = {}  # TRL's defaults, in the place of ours
 _OURS = ("fastrl", "transformers")
 
 
@@ -292,7 +292,7 @@ def fields_added_to(config: type) -> set[str]:
 
 
 class OfEveryEra(type):
-    """The class of configurations that take settings of other versions by their names: as keywords,
+    """The metaclass of configurations, which take settings by other versions' names: as keywords,
     since a field would be a flag, and a program may have a flag of that name itself."""
 
     def __setattr__(cls, name: str, value: Any) -> None:

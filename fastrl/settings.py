@@ -61,7 +61,7 @@ def setting(
         aliases: other flags for it, such as "--report-to", whose names YAML files may use, too.
         within: the interval that :func:`check_ranges` keeps a number in, or each of a list, such as
             "[0, inf)".
-        choices: of a text, or of each of a list, likewise; or a function that names them, of a
+        choices: what a text, or each text of a list, may be; or a function that names these, of a
             table that grows.
         bare: the flag alone means True, of settings that may also be None.
     """
@@ -207,7 +207,7 @@ def typed_arguments(function: Callable[..., Any], **given: Any) -> tuple[Any, ..
     whole floats become whole numbers.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: see :func:`check_types`.
     """
     hints = typing.get_type_hints(function)
     return tuple(_typed(name, value, _kinds(hints[name])) for name, value in given.items())
@@ -232,7 +232,7 @@ def _typed(name: str, value: Any, wanted: tuple[Any, ...]) -> Any:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The types of a hint: those of a union, and list of list[int]."""
+    """The types that a hint allows: the members of a union, and list for list[int]."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     every = typing.get_args(hint) if is_union else (hint,)
     return tuple(typing.get_origin(each) or each for each in every)

@@ -191,7 +191,7 @@ def aliases_of(command: str, method: str | None = None) -> dict[str, Alias]:
     """What a command takes beside its settings.
 
     Args:
-        method: of a plan: the command that it is of.
+        method: the command that a plan is made for.
     """
     if command == "plan":
         return {**_ALIASES[method or "ppo"], **_PLANS}
@@ -202,7 +202,7 @@ class Words:
     """The words of a command line, or of a file's settings, without aliases.
 
     Args:
-        settings: by every name of a setting that the command has itself.
+        settings: the command's settings, by each of their own names.
     """
 
     def __init__(self, aliases: Mapping[str, Alias], settings: Mapping[str, str]):

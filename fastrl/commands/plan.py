@@ -75,7 +75,7 @@ def planned_run(arguments: Sequence[str]) -> PlannedRun:
 
     Raises:
         UsageError: no model, an unknown flag or value.
-        FileNotFoundError, ValueError: as :meth:`fastrl.plan.skeleton.Skeleton.read`.
+        FileNotFoundError, ValueError: see :meth:`fastrl.plan.skeleton.Skeleton.read`.
     """
     job, flags = parse_plan(arguments)
     from fastrl.commands.planned_run import PlannedRun  # not before --help

@@ -169,7 +169,7 @@ class PlanJob:
         """The model without its weights.
 
         Raises:
-            FileNotFoundError, ImportError, ValueError: as :meth:`Skeleton.read`.
+            FileNotFoundError, ImportError, ValueError: see :meth:`Skeleton.read`.
             ValueError: what the training commands refuse, see :func:`check_adapter`.
         """
         from fastrl.models.quantised import four_bit_config

@@ -419,7 +419,7 @@ def check_spans(
         find: one of the two.
 
     Raises:
-        ValueError: as ``find``; spans with what another than the assistant says.
+        ValueError: what ``find`` refuses; spans with text of another than the assistant.
     """
     answers = find(messages, tokenizer, template)
     text = render(list(messages), tokenizer, template=template)

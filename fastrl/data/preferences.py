@@ -220,7 +220,7 @@ def completions_of(batch: Mapping[str, Any], packed: bool = False, prefix: str =
         batch: ``input_ids``, ``attention_mask`` and ``completion_mask`` [B, T].
         packed: run it without padding, and once what several completions begin with, unless a row
             has padding in front or tokens behind its completion, as a user's collator may.
-        prefix: of those names.
+        prefix: what these names begin with.
     """
     names = ("input_ids", "attention_mask", "completion_mask")
     columns = [batch[f"{prefix}{name}"] for name in names]

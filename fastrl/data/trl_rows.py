@@ -165,7 +165,7 @@ class ConstantLengthDataset(IterableDataset):
 
     Args:
         dataset_text_field: the column of the texts.
-        formatting_func: of a row, returns its text, in the place of that.
+        formatting_func: returns a row's text, in the place of that.
         infinite: begin again at the end.
         num_of_sequences, chars_per_token: so many characters are read at a time, times
             ``seq_length``, and shuffled among themselves.

@@ -204,7 +204,7 @@ def load_saved(path: str | os.PathLike, **options: Any) -> Any:
             unless given.
 
     Raises:
-        FileNotFoundError, OSError, ValueError: as those.
+        FileNotFoundError, OSError, ValueError: see those.
     """
     checkpoint = _Checkpoint(path, {"dtype": torch.float32} | _renamed(options))
     base = checkpoint.folder if checkpoint.adapter is None else checkpoint.base()

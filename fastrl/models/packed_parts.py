@@ -148,7 +148,7 @@ class PackedParts:
 
     Args:
         prompts: their lengths.
-        responses: of each prompt, theirs.
+        responses: the lengths of each prompt's responses.
         device: of the row.
     """
 

@@ -248,7 +248,7 @@ def limited_update(
     have not.
 
     Args:
-        limit: of all of the model's layers.
+        limit: the bounds of dt, the same for all of the model's layers.
         update: the model's function, which changes ``state``.
     """
     if limit != NO_LIMIT:

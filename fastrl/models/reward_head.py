@@ -25,7 +25,7 @@ def rewards_at(
     takes for the last of a sequence.
 
     Args:
-        model: as accelerate has wrapped it; ``plain`` without that.
+        model, plain: the model with and without accelerate's wrapper.
         attention: in place of the model's own.
         inputs: further arguments of the model's forward.
     """

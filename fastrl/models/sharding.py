@@ -104,7 +104,7 @@ def spread_frozen(model: nn.Module, accelerator: Any) -> None:
     accelerate spreads nothing.
 
     Args:
-        accelerator: by which the policy is prepared.
+        accelerator: the one that has prepared the policy.
     """
     if not accelerator.is_fsdp2:
         return

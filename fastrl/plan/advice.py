@@ -34,7 +34,7 @@ class Remedy:
     Args:
         flags: as a command takes them.
         cost: what it costs, in words.
-        leaves: of the kinds of memory that it lessens, the share that is left at best: what cannot
+        leaves: the share that is left, at best, of each kind of memory that it lessens: what cannot
             be enough is not tried.
         apply: the changed run; None where it changes nothing. A ValueError of it, or of the changed
             run's plan, is a change that the run refuses.
@@ -53,9 +53,9 @@ class Dial:
     """A size of a run.
 
     Args:
-        kind: of the memory that grows with it, at most in proportion.
+        kind: the kind of memory that grows with the size, at most in proportion.
         most: the factor by which it can grow.
-        turned: with a factor, the flags of the larger size, and the run with it; refused as a
+        turned: makes, by a factor, the flags of the larger size, and the run with it; refused as a
             :class:`Remedy`.
     """
 

@@ -78,7 +78,7 @@ def fit_passes(
     nothing is planned, because the plan is one of a single process.
 
     Args:
-        trainer: of which nobody has set ``micro_batch_tokens``.
+        trainer: a trainer whose ``micro_batch_tokens`` nobody has set.
         lengths: as ``trainer.plan`` takes them: tokens of the longest prompt and response, or text.
         gpu_gib: the GPU's memory in GiB; by default that of the current device.
 

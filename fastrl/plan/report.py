@@ -29,7 +29,7 @@ class Plan:
 
     Attributes:
         title: the model and the method.
-        device: for which it is counted, "cpu" or "cuda".
+        device: the kind of device that memory is counted for, "cpu" or "cuda".
         phases: peaks in the order in which phases begin.
         settings: what it depends on, for the reader.
         guesses: parts of it that are not known for certain.

@@ -33,9 +33,9 @@ class Served(NamedTuple):
     """A place where something was.
 
     Attributes:
-        owner: of the attribute: a module, or a class in one, with a colon between.
+        owner: what has the attribute: a module, or "module:Class".
         attribute: its name.
-        made: from what is there now (None where nothing is), what was there then.
+        made: makes what was there then from what is there now, or from None.
     """
 
     owner: str

@@ -45,7 +45,7 @@ class Check:
     """A check, and what it needs.
 
     Args:
-        metrics: of which at least one must have been recorded.
+        metrics: names of metrics, at least one of which must have been recorded.
         least: how often, for a judgement.
         unless: names of earlier checks; an illness that one of them finds is the cause, and is
             told alone.

@@ -110,7 +110,7 @@ def page(
     """The HTML of the report.
 
     Args:
-        results: by name, of each run the value as text.
+        results: each run's value as text, by the result's name.
         defaults: asked of runs that do not all have the same settings.
 
     Raises:
@@ -194,8 +194,8 @@ def _shows(figures: Sequence[Figure], finding: Finding) -> Figure | None:
 
 
 def _settings(runs: Sequence[ReportedRun], defaults: Defaults) -> dict[str, list[str]]:
-    """Settings as texts: of one run all, of several those that differ. One that a run does not have
-    differs where another's is not at its default."""
+    """Settings as texts: all of a single run, or those in which several runs differ. A setting that
+    a run lacks differs where another run's is not at its default."""
     of_runs = [run.settings for run in runs]
     names = dict.fromkeys(name for settings in of_runs for name in settings)
     texts = {name: [_text(settings.get(name)) for settings in of_runs] for name in names}

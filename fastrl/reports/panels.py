@@ -43,7 +43,7 @@ class Panel:
             into less than half of the panel.
         level: a value to compare with, and its name.
         ceiling: whether the runs' KL ceilings are drawn.
-        stage: of which stage of the runs; None: the run itself.
+        stage: the stage of the runs that has the metric; None: the run itself.
     """
 
     title: str

@@ -31,7 +31,7 @@ class TrainerFolder(RunFolder):
     where a trainer of fastrl wrote the checkpoint.
 
     Args:
-        path: of the folder, in which there is such a file.
+        path: the path of the folder that has such a file.
 
     Raises:
         ValueError: a ``trainer_state.json`` that is not transformers'.

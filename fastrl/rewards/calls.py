@@ -124,7 +124,7 @@ class EventLoop:
         """The results of coroutines that run at the same time; the first error cancels the others.
 
         Args:
-            seconds: for which the loop may be blocked, by a call that is not awaited; None: any.
+            seconds: the time for which a call that is not awaited may block the loop; None: any.
 
         Raises:
             LoopBlocked: it was blocked for longer, and cannot be used any more.

@@ -170,7 +170,7 @@ def read_token_rewards(
         or a tensor with a number for each token, these [L] fp64.
 
     Raises:
-        ValueError: as :func:`read_rewards`; numbers for completions beside numbers for tokens, not
+        ValueError: see :func:`read_rewards`; numbers for completions beside numbers for tokens, not
             one number for each token; names the first that is wrong.
     """
     of_tokens = [] if not hasattr(returned, "__len__") else list(map(_is_of_tokens, returned))

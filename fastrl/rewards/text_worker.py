@@ -23,7 +23,7 @@ def make_judge() -> Callable[..., dict[str, Any]]:
 def matches(pattern: str, full: bool, text: str) -> bool:
     try:
         return bool((re.fullmatch if full else re.search)(pattern, text))
-    except (MemoryError, RecursionError):  # as one that takes too long
+    except (MemoryError, RecursionError):  # counts as a schema that takes too long
         return False
 
 

@@ -212,7 +212,8 @@ class RunFolder:
         begun. Later records and checkpoints are moved, not removed.
 
         Args:
-            rows: of the metrics when the checkpoint was written, where later ones have its step.
+            rows: the number of metrics' lines when the checkpoint was written; later ones may have
+                its step.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         step = step_of(checkpoint) if checkpoint is not None and self.owns(checkpoint) else -1

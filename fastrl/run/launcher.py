@@ -134,7 +134,7 @@ def launched_accelerator(*, timeout: float | None = None, **settings: Any) -> Ac
         settings: of the Accelerator.
 
     Raises:
-        ValueError: as :func:`check_found`; DeepSpeed.
+        ValueError: DeepSpeed; what :func:`check_found` refuses.
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import DistributedType

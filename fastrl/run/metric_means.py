@@ -48,7 +48,8 @@ class MetricMeans:
     process may have metrics that others lack.
 
     Args:
-        differences: by name the two metrics of whose means in each batch it is the difference.
+        differences: metrics that are differences, by name: the two metrics whose batch means they
+            are of.
         pools: whether all of it is pooled, as in an evaluation, whose last batch may be smaller.
     """
 
@@ -76,7 +77,7 @@ class MetricMeans:
         """Adds a batch's mean that every process knows; NaN where there is none.
 
         Args:
-            count: of how many numbers it is the mean, which is its weight where it is pooled.
+            count: the number of numbers in the mean, its weight where it is pooled.
         """
         weight = float(value == value) * (count if self.pools else 1)
         row = torch.tensor([[value * weight if weight else 0.0, weight]])
@@ -140,7 +141,7 @@ class MetricMeans:
         """The means since the last call; None of those that no batch has.
 
         Args:
-            sem_of: of what is pooled by its values, those whose standard error is given too, as
+            sem_of: names of metrics pooled by their values that get a standard error, too, as
                 NAME_sem.
         """
         values: dict[str, list[float]] = {}

@@ -133,7 +133,7 @@ class SeveralProcesses(Processes):
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.count, self.index = accelerator.num_processes, accelerator.process_index
-        self._known: BaseException | None = None  # with which all left the last work
+        self._known: BaseException | None = None  # the error with which all left the last work
 
     @property
     def of_machine(self) -> tuple[int, int]:

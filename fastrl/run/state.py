@@ -68,7 +68,7 @@ def load_tree(folder: Path) -> dict[str, Any]:
     :class:`SharedOut`.
 
     Raises:
-        ValueError: of a tensor not all shares are there; names it.
+        ValueError: a tensor, which it names, of which a share is missing.
     """
     from safetensors.torch import load_file
 

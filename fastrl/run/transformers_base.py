@@ -46,7 +46,7 @@ class OpenTrainer(transformers.Trainer):
 
         Args:
             epoch, minibatches: as transformers has computed them.
-            epochs: of the run; as the epoch: no further step is taken.
+            epochs: the run's number of epochs; returned as the epoch, no further step is taken.
         """
         return epoch, minibatches
 
@@ -62,7 +62,7 @@ class OpenTrainer(transformers.Trainer):
         """A loader of data by the settings, with a batch size and an order of its own.
 
         Args:
-            sampler: with the data, its order; not for streams.
+            sampler: makes the order of the data; not for streams.
         """
         what = "Training" if training else "Evaluation"
         return self._get_dataloader(data, what, size, sampler_fn=sampler, is_training=training)

@@ -110,7 +110,7 @@ class ResumableTrainer(OpenTrainer):
         kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
         run_folder: the folder of a command's run, whose metrics continue those of the checkpoint.
         saves_when_it_fails: after an exception; by default where checkpoints are saved at all.
-        computed_columns: of the data sets, those that the trainer adds, up to rounding.
+        computed_columns: columns that the trainer adds to data sets, equal up to rounding.
     """
 
     computed_columns: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""BestOfNSampler: of several responses those with the highest scores, under TRL 0.11's names."""
+"""BestOfNSampler: the responses with the highest scores among several, under TRL 0.11's names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class BestOfNSampler:
 
     Args:
         model: with ``generate``; a value-head model of ours, or one of transformers.
-        queries_to_scores: of texts of query and response, their scores.
+        queries_to_scores: returns the scores of texts of query and response.
         length_sampler: draws max_new_tokens, once for each query.
-        seed: of torch, Python and NumPy; None: as they are.
+        seed: the seed of torch, Python and NumPy; None: generators stay as they are.
         generation_config: of ``model.generate``.
 
     Raises:

@@ -44,7 +44,7 @@ def pad(
 
     Args:
         padding_side: "left" or "right", of the first dimension; others are filled on the right.
-        pad_to_multiple_of: of T.
+        pad_to_multiple_of: a number that T is to be a multiple of.
 
     Raises:
         ValueError: another side.

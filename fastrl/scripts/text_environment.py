@@ -26,9 +26,9 @@ class TextHistory:
         text: all of it; ``text_spans`` has the segments' places there.
         tokens: [T] int64; ``token_spans`` has the segments' places there.
         token_masks: [T] int64, 1 where the model wrote.
-        system_spans: of each segment, whether the environment wrote it.
+        system_spans: whether the environment wrote each segment.
         completed, truncated: whether it is over, and because it was too long.
-        reward: of the whole.
+        reward: the reward of the whole episode.
     """
 
     def __init__(self, text: str, tokens: Tensor, system: bool = True):

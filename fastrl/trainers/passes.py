@@ -86,7 +86,7 @@ class _Deferred(NamedTuple):
 
     Attributes:
         scores: of all samples, [B, ...], a leaf.
-        score: with a pass's samples, their scores.
+        score: returns the scores of a pass's samples.
         passes: their samples, and whether they count.
         states: the random numbers before each.
     """

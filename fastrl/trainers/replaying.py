@@ -110,7 +110,7 @@ class Player(ABC):
         called.
 
         Args:
-            tolerance: of what was computed in batches of other sizes.
+            tolerance: the tolerance for what was computed in batches of other sizes.
 
         Raises:
             ValueError: a generation between checkpoint and the last that the ledger does not have.

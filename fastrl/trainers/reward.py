@@ -197,7 +197,7 @@ class RewardTrainer(SupervisedTrainer):
         self._padding_free: bool | None = None
         self._padded_on: str | None = "right"  # what has to be padded
         self._reads_eos: bool | None = None
-        self._scores_at_eos = False  # as encoder–decoders' classifiers do
+        self._scores_at_eos = False  # whether the model reads a text's reward at its EOS
         set_seed(args.seed)  # new weights are drawn: a head's, an adapter's
         if model is not None:
             path, model = model, load_if_path(model, load_reward_model, args)

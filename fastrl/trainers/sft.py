@@ -167,7 +167,7 @@ class SFTTrainer(SupervisedTrainer):
         peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
         dataset_text_field, packing, max_seq_length, dataset_num_proc, eval_packing,
             neftune_noise_alpha, model_init_kwargs: in place of the configuration's.
-        formatting_func: of a row, returns its text; or of a batch of rows, a list of texts.
+        formatting_func: returns a row's text, or a list of texts for a batch of rows.
         quantization_config: for loading the model by its path.
 
     Logs ``mean_token_accuracy`` and ``entropy`` (nats) of the tokens to learn: in training those of
@@ -578,7 +578,8 @@ class SFTTrainer(SupervisedTrainer):
 
         Args:
             batch: arguments of the model's forward.
-            packed: those lengths, [B, texts], with zeros, where a collator of fastrl has packed it.
+            packed: the texts' lengths, [B, texts] with zeros, where a collator of fastrl has packed
+                rows.
             rows: what is learned, [N].
         """
         mask = batch.get("attention_mask")

@@ -1,4 +1,4 @@
-"""The batches of several processes: those that one process would draw, shared among them."""
+"""Batches shared by several processes: those that one process would draw."""
 
 from __future__ import annotations
 

@@ -438,7 +438,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         says why it does not.
 
         Args:
-            scores: by which packed and padded batches are compared with texts alone.
+            scores: the function by whose results packed and padded batches are compared with single
+                texts.
             asked: False where something else than the settings needs padded batches.
         """
         model, device = self.model_wrapped, self.args.device

@@ -22,7 +22,7 @@ def advance(
         return
     token, position, num_generated, limit, reason, tokens, per_token = slots
     lost, running = draw.tokens < 0, reason == RUNNING
-    goes_on = running > lost  # and not lost
+    goes_on = running > lost  # the sample goes on, and is not lost
     token.copy_(torch.where(goes_on, draw.tokens, token))
     at = num_generated.unsqueeze(1)
     tokens.scatter_(1, at, token.unsqueeze(1))

@@ -376,7 +376,7 @@ class HeadInputs(NamedTuple):
         # The same chunks on all processes: each is a call of theirs to the others.
         n, vocabulary = len(self.hidden), self.vocabulary.widest
         if device_kind(self.hidden) == "cpu":
-            if self.vocabulary.shared:  # where shares of different size may differ in the library
+            if self.vocabulary.shared:  # shares of different sizes may choose different libraries
                 itemsize = torch.float32.itemsize
             return row_chunks(n, vocabulary, itemsize, self.workspace)
         if n * vocabulary * itemsize <= self.workspace + saved_by_one:

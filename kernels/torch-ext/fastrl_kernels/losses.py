@@ -82,7 +82,7 @@ class _Loss(nn.Module):
 
         Raises:
             TypeError: one that the op does not have, or of another type.
-            ValueError: as the op's, but for what depends on its tensors.
+            ValueError: what the op refuses, other than by its tensors.
         """
         super().__init__()
         op = type(self).op

@@ -170,7 +170,7 @@ def _decode_attention_fwd_kernel(
     GROUP: tl.constexpr,  # query heads to a head of keys
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,  # columns of keys, and
-    REST: tl.constexpr,  # those behind them, or 0: 576 are 512 and 64
+    REST: tl.constexpr,  # the columns behind those, or 0: 576 are 512 and 64
     VALUE_WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,  # at least a tile
     TILE: tl.constexpr,

@@ -74,7 +74,7 @@ def device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(index)
 
 
-_HERE = nullcontext()  # there is nothing to change: one for all
+_HERE = nullcontext()  # one context for all, as there is nothing to change
 
 
 @triton.jit

@@ -132,7 +132,7 @@ class Tilings(NamedTuple):
     part: dict[str, Any]  # what finds statistics holds a part
     cut: dict[str, Any]  # what looks for cuts, some of the groups that may be kept
     draw: dict[str, Any]  # what draws a token, the columns of one group
-    draw_cut: dict[str, Any]  # likewise, and looks for cuts before
+    draw_cut: dict[str, Any]  # the draw's, after a look for cuts
 
 
 @cache
