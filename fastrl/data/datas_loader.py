@@ -59,15 +59,15 @@ class DatasLoader(Sequence[Example]):
     Args:
         source: a file, a folder or a Hub id, see :func:`fastrl.data.tables.load_table`; a Hugging
             Face data set; a list of rows.
-        tokenizer: of the model to train.
+        tokenizer: the tokenizer of the model to train.
         kind: "prompts", "answers", "feedback" or "pairs"; None takes the richest that the columns
             give.
-        split: of a data set with several.
+        split: the split to read, of a data set with several.
         max_length, max_prompt_length, truncation, add_eos: see
             :class:`fastrl.data.encode.Encoder`.
         prompt_column: by default "prompt" or "query", or "text" where there are only prompts.
         response_column: by default "response", "completion" or "messages".
-        label_column: of booleans, or of 1 and 0; by default "label" or "desired".
+        label_column: a column of booleans, or of 1 and 0; by default "label" or "desired".
         chosen_column, rejected_column: by default "chosen" and "rejected".
 
     Raises:
@@ -280,7 +280,7 @@ _FROM_PAIRS = {
 
 def _why_useless(said: PromptAndAnswers, kind: str) -> str:
     prompt, answers = said
-    if kind == PROMPTS:  # it is blank only if it should have been inside the responses
+    if kind == PROMPTS:  # blank where the prompt should have been inside the responses
         return "empty" if is_blank(prompt) else ""
     if any(is_blank(answer) for answer in answers):
         return "empty"

@@ -29,7 +29,7 @@ class Variant(NamedTuple):
     dropout: float = 0.0  # of probabilities
     sinks: Tensor | None = None  # [Hq], logits beside the scores, which have no values
     chunk: int | None = None  # only tokens count whose position // chunk is the query's
-    latents: Latents | None = None  # of a layer whose cache holds them
+    latents: Latents | None = None  # set where a layer's cache holds latents
 
 
 class Attention(Protocol):
@@ -103,7 +103,8 @@ def _attend(
 
 
 def _chunk(module: Any) -> int | None:
-    """Tokens of a chunk, where a layer attends in chunks: its mask alone says so otherwise."""
+    """The tokens of a chunk, where a layer attends in chunks, which else only its mask would
+    tell."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
     if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
@@ -219,7 +220,7 @@ def kept_for_recomputation(module: nn.Module, forward: Callable[..., Any]) -> Ca
 
 
 def _keeping(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' checkpoint(call of the module, inputs), in which it keeps its attention."""
+    """transformers' function ``checkpoint(module's call, inputs)``, made to keep the attention."""
 
     def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(kept_for_recomputation(module, call), *args, **kwargs)
@@ -277,7 +278,7 @@ def _dynamic_rope(config: Any) -> str | None:
     """The kind of a RoPE whose frequencies depend on the positions of each step; else None."""
     for name in ("rope_parameters", "rope_scaling"):
         settings = getattr(config, name, None) or {}
-        # One for all layers, or one for each kind of layer.
+        # The settings are one dict for all layers, or hold one for each kind of layer.
         for each in (settings, *settings.values()):
             kind = each.get("rope_type", each.get("type")) if isinstance(each, dict) else None
             if kind in ("dynamic", "longrope"):

@@ -158,9 +158,9 @@ class MasterWeights(torch.optim.Optimizer):
         return self.on_host or weight.dtype in LOW_PRECISION
 
     def _master(self, weight: Tensor) -> Tensor:
-        """What is stepped in place of a weight; made where it is not there yet."""
+        """The tensor that is stepped in place of a weight, made at its first use."""
         if weight not in self._masters and self._needs_master(weight):
-            own = self.inner.state.pop(weight, None)  # of steps that were taken without masters
+            own = self.inner.state.pop(weight, None)  # of steps without masters
             self._masters[weight] = self._new(weight, weight)
             if own is not None:
                 self.inner.state[self._masters[weight]] = {
@@ -240,7 +240,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Context in which the groups have masters in place of weights, as far as there are any.
 
         Args:
-            part: without other weights.
+            part: the only weights to replace.
         """
         lent_weights = [group["params"] for group in self.param_groups]
         chosen = None if part is None else {id(weight) for weight in part}
@@ -267,8 +267,8 @@ class MasterWeights(torch.optim.Optimizer):
 
 
 def with_master_weights(optimizer: Any, on_host: bool = False) -> Any:
-    """The optimizer over float32 masters of its low-precision weights; itself where it has none, or
-    handles their rounding by itself.
+    """The optimizer over float32 masters of its low-precision weights; the optimizer itself where
+    it has no such weights, or handles their rounding.
 
     Args:
         on_host: keep masters of all weights and moments in host memory.
@@ -294,7 +294,7 @@ def _keys(packed: dict[str, Any]) -> list[Any]:
 
 
 def _in_parts(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two tensors of a shape in rows of up to ``_PART`` weights, which share their memory."""
+    """Pairs of views of two tensors of a shape, in rows of up to ``_PART`` weights."""
     if one.numel() <= _PART or one.dim() == 0:
         yield one, other
         return

@@ -64,7 +64,7 @@ class Trunk:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The trunk's, by their names in the model."""
+        """The trunk's parameters by their names in the model."""
         return {name: p for name, p in self.model.named_parameters() if name in self._names}
 
     def freeze(self) -> None:
@@ -79,7 +79,7 @@ class Trunk:
         """The boundary of sequences [B, T], or of a packed row [1, T].
 
         Args:
-            attention: of a packed row.
+            attention: the attention of a packed row.
             inputs: further arguments of the model's forward.
         """
         seen: list[Tensor] = []
@@ -121,7 +121,7 @@ class Trunk:
         """A checkpoint's record of its trunk, as JSON.
 
         Args:
-            weights: the model's, that are saved.
+            weights: the model's weights that are saved.
         """
         own = {name: weights[name] for name in self._names}
         dtypes = sorted({str(x.dtype) for x in own.values()})
@@ -154,7 +154,7 @@ class _Skipped(nn.Module):
 
     def __init__(self, layer: nn.Module, instead: Tensor | None, as_tuple: bool):
         super().__init__()
-        # Not a submodule: its parameters stay where they are.
+        # The layer is not made a submodule, so that its parameters keep their names.
         self.__dict__["layer"] = layer
         self.instead, self.as_tuple = instead, as_tuple
 

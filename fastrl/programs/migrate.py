@@ -36,7 +36,7 @@ _TODAY = "today: "
 _LINE = 100  # characters
 
 
-# The first and last place (line, column in bytes) of a text to be replaced, and what by.
+# The first and last place (line, column in bytes) of a text to be replaced, and the new text.
 Edit = tuple[tuple[int, int], tuple[int, int], str]
 
 
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         kind: AS_IT_IS, "renamed", "kept", DEFAULT, "changes nothing", "refused", UNKNOWN; or THERE,
-            which plain Python does not run.
+            for what runs under run-trl alone.
         text: what to know of it.
         edit: what ``--write`` changes.
     """
@@ -61,7 +61,7 @@ def read_program(source: str) -> list[Outcome]:
     """All findings in a program's source, in order of lines.
 
     Raises:
-        SyntaxError: the program does not parse; it has the line.
+        SyntaxError: the program does not parse; the error has the line.
     """
     tree = ast.parse(source)
     renamed, aliases = of_its_time(source), _aliases(tree)
@@ -137,7 +137,7 @@ def read_config(settings: str, program: str) -> list[Outcome]:
 
 def rewritten(source: str, findings: Sequence[Outcome]) -> str:
     """The program with all edits of its findings."""
-    lines = io.StringIO(source, newline="").readlines()  # as Python counts them
+    lines = io.StringIO(source, newline="").readlines()  # lines as Python counts them
     for (first, start), (last, end), text in reversed(_joined(findings)):
         before = lines[first - 1].encode()[:start].decode()
         behind = lines[last - 1].encode()[end:].decode()
@@ -146,7 +146,7 @@ def rewritten(source: str, findings: Sequence[Outcome]) -> str:
 
 
 def _joined(findings: Sequence[Outcome]) -> list[Edit]:
-    """The edits in order of their places; those that leave out what overlaps are one."""
+    """The edits in order of their places; overlapping ones that leave something out become one."""
     edits: list[Edit] = []
     for first, last, text in sorted(x.edit for x in findings if x.edit is not None):
         if edits and first < edits[-1][1] and text == edits[-1][2] == "":
@@ -181,7 +181,7 @@ def _parses(source: str, findings: Sequence[Outcome]) -> bool:
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
-    """TRL's names by what the program calls them; of ``trl.X`` itself X."""
+    """TRL's names by what the program calls them, X for ``trl.X``."""
     found = imported_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(is_trl(alias.name) for alias in node.names):
@@ -287,7 +287,8 @@ def _of_compute_loss(node: ast.FunctionDef) -> Iterator[Outcome]:
 
 
 def _of_two_results(node: ast.Assign) -> Iterator[Outcome]:
-    """TRL's log-probs and entropies of tokens, which the experts' loss has joined."""
+    """What becomes of an assignment of TRL's log-probs and entropies of tokens, beside which there
+    is now a third result, the experts' loss."""
     name, (target, *_) = "_get_per_token_logps_and_entropies", node.targets
     two = isinstance(target, ast.Tuple) and len(target.elts) == 2
     if two and isinstance(node.value, ast.Call) and called(node.value) == name:
@@ -369,7 +370,7 @@ def _outcome(line: int, full: str, era: Era) -> Outcome:
 
 def _of_era(call: Call, keyword: ast.keyword, full: str, era: Era) -> Outcome:
     outcome = _outcome(keyword.value.lineno, full, era)
-    if keyword not in call.node.keywords:  # of a dict, which may have other readers
+    if keyword not in call.node.keywords:  # the keyword is in a dict, which may have other readers
         return outcome
     if outcome.kind == RENAMED and era.today not in {x.arg for x in call.keywords}:
         return outcome._replace(edit=_of_value(call.node, keyword, era))
@@ -434,8 +435,8 @@ def _behind(nodes: list[Any], text: str) -> Edit:
 
 
 def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
-    """The edit to a quantization_config, where the first of its keywords stands; it comes first
-    where the call has one."""
+    """The edit that writes the keywords of bits as a quantization_config, in the place of the
+    first; a quantization_config of the call comes before it."""
     given = [x for x in node.keywords if x.arg in _BITS]
     others = [x.arg for x in node.keywords if x.arg not in _BITS]
     if None in others:  # **settings may have one
@@ -447,7 +448,7 @@ def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
     if not asked:
         return _without(node, keyword)
     config = ", ".join(f"{name}={value}" for name, value in asked.items())
-    # Whether one is wanted may hang on what the program computes.
+    # Whether bits are wanted may depend on what the program computes.
     wanted = [f"({x})" if " " in x else x for x in asked.values() if x != "True"]
     unless = f" if {' or '.join(wanted)} else None" if len(wanted) == len(asked) else ""
     if len(wanted) == len(asked) == 1:
@@ -456,7 +457,7 @@ def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
 
 
 def _imports_of(tree: ast.Module, found: list[Outcome]) -> Iterator[Outcome]:
-    """An import of what edits name, in front of the first of the program's."""
+    """An import of what edits name, in front of the program's first import."""
     if not any(x.edit and "BitsAndBytesConfig(" in x.edit[2] for x in found):
         return
     imports = [x for x in tree.body if isinstance(x, ast.Import | ast.ImportFrom)]

@@ -48,7 +48,7 @@ class OffloadRefModel(SecondModel):
         self._all_loaded = False
         for module, unit in zip([model, *layers], self.units, strict=True):
             module.register_forward_pre_hook(lambda _m, _args, unit=unit: self._load(unit))
-            # Unloaded after an error, too.
+            # The hook unloads weights after an error, too.
             module.register_forward_hook(
                 lambda _m, _args, _out, unit=unit: self._unload(unit), always_call=True
             )

@@ -93,7 +93,8 @@ class LogitsProcessors(NamedTuple):
             num_generated: [b] tokens generated so far.
 
         Returns:
-            What these logits [b, n] were; -inf for those that may be drawn. None without any.
+            The earlier values [b, n] of these logits, -inf for tokens that may be drawn; None where
+            all may be drawn.
         """
         if self.barred is None or self.always is None:
             return None
@@ -147,7 +148,7 @@ class DrawFromHead:
         self.possible = model_runner.fused_draw.active and processors.are_plain()
 
     def takes(self, rows: int) -> bool:
-        """Whether steps of so many rows are faster so."""
+        """Whether steps of so many rows are faster by this draw."""
         return self.possible and self.model_runner.fused_draw.pays(rows)
 
     def __call__(
@@ -172,7 +173,7 @@ class DecodeStep:
         self.model_runner, self.kv_cache, self.slots = model_runner, kv_cache, slots
         self.processors = processors
         self.attention_kernel = choose_decode_kernel(kv_cache, model_runner.attends_by_flash)
-        # Once: the ops around a step's forward look at nothing again.
+        # Chosen once, so that the ops around a step's forward need not choose again.
         self.backend = fastrl_kernels.explain(model_runner.device).backend
         self.from_logits = DrawFromLogits(model_runner, processors)
         self.from_head = DrawFromHead(model_runner, processors)
@@ -234,7 +235,7 @@ def _with_barred(
     for p' and H' without them, H_b among them alone, and h(q) = -q·log q - (1 - q)·log(1 - q).
 
     Args:
-        barred: their logits [b, n], -inf for those that were not barred.
+        barred: the barred tokens' logits [b, n], -inf for tokens that were not barred.
     """
     drawn = logits.gather(1, draw.tokens.clamp(min=0).unsqueeze(1)).float()
     barred = barred.float()

@@ -78,7 +78,7 @@ def unwrap_model_for_generation(
 
     Args:
         model: as ``accelerator`` has prepared it.
-        gather_deepspeed3_params: of ZeRO-3, which fastrl refuses.
+        gather_deepspeed3_params: TRL's argument for ZeRO-3, which fastrl refuses; not read.
     """
     from fastrl.models.sharding import whole_weights
 

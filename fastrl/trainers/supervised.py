@@ -74,7 +74,7 @@ _RANGES = {
 # Orders of the data; transformers takes any other name for "random".
 _STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 _THEIRS = typing.get_type_hints(TrainingArguments)
-_OBJECTS = ("fsdp", "dataloader_multiprocessing_context", "resume_from_checkpoint")  # or texts
+_OBJECTS = ("fsdp", "dataloader_multiprocessing_context", "resume_from_checkpoint")  # or a text
 _FILES = {"accelerator_config", "fsdp_config", "deepspeed"}  # dicts, JSON, or paths of such
 
 
@@ -214,7 +214,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if self._trains and rest.get("model") is not None:
             check_trainable(rest["model"])
         args.remove_unused_columns = False
-        # torch warns of it without a GPU.
+        # Without a GPU torch warns of pinned memory.
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         self._prepared: weakref.WeakSet = weakref.WeakSet()
         self._losses_so_far: list[Tensor] | None = None  # of an evaluation that is going on
@@ -226,7 +226,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if is_stream(train_dataset) and args.max_steps <= 0:
             raise ValueError("train_dataset is a stream, which has no length: set max_steps")
         _keep_batches_whole(args)
-        wait_at_most(args)  # the others, for the data too
+        wait_at_most(args)  # processes wait for the one that prepares the data
         with args.main_process_first(desc="preparing the data"):
             train = None if train_dataset is None else self._prepared_rows(train_dataset, True)
             evaluation: Any = None
@@ -250,7 +250,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     def _check_vocabulary(self, dataset: Any) -> None:
         # A stream is not read ahead: torch refuses ids that have no embedding.
         if dataset is not None and self.processing_class is not None and not is_stream(dataset):
-            texts = getattr(dataset, "texts", dataset)  # of packed rows
+            texts = getattr(dataset, "texts", dataset)  # packed rows have their texts there
             check_table(self.accelerator.unwrap_model(self.model), self.processing_class, texts)
 
     def check_keywords(self, **given: Any) -> None:
@@ -360,8 +360,9 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         return batches, items
 
     def examples_in(self, batch: Any) -> int | None:
-        """How many examples a batch of this process has, where its loss is their mean: those of a
-        step weigh all the same, also in a last batch of few. None: the batches of a step do."""
+        """The number of a batch's examples on this process, if the loss is their mean: all examples
+        of a step then weigh the same, also in a short last batch. None: all batches of a step
+        do."""
         return None
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
@@ -497,13 +498,13 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     def predicted_by_own_loss(
         self, model: nn.Module, inputs: Any, loss_alone: bool
     ) -> tuple[Tensor, Any, Any]:
-        """``prediction_step`` of a subclass that computes the loss: of each of a batch's examples
-        the same."""
+        """``prediction_step`` of a subclass that computes the loss, which counts for each of a
+        batch's examples."""
         inputs = self.ready_batch(inputs)
         count = max(len(x) for x in inputs.values() if isinstance(x, Tensor) and x.dim())
         labels = inputs.get("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
-            given = copy.copy(inputs)  # from which programs take things
+            given = copy.copy(inputs)  # programs may take entries out of the batch
             if loss_alone:
                 found: Any = self.compute_loss(model, given), None
             else:
@@ -532,7 +533,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if self._losses_so_far is None:
             return
         own = torch.stack([x.float() for x in (sums, counts, *columns)], dim=-1)
-        # Without those that are there twice, so that all processes have as many.
+        # Examples that are there twice, so that all processes have as many, are left out.
         self._losses_so_far.append(self.accelerator.gather_for_metrics(own).cpu())
 
     def counting(self, count: int) -> Tensor:
@@ -550,7 +551,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if any(dataset is known for known in self._prepared):
             return dataset
         ready = self._prepared_rows(dataset, False)
-        if hasattr(self, "products"):  # else the constructor checks
+        if hasattr(self, "products"):  # before that is set the constructor checks
             self._check_vocabulary(ready)
         if ready is not dataset:
             self._prepared.add(ready)
@@ -642,7 +643,7 @@ def check_numbers(args: Any, kind: type) -> None:
     args.adam_beta1, args.adam_beta2 = (
         float(args.adam_beta1),
         float(args.adam_beta2),
-    )  # as torch has
+    )  # torch takes floats alone
     for name in kind._VALID_DICT_FIELDS:  # type: ignore[attr-defined]
         if name not in _FILES:
             parse_json(name, getattr(args, name))
@@ -655,7 +656,7 @@ def check_numbers(args: Any, kind: type) -> None:
 
 def prefix_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """What the names of an evaluation's metrics begin with, by the arguments of
-    ``evaluation_loop``: "eval", and of several sets with the name of each."""
+    ``evaluation_loop``: "eval", or "eval_NAME" where there are several sets."""
     return kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
 
 
@@ -666,7 +667,7 @@ def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     for field in dataclasses.fields(kind):
         if not hasattr(args, field.name):
             setattr(args, field.name, field.default)
-    _check_optimizer(args)  # of transformers' own arguments nobody has done so
+    _check_optimizer(args)  # transformers' own arguments were not checked at construction
     check_refused(args)  # again: scripts set attributes of parsed arguments
     for name, value in keywords.items():
         if value is not None:

@@ -19,7 +19,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     sum; and autograd does not run what leads to none of the tensors that it is asked about.
 
     In compiled code it is ``torch.compile`` that refuses second derivatives; before torch 2.13 it
-    takes gradients for constants where the upstream gradient is one, whatever the function.
+    treats gradients as constants where the upstream gradient is a constant, whatever the function.
     """
 
     @functools.wraps(backward)
