@@ -437,7 +437,7 @@ _PARSED: dict[type, dict[str, Any]] = {}
 @contextmanager
 def settings_taken(configs: Sequence[type], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Context in which configurations take settings in names of other versions; yields the other
-    settings. One that a configuration declares is its own."""
+    settings. A setting that a configuration declares itself is left to it."""
     found: dict[type, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
     for name, value in given.items():

@@ -229,7 +229,7 @@ def yaml_settings(path: Path) -> dict[Any, Any]:
 
 
 def early_value(name: str, arguments: Sequence[str]) -> str | None:
-    """The value of a setting that says how the others are parsed: of the last of its flags, or of
+    """The value of a setting that says how the others are parsed, by the last of its flags, or by
     the YAML file; None where it is not given."""
     setting = None
     if arguments and arguments[0].endswith((".yaml", ".yml")):

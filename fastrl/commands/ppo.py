@@ -449,7 +449,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
 
 def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
-    """Tokens of the longest prompt, for a plan: of the first few, unless there is a limit."""
+    """Tokens of the longest prompt, for a plan; without a limit only the first few are counted."""
     from fastrl.data.prompt_ids import token_ids
 
     if job.max_prompt_tokens is not None:

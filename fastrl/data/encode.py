@@ -235,8 +235,8 @@ class Encoder:
         closed: bool = False,
         plain: bool = True,
     ) -> tuple[list[str], list[list[int]]]:
-        """Many prompts as texts, and their token ids: of a text with the special tokens that the
-        tokenizer puts in front, unless it begins with BOS; of a chat as its template writes them.
+        """Many prompts as texts, and their token ids. Texts get the special tokens that the
+        tokenizer puts in front, unless they begin with BOS; chats are as the template writes them.
 
         Args:
             name_of: the name of a prompt by its index, for messages.
@@ -417,8 +417,8 @@ class Encoder:
 def encode_prompt(
     prompt: TextOrMessages, tokenizer: Any, name: str = "prompt", *, closed: bool = False
 ) -> tuple[str, list[int]]:
-    """A prompt as one text and its token ids: of a text with the special tokens the tokenizer
-    puts in front, of a chat by its template, up to where the answer begins.
+    """A prompt as one text and its token ids, up to where the answer begins. A text gets the
+    special tokens that the tokenizer puts in front; a chat is as its template writes it.
 
     Args:
         name: of the prompt, for messages.

@@ -70,8 +70,8 @@ def check_prompts(
 def token_ids(
     prompt: Prompt, tokenizer: Any, name: str = "prompt", *, closed: bool = False
 ) -> Tensor:
-    """A prompt's 1-D token ids on the host: of a text with the special tokens that the tokenizer
-    puts in front, of chat messages by its template, or the given ids.
+    """A prompt's 1-D token ids on the host. A text gets the special tokens that the tokenizer puts
+    in front, chat messages go through its template, and ids stay as they are.
 
     Args:
         closed: add the tokens that encoders read at the end, see

@@ -17,7 +17,8 @@ def asked_once(
     check: Callable[Concatenate[Any, P], T],
 ) -> Callable[Concatenate[Any, P], T]:
     """A check of a model, whose answer stands for all models of that kind within
-    :func:`answers_kept`: those of the same class, configuration and shapes of weights."""
+    :func:`answers_kept`. Models of a kind have the same class, configuration and shapes of
+    weights."""
 
     @wraps(check)
     def asked(model: Any, *args: P.args, **kwargs: P.kwargs) -> T:

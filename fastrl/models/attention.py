@@ -202,7 +202,7 @@ def _attended(model: nn.Module, attention: Attention | None) -> Iterator[None]:
 
 
 def kept_for_recomputation(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``forward`` with the attention and the experts of now, whenever it is
+    """A function that calls ``forward`` with the present attention and experts, whenever it is
     called.
 
     Args:

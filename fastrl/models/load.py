@@ -286,7 +286,7 @@ def load_weights(model: Any, folder: str | os.PathLike) -> None:
 
 
 def base_folder(path: str | os.PathLike) -> str:
-    """The folder or Hub id of a whole model: of an adapter, of the base that it names.
+    """The folder or Hub id of a whole model; for an adapter, that of the base that it names.
 
     Raises:
         FileNotFoundError: as :func:`model_folder`, also of the base.

@@ -124,8 +124,8 @@ def _plain(value: Any) -> Any:
 
 
 def _copied(value: Any, weight: Tensor | None) -> Any:
-    """Moments of a weight that were saved. Tensors are copies: those of a file are mapped, and lie
-    where torch would not put them."""
+    """Moments of a weight that were saved. Tensors are copied, since those of a file are mapped
+    and lie where torch would not put them."""
     if isinstance(value, (Tensor, SharedOut)):
         return like(value, weight).clone()
     if not isinstance(value, Mapping):

@@ -3,7 +3,8 @@ and choices of another forward in the place of its own.
 
 Every router has a number, in the model's order, and says what it found to the :class:`Routing` of
 the forward that is going on. A router is replayed by its own code: its choice (``torch.topk``) is
-replaced, so that weights and their gradients are its own at the experts that were chosen before.
+replaced, so that the router itself gives weights and their gradients at the experts that were
+chosen before.
 """
 
 from __future__ import annotations
@@ -169,8 +170,8 @@ def _in_order(out: tuple) -> tuple:
 @torch.no_grad()
 def why_not_followed(model: nn.Module) -> str | None:
     """Why a mixture's routers cannot be replayed: they have another form than (logits, weights,
-    experts), or do not choose by ``torch.topk`` of a number for each expert. None of those that
-    can, by a trial of each kind of router, and of dense models."""
+    experts), or do not choose by ``torch.topk`` of a number for each expert. None if they can, by a
+    trial of each kind of router, and for dense models."""
     tried = set()
     for router in routers(model):
         if type(router) in tried:

@@ -85,9 +85,9 @@ def spread(model: nn.Module) -> None:
 
 
 def layers_to_spread(model: nn.Module) -> list[str] | None:
-    """Names of a model's classes of layers, by which accelerate finds them for FSDP: of those that
-    its architecture names, the ones that it has. The text model of a multimodal architecture has no
-    vision tower's, and accelerate refuses a model without one of them."""
+    """Names of a model's classes of layers, by which accelerate finds them for FSDP: those
+    classes that its architecture names and the model has. The text model of a multimodal
+    architecture has no vision tower's, and accelerate refuses a model without one of them."""
     named = getattr(model, "_no_split_modules", None)
     kinds = {type(module).__name__ for module in model.modules()}
     return named and ([name for name in named if name in kinds] or [*named])

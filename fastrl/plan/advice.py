@@ -131,8 +131,8 @@ def _changed(run: Any, remedies: Iterable[Remedy]) -> Any:
 
 
 def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
-    """What can be larger in a run that fits its GPU: each size in turn by the largest power of
-    two, and the keys and values of longer responses."""
+    """What can be larger in a run that fits its GPU: each size, one after the other, by the largest
+    power of two, and the keys and values of longer responses."""
     grown: list[str] = []
     for number in range(len(run.dials())):
         dial = run.dials()[number]

@@ -391,8 +391,8 @@ def _of_training_arguments(call: Call) -> Iterator[Outcome]:
 
 
 def _of_value(node: ast.Call, keyword: ast.keyword, era: Era) -> Edit | None:
-    """The edit to today's setting and its value; None where that hangs on what the program
-    computes."""
+    """The edit to today's setting and its value; None where that depends on what the
+    program computes."""
     if era.is_plain:
         return _renamed(keyword, era.today)
     if not isinstance(keyword.value, ast.Constant):

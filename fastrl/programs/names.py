@@ -127,7 +127,7 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def only_named_in(source: str) -> set[str]:
-    """The names that a program has of TRL, that fastrl lacks, and without which it runs, see
+    """The names of TRL in a program that fastrl lacks, and without which the program runs, see
     :func:`fastrl.programs.calls.only_named`. What is nearly a name of fastrl's is none of them."""
     tree = ast.parse(source)
     nodes = [*ast.walk(tree)]

@@ -101,7 +101,7 @@ class SwitchedAdapter(RefModel):
 
 
 class AdapterOffRefModel(SwitchedAdapter):
-    """The policy with its adapter off, that is its base model: no further weights."""
+    """The policy with its adapter off, which is its base model; there are no further weights."""
 
     @contextlib.contextmanager
     def _switched(self) -> Iterator[None]:

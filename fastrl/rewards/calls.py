@@ -30,8 +30,8 @@ class _Stopped(BaseException):
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine: of an ``async def``, an object with an async
-    ``__call__``, or a ``functools.partial`` of these."""
+    """Whether a call returns a coroutine, as that of an ``async def``, of an object with an async
+    ``__call__``, or of a ``functools.partial`` of these does."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(

@@ -32,12 +32,12 @@ class FusedDraw:
         self._head: Any = None
 
     def look(self) -> None:
-        """Looks at the model's head of now, before a rollout adds hooks of its own."""
+        """Looks at the model's present head, before a rollout adds hooks of its own."""
         head = self.model.get_output_embeddings()
         self._head = head if _is_plain(head) else None
 
     def pays(self, rows: int) -> bool:
-        """Whether a decode step of so many rows is faster so, with the weight of now."""
+        """Whether a decode step of so many rows is faster by this draw, with the present weight."""
         if self._head is None:
             return False
         vocabulary, hidden = self._head.weight.shape

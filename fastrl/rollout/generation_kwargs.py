@@ -144,7 +144,7 @@ def check_names(generation_kwargs: Mapping[str, Any], model: Any) -> None:
 
 def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Replaces a ``generation_config`` among arguments of ``model.generate`` by the fields that it
-    sets; arguments given beside it come first, as there."""
+    sets; arguments beside it win, as in ``model.generate``."""
     kwargs = dict(generation_kwargs)
     config = kwargs.pop("generation_config", None)
     if config is None:
@@ -205,7 +205,7 @@ def changes_of_the_draw(
     generation_kwargs: Mapping[str, Any], model: Any, temperature: float
 ) -> list[Change]:
     """Lists the fields because of which ``model.generate`` does not draw from softmax(logits / T).
-    Of a greedy call, which draws nothing, only fields that the caller did not set."""
+    A greedy call draws nothing; only fields that its caller did not set are listed."""
     asked = _EffectiveKwargs(generation_kwargs, model)
     neutral = _CHANGES
     if asked.sampled:

@@ -292,7 +292,7 @@ class RunFolder:
         write_file(self.page, html)
 
     def write_report(self, figure: Any) -> None:
-        """Writes a figure of matplotlib to ``report.png``, likewise."""
+        """Writes a figure of matplotlib to ``report.png``, in a folder that is made if needed."""
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.path / ".report.png"
         figure.savefig(part)

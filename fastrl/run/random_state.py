@@ -16,8 +16,8 @@ import torch
 def seed_at(seed: int, *place: int | str) -> int:
     """A seed of 62 bits for what is drawn at a place of a run, such as ("responses", step).
 
-    It hangs on these alone: not on the state of any generator, which rewards and callbacks may set
-    or draw from, nor on the number of processes.
+    It depends on these alone: not on the state of any generator, which rewards and callbacks may
+    set or draw from, nor on the number of processes.
 
     Args:
         seed: of the run.

@@ -163,7 +163,7 @@ class ResumableTrainer(OpenTrainer):
         return self.own_code()
 
     def own_code(self) -> dict[str, Any]:
-        """Hashes of users' functions by which it learns, likewise."""
+        """Hashes of users' functions by which the trainer learns, compared as settings are."""
         return {}
 
     def own_state(self) -> dict[str, Any]:
@@ -509,8 +509,8 @@ class ResumableTrainer(OpenTrainer):
             return super().training_step(model, inputs, *args, **kwargs)
 
     def own_draws(self) -> contextlib.AbstractContextManager[None]:
-        """Context of a pass: what it draws, such as dropout's masks, hangs on seed, step, pass and
-        process, whatever rewards and callbacks have done to torch's generators."""
+        """Context of a pass: what it draws, such as dropout's masks, depends on seed, step, pass
+        and process, whatever rewards and callbacks have done to torch's generators."""
         place = self.state.global_step, self._run.passes, self.processes.index
         self._run.passes += 1
         return drawing_from(seed_at(self.args.seed, "pass", *place), self.args.device)

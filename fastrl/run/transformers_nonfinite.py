@@ -24,8 +24,8 @@ class FiniteStepsTrainer(ResumableTrainer):
 
     An optimizer step whose loss or gradient norm is not finite is left out: weights and optimizer
     stay, the schedule goes on, the step counts. Logs have the mean loss of the other steps, and
-    ``nonfinite_steps``, how many were left out since the log before. With a gradient scaler (fp16)
-    infinite gradients are its own to treat.
+    ``nonfinite_steps``, how many were left out since the log before. A gradient scaler (fp16)
+    treats infinite gradients itself.
 
     Transformers alone takes such a step, and logs a loss in which such numbers are left out.
 

@@ -249,7 +249,8 @@ class RewardTrainer(SupervisedTrainer):
         return plan_reward(type(self), Skeleton.of(self.model), args, tokens, device)
 
     def tokens_of(self, tokens: int) -> tuple[int, int]:
-        """Tokens of a batch of such pairs, and of one, which a pass does not split."""
+        """Tokens of a batch of pairs of such texts, and of one pair, which a pass does not
+        split."""
         return self.args.per_device_train_batch_size * 2 * tokens, 2 * tokens
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -508,8 +509,8 @@ class RewardTrainer(SupervisedTrainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def visualize_samples(self, num_print_samples: int, eval_dataset: Any = None) -> None:
-        """Prints a table of evaluation pairs and P(chosen) and P(rejected), its ``logits``; -1: of
-        all pairs. It is sent to wandb, too, where the run reports there."""
+        """Prints a table of evaluation pairs and P(chosen) and P(rejected), its ``logits``; -1
+        prints all pairs. It is sent to wandb, too, where the run reports there."""
         if num_print_samples == 0 or self.processing_class is None:
             return
         rows: list[tuple[str, str, list[float]]] = []

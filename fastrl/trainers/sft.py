@@ -329,7 +329,8 @@ class SFTTrainer(SupervisedTrainer):
         return plan_sft(type(self), Skeleton.of(self.model), args, tokens, device)
 
     def tokens_of(self, tokens: int) -> tuple[int, int]:
-        """Tokens of a batch of such texts, and of one, which a pass does not split."""
+        """Tokens of a batch of texts of that length, and of one text, which a pass does not
+        split."""
         return self.args.per_device_train_batch_size * tokens, tokens
 
     def prepare_model(self, model: Any) -> Any:

@@ -146,7 +146,7 @@ if hasattr(os.environ, "_data"):
 
 
 class Passes:
-    """An op's passes by the backend's name. Those of Triton are imported when they are first asked
+    """An op's passes by the backend's name. Triton's passes are imported when they are first asked
     for, since triton need not be installed."""
 
     def __init__(self, in_torch: Backend, import_triton: Callable[[], Backend]) -> None:

@@ -77,8 +77,8 @@ class Steps:
             self.bootstrapped = self.bootstrapped & mask
 
     def counted(self, x: Tensor) -> Tensor:
-        """Overwrites x with 0 where it does not count. By bits: on a CPU `where` takes ten times
-        as long."""
+        """Overwrites x with 0 where it does not count, by bits, since `where` takes ten times as
+        long on a CPU."""
         if self.bits is not None:
             x.view(self.bits.dtype).bitwise_and_(self.bits)
         return x

@@ -4,11 +4,11 @@ A row is cut into groups of SIZE columns, which ``race.part_size`` sets, and one
 softmax statistics of each. Their weights race, and then the tokens of the group that won (``race``
 says how, and why so).
 
-Top-k, top-p and min-p keep the logits from some lowest one up. Of that the groups' statistics give
-a bound: k groups have maxima of at least the k-th highest, and so k logits. A program per row
+Top-k, top-p and min-p keep the logits from some lowest one up. The groups' statistics give a bound
+of that: k groups have maxima of at least the k-th highest, and so k logits. A program per row
 gathers the logits that reach its row's bound, from the groups whose maximum does; the one that
-draws looks among them for the lowest that is kept, by the bits of a code that orders as logits
-do. Where more logits reach the bound than there is room for, it looks among the groups themselves:
+draws looks among them for the lowest that is kept, by the bits of a code that orders as logits do.
+Where more logits reach the bound than there is room for, it looks among the groups themselves:
 nothing but the time depends on how many there are.
 """
 
