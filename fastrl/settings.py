@@ -61,9 +61,9 @@ def setting(
         aliases: other flags for it, such as "--report-to", whose names YAML files may use, too.
         within: the interval that :func:`check_ranges` keeps a number in, or each of a list, such as
             "[0, inf)".
-        choices: what a text, or each text of a list, may be; or a function that names these, of a
+        choices: what a text, or each text of a list, may be; or a function that names these, for a
             table that grows.
-        bare: the flag alone means True, of settings that may also be None.
+        bare: the flag alone means True, for settings that may also be None.
     """
     if within or choices:
         text = _Bounded(text)
@@ -109,15 +109,15 @@ def refused(default: Any, remedy: str) -> Any:
     """A dataclass field for a setting of TRL that is not honoured.
 
     Args:
-        default: TRL's, the only value that :func:`check_refused` lets pass.
+        default: TRL's default, the only value that :func:`check_refused` lets pass.
         remedy: what to use in its place.
     """
     return field(default=default, metadata={"help": _Remedy(f"{_REFUSED}{remedy}.")})
 
 
 def refusals(config: Any) -> dict[str, tuple[Any, str]]:
-    """The settings of a configuration that are not honoured: their defaults and remedies; those
-    that its class lists in ``not_supported`` are of a base."""
+    """The settings of a configuration that are not honoured: their defaults and remedies. The class
+    lists those of a base in ``not_supported``."""
     return _helped_by(config, _Remedy, len(_REFUSED), "not_supported")
 
 
@@ -140,15 +140,15 @@ def idle(default: Any, instead: str) -> Any:
     how something is computed and not what.
 
     Args:
-        default: TRL's; of another value :func:`warn_of_idle` warns.
+        default: TRL's default; :func:`warn_of_idle` warns of another value.
         instead: what has its meaning.
     """
     return field(default=default, metadata={"help": _Likeness(f"{_IDLE}{instead}.")})
 
 
 def idle_settings(config: Any) -> dict[str, tuple[Any, str]]:
-    """The settings of a configuration that change nothing: their defaults, and what to use; those
-    that its class lists in ``changes_nothing`` are of a base."""
+    """The settings of a configuration that change nothing: their defaults, and what to use. The
+    class lists those of a base in ``changes_nothing``."""
     return _helped_by(config, _Likeness, len(_IDLE), "changes_nothing")
 
 
@@ -203,8 +203,8 @@ def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
 
 
 def typed_arguments(function: Callable[..., Any], **given: Any) -> tuple[Any, ...]:
-    """Arguments of a function by the types that it declares, as :func:`check_types` has settings:
-    whole floats become whole numbers.
+    """Arguments of a function, converted to the types that it declares, as :func:`check_types` does
+    with settings: whole floats become whole numbers.
 
     Raises:
         TypeError, ValueError: see :func:`check_types`.
@@ -297,7 +297,7 @@ def _lies(number: Any, within: str) -> bool:
 
 @cache
 def _plain_types(kind: type) -> dict[str, tuple[type, ...]]:
-    """The types of those settings that have only such as :func:`_is` tells apart."""
+    """The types of those settings that have only types that :func:`_is` tells apart."""
     plain_types = {}
     hints = typing.get_type_hints(kind)
     for entry in dataclasses.fields(kind):

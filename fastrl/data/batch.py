@@ -22,7 +22,7 @@ class BatchMaker(ABC):
     """Makes checked, padded batches of queries and responses for one kind of model.
 
     Args:
-        layout: of the model.
+        layout: the model's layout.
         vocab_size: of the model.
         tokenizer: has the pad token and the padding side.
         collator: pads in place of the tokenizer's settings; gets dicts of ``input_ids`` and
@@ -107,7 +107,8 @@ class BatchMaker(ABC):
         return 0
 
     def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:  # noqa: B027
-        """Warns of responses that begin with their query, of models that read both as one."""
+        """Warns of responses that begin with their query, for models that read both as one
+        sequence."""
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -328,7 +329,7 @@ def check_scores(
         scores: tensors of one number each; or one 1-D tensor for each response, with a number for
             each of its tokens.
         masks: which tokens of the responses count.
-        starts: tokens in front of each response that are not its own, as of its mask.
+        starts: start tokens in front of each response and of its mask, which have no score.
 
     Returns:
         scores, or their sums, [batch_size] fp32 on the CPU; and None, or tensors [L] fp32 on the
@@ -481,8 +482,8 @@ def _check_list_of_tensors(name: str, tensors: Any) -> None:
 
 
 def on_host(*lists: Any) -> Sequence[Any]:
-    """Lists of token ids and masks with those in the host's memory that were elsewhere, in one
-    transfer. Whatever is something else stays as it is: checks come later."""
+    """Lists of token ids and masks, with those that were elsewhere moved to the host's memory in
+    one transfer. Anything else stays as it is: checks come later."""
     elsewhere = [
         x
         for rows in lists

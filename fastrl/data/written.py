@@ -57,14 +57,14 @@ def _marked(feature: Any) -> Any:
 
 
 def column_of(values: list[Any]) -> Any:
-    """Values as a column of a table: as JSON where there are mappings, which keep so the keys that
-    they have, or values of several types, unless JSON would change them."""
+    """Values as a column of a table: as JSON where there are mappings, whose keys JSON keeps, or
+    values of several types, unless JSON would change them."""
     if not any(isinstance(value, Mapping) or is_chat(value) for value in values):
         with contextlib.suppress(pa.ArrowException):  # no type of a table holds all of them
             pa.array(values)
             return values
     try:
-        # Not by ``datasets``, which rounds numbers to ten digits, and reads texts as JSON.
+        # ``datasets`` would round numbers to ten digits, and read texts as JSON.
         texts = [None if value is None else json.dumps(value) for value in values]
         same = [text and json.loads(text) for text in texts] == values
     except (TypeError, ValueError):

@@ -51,7 +51,7 @@ def add_adapter(peft_model: Any, name: str, config: Any) -> None:
 
 def acting_adapters(model: nn.Module) -> tuple:
     """What decides, beside weights, how a model's adapters act: which are on, merged, and how they
-    are scaled. Equal where they act alike."""
+    are scaled. Two such values are equal where adapters act alike."""
     acting_of_modules = []
     for module in model.modules():
         on = getattr(module, "active_adapters", None)
@@ -78,7 +78,7 @@ class RewardAdapter(nn.Module):
     """A sequence-classification adapter beside the policy's, on the same base, with its score head.
 
     Args:
-        peft_model: the policy's.
+        peft_model: the policy's PEFT model.
         path: a directory or Hub id of the adapter, with the head among its weights.
         hub: token and cache_dir, for the Hub.
 

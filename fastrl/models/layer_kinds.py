@@ -20,7 +20,8 @@ class LayerKind(NamedTuple):
     """A kind of layers.
 
     Attributes:
-        called: a function that the forwards of its modules call, and those of no kind above it.
+        called: a function that the forwards of this kind's modules call, and those of no kind
+            listed before.
         keeps: what a slot of a rollout keeps of it.
         packed: how texts are kept apart in a row, and how responses continue from their prompt.
         models: families that have it.
@@ -100,7 +101,7 @@ def layers(model: nn.Module) -> Iterator[tuple[nn.Module, LayerKind]]:
 
 
 def unknown_layer(model: Any) -> str | None:
-    """What a model's layers do that no kind says, in words; None where all are known."""
+    """What is unknown of a model's layers, in words; None where each is of a known kind."""
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
     kinds_by_layer: dict[int | None, set[bool]] = {}
@@ -133,7 +134,7 @@ def _called_by(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _class_of(model: nn.Module, index: int) -> str:
-    """The class of what mixes tokens in a layer, to say it."""
+    """The name of the class that mixes tokens in a layer, for messages."""
     named = (type(x).__name__ for x in model.modules() if getattr(x, "layer_idx", None) == index)
     name = next((x for x in named if not x.endswith("DecoderLayer")), None)
     return "" if name is None else f": {name}"

@@ -22,7 +22,7 @@ class Products:
     process, and after it is resumed.
 
     Args:
-        processes: of the run; the main one's libraries hold for all.
+        processes: the run's processes; the main one's libraries hold for all.
 
     Attributes:
         choices: the library of each dtype, see :mod:`fastrl_kernels.gemm`.

@@ -57,7 +57,7 @@ def of_fsdp(hook: Any) -> bool:
 
 
 def wrapped_by_fsdp(method: Any) -> bool:
-    """Whether FSDP2 has put itself around a method, which bears the name of what it was."""
+    """Whether FSDP2 has wrapped a method, whose wrapper bears the method's name."""
     function = getattr(method, "__func__", method)
     within = getattr(function, "__globals__", {}).get("__name__", "")
     return within.startswith("torch.distributed.fsdp.")
@@ -65,8 +65,9 @@ def wrapped_by_fsdp(method: Any) -> bool:
 
 @contextmanager
 def seen_by_fsdp(model: nn.Module, change: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Context in which a forward hook changes a model's output before FSDP2 sees that: it gathers
-    and adds up gradients of what comes from its tensors alone. Without effect on other models."""
+    """Context in which a forward hook changes a model's output before FSDP2 sees that: FSDP2
+    gathers and adds up gradients only of what comes from the tensors that it sees. Without effect
+    on other models."""
     if not _is_unit(model):
         yield
         return
@@ -78,8 +79,8 @@ def seen_by_fsdp(model: nn.Module, change: Callable[[nn.Module, Any, Any], Any])
 
 
 def spread(model: nn.Module) -> None:
-    """Spreads weights that are still gathered from the last forward, so that what the model's
-    parameters are is what the optimizer steps."""
+    """Spreads weights that are still gathered from the last forward, so that the model's parameters
+    are the tensors that the optimizer steps."""
     for unit in _units(model):
         unit.reshard()
 
@@ -132,7 +133,7 @@ def whole(tensor: Any) -> Tensor:
 
 def gathered_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
     """The state dict of a model whose weights are spread over processes, all of which must ask for
-    it, on the CPU; None of another model.
+    it, on the CPU; None for any other model.
 
     Args:
         keep: whether this process keeps it; else it gets an empty one.
@@ -152,8 +153,8 @@ def gathered_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | 
 
 
 def like(tensor: Tensor | SharedOut, other: Any) -> Tensor:
-    """A tensor, whole or spread over processes as another one of its shape is; no process waits for
-    others, but where a spread one is to be whole."""
+    """A tensor made whole, or spread over processes, as another one of its shape is. Processes wait
+    for each other only where a spread tensor is made whole."""
     if not is_dtensor(other) or tensor.shape != other.shape:
         return whole(tensor)
     if is_dtensor(tensor):

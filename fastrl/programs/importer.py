@@ -26,7 +26,7 @@ class TRLImporter(MetaPathFinder, Loader):
     for, whether TRL is installed or not. It has no say in any other import.
 
     Args:
-        renamed: names that mean another of fastrl's.
+        renamed: names of TRL that mean another name here, and that name.
     """
 
     def __init__(self, renamed: Mapping[str, str]):
@@ -50,11 +50,11 @@ class TRLImporter(MetaPathFinder, Loader):
 
 
 def _found(module: ModuleType, renamed: Mapping[str, str], name: str) -> Any:
-    """What a name of TRL's is in fastrl, or stands in its place where the file that imports it only
-    names it.
+    """The object of fastrl's that a name of TRL's means, or a stand-in where the importing file
+    only names it.
 
     Raises:
-        AttributeError: neither.
+        AttributeError: there is neither.
     """
     try:
         return find(name, renamed)
@@ -74,7 +74,7 @@ def importing_fastrl(renamed: Mapping[str, str]) -> Iterator[None]:
     behind it.
 
     Args:
-        renamed: names that mean another of fastrl's.
+        renamed: names of TRL that mean another name here, and that name.
     """
     before = {name: x for name, x in sys.modules.items() if name.partition(".")[0] == "trl"}
     for name in before:

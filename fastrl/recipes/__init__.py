@@ -31,12 +31,12 @@ class Recipe:
     """A recipe's file and its header.
 
     Attributes:
-        command: that runs it.
+        command: the command that runs the recipe.
         device: the memory of its GPU, such as "24 GB", or "CPU".
-        plan: what ``fastrl plan`` is told beside its settings; nothing of a CPU's.
+        plan: what ``fastrl plan`` is told beside the settings; empty for a CPU's recipe.
         columns: what each column of its data set holds: text, chat (messages), or bool.
         planned: bytes of "peak", the most that ``fastrl plan`` finds, and of "judge", a model
-            beside it that judges responses; nothing of a CPU's.
+            beside it that judges responses; empty for a CPU's recipe.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Recipe:
 
     @property
     def gpu_gib(self) -> float | None:
-        """The memory of its GPU; None of a CPU."""
+        """The memory of its GPU; None for a CPU."""
         return None if self.device == "CPU" else float(self.device.removesuffix(" GB"))
 
     @property

@@ -15,7 +15,7 @@ DEEPEST = 64  # lists and objects within each other
 
 
 def make_judge() -> Callable[..., dict[str, Any]]:
-    """The function of a line's fields; ``is`` says whether a text is what was asked for."""
+    """The function that judges a question's fields; its ``is`` tells whether a text is as asked."""
     kinds: dict[str, Callable[..., bool]] = {"regex": matches, "json_schema": is_valid}
     return lambda kind, **question: {"is": kinds[kind](**question)}
 
@@ -37,7 +37,7 @@ def is_valid(schema: str, text: str) -> bool:
         RecursionError,
         OverflowError,
         MemoryError,
-    ):  # of numbers with thousands of digits
+    ):  # numbers may have thousands of digits
         return False
 
 

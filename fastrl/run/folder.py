@@ -112,7 +112,7 @@ class RunFolder:
         again if nothing was written.
 
         Args:
-            resume: a run may be there, which is continued; as in :meth:`checkpoint`.
+            resume: what to continue, see :meth:`checkpoint`; a run may be there.
             overwrite: a run may be there, which :meth:`begin` removes.
 
         Raises:
@@ -120,7 +120,7 @@ class RunFolder:
                 not a run's; the run of another command.
             PermissionError: a folder that cannot be written to.
             FolderInUse: an OSError: another process writes to it.
-            KeyboardInterrupt: of the block, with the newest checkpoint in its message.
+            KeyboardInterrupt: raised in the block; its message names the newest checkpoint.
         """
         if resume and overwrite:
             raise ValueError("resume and overwrite exclude each other: pass one of them")
@@ -129,7 +129,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock.acquire()
         try:
-            self._check_contents(bool(resume), overwrite)  # of a run that has just ended
+            self._check_contents(bool(resume), overwrite)  # again: another run may just have ended
             yield
         except KeyboardInterrupt as interrupt:
             if not interrupt.args and self._is_run():
@@ -173,7 +173,7 @@ class RunFolder:
             )
 
     def _entries(self) -> list[Path]:
-        """What is in the folder, but hidden files, and a folder of checkpoints that has none."""
+        """The folder's contents, other than hidden files and an empty folder of checkpoints."""
         if not self.path.is_dir():
             return []
         found = sorted(p for p in self.path.iterdir() if not p.name.startswith("."))
@@ -225,14 +225,14 @@ class RunFolder:
         self.write("run.json", self.config)
 
     def owns(self, checkpoint: Path | None) -> bool:
-        """Whether it is a checkpoint of the run in this folder."""
+        """Whether a checkpoint is of the run in this folder."""
         if checkpoint is None:
             return False
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def count_rows(self) -> int:
-        """How many lines the metrics have, to which lines are only added since the last count: what
-        was counted then is not read again."""
+        """The number of lines of the metrics. They only grow, so that what was counted before is
+        not read again."""
         if not self.metrics.is_file():
             return 0
         with self.metrics.open("rb") as file:
@@ -242,7 +242,8 @@ class RunFolder:
         return lines
 
     def _supersede_metrics(self, step: int, rows: int | None) -> None:
-        """Moves lines of later steps or behind so many, and one that was not written to its end."""
+        """Moves metrics' lines of later steps, those behind the first ``rows``, and an unfinished
+        one."""
         text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
         kept: list[str] = []
         later: list[str] = []

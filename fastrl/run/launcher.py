@@ -54,8 +54,8 @@ def connect_cpus() -> None:
 
 def wait_at_most(args: Any) -> None:
     """Has processes wait for each other as long as transformers' TrainingArguments say in
-    ``ddp_timeout``. These hand it to the group that they make on GPUs alone; and a group may have
-    been there before them, so that their default changes nothing."""
+    ``ddp_timeout``. transformers itself gives it to a group on GPUs alone, and not where there is a
+    group before."""
     import torch
 
     group = torch.distributed
@@ -99,7 +99,8 @@ def check_found(accelerator: Accelerator) -> None:
     from accelerate.utils import DistributedType
 
     count = process_count()
-    # What accelerate launch sets for a number above 1, and what it then leaves to torchrun.
+    # accelerate launch sets these variables for a number above 1, and leaves WORLD_SIZE to
+    # torchrun.
     told = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
     if told and count == 1 and "WORLD_SIZE" not in os.environ:
         _warn_of_a_single_process()
@@ -129,8 +130,7 @@ def launched_accelerator(*, timeout: float | None = None, **settings: Any) -> Ac
     """accelerate's view of the processes; on a machine without GPUs they talk by gloo.
 
     Args:
-        timeout: seconds that a process waits for the others; of the first call in a process. None:
-            as torch does.
+        timeout: seconds that a process waits for the others, by its first call; None: torch's.
         settings: of the Accelerator.
 
     Raises:

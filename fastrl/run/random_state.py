@@ -20,7 +20,7 @@ def seed_at(seed: int, *place: int | str) -> int:
     set or draw from, nor on the number of processes.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
         place: what is drawn, and when.
     """
     digest = hashlib.sha256(repr((int(seed), *place)).encode()).digest()
@@ -37,7 +37,7 @@ def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Any]:
-    """The states, as a tree that :func:`fastrl.run.state.save_tree` takes."""
+    """The states of all generators, as a tree that :func:`fastrl.run.state.save_tree` takes."""
     version, words, gauss = random.getstate()
     return {
         "python": {"version": version, "words": np.array(words, dtype=np.uint64), "gauss": gauss},

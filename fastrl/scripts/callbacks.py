@@ -67,7 +67,7 @@ class LogCompletionsCallback(TrainerCallback):
     trackio, and as ``completions/completions_STEP.parquet`` beside the checkpoints.
 
     Args:
-        trainer: whose ``eval_dataset`` has a column ``prompt``.
+        trainer: a trainer whose ``eval_dataset`` has a column ``prompt``.
         generation_config: of ``model.generate``; None: the model's.
         num_prompts: the first so many; None: all.
         freq: steps; None: ``eval_steps``.

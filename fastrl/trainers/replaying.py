@@ -86,7 +86,7 @@ class Player(ABC):
         """Context in which the trainer asks this object, and keeps no record of its own."""
 
     def rows(self, generation: int) -> list[dict[str, Any]]:
-        """What the ledger has of the generation whose turn it is.
+        """The ledger's rows of a generation.
 
         Raises:
             ValueError: it has none.

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from .dispatch import device_kind
 
-KEPT_BYTES = 96 << 20  # at most, and one piece of it
+KEPT_BYTES = 96 << 20  # the most that is kept, in one piece
 _ALIGNED = 64  # elements: rows of a workspace begin at a multiple of it
 _idle: list[Tensor] = []
-_FRESH_BYTES = 8 << 20  # from which malloc may take new memory from the system each time
-_REMEMBERED_BYTES = 512 << 20  # at most, of all
+_FRESH_BYTES = 8 << 20  # larger blocks may be new memory from the system each time
+_REMEMBERED_BYTES = 512 << 20  # the most that results are remembered of
 _ALIGNED_BYTES = 64
 _UNSHARED = 2  # references to remembered memory where no tensor has it
 _results: dict[int, bytearray] = {}  # by the bytes of the result
@@ -120,9 +120,8 @@ def torchs_own(
 def result_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory of any content for a result with the shape of x.
 
-    On a CPU large results are remembered, the last of each size, and once nobody else holds one,
-    its memory is that of the next: a gradient of a vocabulary's size would be new memory in each
-    step.
+    On a CPU the last large result of each size is remembered. Once nobody else holds it, its memory
+    serves the next: else a gradient of a vocabulary's size would be new memory in each step.
     """
     nbytes = x.numel() * dtype.itemsize
     if x.device.type != "cpu" or not _FRESH_BYTES <= nbytes <= _REMEMBERED_BYTES:
@@ -148,7 +147,7 @@ class Workspace:
 
     def __init__(self, like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
         self.columns, self.dtype = columns, dtype
-        # What is needed: which memory is idle changes nothing.
+        # What is needed counts, whatever memory is idle.
         self.nbytes = rows * self._stride(columns) * dtype.itemsize
         self._memory: Tensor | None = borrow(like, self.nbytes)
 

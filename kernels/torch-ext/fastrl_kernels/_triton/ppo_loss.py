@@ -29,7 +29,7 @@ MOST_PROGRAMS = 512  # about as many as an H100 runs at a time; others walk seve
 _MOST_PROGRAMS = tl.constexpr(MOST_PROGRAMS)
 _LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
 _LOSS = tl.constexpr(LossStats.NAMES.index("loss"))
-_ROWS = _LOSS  # in its place, for it is no sum: how many rows count anywhere
+_ROWS = _LOSS  # the loss is no sum: its place is for the number of rows that count
 _POLICY_LOSS = tl.constexpr(LossStats.NAMES.index("policy_loss"))
 _VALUE_LOSS = tl.constexpr(LossStats.NAMES.index("value_loss"))
 _KL_LOSS = tl.constexpr(LossStats.NAMES.index("kl_loss"))
@@ -68,7 +68,7 @@ def _store_loss(
     partials_ptr,  # [programs, STATS]; the first becomes 1 / denominator
     programs,
     denominator_ptr,  # [], or None
-    denominator,  # or None; where both are, it is counted by the aggregation
+    denominator,  # or None; the aggregation counts it where both are None
     loss_ptr,  # []
     stats_ptr,  # [STATS - 1]
     value_coef,
@@ -120,7 +120,7 @@ def _gradients(out_ptr, programs, n, DLOGPROBS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def _ppo_loss_fwd_kernel(
-    logprobs_ptr,  # [N, T], and so all others up to the gradients
+    logprobs_ptr,  # [N, T], as are all tensors up to the gradients
     old_logprobs_ptr,
     advantages_ptr,
     mask_ptr,  # bool
@@ -327,7 +327,7 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
         kl_apart = objective.joins_slopes
     out, arrived, loss, stats = outputs
     programs, shape, tile = tiles
-    # Constants as numbers: a whole one would be compiled for by itself.
+    # Constants become floats: a kernel would be compiled anew for an integer.
     _launch_fwd(
         programs, logprobs, old_logprobs, advantages, mask, weights, values, old_values, returns,
         ref_logprobs, token_weights, of_sequences, out, arrived, denominator, loss, stats,
@@ -345,8 +345,8 @@ def _contiguous(constants):
 
 
 def policy_slopes(logprobs, constants, settings):
-    """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight. Where the
-    ratios are those of sequences it is each token's own, without the KL term's."""
+    """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight. Where
+    ratios are those of sequences, it is that of each token alone, without the KL term."""
     logprobs = logprobs.contiguous()
     constants = _contiguous(constants._replace(token_weights=None, denominator=None))
     settings = settings._replace(denominator=None, aggregate="token-mean")
