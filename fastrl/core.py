@@ -57,7 +57,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the elements under the mask, with Bessel's correction; 0 of fewer than two."""
+    """Variance of the elements under the mask, with Bessel's correction; 0 for fewer than two."""
     return fastrl_kernels.masked_var(values, mask.bool(), unbiased=unbiased)
 
 

@@ -62,7 +62,7 @@ def refuse_pictures(columns: Iterable[str], of: str = "the data set") -> None:
 def check_reserved(
     columns: Iterable[str], of: str, reserved: Container[str] = REWARD_ARGUMENTS
 ) -> None:
-    """Checks that no column has a name that reward functions get otherwise.
+    """Checks that no column has the name of another argument of reward functions.
 
     Args:
         of: what has the columns, for messages.
@@ -138,7 +138,7 @@ def read_row(
     """The prompt of row ``i`` and the answers to it, each a text or chat messages.
 
     Args:
-        kind: that the columns give, see :meth:`Roles.kind`.
+        kind: the kind of examples that the columns give, see :meth:`Roles.kind`.
         alone: allow texts and conversations without a prompt, which is "" then, and messages whose
             content is not a text.
 

@@ -49,7 +49,7 @@ def flash_attn_with_kvcache(from_hub: bool) -> Callable[..., Any] | None:
         from_hub: take the Hub's build where the package is not installed.
 
     Raises:
-        ImportError: there is neither, and ``from_hub``.
+        ImportError: ``from_hub``, and there is neither.
     """
     try:
         from flash_attn import flash_attn_with_kvcache as of_package
@@ -70,7 +70,7 @@ def hub_kernel(what: str) -> ModuleType:
     """The Hub's build of flash-attn, downloaded at the first use.
 
     Args:
-        what: needs it, in words.
+        what: that which needs it, in words.
 
     Raises:
         ImportError: ``kernels`` is not installed in a version that transformers takes, or cannot

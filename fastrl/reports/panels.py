@@ -22,8 +22,8 @@ class Line:
 
     Args:
         keys: the metric; where runs have it under several names, the first that was recorded.
-        name: for the legend.
-        held_out: of held-out data, drawn with a point for each evaluation.
+        name: the name in the legend.
+        held_out: whether it is of held-out data, drawn with a point for each evaluation.
         sem: the standard errors of the metric, in the order of ``keys``.
     """
 
@@ -193,7 +193,7 @@ PANELS: tuple[Panel | TimePanel, ...] = (
 
 
 def panels_of(runs: Sequence[RunCurves]) -> list[Panel | TimePanel]:
-    """The panels whose metrics were recorded by any of the runs; of the reward, where there is
+    """The panels whose metrics were recorded by any of the runs; that of the reward, if there is
     none at all."""
     found = []
     for panel in PANELS:

@@ -190,7 +190,7 @@ def write_page(
     """Writes the page of one run or of several, see :mod:`fastrl.reports.html_report`.
 
     Args:
-        defaults: of a run's settings, by their names.
+        defaults: the defaults of a run's settings, by their names.
 
     Returns:
         the path of ``report.html`` in ``target``, which is made if it is not there.

@@ -20,7 +20,7 @@ _NAMES = {
     "completions/mean_length": "tokens/responses_len_mean",
     "completions/clipped_ratio": "tokens/cut_share",
 }
-_LENGTH = "completions/mean_length"  # of those alone who sample
+_LENGTH = "completions/mean_length"  # only trainers that sample log it
 
 
 class TrainerFolder(RunFolder):
@@ -76,7 +76,7 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
     """The folder of an existing run: a command's, or a trainer's ``output_dir``.
 
     Raises:
-        FileNotFoundError: neither.
+        FileNotFoundError: the folder is neither.
         ValueError: a file that is not what it should be.
     """
     folder = RunFolder(path)

@@ -39,8 +39,8 @@ RewardFunction = Callable[..., _Returned | Awaitable[_Returned]]
 _TEXT = (str, bytes)  # which float() may read as a number
 _SHOWN = 80  # characters of a prompt in a message
 
-# Rewards that come with fastrl: what makes each of its parameters, by name; a folder of such a name
-# is ./name.
+# Functions that make the rewards that come with fastrl from their parameters, by name. A folder of
+# such a name is ./name.
 READY: dict[str, Callable[..., RewardFunction]] = {
     "code": make_code_reward,
     "format": make_format_reward,
@@ -54,7 +54,7 @@ READY: dict[str, Callable[..., RewardFunction]] = {
 
 def load_ready(name: str) -> RewardFunction | None:
     """The ready reward of a name, ``length:{"target": 200}`` or, without parameters, ``format``;
-    None where it is not that of a ready one.
+    None for any other name.
 
     Raises:
         ValueError: parameters that are no JSON object, or that the reward does not take.
@@ -145,7 +145,7 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
             raise _not_finite(reward, i, who)
         try:
             rewards.append(None if reward is None else float(reward))
-        except (TypeError, ValueError, RuntimeError, OverflowError):  # as in as_number
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # of float(), see as_number
             if _is_of_tokens(reward):
                 raise ValueError(
                     f"{who} returned {len(reward)} numbers for completion {i}: it must return one "
@@ -240,7 +240,7 @@ def say_not_finite(which: Sequence[int], rewards: Any, prompts: Sequence[Any]) -
     message goes on behind the function's name.
 
     Args:
-        which: the numbers of their completions.
+        which: the numbers of the completions with such rewards.
         rewards: of all completions.
     """
     i = which[0]
@@ -281,5 +281,5 @@ def as_number(value: Any) -> float:
     """A value, or a text as tables may hold it, as a float; NaN where it is not a number."""
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # of several elements; 10**400
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # several elements; 10**400
         return math.nan

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 
 def settle_buckets(model: Any) -> None:
-    """Has DDP lay out the buckets in which gradients are sent as it would behind its first backward
-    pass, so that a resumed run, whose first one comes later, adds up in the same order.
+    """Has DDP lay out the buckets in which gradients are sent as it would after its first backward
+    pass, so that a resumed run, whose first pass is a later one, adds up in the same order.
 
     Where in a bucket a gradient lies decides in which order the processes' parts are added, and
-    with it the last bits; the sum of two has one order. Without effect on them, and on other
-    models. The gradients must be None, and are left so.
+    with it the last bits; the sum of two has one order. So nothing is done for two processes, and
+    for other models. The gradients must be None, and are left so.
 
     Args:
         model: as accelerate has prepared it.

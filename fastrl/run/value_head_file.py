@@ -24,16 +24,16 @@ def forget_index(folder: Path) -> None:
 
 
 def write_value_head(folder: Path, head: dict[str, Tensor], *, of_adapter: bool) -> None:
-    """Writes a value head beside weights that were just saved; removes what an earlier save has
-    left of another.
+    """Writes a value head beside weights that were just saved; removes the head that an earlier
+    save has left.
 
     Args:
-        head: by names with :data:`HEAD_PREFIX`; {}: the model has none.
+        head: the head's weights, whose names begin with :data:`HEAD_PREFIX`; {} for no head.
         of_adapter: whether the weights are those of an adapter, not of a whole model.
     """
     weights, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
     if head:
-        from safetensors.torch import save_file  # and torch, which cards do without
+        from safetensors.torch import save_file  # this imports torch, which cards do without
 
         save_file(head, folder / HEAD_NAME, metadata={"format": "pt"})
     else:
@@ -44,7 +44,7 @@ def write_value_head(folder: Path, head: dict[str, Tensor], *, of_adapter: bool)
         return
     sizes = _sizes(weights)
     if of_adapter:
-        if all(name.startswith(HEAD_PREFIX) for name in sizes):  # as it was saved before
+        if all(name.startswith(HEAD_PREFIX) for name in sizes):  # heads of an earlier save
             weights.unlink()
     elif head:
         # vLLM and SGLang load every *.safetensors that no index leaves out.

@@ -100,13 +100,13 @@ class TextHistory:
 
 
 class TextEnvironment:
-    """Lets a model answer tasks in turns: what it asks for by ``<request><TOOL>QUERY<call>`` a tool
-    answers, behind which stands ``<response>``; an episode ends at ``<submit>``, EOS, a turn that
-    does neither, or a limit. For tools with types and chats see ``tools=`` of the trainers.
+    """Lets a model answer tasks in turns. When it writes ``<request><TOOL>QUERY<call>``, the tool's
+    answer is appended, with ``<response>`` behind it; an episode ends at ``<submit>``, EOS, a turn
+    that does neither, or a limit. For tools with types and chats see ``tools=`` of the trainers.
 
     Args:
-        model: with ``generate``; a value-head model of ours, or one of transformers.
-        tools: functions of a text by name, or objects that are called so, by their class's name.
+        model: a value-head model of ours, or a model of transformers, with ``generate``.
+        tools: functions of a text by name, or callable objects, which have their class's name.
         reward_fn: gets the last segments' texts, and the keywords of :meth:`run`.
         prompt: stands in front of each task.
         max_turns: most turns of an episode.
@@ -180,7 +180,7 @@ class TextEnvironment:
         else:
             try:
                 answer = str(self.tools[tool](query))
-            except Exception as error:  # of a tool, which the model reads
+            except Exception as error:  # the model reads the tool's error
                 answer = f"Tool error: {error}"
         if len(answer) > self.max_tool_response:
             answer = answer[: self.max_tool_response - 3] + "..."

@@ -27,8 +27,8 @@ class Drawn(Exception):
 
 
 class Player(ABC):
-    """Says what the ledger has, in the place of what samples and judges for a trainer; and draws
-    the last generation, at which it ends the run by :class:`Drawn`.
+    """Gives a trainer the ledger's responses and judgements in the place of new ones, and draws the
+    last generation, at which it ends the run by :class:`Drawn`.
 
     Args:
         trainer: made as for the run, from the same model and data, in one process.
@@ -36,7 +36,7 @@ class Player(ABC):
         last: the generation that is to be drawn, from 1.
 
     Attributes:
-        facts: what the ledger notes of that.
+        facts: what the ledger notes of the last generation.
 
     Raises:
         ValueError: a generation that the ledger does not have, or that others than the policy
@@ -69,7 +69,7 @@ class Player(ABC):
             settings, then: settings by name, the trainer's and the run's.
 
         Raises:
-            ValueError: one of the trainer's is another.
+            ValueError: a setting of the trainer's has another value.
         """
         for name, value in settings.items():
             if value != then[name]:
@@ -89,7 +89,7 @@ class Player(ABC):
         """The ledger's rows of a generation.
 
         Raises:
-            ValueError: it has none.
+            ValueError: there are none.
         """
         rows = read_ledger(self.folder.ledger, None, generation, generation).to_pylist()
         if not rows:
@@ -153,7 +153,7 @@ def _nothing_left(trainer: Any) -> Iterator[None]:
     callbacks, saves = list(handler.callbacks), trainer.saves_when_it_fails
     integrations = "transformers.integrations"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Rewards are not asked; of other code the ledger says it.
+        # Rewards are not called here; that other code has changed is seen by the ledger.
         warnings.filterwarnings("ignore", CODE_DIFFERS)
         for name, value in {"output_dir": folder, **silent}.items():
             setattr(args, name, value)

@@ -17,7 +17,7 @@ from torch import Tensor
 IGNORE_LABEL = -100
 LOG_RATIO_LIMIT = 20.0
 WHITEN_EPS = 1e-8
-CERTAIN = -(2.0**-24)  # of ORPO: the largest log-prob, as its value
+CERTAIN = -(2.0**-24)  # the largest value of a log-prob in ORPO's odds
 
 
 def _clamp(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
@@ -151,7 +151,7 @@ def sample_support(
 
     A token is kept if fewer than k have a higher logit, if those of a higher logit have less than
     top_p of what top-k kept, and if p ≥ min_p · max p; at temperature 0, all are. Entropies are of
-    the whole softmax, at temperature 1 where that is 0. A row at a time.
+    the whole softmax, at temperature 1 where that is 0. Rows are computed one by one.
     """
     n, vocabulary = logits.shape
     columns = [torch.as_tensor(x).expand(n).tolist() for x in (temperature, top_k, top_p, min_p)]
@@ -498,8 +498,8 @@ def linear_ppo_loss(
     shift: int = 0,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``ppo_loss`` of ``linear_logprobs``, which gets the other options; its statistics, the mean
-    entropy (NaN if not asked for), and per token "logprobs" and "entropies" among them."""
+    """``ppo_loss`` of ``linear_logprobs``, which gets the other options. The statistics have the
+    mean entropy (NaN if not asked for), and "logprobs" and "entropies" per token, too."""
     hidden, labels = _shifted(hidden, labels, shift)
     counted = mask & (labels != IGNORE_LABEL)
     logprobs, entropies = linear_logprobs(
@@ -538,7 +538,7 @@ def linear_nll_loss(
     shift: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """-Σ w·log π / denominator of ``linear_logprobs``, which gets the other options; and those."""
+    """-Σ w·log π / denominator, and log π by ``linear_logprobs``, which gets the other options."""
     hidden, labels = _shifted(hidden, labels, shift)
     logprobs = linear_logprobs(hidden, weight, labels, mask=mask, **options)
     counted = labels != IGNORE_LABEL if mask is None else mask & (labels != IGNORE_LABEL)
@@ -713,9 +713,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     weights_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """softmax(cap(scale·q·kᵀ))·v over each row's own live tokens, 0 where there is none; the
-    softmax, of which sinks take a part, rounded to a dtype before that product, where one is
-    given."""
+    """softmax(cap(scale·q·kᵀ))·v over each row's own live tokens, 0 where there is none. Sinks take
+    a part of the softmax, which is rounded to a dtype before the product, if one is given."""
     batch, heads, width = query.shape
     kv_heads = keys.shape[2]
     # [B, 1, 1, M]

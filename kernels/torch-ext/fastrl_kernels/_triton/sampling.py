@@ -157,7 +157,7 @@ def _sample_candidates_kernel(
     min_p_ptr,  # [N], or None: the number
     min_p,
     bounds_ptr,  # [N] int32. A code that all logits reach which top-k and top-p need
-    counts_ptr,  # [N] int32. How many logits do; above ROOM, not all of them are counted
+    counts_ptr,  # [N] int32. How many logits reach it; above ROOM, not all of them are counted
     candidates_ptr,  # [N, ROOM] fp32. These logits
     V,
     row_stride,
@@ -199,7 +199,8 @@ def _sample_candidates_kernel(
         high = tl.where(reached, high, middle - 1)
     bound = low << _HALF
     if (by_k & (top_p < 1)) == 0:
-        # Fewer logits, where no sum over the others is needed. The logarithm is not exact.
+        # Where no sum over all logits is needed, min-p raises the bound; the logarithm is not
+        # exact.
         min_p = row_parameter(min_p_ptr, min_p, row)
         if min_p > 0:
             least_logit = row_max + (tl.log2(min_p) - 0.01) / scale
@@ -287,8 +288,8 @@ def _highest_with(
     LISTED: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """The highest code in [low, high] such that the logits from it up are, or weigh, ``limit``; low
-    where there is none. A pass takes two bits."""
+    """The highest code in [low, high] such that the logits from it up number (``count``) or weigh
+    at least ``limit``; low where there is none. Each pass settles two bits."""
     while low < high:
         step = (high - low) // 4 + 1
         one, two, three = _sums(
@@ -401,8 +402,8 @@ def _race_of_kept(
     LISTED: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """What a row's kept logits are, those from the code ``lowest`` and the weight ``least`` up: the
-    group that wins, their weight, the lowest of them, and whether there are others."""
+    """The race of a row's kept logits, those from the code ``lowest`` and the weight ``least`` up:
+    the group that wins, their weight, the lowest of them, and whether others are left out."""
     highest = tl.exp2((group_max - row_max) * scale)
     listed = (ordered_code(group_max, SAME_BITS) >= lowest) & (highest >= least)
     others = tl.max(((group_max > float("-inf")) & (listed == 0)).to(tl.int32), 0)
@@ -500,7 +501,7 @@ def _sample_draw_kernel(
                         group_max, row_max, row_sum, scale, row, row_stride, V,
                         SAME_BITS, SIZE, LISTED, ROOM, VEC,
                     )  # fmt: skip
-            # An exponential of next to 0 is 1, too.
+            # With a min-p of 1: logits next to the highest have an exponential of 1, too.
             lowest = tl.where(least >= 1.0, ordered_code(row_max, SAME_BITS), lowest)
             winner, kept, lowest_kept, cut = _race_of_kept(
                 logits_ptr, state, lowest, least, group_max, row_max, scale, row, row_stride, V,
