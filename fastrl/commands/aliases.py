@@ -23,7 +23,7 @@ class Alias(NamedTuple):
     Attributes:
         setting: "a.b" is the key b of the JSON setting a; "": none has this meaning.
         remedy: what to set where it is refused.
-        where: settings, with the value of each with which the name is refused.
+        where: values of other settings, by their names, beside which the name is refused.
         values: the setting's value, where it differs; None: nothing is set.
     """
 
@@ -188,7 +188,7 @@ _PLANS = _same(
 
 
 def aliases_of(command: str, method: str | None = None) -> dict[str, Alias]:
-    """What a command takes beside its settings.
+    """The aliases that a command takes beside its settings' own names.
 
     Args:
         method: the command that a plan is made for.

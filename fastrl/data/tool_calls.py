@@ -12,7 +12,7 @@ from fastrl.data.chat import as_written, render
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
-_REST = {"content": "text"}  # what no other field is
+_REST = {"content": "text"}  # text that belongs to no other field
 
 # What stands for a name, an argument and a result where a chat template is tried out.
 _NAME, _KEY, _VALUE, _RESULT = "toolnamefkq", "toolkeywzx", "toolvaluevjq", "toolresultqzj"
@@ -23,7 +23,7 @@ class Syntax(NamedTuple):
 
     Attributes:
         written: a pattern of a call of the tool NAME with KEY=VALUE.
-        fields: of a transformers' response template; without the token that ends a turn.
+        fields: the fields of a transformers' response template; without the token that ends a turn.
         thinks: what begins a thought, which some templates write in front of the response.
     """
 
@@ -33,8 +33,8 @@ class Syntax(NamedTuple):
 
 
 def _tagged(opening: str, argument: str, guesses: bool) -> dict[str, Any]:
-    """Calls whose arguments stand between tags, as text: the tool's schema has their types, or they
-    are guessed where transformers does not look there."""
+    """Calls whose arguments stand between tags, as text: their types are in the tool's schema, or
+    are guessed where transformers does not read it."""
     values: dict[str, Any] = {"name": "text", "args": {"strip": False}}
     if guesses:
         values = {"name": "json", "args": {"allow_non_json": True}}
@@ -303,7 +303,7 @@ def as_message(parsed: Any) -> dict[str, Any]:
     a name and arguments.
 
     Raises:
-        ValueError: it has none of that.
+        ValueError: the message has neither a text nor such calls.
     """
     if not isinstance(parsed, Mapping):
         raise ValueError(f"a response was parsed to {parsed!r:.80}")
@@ -347,8 +347,8 @@ class ToolChat:
     def read(
         self, prompt: Sequence[int], response: Sequence[int], tools: Sequence[Any]
     ) -> tuple[dict[str, Any], bool]:
-        """An assistant's message, and whether it could be read; its text if not, as of calls that
-        are no JSON.
+        """An assistant's message, and whether it could be read; if not, the message is its text,
+        such as calls that are no JSON.
 
         Args:
             tools: the schemas of the tools that the prompt names.

@@ -21,7 +21,7 @@ from fastrl.models.delta_rule import CHUNK, chunked_delta_rule
 from fastrl.models.packed_parts import PackedParts, Parts
 
 NO_LIMIT = (0.0, float("inf"))  # of time steps
-_LEAST, _MOST = 16, 64  # tokens of a chunk: more are computed with each other for no use
+_LEAST, _MOST = 16, 64  # tokens of a chunk: longer ones waste products
 
 
 def convolved(
@@ -71,9 +71,9 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`fastrl.models.delta_rule.chunked_delta_rule` of a packed row, of all [1, T, heads,
-    ...], with heads of queries and keys that values may share: prompts begin at 0, and responses
-    with the last state of their prompt.
+    """:func:`fastrl.models.delta_rule.chunked_delta_rule` of a packed row. All arguments are [1, T,
+    heads, ...], with heads of queries and keys that values may share; prompts begin at 0, and
+    responses with the last state of their prompt.
 
     Args:
         rule: the model's function; a kernel for GPUs, which takes lengths, is called.
@@ -126,7 +126,7 @@ def kimi_delta_rule(
         return _by_lengths(rule, row, others, parts, output_final_state)
 
     def scan(of: list[Tensor], initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
-        # Zeros that are padding, of g and β, leave a state as it is.
+        # Padding has g = β = 0, which leaves a state as it is.
         return rule(  # type: ignore[no-any-return]
             *of[:3], g=of[3], beta=of[4], initial_state=initial, output_final_state=final, **others
         )
@@ -194,8 +194,8 @@ def delta_step(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """One step of the gated delta rule in each slot, of all [b, 1, heads, ...], which changes the
-    states [b, heads, K, V] in place: a step reads and writes little else.
+    """One step of the gated delta rule in each slot, with arguments [b, 1, heads, ...]. It changes
+    the states [b, heads, K, V] in place: a step reads and writes little else.
 
     Args:
         rule: the model's function; a kernel for GPUs is called.

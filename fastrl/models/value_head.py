@@ -50,7 +50,7 @@ class ValueHead(nn.Module):
     """V(h) = w·dropout(h) + b in fp32, also under autocast: [..., H] -> [..., 1].
 
     Args:
-        config: the language model's; gives the width and, where it has one, summary_dropout_prob.
+        config: the language model's configuration, for the width and perhaps summary_dropout_prob.
         summary_dropout_prob: dropout in front of the projection, 0.1 unless the config says.
     """
 
@@ -118,7 +118,7 @@ class PreTrainedModelWrapper(nn.Module):
             self.v_head = ValueHead(self.config, summary_dropout_prob).to(pretrained_model.device)
             _initialise(self.v_head, v_head_init_strategy, v_head_initializer_range)
         self.reward: RewardAdapter | None = None
-        self.names_by_path = False  # in the state dict, as if inside of another module
+        self.names_by_path = False  # of weights in the state dict, as within another module
         self.scorer = TokenScorer()
         self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
         # Functions, not methods: a copy of the module takes them along for itself.
@@ -147,7 +147,7 @@ class PreTrainedModelWrapper(nn.Module):
                 on the same base, for :meth:`compute_reward_score`. It is neither trained nor saved.
             is_trainable: whether a loaded adapter is trained on. PPOTrainer refuses one that is
                 not.
-            kwargs: those of the value head (see the class); the rest goes to
+            kwargs: arguments of the value head (see the class); the rest goes to
                 transformers' ``from_pretrained``, such as ``quantization_config`` for a base in
                 four bits. Weights load in fp32 unless ``dtype`` says otherwise, and from
                 safetensors only: no pickle is read.
@@ -208,7 +208,7 @@ class PreTrainedModelWrapper(nn.Module):
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
-            self.scorer.choose(self.pretrained_model, inputs)  # by all layers
+            self.scorer.choose(self.pretrained_model, inputs)  # runs all layers
             inputs |= {"attention": attention, "routing": routing}
             with self._starting_at(boundary):
                 found = self.scorer(self.pretrained_model, inputs, scoring)
@@ -343,8 +343,8 @@ class PreTrainedModelWrapper(nn.Module):
         Args:
             state_dict: this model's own, where it had to be gathered from several devices; named as
                 in ``state_dict()`` or as in ``named_parameters()``.
-            kwargs: of transformers' or PEFT's ``save_pretrained``; with ``push_to_hub=True`` those
-                of :meth:`push_to_hub`, which is called at the end.
+            kwargs: arguments of transformers' or PEFT's ``save_pretrained``; with
+                ``push_to_hub=True`` those of :meth:`push_to_hub`, which is called at the end.
         """
         folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
         push = kwargs.pop("push_to_hub", False) and {
@@ -381,7 +381,7 @@ class PreTrainedModelWrapper(nn.Module):
         """Uploads the files of :meth:`save_pretrained` and a model card, in one commit.
 
         Args:
-            state_dict: as of :meth:`save_pretrained`.
+            state_dict: see :meth:`save_pretrained`.
             kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
                 ``commit_message``.
         """

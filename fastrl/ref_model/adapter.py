@@ -21,7 +21,8 @@ from fastrl.ref_model.base import RefModel
 from fastrl.ref_model.copy import mix
 
 _B = ("lora_B", "lora_embedding_B")  # LoRA's factors that begin at 0
-# In names of weights that PEFT adds beside those of a tuner's prefix; they act with their adapter.
+# Parts of the names of weights without a tuner's prefix that PEFT adds, and that act with an
+# adapter.
 _ADDED = ("modules_to_save", "trainable_tokens_", "prompt_encoder")
 
 
@@ -33,7 +34,7 @@ def trained_before(peft_model: Any) -> bool:
         for name, p in peft_model.named_parameters()
         if any(f".{b}{each}" in f"{name}." for b in _B for each in active)
     ]
-    # The weights of other kinds of adapters do not show it.
+    # Weights of adapters of other kinds do not show whether they were trained.
     return not factors or any(bool(p.any()) for p in factors)
 
 

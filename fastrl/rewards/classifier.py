@@ -36,7 +36,7 @@ class ClassifierReward:
         tokenizer: its tokenizer.
         label: index or name of the label; None is the last one (the only one of num_labels=1).
         batch_size: texts per forward pass.
-        name: in statistics, beside other reward functions.
+        name: its name in statistics, beside other reward functions.
         template: further arguments of the chat template, for all completions.
 
     Attributes:
@@ -81,8 +81,8 @@ class ClassifierReward:
         cls, name_or_path: str, *, label: int | str | None = None, batch_size: int = 64
     ) -> ClassifierReward:
         """Loads a classifier from a directory, a run's folder or the Hub, from safetensors only; an
-        adapter with its base. Its name is the last part of its path or id, of a run's ``model/``
-        the run's.
+        adapter with its base. Its name is the last part of its path or id, or the run's name for a
+        run's ``model/``.
 
         Raises:
             FileNotFoundError: a folder without a model, or without a tokenizer.
@@ -113,7 +113,7 @@ class ClassifierReward:
         Args:
             finished: False for a completion that was cut by its length, which gets no EOS; None
                 means that all are whole.
-            columns: the data's, of which ``tools`` and ``chat_template_kwargs`` are read.
+            columns: the data's columns; ``tools`` and ``chat_template_kwargs`` are read.
 
         Raises:
             ValueError: chats, and the classifier's tokenizer has no chat template.

@@ -33,12 +33,14 @@ class Sandbox:
     It needs Linux, and where programs are isolated what :func:`check_isolation` looks for.
 
     Attributes:
-        seconds: of processor time, for each process; by the clock twice as many.
+        seconds: the processor time that each process may take; by the clock it may take twice as
+            long.
         memory: bytes of address space, of each process.
         disk: bytes of its folder, and of each file.
-        processes: that it may have at a time, threads among them.
-        output: bytes that are read of it; one that writes more is ended.
-        isolated: False: programs have this process's rights, less its environment; with limits.
+        processes: the number of processes, threads among them, that it may have at a time.
+        output: the bytes that are read of its stdout; a program that writes more is ended.
+        isolated: False gives programs this process's rights, without its environment, but with
+            limits.
     """
 
     seconds: float
@@ -97,7 +99,7 @@ class Sandbox:
         """What a program that was started writes to stdout, see :meth:`run`."""
         end = time.monotonic() + self.wall_seconds + _GRACE
         output, whole = _read(child, self.output, end)
-        if whole:  # all that could write have ended, or closed it
+        if whole:  # all processes that could write have ended, or closed stdout
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, end - time.monotonic()))
         return output, self.end(child)

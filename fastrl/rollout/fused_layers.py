@@ -32,7 +32,7 @@ class _Stream:
     """The residual stream, while a layer's last addition waits for the next one's norm.
 
     Attributes:
-        goes_on: whether that of the last layer waits for the model's norm.
+        goes_on: whether the last layer's addition waits for the model's norm.
     """
 
     sum: Tensor
@@ -155,13 +155,14 @@ def _is_plain(layer: Any) -> bool:
 
 
 class FusedDecoderLayer:
-    """A decoder layer's forward for the tokens of a decode step; others are the layer's own.
+    """A decoder layer's forward for the tokens of a decode step; other forwards stay the layer's
+    own.
 
     Eight launches beside those of attention: four products (or seven: :class:`JoinedProducts`), two
     norms with the additions before them, the rotation that stores keys and values, the gate.
 
     Attributes:
-        variant: of the layer's attention, as its own forward says.
+        variant: the variant of the layer's attention, as its own forward says.
     """
 
     def __init__(self, layer: Any, stream: _Stream, first: bool, last: bool):
@@ -281,7 +282,7 @@ class FusedLayers:
     """A model's decoder layers, fused in decode steps where all of them can be.
 
     Attributes:
-        active: whether they are.
+        active: whether the layers are fused.
     """
 
     def __init__(self, model: nn.Module):
@@ -336,7 +337,7 @@ class FusedLayers:
             difference = float((found - expected).abs().max() / expected.abs().max())
             cause = f"differ from the model's own by {difference:.1e} of the largest logit"
             self.active = difference <= _tolerance(found)
-        except Exception as error:  # of a model that only looks like the others
+        except Exception as error:  # a model may only look like Llama
             cause = f"cannot run it ({type(error).__name__}: {error})"
             self.active = False
         return None if self.active else cause
@@ -379,14 +380,14 @@ class FusedLayers:
 
 def _tolerance(logits: Tensor) -> float:
     tf32 = logits.dtype == torch.float32 and computes_in_tf32(logits.device)
-    return _TOLERANCE[torch.float16 if tf32 else logits.dtype]  # which has as many bits
+    return _TOLERANCE[torch.float16 if tf32 else logits.dtype]  # TF32 has as many bits as float16
 
 
 class VariantsOf(DecodeAttention):
     """Notes how layers attend.
 
     Attributes:
-        variants: of each layer, in their order.
+        variants: the layers' variants, in their order.
     """
 
     def __init__(self, *args: Any):

@@ -19,7 +19,7 @@ _LENGTHS, _NEW_TOKENS = (1, 5, 3), 3
 # where a single logit may be off by more.
 _EXACT, _ROUNDED = 1e-4, 5e-2
 
-_FSDP = "FullyShardedDataParallel"  # classes of torch, which need not have them
+_FSDP = "FullyShardedDataParallel"  # a class of torch, which may be built without it
 
 
 class UnsupportedModel(ValueError):
@@ -82,7 +82,7 @@ def check_numbers(trial: Trial) -> None:
         min_new_tokens=_NEW_TOKENS,
         temperature=0,
         seed=0,
-        eos_token_ids=[] if trial.tokenizer is None else None,  # a call says which they are
+        eos_token_ids=[] if trial.tokenizer is None else None,  # else calls must name them
     )
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), narrowed(model):
@@ -99,7 +99,7 @@ def check_numbers(trial: Trial) -> None:
     if cause is not None:
         raise UnsupportedModel(trial.model, cause)
     off, tolerance = (worst, _EXACT) if _is_exact(trial) else (mean, _ROUNDED)
-    if not off <= tolerance:  # NaN is not
+    if not off <= tolerance:  # also where it is NaN
         raise UnsupportedModel(
             trial.model,
             f"the rollout engine's log-probs or entropies are off by {off:.1e} from a plain "
@@ -143,7 +143,7 @@ def _differences(
             logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
         every = logits.float().log_softmax(-1).cpu()
         sound = ~every.isnan().any(-1)
-        if len(sequence) < _NEW_TOKENS and sound[-1]:  # it ended, and need not have
+        if len(sequence) < _NEW_TOKENS and sound[-1]:  # the sample ended early by itself
             return torch.nan, torch.nan
         every, sound = every[:-1], sound[:-1]
         entropies = torch.special.entr(every.exp()).sum(-1)

@@ -74,13 +74,13 @@ class Samples:
 @dataclass(repr=False)
 class TrainResult:
     """The result of ``train``: a dict of numbers for each of the latest 10,000 steps, and every
-    evaluation; those between the first and the last without their samples, of which a long run
-    would have more than weights. ``metrics.jsonl`` in the run's folder has all steps.
+    evaluation; evaluations between the first and the last have no samples, which would take more
+    memory than weights in a long run. ``metrics.jsonl`` in the run's folder has all steps.
 
     Attributes:
-        forgotten_steps: how many steps came before those.
+        forgotten_steps: the number of steps before the latest 10,000.
         dropped_prompts, dropped_eval_prompts: how many prompts ``long_prompts="drop"`` left out.
-        seconds: that the run has taken, in all processes that resumed it, too.
+        seconds: the time that the run has taken, before it was resumed, too.
     """
 
     history: list[dict[str, float]] = field(default_factory=list)
@@ -125,8 +125,8 @@ class TrainCallback:
 
     ``trainer`` is the :class:`fastrl.PPOTrainer`. Steps are counted over all calls of ``train()``:
     a second call of 10 steps after a first one of 10 has the steps 11 to 20. Where ``on_step``
-    returns True, training ends behind this step as it does behind the last: with its evaluation and
-    checkpoint; of several processes in all of them, once one says so.
+    returns True, training ends after this step, in all processes, as it does after the last one,
+    with an evaluation and a checkpoint.
     """
 
     def on_train_begin(self, trainer: Any, total_steps: int) -> None: ...

@@ -44,8 +44,8 @@ def run_console() -> Console:
 
 
 def activation() -> str:
-    """The shell's line that puts this environment's programs on the path, as the first of a list of
-    commands, each behind two blanks; "" where ``fastrl`` is on the path, or in no environment."""
+    """A line for the shell, indented as commands in a list, that puts this environment's programs
+    on the path; "" where ``fastrl`` is on the path, or in no environment."""
     script = Path(sys.prefix, "bin", "activate")
     if shutil.which("fastrl") or not script.is_file():
         return ""

@@ -22,7 +22,7 @@ class MetricsCallback(TrainerCallback):
     """Appends each log to a file, and sends it to the accelerator's trackers.
 
     Args:
-        evaluations: to which the trainer adds the samples of each evaluation, if it has any; the
+        evaluations: a list to which the trainer adds each evaluation's samples, if it has any; the
             trackers get a table of them.
     """
 

@@ -9,8 +9,8 @@ from fastrl.data.vocabulary import embedding_rows
 
 
 def settle_tokenizer(tokenizer: Any, args: Any) -> None:
-    """Gives a tokenizer the settings' ``chat_template_path``, ``eos_token`` and ``pad_token``. From
-    another tokenizer comes its template, its EOS, and the tokens that only it has.
+    """Gives a tokenizer the settings' ``chat_template_path``, ``eos_token`` and ``pad_token``.
+    Where the path is another tokenizer's, its EOS and the tokens that only it has come along.
 
     Raises:
         ValueError: a token that the tokenizer does not have, a tokenizer without a template.
@@ -72,7 +72,7 @@ def settle_model(model: Any, tokenizer: Any, args: Any, adapts: bool) -> None:
     """
     config = model.config.get_text_config()
     other_template = args.chat_template_path is not None
-    # Their vocabulary may be padded: only tokens that have no embedding need one.
+    # Embeddings may be padded: only tokens that have none need one.
     if other_template and len(tokenizer) > embedding_rows(model):
         if adapts:
             raise ValueError(

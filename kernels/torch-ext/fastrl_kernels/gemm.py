@@ -71,8 +71,8 @@ class Library(Protocol):
 
 
 class Mm:
-    """``torch.mm``: cuBLAS or rocBLAS on GPUs; for fp32 on a CPU what torch is built with, MKL in
-    its wheels for x86. Half-precision products of a CPU have copies in fp32."""
+    """``torch.mm``: cuBLAS or rocBLAS on GPUs, and on a CPU the library that torch is built with,
+    MKL in its wheels for x86. On a CPU it multiplies half precision by copies in fp32."""
 
     rows_equal: ClassVar[bool] = False  # MKL has other kernels for a few rows
     in_pieces: ClassVar[bool] = False
@@ -157,7 +157,7 @@ def _gives_fp32(x: Tensor) -> bool:
 
 @functools.cache
 def _has_bf16(device: torch.device) -> bool:
-    """Whether a GPU has instructions for bf16; others have products in it by conversion."""
+    """Whether a GPU has instructions for bf16; other GPUs convert it to multiply."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -224,7 +224,7 @@ class OneDnn(_InPieces):
     """oneDNN in fp32: about twice as fast as MKL on AMD processors with AVX-512, where MKL uses
     AVX2."""
 
-    rows_equal: ClassVar[bool] = torch.__version__ >= "2.13"  # before, not of every CPU
+    rows_equal: ClassVar[bool] = torch.__version__ >= "2.13"  # not on every CPU before
 
     @staticmethod
     def absent() -> str | None:
@@ -240,7 +240,7 @@ class OneDnn(_InPieces):
             return torch.nn.functional.linear(x, weight, bias)
         # A single row would go to another kernel, which rounds otherwise.
         rows = x.expand(2, -1) if len(x) == 1 else x
-        # For parts of rows or columns it has but a reference, hundreds of times as slow.
+        # oneDNN has only slow reference code for parts of rows or columns.
         if not (weight.is_contiguous() or weight.t().is_contiguous()):
             weight = weight.contiguous()
         return _by_onednn(rows, weight, bias)[: len(x)]
@@ -354,7 +354,7 @@ def has_bf16() -> bool:
 
 
 def _onednn_has_bf16() -> bool:
-    """oneDNN computes torch's bf16 products, and looks at the CPU itself."""
+    """Whether oneDNN, which computes torch's bf16 products, finds instructions for bf16."""
     found = _capabilities()
     able = bool(found.get("avx512_bf16") or found.get("amx_bf16"))
     return able and _onednn_limit() not in _WITHOUT_BF16
@@ -468,7 +468,7 @@ def checked(written: Mapping[str, Any], where: str) -> dict[str, Choice]:
     "mm", with a warning.
 
     Args:
-        where: they come from, for messages.
+        where: what the choices come from, for messages.
 
     Raises:
         ValueError: an unknown dtype or library.
@@ -504,7 +504,7 @@ def inexact(dtype: str, library: str) -> str | None:
         forward = of[name].linear(a, b.t())
         return max(float((x.double() - exact).square().mean().sqrt()) for x in (out, forward))
 
-    with using(by_rule()):  # for products within products, while what is used is being chosen
+    with using(by_rule()):  # products within the comparison must not choose libraries in turn
         found, allowed = error(library), 4 * error("mm")
     if found <= allowed:  # not where it is NaN
         return None
@@ -520,7 +520,7 @@ def source() -> str:
     if named is not None:
         return f"{LIBRARY_VARIABLE}={named}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those who use the libraries are told
+        warnings.simplefilter("ignore")  # warnings come where the libraries are used
         measured = _measured(path, processor())
     return f"measured, in {path}" if measured else BY_RULE
 
@@ -637,11 +637,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     library = _library_of_layer(x, weight)
     if x.dtype in (torch.bfloat16, torch.float16) and device_kind(x) == "cpu":
-        # With their gradients; of x the leading dimensions have no gaps, either.
+        # The copies have gradients; the leading dimensions of x have no gaps, either.
         x, weight = without_gaps(x.contiguous()), without_gaps(weight)
     if library is Mm:
         return torch.nn.functional.linear(x, weight, bias)
-    if library is Fp32:  # as autocast does
+    if library is Fp32:  # autocast casts to bf16, too
         x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
         bias = None if bias is None else bias.to(torch.bfloat16)
     if torch.is_grad_enabled() and any(
@@ -673,7 +673,7 @@ def _library_of_layer(x: Tensor, weight: Tensor) -> type[Library]:
         dtype = weight.dtype if x.dtype == weight.dtype else torch.float16
     if dtype == torch.float32:
         return library_for(weight) if x.dtype == weight.dtype == dtype else Mm
-    # PyTorch's own way is that of the other libraries for bf16.
+    # Other libraries for bf16 multiply as PyTorch itself does.
     wide = dtype == torch.bfloat16 and library_of(dtype, weight.numel()) is Fp32
     return Fp32 if wide else Mm
 
@@ -682,8 +682,8 @@ class Packed:
     """A weight [N, K] in the layout of its library, for products without gradients. It is a copy:
     later changes of the weight do not reach it.
 
-    The library computes with it what it does without, faster for a few rows: in fp32 to the bit, in
-    bf16 as exactly, where CPUs with AMX may split sums otherwise.
+    Products with it are faster for a few rows. In fp32 they are those of the plain weight to the
+    bit, in bf16 they are as exact, as CPUs with AMX may split sums otherwise.
 
     Args:
         wide: a bf16 weight is kept in fp32, in the layout of that library; results are bf16.

@@ -1,5 +1,5 @@
-"""Which program of a launch ends last: it can go on with what all of them have written, where
-otherwise a second launch would have to."""
+"""Which program of a launch ends last: that program can go on with what all of them have written,
+so that no second launch is needed."""
 
 import torch
 import triton

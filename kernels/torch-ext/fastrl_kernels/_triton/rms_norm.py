@@ -73,7 +73,7 @@ def normalise(
     wide: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """``rms_norm`` of checked arguments: the result, and the sum that it is of."""
+    """``rms_norm`` of checked arguments: the result, and the sum that was normalised."""
     x, weight = x.contiguous(), weight.contiguous()
     width = x.shape[-1]
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
