@@ -38,8 +38,8 @@ ADVANTAGES = ChainMap({"reinforce++": None}, GROUP_ADVANTAGES, {"gae": None})  #
 KL_PLACES = ("reward", "loss")
 LOSS_DENOMINATORS = ("auto", "minibatch", "step")
 ON_NONFINITE = ("skip", "raise", "zero-sample")
-# But for adam these are transformers' names; without optimizers that step within the backward pass,
-# or train other weights than those that are evaluated.
+# transformers' names, and adam; optimizers that step within the backward pass, or train other
+# weights than those that are evaluated, are left out.
 OPTIMIZERS = (
     *("adam", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"),
     *("adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit"),
@@ -48,7 +48,7 @@ OPTIMIZERS = (
     *("paged_ademamix_32bit", "stable_adamw", "grokadamw"),
 )
 REFERENCE_DTYPES = ("auto", "float32", "bfloat16")
-# Settings that are read only where another one has a value: which it is, and that value.
+# Settings that are read only beside another one; the name of that setting, and its values.
 _READ_WITH = (
     (("sapo_temperature_pos", "sapo_temperature_neg"), "policy_loss", ("sapo",)),
     (
@@ -56,7 +56,7 @@ _READ_WITH = (
         "policy_loss",
         ("vespo",),
     ),
-    (("cliprange_high",), "policy_loss", ("clip", "cispo")),  # and those of users
+    (("cliprange_high",), "policy_loss", ("clip", "cispo")),  # and users' losses
     (("lam", "vf_coef", "cliprange_value"), "advantage", ("gae",)),
     (
         ("sampler_correction_min", "sampler_correction_max"),

@@ -24,7 +24,7 @@ _DRAW_NOTHING = ("sft", "reward", "SFTTrainer", "RewardTrainer", "DPOTrainer", "
 _ORDERS = {"step": "step", "reward": "reward", "length": LENGTH}
 _SHOWN = ("step", "sample", "reward", LENGTH, "finish_reason", "prompt", "completion")
 _LONGEST = 12  # numbers of a list that are shown
-_TEXTS = {"prompt": 2, "completion": 4}  # and the room that they get
+_TEXTS = {"prompt": 2, "completion": 4}  # columns of texts, and their shares of the width
 
 
 def run_samples(arguments: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ def choose(
     """Samples of a ledger, in order, and how many there are without ``top``.
 
     Args:
-        columns: names of the ledger's, and "length"; None: all of the ledger.
+        columns: names of the ledger's columns, or "length"; None: all of the ledger's.
         sort: "step": latest first; "reward": highest first; "length": longest first.
 
     Raises:
@@ -190,7 +190,7 @@ def _with_length(
 
 
 def _table(rows: pa.Table) -> Table:
-    """A line per sample."""
+    """A table with a line per sample."""
     from rich import box
     from rich.table import Table
 
@@ -209,7 +209,7 @@ def _table(rows: pa.Table) -> Table:
 
 
 def record_table(rows: pa.Table) -> Table:
-    """A line per column, of a single sample."""
+    """A table of a single sample, with a line per column."""
     from rich import box
     from rich.table import Table
 

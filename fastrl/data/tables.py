@@ -35,7 +35,7 @@ _FORMATS = {
     ".tsv": "csv",
     ".txt": "text",
 }
-_HELD_OUT_OF = 10  # one in so many
+_HELD_OUT_OF = 10  # one of ten is held out
 _CHUNK = 1 << 22  # bytes
 _AT_A_TIME = 1 << 12  # texts
 
@@ -175,7 +175,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def stream_columns(stream: Any) -> list[str]:
-    """The names of a stream's columns, of its first row where it does not know them.
+    """The names of a stream's columns, or of its first row's where the stream does not know them.
 
     Raises:
         ValueError: an empty stream.
@@ -225,7 +225,7 @@ def columns_of(rows: Any) -> list[str]:
 
 def numbered(table: Dataset) -> Dataset:
     """The table with each row's number in its file, for messages about rows that were shuffled or
-    left alone by a split; a table that has them already as it is."""
+    left alone by a split; a table that has these numbers stays as it is."""
     if ROW in table.column_names:
         return table
     return table.add_column(ROW, list(range(len(table))))
@@ -317,7 +317,7 @@ def _with_column(table: Dataset, name: str, values: list[Any]) -> Dataset:
     """The table with these values as its last column, in the place of one of that name."""
     from fastrl.data.written import column_of
 
-    # In this order, as a table without columns has no rows to add one to.
+    # The column is added before others go: a table without columns has no rows.
     table = table.add_column(_NEW, column_of(values))
     others = [x for x in table.column_names if x != name]
     return table.select_columns(others).rename_column(_NEW, name)
@@ -389,7 +389,7 @@ def _read_files(files: list[Path]) -> Dataset:
     except (
         datasets.exceptions.DatasetGenerationError,
         ValueError,
-        TypeError,  # of rows that are no objects, before datasets 5
+        TypeError,  # before datasets 5, for rows that are no objects
         StopIteration,
     ) as error:
         _raise_read_error(files, error)
@@ -410,7 +410,7 @@ def _rows_of_json(files: list[Path]) -> list[Any]:
     return rows
 
 
-_LONG = re.compile(r"\d{16}")  # as many digits as a float may lose the last of
+_LONG = re.compile(r"\d{16}")  # a float may lose the last of so many digits
 
 
 def _check_integers(table: Dataset, files: list[Path]) -> None:
@@ -455,7 +455,7 @@ def _as_in_files(table: Dataset, files: list[Path]) -> Dataset:
         or ("{" in str(kind) and any(without_nulls(x) != x for x in table[name]))
     ]
     rows, order = _rows_of_json(files) if names else [], table.column_names
-    if len(rows) != len(table):  # nothing to do, or one object of columns
+    if len(rows) != len(table):  # nothing to do, or one object
         return table
     for name in names:
         table = _with_column(table, name, [row.get(name) for row in rows])

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastrl.models.host_memory import to_device
 
-# What a batch takes beside its tokens, in tokens; lengths are told apart by so many.
+# The cost of a batch beside its tokens, in tokens, and the step by which lengths count as
+# different.
 _BATCH, _STEP = 512, 16
 
 
@@ -78,7 +79,8 @@ class Halos(NamedTuple):
     """A longer row in which some places stand in front of each part, for the tokens before it.
 
     Attributes:
-        places: those of the last tokens of prompts before their responses, in the longer row.
+        places: the places, in the longer row, for the last tokens of prompts before their
+            responses.
         sources: these tokens, in the row.
     """
 
@@ -149,7 +151,7 @@ class PackedParts:
     Args:
         prompts: their lengths.
         responses: the lengths of each prompt's responses.
-        device: of the row.
+        device: the row's device.
     """
 
     def __init__(

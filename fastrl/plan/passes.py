@@ -113,7 +113,7 @@ def choose_passes(
     plan_with: Callable[[PassSize], Plan], whole: int, example: int, gpu_gib: float
 ) -> tuple[PassSize, Plan]:
     """The first passes that fit: large ones, smaller ones, and those that compute activations
-    again. Where none do, those that need least.
+    again. If none fit, the passes that need least.
 
     Args:
         plan_with: plans the run.
@@ -138,12 +138,12 @@ def choose_passes(
             while tokens > max(room, least):
                 tokens = max(tokens // 2, least)
         if room <= 0:
-            break  # what passes do not change is too much
+            break  # what does not depend on passes is too much
     return planned(example, True)
 
 
 def _room(plan: Plan, tokens: int, limit: int) -> float:
-    """Tokens of a pass that fits, if activations are in proportion to them; they are less so."""
+    """Tokens of a pass that fits, if activations grow in proportion to them; they grow less."""
     room = float("inf")
     for name, phase in plan.phases.items():
         scales = phase.by_kind.get(ACTIVATIONS, 0) if name in (SCORING, UPDATE) else 0

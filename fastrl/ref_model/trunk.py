@@ -18,7 +18,7 @@ from fastrl.ref_model.copy import Copied, SecondModel, frozen_copy
 from fastrl.ref_model.trunk_cache import Budget, TrunkCache
 
 _TOKENS = 8  # of the self-check
-_TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
+_TOLERANCE = 1e-4, 5e-2  # largest differences of logits: in fp32, and in less
 
 WEIGHTS_ARE_COMPARED = (
     "num_shared_layers: shared layers are tried in every process, which needs their weights: start "
@@ -71,7 +71,7 @@ class TrunkRefModel(SecondModel):
     Where FSDP2 spreads weights, the reference has shares of the bottom layers as well.
 
     Args:
-        budget, tokens_per_pass: of a batch's :class:`TrunkCache`.
+        budget, tokens_per_pass: arguments of a batch's :class:`TrunkCache`.
     """
 
     mode = "trunk"

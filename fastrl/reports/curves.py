@@ -10,7 +10,7 @@ from typing import Any
 
 from fastrl.run.folder import RunFolder
 
-# Beyond it neither sums of values nor the scales of axes are finite: larger ones count as this.
+# Larger values count as this: else sums and the scales of axes would not be finite.
 _LARGEST = 1e100
 
 
@@ -77,11 +77,11 @@ class RunCurves:
     """What figures show of a run.
 
     Args:
-        name: of the run, for legends.
-        rows: of metrics.jsonl: one per log, and one per evaluation.
+        name: the run's name, for legends.
+        rows: the rows of metrics.jsonl, one per log and one per evaluation.
         stages: rows of the run's earlier stages, by name.
         kl_ceiling: drawn beside the KL, in nats per sequence.
-        settings: of the job and of the trainer, and the number of "eval_examples".
+        settings: the settings of job and trainer, and the number of "eval_examples".
     """
 
     name: str

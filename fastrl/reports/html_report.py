@@ -87,7 +87,7 @@ class ReportedRun:
         found = {"command": config.get("command")}
         for part in ("job", "settings", "code"):
             found |= config.get(part, {})
-        if found["command"] == "train":  # PPOConfig's are of samples, and for plans alone
+        if found["command"] == "train":  # PPOConfig's steps count samples, for plans alone
             found.pop("steps", None)
         return {name: value for name, value in found.items() if name not in _NOT_SETTINGS}
 
@@ -111,7 +111,7 @@ def page(
 
     Args:
         results: each run's value as text, by the result's name.
-        defaults: asked of runs that do not all have the same settings.
+        defaults: gives a run's default settings, where runs lack settings of others.
 
     Raises:
         ValueError: a run's file that cannot be read.

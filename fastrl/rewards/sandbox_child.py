@@ -36,9 +36,9 @@ def main() -> None:
     ends = {signal.SIGALRM, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     call("prctl", PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != job["parent"]:  # it has ended meanwhile
+    if os.getppid() != job["parent"]:  # the parent has ended meanwhile
         return
-    with suppress(OSError):  # where memory runs out the kernel ends this first
+    with suppress(OSError):  # out of memory, the kernel ends this process first
         put("/proc/self/oom_score_adj", "1000")
     try:
         null = os.open("/dev/null", os.O_RDWR)
@@ -61,7 +61,7 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, job["wall_seconds"])
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
     if not job["isolated"]:
-        end()  # the rest of its session
+        end()  # ends the rest of the program's session
     status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
     say(f"ended: {status}")
 
@@ -75,7 +75,7 @@ def isolate(job: dict[str, Any]) -> None:
     """
     ready, go = os.pipe()
     mapper = os.fork()
-    if mapper == 0:  # from outside: root may map more users than itself
+    if mapper == 0:  # by a process outside: root may map more users than itself
         os.close(go)
         os.read(ready, 1)
         os._exit(map_users(os.getppid()))
@@ -84,8 +84,8 @@ def isolate(job: dict[str, Any]) -> None:
     failed = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
     if failed:
         raise OSError(failed, os.strerror(failed), "uid_map")
-    # Namespaces of its own within these; memory and messages that outlast a process. /proc/sys may
-    # be read-only, and older kernels keep the last two for the machine's root.
+    # The program may make no namespaces of its own, and no memory or messages that outlast it. #
+    # /proc/sys may be read-only, and older kernels keep the last two for the machine's root.
     for limit in ("user/max_user_namespaces", "kernel/shmall", "kernel/msgmni"):
         with suppress(OSError):
             put(f"/proc/sys/{limit}", "0")
@@ -112,8 +112,9 @@ def isolate(job: dict[str, Any]) -> None:
 
 
 def map_users(process: int) -> int:
-    """Maps the users of a process's new namespace; returns an error number. Root's program is
-    nobody, whose processes the kernel counts; another user's has no other rights than it."""
+    """Maps the users of a process's new namespace; returns an error number. Root's program becomes
+    the user nobody, whose processes the kernel counts; another user's program has no rights but
+    that user's."""
     user, group = os.geteuid(), os.getegid()
     maps = [(f"{NOBODY} {user} 1", f"{NOBODY} {group} 1")]
     if user == 0:

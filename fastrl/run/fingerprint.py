@@ -70,7 +70,7 @@ def _hash_of_table(table: Any, but: Sequence[str]) -> str | None:
             column = batch.column(name)
             if isinstance(column.type, pa.ExtensionType):
                 return None
-            # Taken, so that its buffers hold these rows alone.
+            # Rows are taken, so that buffers hold these alone.
             taken = column.take(rows).combine_chunks()
             digest.update(pa.RecordBatch.from_arrays([taken], [name]).serialize())
     return digest.hexdigest()[:16]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _AT_ONCE = 1 << 10  # bytes of an object that travel with its size
-# Numbers of shared works, the same in all processes. Of all trainers together: a note that one has
-# left is there as long as the processes are.
+# Numbers of shared works, the same in all processes. All trainers count together, since a note
+# stays in the store as long as the processes are there.
 _works = itertools.count(1)
 
 
@@ -35,7 +35,7 @@ class Processes:
     :meth:`balanced` and :meth:`all_know`.
 
     Raises:
-        PeerFailed: each of these, where another process answers no more, or not in time.
+        PeerFailed: in each of these, if another process answers no more, or not in time.
     """
 
     count, index = 1, 0  # of this process
@@ -51,24 +51,24 @@ class Processes:
         return True
 
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
-        """Each process's part of some items: all are as long, but for one item."""
+        """Each process's part of some items; their lengths differ by one at most."""
         return [items]
 
     def balanced(self, sizes: Sequence[int]) -> list[Sequence[int]]:
-        """Each process's part of items of these sizes, as indices: all are as long, but for one
-        item, and about as large."""
+        """Each process's part of items of these sizes, as indices; their lengths differ by one at
+        most, and they are about as large."""
         return [range(len(sizes))]
 
     def objects(self, own: T) -> list[T]:
-        """What each process has."""
+        """The values ``own`` of all processes, in their order."""
         return [own]
 
     def objects_at_main(self, own: T) -> list[T]:
-        """What each process has, in the main one; in the others nothing."""
+        """The values ``own`` of all processes in the main one, and none in the others."""
         return [own]
 
     def from_main(self, value: T) -> T:
-        """What the main process has."""
+        """The main process's ``value``."""
         return value
 
     def joined(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -85,7 +85,7 @@ class Processes:
         return own
 
     def any(self, own: bool) -> bool:
-        """Whether it holds in one of them."""
+        """Whether ``own`` is true in one of the processes."""
         return own
 
     def one_first(self) -> AbstractContextManager[None]:
@@ -124,7 +124,7 @@ class Processes:
         """
 
 
-OneProcess = Processes  # as it is called where a run is one process
+OneProcess = Processes  # the name of a run of one process
 
 
 class SeveralProcesses(Processes):
@@ -152,7 +152,8 @@ class SeveralProcesses(Processes):
         return [items[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def balanced(self, sizes: Sequence[int]) -> list[Sequence[int]]:
-        # Dealt by size, forth and back: what one gets of the largest it lacks of the next.
+        # Items are dealt by size, forth and back: who gets the largest gets the smallest of the
+        # next.
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
         parts: list[list[int]] = [[] for _ in range(self.count)]
         for start in range(0, len(order), self.count):
@@ -294,13 +295,13 @@ class _News:
     """A note for all processes that a part of their work has failed, or is to stop.
 
     Args:
-        number: of the part.
+        number: the part's number.
     """
 
     def __init__(self, number: int):
         from torch.distributed import distributed_c10d
 
-        # A message to those that work needs neither their answer nor their main thread.
+        # A note in the store reaches processes at work without their answer or main thread.
         self._store = distributed_c10d._get_default_store()
         self._key = f"fastrl/broken-off/{number}"
 

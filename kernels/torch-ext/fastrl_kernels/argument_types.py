@@ -30,8 +30,8 @@ def explains_types(op: Callable[P, R]) -> Callable[P, R]:
     """Decorates a public op: where a call fails that has an argument of another type than
     annotated, the error is a TypeError that names it and says what it must be.
 
-    Calls are judged when they have failed: those that do not pay nothing for it. An error that
-    names the argument stays as it is.
+    Calls are judged only when they have failed, so that other calls cost nothing more. An error
+    that names the argument stays as it is.
     """
 
     @functools.wraps(op)
@@ -98,7 +98,7 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type, but for what the fields of a named tuple are."""
+    """Whether a value is of a type; fields of named tuples are not looked at."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True

@@ -25,9 +25,9 @@ class HeadGradients:
     """Sums of the wanted gradients over chunks of rows, and pieces of the vocabulary.
 
     Args:
-        dtype: of the weight's gradient.
-        in_pieces: they come by :meth:`add_piece`.
-        vocabulary: whose processes' parts of the hidden states' gradient are summed.
+        dtype: the dtype of the weight's gradient.
+        in_pieces: whether gradients come by :meth:`add_piece`.
+        vocabulary: sums the processes' parts of the hidden states' gradient.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HeadGradients:
             # One chunk is rounded once as it is; several are summed in fp32.
             self.dweight = result_like(weight, dtype if chunks == 1 else torch.float32)
             if not chunks:
-                self.dweight.zero_()  # nobody writes it then
+                self.dweight.zero_()  # no chunk writes it
         if bias is not None and wanted[2]:
             self.dbias = torch.zeros_like(bias, dtype=torch.float32)
 

@@ -180,7 +180,7 @@ class _Gradients:
         self.dhidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
         self.dweight = result_like(weight, dtype) if wanted[1] else None
         if self.dweight is not None and not len(hidden):
-            self.dweight.zero_()  # nobody writes it then
+            self.dweight.zero_()  # no chunk writes it
         self.dbias = (
             torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         )

@@ -18,7 +18,7 @@ def torch_rms_norm(
     unit_offset: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """``rms_norm`` of checked arguments: the result, and the sum that it is of."""
+    """``rms_norm`` of checked arguments: the result, and the sum that was normalised."""
     total = x if residual is None else residual + x
     normed = total.float()
     normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)

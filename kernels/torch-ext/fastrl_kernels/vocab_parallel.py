@@ -148,7 +148,7 @@ class VocabParallel:
 
         Raises:
             TypeError: not a DTensor.
-            ValueError: another placement, or as ``VocabParallel``.
+            ValueError: another placement; what ``VocabParallel`` refuses.
         """
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -163,7 +163,7 @@ class VocabParallel:
             )
         mesh, rows = weight.device_mesh, weight.to_local().shape[0]
         processes = mesh.size(cut[0])
-        each = -(-weight.shape[0] // processes)  # as torch.chunk
+        each = -(-weight.shape[0] // processes)  # torch.chunk's size
         start = min(mesh.get_local_rank(cut[0]) * each, weight.shape[0])
         return cls(start, start + rows, mesh.get_group(cut[0]))
 
@@ -195,7 +195,8 @@ class VocabParallel:
         logits are computed with: S·exp(m - m_k) and E[z] - m_k.
 
         Args:
-            labels: [N] columns of this process, beyond them where another has the label.
+            labels: [N] counted from this process's first column; outside of its columns for others'
+                labels.
             scaled: makes differences of logits [N] or [N, C] of unscaled ones, in place.
         """
         if not len(labels):
@@ -227,7 +228,7 @@ class VocabParallel:
             first = highest & (highest.cumsum(-1) == 1)
             out.is_top1.copy_((first & (of_all["top"] > 0)).any(-1))
 
-        # The sum is infinite where nothing of the row is here, and what is divided by it 0.
+        # Where a row has no possible token here the sum becomes infinite, and probabilities 0.
         down = scaled(out.unscaled_max - row_max).clamp_(min=LOWEST)
         out.exp_sum.copy_(exp_sum * (-down).exp())
         if mean is not None and out.mean is not None:
@@ -266,7 +267,7 @@ _known: weakref.WeakValueDictionary[str, VocabParallel] = weakref.WeakValueDicti
 
 
 def find(key: str, rows: int) -> Vocabulary:
-    """The vocabulary of a key, of a weight with as many rows.
+    """The vocabulary of a key, for a weight of so many rows.
 
     Raises:
         RuntimeError: a VocabParallel that is no longer there.

@@ -25,8 +25,8 @@ from .sampling import exponential, race_of_groups, race_state
 from .tiles import accurate_tanh, device_of, dot, packed, programs_for
 from .vocab_tiles import possible_temperature, row_argument, sampling_temperature
 
-COLUMNS = 128  # of the vocabulary in a tile, or a group where that is less
-LEAST_ROWS, MOST_ROWS = 16, 32  # of a tile
+COLUMNS = 128  # columns of the vocabulary in a tile, which is no longer than a group
+LEAST_ROWS, MOST_ROWS = 16, 32  # rows of a tile
 _DEPTH = 64  # of hidden states and weights at a time
 _ROW_THREADS = 256  # of the program that draws
 # Threads of a program, by compiler. AMD's epilogue takes more registers: with half the threads one
@@ -59,7 +59,7 @@ def _logits_of(
 ):
     """Logits [rows, columns] in fp32: the product, rounded to the head's dtype, and its transform.
     Rows and columns past the end are the last one's."""
-    # Read where they lie in memory, without masks, which would keep loads from being vectors.
+    # Rows past the end read the last one: masks would keep loads from being vectors.
     row = tl.minimum(rows, N - 1).to(tl.int64)
     column = tl.minimum(columns, V - 1).to(tl.int64)
     k = tl.arange(0, DEPTH)
@@ -106,7 +106,7 @@ def _linear_sample_tiles_kernel(
     DEPTH: tl.constexpr,
     AT_ONE: tl.constexpr,  # whether all rows have T = 1, or 0
     RACES: tl.constexpr,  # whether there are rows of T > 0
-    GREEDY: tl.constexpr,  # and of T = 0
+    GREEDY: tl.constexpr,  # whether there are rows of T = 0
     INTERPRETED: tl.constexpr,
 ):
     # Blocks of rows that share a tile of weights come one after the other.

@@ -39,7 +39,7 @@ def merge_two(count1, mean1, low1, m2_1, count2, mean2, low2, m2_2):
     lost = mean - mean1  # two-sum: what mean1 + step lost goes to the low part
     low = low1 + ((mean1 - (mean - lost)) + (step - lost))
     m2 = m2_1 + m2_2 + offset * offset * (count1 * share)
-    # Coming from nothing, offset is the whole mean and would swallow low2.
+    # If the first set is empty, the offset is the whole mean and would swallow low2.
     first = count1 == 0.0
     return count, tl.where(first, mean2, mean), tl.where(first, low2, low), m2
 
