@@ -229,7 +229,7 @@ def make_trainer(job: AlignJob, flags: AlignFlags, annotator: Annotator | None =
 
     Args:
         flags: get what follows from the job.
-        annotator: in place of the job's.
+        annotator: one to use in place of the job's.
     """
     from fastrl.alignment import Trainer, make_reweighter
     from fastrl.models.load import load_language_model, load_reward_model

@@ -114,7 +114,7 @@ class FitJob(TrainingJob):
 
         Raises the errors of :meth:`model_options`.
         """
-        trust = {"trust_remote_code": flags.trust_remote_code}  # unless said, transformers asks
+        trust = {"trust_remote_code": flags.trust_remote_code}  # else transformers asks the user
         return {**self.model_options(), **trust, **(flags.model_init_kwargs or {})}
 
     @contextmanager
@@ -129,7 +129,7 @@ class FitJob(TrainingJob):
         folder = RunFolder(self.output, {"command": self.command})
         resume = flags.resume_from_checkpoint
         with folder_claimed(folder, resume, self.overwrite):
-            if resume and process_count() == 1:  # several share the work, when they know each other
+            if resume and process_count() == 1:  # several processes share the work later
                 find_trainer_checkpoint(resume, Checkpoints(folder.checkpoints))
             yield folder
 
@@ -248,7 +248,7 @@ def fit(
 
     Args:
         folder: from :meth:`FitJob.claimed`.
-        description: of the progress bar.
+        description: the text of the progress bar.
         results: picks from an evaluation's metrics what ``summary.json`` records.
         evaluations: a list to which the trainer adds the samples of each evaluation.
         show: how many samples to print.
@@ -296,7 +296,7 @@ def fit(
         lines=[
             f"{name.replace('_', ' ')}: {before[name]:.4f} → {value:.4f}"
             for name, value in after.items()
-            if name in before  # a checkpoint of transformers alone does not have them
+            if name in before  # they are not in transformers' own checkpoints
         ],
         samples=pair_samples(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else (),
         show=show,

@@ -41,8 +41,9 @@ class Encoder:
 
     Args:
         tokenizer: its special tokens are added in front of prompts only.
-        max_length: of prompt and response; the response's end is cut, and with it its EOS.
-        max_prompt_length: of prompts. None gives them what the longest response of an example
+        max_length: the most tokens of prompt and response; the response's end is cut, and with it
+            EOS.
+        max_prompt_length: the most tokens of a prompt; None: what an example's longest response
             leaves of ``max_length``, but at least half of it.
         truncation: "keep_end" or "keep_start" of prompts that are too long.
         add_eos: end responses that are texts with EOS. Chat templates write their own; blanks
@@ -127,7 +128,7 @@ class Encoder:
             return self
         other = copy.copy(self)
         object.__setattr__(other, "template", {**self.template, **template})
-        object.__setattr__(other, "_base", self)  # which knows what has been found of the tokenizer
+        object.__setattr__(other, "_base", self)  # the base keeps what is known of the tokenizer
         return other
 
     def joined(
@@ -219,8 +220,8 @@ class Encoder:
         return ids[: next((i for i, special in enumerate(added) if not special), 0)]
 
     def text(self, text: str, chat: bool = False) -> list[int]:
-        """The token ids of a whole text, with the tokenizer's special tokens at both ends; that of
-        a chat template has its own, and none stands twice."""
+        """The token ids of a whole text, with the tokenizer's special tokens at both ends; a chat
+        template's text has its own, and none stands twice."""
         ids, added, _ = _tokens(self.tokenizer, text, not _is_complete(text, self.tokenizer, chat))
         _, end = self._between(ids, added)
         closing = ids[end:]
@@ -242,7 +243,7 @@ class Encoder:
             name_of: the name of a prompt by its index, for messages.
             templates: further arguments of the chat template for each; by default the encoder's.
             closed: add the special tokens at the end, too, which encoders read.
-            plain: see :func:`fastrl.data.chat.prompt_text`, whose errors these are.
+            plain: see :func:`fastrl.data.chat.prompt_text`, which has the errors, too.
         """
         texts = [
             prompt_text(
@@ -342,7 +343,7 @@ class Encoder:
         return text, ids, spans
 
     def _end(self, ids: list[int]) -> int:
-        """The number of tokens up to the last EOS, if only blanks follow it; else of all."""
+        """The number of tokens up to the last EOS, if only blanks follow it; else of all tokens."""
         eos = self.tokenizer.eos_token_id
         if eos not in ids:
             return len(ids)
@@ -421,7 +422,7 @@ def encode_prompt(
     special tokens that the tokenizer puts in front; a chat is as its template writes it.
 
     Args:
-        name: of the prompt, for messages.
+        name: the prompt's name, for messages.
         closed: add the special tokens at the end, too, which encoders read.
 
     Raises:

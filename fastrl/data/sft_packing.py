@@ -21,14 +21,14 @@ from fastrl.run.fingerprint import fingerprint, hash_of
 
 _ROWS = ((5, 3, 6), (4, 7))  # lengths of the texts with which a model is checked, at least
 BFD, BFD_SPLIT, WRAPPED = PACKINGS = ("bfd", "bfd_split", "wrapped")
-_TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and in lower precision
+_TOLERANCE = 1e-4, 5e-2  # allowed differences of logits: in fp32, and in lower precision
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Indices of the texts in each row of ``room`` tokens: best fit, the longest text first."""
     rows: list[list[int]] = []
     by_space: dict[int, list[list[int]]] = {}  # rows by what is left in them
-    spaces: list[int] = []  # its keys, in order
+    spaces: list[int] = []  # the keys of by_space, in order
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect.bisect_left(spaces, lengths[i])
         if at < len(spaces):
@@ -143,14 +143,14 @@ class PackedTexts(Dataset):
 
 @dataclass
 class PackedCollator:
-    """Pads packed rows on the right; ``position_ids`` restart with each text. ``lengths``
-    [B, texts] are those of each row's texts, and 0.
+    """Pads packed rows on the right; ``position_ids`` restart with each text. ``lengths`` [B,
+    texts] has the lengths of each row's texts, filled up with 0.
 
     Args:
         mask: dtype of the attention mask [B, 1, T, T] that separates the texts, for models that do
-            not derive it from the positions: torch.bool, or that of scores to which it is added,
-            as in eager attention. None: there is none.
-        pad_to_multiple_of: of the width T.
+            not derive it from the positions: torch.bool, or the dtype of the scores to which eager
+                attention adds it. None: there is none.
+        pad_to_multiple_of: a number that the width T is to be a multiple of.
     """
 
     tokenizer: Any
@@ -206,7 +206,7 @@ def choose_collator(
     """The collator that keeps this model's packed texts apart: by positions alone, or by a mask.
 
     Raises:
-        ValueError: neither does.
+        ValueError: neither keeps them apart.
     """
     with (
         evaluating(model),

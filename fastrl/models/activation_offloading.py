@@ -47,7 +47,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
     in autocast's dtype, small tensors, and tensors that are expanded from smaller ones.
 
     Args:
-        model: whose weights are not to be moved during the context.
+        model: the model; its weights must not be moved during the context.
         offloads: whether a tensor is one to copy; by default those that are not in host memory.
     """
 
@@ -61,7 +61,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
         self._dtypes = {x.dtype for x in own}
         # Copies by key: a copy lives as long as a backward pass needs it.
         self._copies: weakref.WeakValueDictionary[Any, Offloaded] = weakref.WeakValueDictionary()
-        self.bytes = 0  # that were copied so far
+        self.bytes = 0  # bytes that were copied so far
 
     def __enter__(self) -> OffloadedActivations:  # type: ignore[override]
         super().__enter__()

@@ -59,8 +59,8 @@ def with_task(model: Any, peft_config: Any) -> Any:
 
 
 def resize_as_saved(base: Any, adapter_file: str) -> None:
-    """Gives a base as many embeddings as the model had whose adapter is in the file: where they
-    were resized, PEFT saves them with the adapter.
+    """Gives a base as many embeddings as the adapter's model had, by the adapter's file: where
+    embeddings were resized, PEFT saves them there.
 
     Raises:
         ValueError: the file has the new rows of only one of embedding and head.
@@ -149,7 +149,8 @@ def warn_of_other_base(model: Any) -> None:
         if weight is None or not _comparable(weight, part):
             continue
         saved, here = part[:1], weight.detach()[:1].cpu()
-        # Loaded in a lower precision and raised again, as quantised models' other weights are.
+        # The weights may have been loaded in a lower precision, and raised again, as beside
+        # quantised ones.
         readings = (saved.to(dtype).to(here.dtype) for dtype in (here.dtype, *_FLOATS[2:]))
         if not any(torch.equal(reading, here) for reading in readings):
             warnings.warn(
@@ -253,7 +254,7 @@ def _share_weight(one: Any, other: Any) -> bool:
 
 
 def _change_alike(embedding: Any, head: Any) -> bool:
-    """Whether an adapter keeps both tied: of trained tokens, or of modules that are saved whole."""
+    """Whether an adapter of trained tokens, or of modules that are saved whole, keeps both tied."""
     inner, outer = (getattr(x, "token_adapter", x) for x in (embedding, head))
     if getattr(outer, "tied_adapter", None) is inner:
         return True

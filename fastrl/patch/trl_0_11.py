@@ -14,7 +14,7 @@ from fastrl.patch.replacement import Replacement, delegating, small
 
 
 def _covers(values: Tensor, mask: Any) -> bool:
-    """A mask of the values' shape, of booleans or integers: floating ones might be weights."""
+    """Whether a mask has the values' shape, and booleans or integers: floats might be weights."""
     return (
         is_plain(values)
         and isinstance(mask, Tensor)

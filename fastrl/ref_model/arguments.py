@@ -44,7 +44,7 @@ class ReferenceArguments:
                 )
 
     def reference_settings(self, **others: Any) -> ReferenceSettings:
-        """What :func:`fastrl.ref_model.choose_ref_model` takes, ``others`` among it."""
+        """The settings for :func:`fastrl.ref_model.choose_ref_model`, with ``others``."""
         settings: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("reference", "num_shared_layers", "reference_dtype")

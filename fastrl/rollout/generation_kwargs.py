@@ -81,7 +81,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "negative_prompt_attention_mask": None,
 }
 
-# The same for arguments that greedy decoding ignores.
+# Such arguments, with neutral values, that greedy decoding ignores.
 _UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "typical_p": 1,
     "epsilon_cutoff": 0,
@@ -89,7 +89,7 @@ _UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "top_h": None,
 }
 
-# Types of arguments; of the others many are allowed.
+# Types of arguments that have one; the others may be of several.
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "min_new_tokens", "min_length"), int),
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), float),
@@ -101,8 +101,8 @@ _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 
 _FROM_THE_POLICY = {"do_sample": True, "top_k": 0, "top_p": 1.0}
 _NEW_TOKENS = 32
 
-# Arguments that change what tokens are drawn from, with the values that do not; nor does None.
-# Greedy decoding ignores the first.
+# Arguments that change what tokens are drawn from, with the values that do not; None does
+# not, either. Greedy decoding ignores the truncations.
 _TRUNCATIONS: dict[str, Any] = {**TRUNCATIONS, **_UNSUPPORTED_SAMPLING}
 _CHANGES: dict[str, Any] = {**PROCESSORS, "bad_words_ids": [], **_UNSUPPORTED_CHANGES}
 
@@ -210,7 +210,7 @@ def changes_of_the_draw(
     neutral = _CHANGES
     if asked.sampled:
         neutral = {"temperature": temperature, **_TRUNCATIONS, **_CHANGES}
-    if asked["min_new_tokens"] is None:  # which comes before it
+    if asked["min_new_tokens"] is None:  # min_new_tokens wins over it
         neutral = {**neutral, "min_length": 0}
     changes = []
     for name, off in neutral.items():

@@ -102,7 +102,8 @@ class KVCache:
         self.experts: list[Tensor] = []  # choices of each router, [slots, length, k] int16
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Where the two tensors are kept that a layer's update of its cache gives."""
+        """The places of the two tensors that a layer hands to its cache, keys and
+        values or latents and rotated keys."""
         keys, width = self.keys[layer], self.layers[layer].value_width
         if self.layers[layer].latent:
             return keys[..., :width], keys[..., width:]
@@ -123,7 +124,7 @@ class KVCache:
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerShape], length: int, dtype: torch.dtype) -> int:
         of_tokens = sum(layer.numbers for layer in layers) * length * dtype.itemsize
-        return of_tokens + 2 * state_bytes(layers)  # those of prompts apart
+        return of_tokens + 2 * state_bytes(layers)  # twice, for states at prompts' ends
 
     def tensors(self) -> list[Tensor]:
         """All tensors that are kept."""
@@ -171,7 +172,7 @@ class KVCache:
                 self.begin_states(key, targets, state.expand(len(targets), *state.shape))
 
     def move(self, moves: Moves, tokens: int) -> None:
-        """Copies the first ``tokens`` of slots to others, whose others become zero."""
+        """Copies the first ``tokens`` of slots to other slots, whose further tokens become zero."""
         for x in self._of_tokens:
             x.index_fill_(0, moves.targets, 0)
             x[moves.targets, :tokens] = x[moves.sources, :tokens]
@@ -249,7 +250,7 @@ class Slots:
         return [x for x in all_ if x is not None]
 
     def buffers(self, state: SlotState) -> SlotBuffers:
-        """What a step of the first slots, whose state this is, advances."""
+        """The buffers that a step of the first slots advances, for their ``state``."""
         columns = state.token, state.position, state.num_generated, state.limit, state.reason
         return SlotBuffers(*columns, self.tokens, self.per_token)
 

@@ -34,7 +34,7 @@ def refuse_zero3(asked: Mapping[str, Any] | str | None, precision: str = "no") -
         precision: mixed precision: no, bf16 or fp16.
 
     Raises:
-        ValueError: ZeRO-3; it has the file for FSDP2 that does the same.
+        ValueError: ZeRO-3; the message has the file for FSDP2 that does the same.
     """
     found = _launched() if asked is None else _read(asked)
     zero = found.get("zero_optimization", {})
@@ -79,7 +79,7 @@ def _launched() -> dict[str, Any]:
 
 
 def _read(given: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Nothing of what is no configuration, about which DeepSpeed has its own error."""
+    """A configuration as a dict; {} for anything else, about which DeepSpeed has its own error."""
     if isinstance(given, Mapping):
         return dict(given)
     try:

@@ -113,7 +113,7 @@ def recording(
     trackers.
 
     Args:
-        description: of the progress bar.
+        description: the text of the progress bar.
         trackers: names of trackers that accelerate knows.
         evaluations: see :class:`MetricsCallback`.
 

@@ -77,16 +77,16 @@ class _Run:
     passes: int = 0  # of the step that is under way
     epoch_is_over: bool = False
     seed: int = 0  # torch's, from which the order of the data follows
-    random: Mapping[str, Any] | None = None  # of the checkpoint, until its next batch is drawn
-    random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # as the epoch began
+    random: Mapping[str, Any] | None = None  # states of generators to restore for the next batch
+    random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # at its beginning
     save_is_due: bool = False  # but waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
-    behind_step: bool = False  # where a step is logged, evaluated and saved
+    behind_step: bool = False  # a step is being logged, evaluated and saved
     loss: torch.Tensor | None = None  # the sum since the last log, as the next step begins
     last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
     saving: bool = False  # a checkpoint is being written, or could not be
     alone: bool = False  # the main process saves by itself: the others may have ended
-    forgets: bool = False  # logs, of which there are too many
+    forgets: bool = False  # old logs are dropped
 
 
 class ResumableTrainer(OpenTrainer):
@@ -97,7 +97,7 @@ class ResumableTrainer(OpenTrainer):
     subclasses add in :meth:`own_state`, and what must be the same in the run that resumes. It is
     written to another folder, gets a manifest, and then its name.
 
-    It is written between steps that begin alike in a run that resumes: at an epoch's end behind its
+    It is written where a resumed run begins its next step alike: at an epoch's end behind its
     evaluation, and where :meth:`at_rest` says so. After an exception in a step that has not changed
     the weights, the state before it is saved, and after one in what follows a step, such as its
     evaluation, the state behind it: by all processes where all have left :meth:`agreed` work, else
@@ -109,7 +109,7 @@ class ResumableTrainer(OpenTrainer):
     Attributes:
         kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
         run_folder: the folder of a command's run, whose metrics continue those of the checkpoint.
-        saves_when_it_fails: after an exception; by default where checkpoints are saved at all.
+        saves_when_it_fails: whether an exception saves a checkpoint; by default if any are saved.
         computed_columns: columns that the trainer adds to data sets, equal up to rounding.
     """
 
@@ -153,7 +153,7 @@ class ResumableTrainer(OpenTrainer):
         optim = str(getattr(self.args.optim, "value", self.args.optim))
         return {
             "trainer": type(self).__name__,
-            # With its arguments: it keeps some of them with its state, and others not.
+            # The arguments count, too: an optimizer keeps only some of them with its state.
             "optimizer": " ".join(filter(None, (optim, self.args.optim_args))),
             "data": fingerprint(self.train_dataset, self.computed_columns),
         }
@@ -171,8 +171,8 @@ class ResumableTrainer(OpenTrainer):
         return {"metrics": self._metrics["train"].state()}
 
     def samples_of_all(self) -> tuple[int, str]:
-        """How many samples of all processes must remain as many where their number changes, and the
-        settings whose product that is."""
+        """The number of samples in a step of all processes, which must stay the same when their
+        number changes, and the settings whose product it is."""
         args = self.args
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return (
@@ -181,7 +181,8 @@ class ResumableTrainer(OpenTrainer):
         )
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """This process's :meth:`own_state` from those of other processes, of another number."""
+        """This process's :meth:`own_state`, made of the states of a run of another number of
+        processes."""
         metrics, count = [state.get("metrics", {}) for state in states], self.processes.count
         if all("rows" in x for x in metrics):
             return {**states[0], "metrics": MetricMeans.of_others(metrics, count)}
@@ -295,7 +296,7 @@ class ResumableTrainer(OpenTrainer):
         """What this process saved in a checkpoint; None: transformers alone has written it.
 
         Raises:
-            BadCheckpoint: of another run, or not to be read.
+            BadCheckpoint: a checkpoint of another run, or that cannot be read.
         """
         check_torch_files(checkpoint)
         state: Mapping[str, Any] | None = None
@@ -374,7 +375,7 @@ class ResumableTrainer(OpenTrainer):
         """Checks a checkpoint that transformers alone has written.
 
         Raises:
-            BadCheckpoint: of another model; or one from which this trainer cannot resume.
+            BadCheckpoint: a checkpoint of another model, or that this trainer cannot resume from.
         """
         weights = checkpoint / "model.safetensors"
         if weights.is_file():
@@ -423,7 +424,7 @@ class ResumableTrainer(OpenTrainer):
 
     def _epoch_begins(self, loader: Any) -> None:
         run = self._run
-        if run.epoch_is_over:  # else it is the first, or that in which the run goes on
+        if run.epoch_is_over:  # else this is the first epoch, or that which the run resumes in
             run.epoch, run.epoch_is_over = run.epoch + 1, False
             run.minibatch = run.done = 0
         if run.random is not None and run.minibatch:
@@ -435,8 +436,8 @@ class ResumableTrainer(OpenTrainer):
         _set_epoch(loader, run.epoch)
 
     def _restore_draws(self) -> None:
-        """Restores the generators of the checkpoint, once: before its next batch is drawn at an
-        epoch's beginning, and behind that within an epoch, as its own was drawn before."""
+        """Restores the generators of the checkpoint, once: at an epoch's beginning before the next
+        batch is drawn, and within an epoch after it, as the run had drawn that batch before."""
         if self._run.random is not None:
             restore_random_state(self._run.random)
         self._run.random = None
@@ -450,7 +451,7 @@ class ResumableTrainer(OpenTrainer):
             self.load_losses(**state["losses"])
             self.kept = dict(state["kept"])
             run.begun -= state["seconds"]
-        if self.state.global_step >= self.state.max_steps:  # the whole run is behind
+        if self.state.global_step >= self.state.max_steps:  # the run had ended
             self._restore_draws()
         self._clear_the_way()
         self._mark()
@@ -598,8 +599,8 @@ class ResumableTrainer(OpenTrainer):
             self.push_checkpoint(self.checkpoints.path(step))
 
     def store_flos(self) -> None:
-        """Adds what was computed since the last call, by all processes; alone, it is as much in
-        each."""
+        """Adds what was computed since the last call, by all processes; the main process alone
+        counts as much for each."""
         if self._run.alone:
             self.state.total_flos += self.current_flos * self.processes.count
             self.current_flos = 0
@@ -664,9 +665,9 @@ class ResumableTrainer(OpenTrainer):
             return
         kind, newest = type(error).__name__, next(reversed(self.checkpoints.paths()), None)
         last = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
-        # What transformers saves of these it asks the other processes for.
+        # With these transformers asks the other processes for what it saves.
         needs_others = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        needs_others = needs_others or run.behind_step  # their losses of that step
+        needs_others = needs_others or run.behind_step  # for the others' losses of that step
         if not (run.between_steps and mark["at_rest"]) or (run.alone and needs_others):
             warnings.warn(f"after {kind} the state is not saved: {last}", stacklevel=3)
         elif step and newest != self.checkpoints.path(step):
@@ -708,7 +709,7 @@ class _First(TrainerCallback):
         self.trainer._mark()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        self.trainer._restore_draws()  # all of the epoch was behind
+        self.trainer._restore_draws()  # no batch of the epoch was left
 
 
 class _Last(TrainerCallback):
@@ -735,10 +736,10 @@ def _processes_of(state: Mapping[str, Any]) -> int:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Sets the epoch of a sampler, which counts those that it has seen, however deep it lies: with
-    several processes accelerate does not reach it."""
+    """Sets the epoch of a loader's sampler, however deep it lies: with several processes accelerate
+    does not reach it."""
     while loader is not None:
         if isinstance(loader, Sampler) and hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
-        batches = getattr(loader, "batch_sampler", None)  # a stream's has no length, nor truth
+        batches = getattr(loader, "batch_sampler", None)  # a stream's has no length: not bool()
         loader = getattr(loader, "sampler", None) if batches is None else batches

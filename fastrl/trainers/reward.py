@@ -134,7 +134,7 @@ class RewardTrainer(SupervisedTrainer):
         tokenizer, processing_class: the tokenizer, under its old or new name; by default the one
             saved with the model.
         compute_metrics: by default :func:`compute_accuracy`.
-        max_length: in place of the configuration's; deprecated.
+        max_length: deprecated, as the configuration has it.
         peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
         quantization_config: for loading the model by its path.
 
@@ -229,7 +229,7 @@ class RewardTrainer(SupervisedTrainer):
         )
         if self._trains:
             reads_eos.record(self.model, self._reads_eos)
-        self.can_return_loss = True  # of pairs, for evaluation
+        self.can_return_loss = True  # evaluation of pairs has a loss
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
 
     def plan(self, tokens: int, passes: PassSize | None = None, device: str | None = None) -> Plan:
@@ -318,7 +318,7 @@ class RewardTrainer(SupervisedTrainer):
             add_eos=self._append_eos,
         )
         if training and not token_columns(dataset):
-            end = end_token(self._tokenizer)  # also from a chat template
+            end = end_token(self._tokenizer)  # a chat template may write it, too
             first = islice(pairs, 20)
             self._reads_eos = all(row[ID_COLUMNS[0]][-1] == end for row in first)
             if self._scores_at_eos and not self._reads_eos:
@@ -449,7 +449,7 @@ class RewardTrainer(SupervisedTrainer):
 
     def _losses(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:
         """The loss of each pair, [B, labels]."""
-        if margin is not None:  # [B] or [B, 1]: of a pair, the same for all its labels
+        if margin is not None:  # [B] or [B, 1]: all labels of a pair have one margin
             margin = margin.reshape(len(margin), -1).expand_as(chosen).flatten()
         return fastrl_kernels.reward_loss(
             chosen.flatten(),
@@ -531,7 +531,7 @@ class RewardTrainer(SupervisedTrainer):
                     break
         shown: Any = loader.dataset
         if not is_stream(shown):
-            rows = rows[: len(shown)]  # without those that are there twice
+            rows = rows[: len(shown)]  # without rows that are there twice
         if self.accelerator.is_main_process:
             _print_pairs(rows if num_print_samples < 0 else rows[:num_print_samples])
             if "wandb" in self.args.report_to:
@@ -543,7 +543,7 @@ class RewardTrainer(SupervisedTrainer):
 
 
 def _check_classic(args: Any, max_length: int | None, collates: bool) -> None:
-    """Says what TRL's classic trainer says of these arguments.
+    """Gives the warnings and errors of TRL's classic trainer about these arguments.
 
     Args:
         collates: the data collator is the trainer's own.
