@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.losses import LOSSES, Loss, make_loss
 from fastrl.alignment.tasks import TASKS, Task, find_task
+from fastrl.commands.checks import check_label
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.commands.memory import most_in_a_pass
 from fastrl.config import parse_json
@@ -20,6 +21,12 @@ from fastrl.trainers.supervised import length_limit
 if TYPE_CHECKING:
     from fastrl.alignment import Annotator, BatchFactory, Trainer
 
+# Settings, and the one without which nothing reads them.
+_READ_WITH = {
+    "annotator_label": "annotator",
+    "judge_unparsed": "judge",
+    "reweighter_args": "reweighter",
+}
 _COEFFICIENTS = "; ".join(
     f"{name} ({', '.join(f'{f.name}={f.default}' for f in dataclasses.fields(loss))})"
     for name, loss in LOSSES.items()
@@ -112,6 +119,10 @@ class AlignJob(FitJob):
         loss = self.make_loss()
         loss.check(self.learning_task, 2 * loss.minibatches_per_batch)  # the size is checked later
         parse_json("reweighter_args", self.reweighter_args)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, reader in _READ_WITH.items():
+            if getattr(self, reader) is None and getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name} is read with {reader} alone: set that, or leave it out")
         if self.learning_task.online and (self.annotator is None) == (self.judge is None):
             raise ValueError(
                 f"the task {self.learning_task.name} needs a judgement of the policy's responses: "
@@ -176,6 +187,7 @@ class AlignJob(FitJob):
         annotator: Any = load_annotator(
             self.annotator, label=self.annotator_label, tokenizer=tokenizer
         )
+        check_label("annotator_label", self.annotator_label, [annotator.reward])
         if hasattr(annotator.reward, "to"):
             annotator.reward.to(device)
         return annotator

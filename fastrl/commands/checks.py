@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -32,3 +32,20 @@ def check_call(
             f"{name} cannot be called: {error}; it is given {given} by name: let it take those it "
             "needs, and **columns"
         ) from None
+
+
+def check_label(name: str, label: str | None, rewards: Iterable[Any]) -> None:
+    """
+    Args:
+        name: of the setting that names a classifier's label.
+        rewards: for which it was loaded.
+
+    Raises:
+        ValueError: a label, and none of the rewards is a classifier.
+    """
+    from fastrl.rewards.classifier import ClassifierReward
+
+    if label is not None and not any(isinstance(each, ClassifierReward) for each in rewards):
+        raise ValueError(
+            f"{name}={label!r} is a label of a classifier, and none is named: leave it out"
+        )

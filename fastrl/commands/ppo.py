@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastrl.commands.checks import check_call
+from fastrl.commands.checks import check_call, check_label
 from fastrl.commands.job import (
     TrainingJob,
     folder_claimed,
@@ -359,6 +359,7 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     policy, _ = job.check_model(), job.lora_config("CAUSAL_LM")  # refused before data is read
     batch_size = {} if job.reward_batch_size is None else {"batch_size": job.reward_batch_size}
     rewards = [load_reward(name, label=job.reward_label, **batch_size) for name in job.reward or ()]
+    check_label("reward_label", job.reward_label, rewards)
     tokenizer = load_tokenizer(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]

@@ -122,6 +122,26 @@ def last(text: str) -> str:
     return text[:-1].rpartition("\n")[2].rpartition("\r")[2]
 
 
+ONLINE = {"task": "online-pairwise", "annotator": "faulty.py:zero"}
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("ppo", {"reward_label": "good"}, "reward_label='good' is a label of a classifier"),
+        ("align", {"reweighter_args": "{}"}, "reweighter_args is read with reweighter alone"),
+        ("align", {"annotator_label": "1"}, "annotator_label is read with annotator alone"),
+        ("align", {"judge_unparsed": "tie"}, "judge_unparsed is read with judge alone"),
+        ("align", {**ONLINE, "annotator_label": "1"}, "annotator_label='1' is a label of a class"),
+    ],
+)
+def test_a_setting_that_nothing_would_read_is_refused(
+    command, flags, said, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(folder)
+    assert said in failed(capsys, *arguments(command, folder, tmp_path / "run", **flags))
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
 def test_a_file_that_cannot_be_read_is_named(command, flag, folder, tmp_path, capsys):
