@@ -71,7 +71,7 @@ _ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "P
 
 
 def program() -> int:
-    """The program ``fastrl``: as :func:`main`, and behind a run this process leaves its group."""
+    """The program ``fastrl``: calls :func:`main`, and leaves the processes' group after a run."""
     if not sys.stderr.isatty():
         for name, value in _NO_BARS.items():
             os.environ.setdefault(name, value)
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not is_main_process():
         _leave_messages_to_the_main_process()
-    forget_files()  # of a command before, in the same process
+    forget_files()  # an earlier command in this process may have run files
     with_place = warnings.formatwarning
     warnings.formatwarning = _warning_line
     try:
@@ -142,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_messages_to_the_main_process() -> None:
-    """Warnings, and bars and notices of libraries, which are imported later; not errors."""
+    """Silences this process's warnings, and bars and notices of libraries that are imported
+    later."""
     warnings.simplefilter("ignore", UserWarning)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -165,7 +166,7 @@ def _warning_line(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """A warning as a line of its own; those for programmers, of other categories, with file and
+    """A warning as a line of its own; warnings for programmers, of other categories, have file and
     line."""
     text, start = visible(" ".join(str(message).split())), line_start(sys.stderr)
     if category is UserWarning:

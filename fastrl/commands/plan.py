@@ -106,7 +106,8 @@ def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
 
 
 def _method(arguments: Sequence[str]) -> str:
-    """The method that is asked for, before the flags are parsed, which it determines."""
+    """The method that is asked for. It determines the flags, and is looked for before they are
+    parsed."""
     if (method := early_value("method", arguments)) is not None:
         return method
     recipe = early_value("recipe", arguments)

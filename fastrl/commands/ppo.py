@@ -352,8 +352,8 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     from fastrl.rewards.classifier import ClassifierReward
     from fastrl.rewards.functions import load_function, load_reward
 
-    if process_count() == 1:  # several share the work, when they know each other
-        folder.checkpoint(job.resume)  # is there, and whole
+    if process_count() == 1:  # several processes share the work later
+        folder.checkpoint(job.resume)  # raises unless it is whole
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
     policy, _ = job.check_model(), job.lora_config("CAUSAL_LM")  # refused before data is read
@@ -439,7 +439,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
     own_values = config.needs_values and config.critic is None
     kind = AutoModelForCausalLMWithValueHead if own_values else CausalLMPolicy
-    set_seed(config.seed)  # of a new value head or adapter, whatever was drawn before
+    set_seed(config.seed)  # for a new value head or adapter, whatever was drawn before
     model = kind.from_pretrained(
         job.model,
         **job.model_options(),

@@ -20,8 +20,8 @@ from fastrl.user_code import is_users
 
 
 def keyed(dataset: Any, *code: Any) -> Any:
-    """The data set, with a key for all that is made of it from here on, of the code that makes it:
-    fastrl's own, and the user's.
+    """The data set with a fingerprint that depends on fastrl's and the user's code, for all that is
+    made of it from here on.
 
     Args:
         dataset: a ``datasets.Dataset``.
@@ -46,8 +46,8 @@ def own_code() -> str:
 
 def user_code(*code: Any) -> str:
     """A hash of the user's files that hold functions and objects, and of those that these import.
-    What a program or notebook itself defines counts by what it names: ``datasets`` pickles the
-    rest."""
+    A function of the program or notebook itself counts by the files of what it names: ``datasets``
+    pickles the function."""
     files: dict[str, bytes] = {}
     seen: set[int] = set()
     for each in code:
@@ -146,6 +146,6 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _names(code: CodeType) -> list[str]:
-    """Names that code reads, that of the functions within it too."""
+    """The names that code reads, those read by functions within it too."""
     inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _names(c)]
     return [*code.co_names, *inner]

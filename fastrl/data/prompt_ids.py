@@ -78,7 +78,7 @@ def token_ids(
             :func:`fastrl.data.encode.encode_prompt`.
 
     Raises:
-        ValueError: as :func:`fastrl.data.chat.prompt_text`; a text without a tokenizer.
+        ValueError: see :func:`fastrl.data.chat.prompt_text`; a text without a tokenizer.
     """
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
@@ -100,11 +100,11 @@ def ids_of_prompts(
 
     Args:
         templates: further arguments of the chat template for each prompt.
-        names: of the prompts, for messages; by default their places.
+        names: the prompts' names, for messages; by default their places.
         longest: longer prompts keep BOS and their last tokens.
 
     Raises:
-        ValueError: as :func:`fastrl.data.chat.prompt_text`; a prompt without a token.
+        ValueError: see :func:`fastrl.data.chat.prompt_text`; a prompt without a token.
     """
     names = names or [f"prompt {i}" for i in range(len(prompts))]
     encoder = Encoder(tokenizer, max_prompt_length=longest)

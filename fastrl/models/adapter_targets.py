@@ -20,9 +20,9 @@ _MAMBA = ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba")
 
 
 def with_targets(model: nn.Module, peft_config: Any) -> Any:
-    """An adapter's configuration with layers: PEFT's for the model's type, else for its text
-    model's, else all linear ones but heads, routers of experts and gates of one number; of a
-    multimodal model those that texts reach. What it names itself stays; warns of names among it
+    """An adapter's configuration with target layers: those that it names itself, else PEFT's for
+    the model's type or its text model's, else all linear layers but heads, routers of experts and
+    gates of one number. In a multimodal model only layers that texts reach count. Warns of names
     that the model does not have."""
     if not hasattr(peft_config, "target_modules") or not hasattr(peft_config, "exclude_modules"):
         return peft_config
@@ -65,7 +65,7 @@ def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:
         unknown = [
             x
             for x in asked
-            if x not in CLASSIFIER_HEADS  # PEFT adds all that there are
+            if x not in CLASSIFIER_HEADS  # PEFT names both, whichever the model has
             and not any(name == x or name.endswith(before + x) for name in names)
         ]
         # PEFT itself tells of targets of which it finds none.
@@ -80,7 +80,7 @@ def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:
 
 
 def _linear_layers(model: nn.Module, unread: Sequence[str]) -> list[str]:
-    """The last parts of their names."""
+    """The last parts of the names of a model's linear layers that an adapter may be put on."""
     heads = {id(getattr(model, name, None)) for name in CLASSIFIER_HEADS}
     heads |= {id(cast("Any", model).get_output_embeddings())} | {id(x) for x in routers(model)}
     within = tuple(f"{name}." for name in unread)

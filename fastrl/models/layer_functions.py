@@ -41,7 +41,7 @@ def replacements(
     Args:
         homes: names of the modules that define the model's layers.
         running: whether a forward of ours is going on; else all is as it was.
-        parts: of the row that it runs; None: it runs steps of slots.
+        parts: gives the parts of the row that it runs; None: it runs steps of slots.
     """
     homes = [home for home in homes if _replaceable(home)]
     limit = _step_limit(model) if homes else recurrence.NO_LIMIT
@@ -49,7 +49,7 @@ def replacements(
         module = sys.modules[home]
         for name in _replaceable(home):
             own = getattr(module, name)
-            if not hasattr(own, "is_ours"):  # of a context around this one
+            if not hasattr(own, "is_ours"):  # else a context around this one has replaced it
                 yield module, name, _replacing(name, own, limit, running, parts)
 
 

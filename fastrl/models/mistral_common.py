@@ -33,8 +33,8 @@ class MistralCommonTokenizer(MistralCommonBackend):
     """A tokenizer of mistral-common that tells where its tokens lie, and writes chats that end with
     the assistant's turn as well as prompts. It shares all state with the tokenizer it is made of.
 
-    Control tokens, such as ``[INST]``, are read as such in texts without ``add_special_tokens``,
-    which go on from others or were written as chats; elsewhere they are letters, as in
+    Control tokens, such as ``[INST]``, are read as such in texts without ``add_special_tokens``, as
+    these continue others or were written as chats. In other texts they are letters, as in
     mistral-common.
 
     Raises:
@@ -165,7 +165,7 @@ class MistralCommonTokenizer(MistralCommonBackend):
 
     @property
     def backend_tokenizer(self) -> Any:
-        """What is asked of a fast tokenizer's backend: its steps, which put no blank in front of a
+        """A stand-in for a fast tokenizer's backend: its steps, which put no blank in front of a
         text, and all that it depends on, as a text."""
         version = self.tokenizer.instruct_tokenizer.tokenizer.version
         said = json.dumps([self.get_vocab(), version.value])

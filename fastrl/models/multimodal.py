@@ -32,8 +32,8 @@ def loader_for(config: Any, loader: Any) -> Any:
 
 
 def unread_modules(model: Any) -> list[str]:
-    """The parts of a multimodal model that texts do not reach, such as ``model.visual``; none of
-    another model."""
+    """The parts of a multimodal model that texts do not reach, such as ``model.visual``; none for
+    any other model."""
     config: Any = getattr(model, "config", None)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or model.get_decoder() is model:
         return []

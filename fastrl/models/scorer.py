@@ -19,7 +19,7 @@ class ScoredPass(NamedTuple):
 
     scores: TokenScores  # without values
     hidden: Tensor  # [N, H], the last hidden states
-    output: Any  # the model's own
+    output: Any  # the model's output
     routing: Routing | None = None  # of a mixture of experts whose routers are followed
 
     @property
@@ -41,7 +41,7 @@ class TokenScorer:
     the model on its device.
 
     Attributes:
-        head: that way; None before the first use.
+        head: the way to run the head; None before the first use.
     """
 
     def __init__(self) -> None:

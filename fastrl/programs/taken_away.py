@@ -23,7 +23,7 @@ from fastrl.eras import (
     settings_taken,
 )
 
-_GONE: set[str] = set()  # of which a warning was given
+_GONE: set[str] = set()  # names that a warning was given of
 _TEMPORARY = "nothing: a temporary folder is always used"
 _SAFE = "nothing: weights are saved as safetensors"
 _ALL_SCORES = "top_k=None, which sorts by score: pick what is meant by its label, not by its place"
@@ -83,8 +83,8 @@ def _all_scores(now: Any) -> Any:
 
 
 def _chat_template(now: Any) -> Any:
-    """``apply_chat_template`` returned token ids, where it now returns a dict of them, and took
-    chats without a message."""
+    """``apply_chat_template`` as it was: it returned token ids, not a dict of them, and took chats
+    without a message."""
 
     @functools.wraps(now)
     def then(self: Any, conversation: Any, *args: Any, **given: Any) -> Any:
@@ -118,7 +118,7 @@ def _data(given: dict[str, Any]) -> None:
 
 
 def _encode(name: str) -> Callable[[Any], Any]:
-    """A tokenizer's method whose work calling the tokenizer does."""
+    """A method of tokenizers that is gone, and now calls the tokenizer."""
 
     def made(now: Any) -> Any:
         def then(self: Any, *args: Any, **given: Any) -> Any:
@@ -168,7 +168,7 @@ def _bits(keywords: dict[str, Any]) -> None:
 
 
 def _from_pretrained(now: Any) -> Any:
-    """A class method, which is looked up with its class."""
+    """The class method ``from_pretrained`` with the keywords of :func:`_bits`."""
     change = _wrapped(_bits)(now.__func__)
     return classmethod(change)
 
@@ -211,7 +211,7 @@ class _Shown:
 
 def _shown(kinds: Sequence[type]) -> list[Any]:
     """Dataclasses without the settings of fastrl's and transformers' which the program's own
-    declare: at its time there were none of these names."""
+    declare: when it was written, nothing else had these names."""
     programs = {kind: fields_added_to(kind) for kind in kinds if not _is_ours(kind)}
     shown: list[Any] = []
     for kind in kinds:
@@ -265,10 +265,10 @@ def _parse(now: Any, taken: Any, default: Callable[[], Any]) -> Any:
 
 
 def _alias(home: str, name: str, old: str, but: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """Another thing in the place of one that is gone, where it is.
+    """A function or class that is served in the place of one that is gone, if it is gone.
 
     Args:
-        but: keywords that the other does without.
+        but: keywords that are dropped.
     """
 
     def made(now: Any) -> Any:
@@ -287,7 +287,7 @@ def _alias(home: str, name: str, old: str, but: tuple[str, ...] = ()) -> Callabl
 
 
 def _now_called(old: str, name: str, now: Any) -> Any:
-    """A class of transformers' in the place of one that is gone, where it is."""
+    """A class of transformers that is served in the place of one that is gone, if it is gone."""
     return now or getattr(importlib.import_module("transformers"), name)
 
 

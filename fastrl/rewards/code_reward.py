@@ -50,11 +50,11 @@ def make_code_reward(
       names are the code's; else all are that no builtin and no module of the standard library has.
 
     Args:
-        seconds: of processor time, for each run of a program and for all Python texts of a row
-            together; by the clock twice as many.
+        seconds: the processor time of a program's run, and of all Python texts of a row together;
+            by the clock it may be twice as long.
         memory_mib: address space of a process, in MiB.
         disk_mib: what a program's files may hold, in MiB.
-        processes: that a program may have at a time, threads among them.
+        processes: the number that a program may have at a time, threads among them.
         workers: programs that run at a time; None: one for each processor of this process.
         allow_unisolated: where this machine lets no process shut another one in, run code that
             nobody has read with this process's own rights, and warn; else that is an error.
@@ -120,7 +120,7 @@ def make_code_reward(
 def _runs(
     sandbox: Sandbox, code: bytes, tests: list[Any], entry_point: Any
 ) -> list[Callable[[], float]]:
-    """What is to be run of a response; each returns the share of its tests that are passed."""
+    """Functions that run a response's code; each returns the share of its tests that are passed."""
     if tests and isinstance(tests[0], str):
         names = [entry_point] if isinstance(entry_point, str) else list(entry_point or ())
         return [lambda: share_passed(sandbox, code, tests, names)]
@@ -171,7 +171,7 @@ def tests_of(tests: Any, row: int) -> list[str] | list[tuple[str, str]] | None:
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         with suppress(json.JSONDecodeError):  # else it is Python
             tests = json.loads(tests)
-    if isinstance(tests, Mapping) and isinstance(tests.get("input"), list):  # as tables turn them
+    if isinstance(tests, Mapping) and isinstance(tests.get("input"), list):  # columns of a table
         columns = [tests["input"], tests.get("output") or ()]
         tests = [
             dict(zip(("input", "output"), pair, strict=True)) for pair in zip(*columns, strict=True)

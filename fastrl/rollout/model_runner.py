@@ -196,7 +196,7 @@ class ModelRunner:
 
     def fuse_draw(self, layers: list[LayerShape]) -> None:
         """Has decode steps of few rows draw from hidden states where that is faster, with a head
-        that is a plain product; on NVIDIA GPUs, for which it was counted.
+        that is a plain product, and on NVIDIA GPUs, for which the times were counted.
 
         Args:
             layers: as :meth:`layer_shapes` gives them.
@@ -218,8 +218,8 @@ class ModelRunner:
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:
         """Shapes of one token's keys and values, and of states, from a forward with the model's own
-        cache; also finds their dtype. Autocast would cast them for every product of attention: on a
-        GPU they are kept so."""
+        cache; also finds the dtype to keep them in: on a GPU autocast's, which would else cast them
+        for every product of attention."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with evaluating(self.model), self.autocast():
             cache = cache_of(
@@ -272,8 +272,8 @@ _FEW = range(5, 33)
 
 
 def _head_product(model: Any) -> Product:
-    """A function for the head's product h [b, 1, H] -> [b, 1, V]; None from it leaves the product
-    to the head."""
+    """A function for the head's product h [b, 1, H] -> [b, 1, V]; where it returns None, the head
+    itself computes the product."""
     head = model.get_output_embeddings()
     plain = (
         type(head) is nn.Linear

@@ -38,12 +38,12 @@ def fields() -> dict[str, pa.DataType]:
     return {
         "step": pa.int32(),
         "sample": pa.int32(),  # index in the step's batch
-        "prompt_row": pa.int64(),  # of the data set
+        "prompt_row": pa.int64(),  # the prompt's row in the data set
         "prompt": pa.string(),
         "prompt_ids": tokens,
         "completion": pa.string(),
         "completion_ids": tokens,
-        "written": pa.list_(pa.bool_()),  # which of these the policy wrote; null where all
+        "written": pa.list_(pa.bool_()),  # which completion tokens the policy wrote; null: all
         "finish_reason": pa.string(),
         "seed": pa.int64(),  # with the next two the key of the draws
         "sample_id": pa.int64(),
@@ -53,7 +53,7 @@ def fields() -> dict[str, pa.DataType]:
         "weights_version": pa.int64(),  # steps of the optimizer before the sample was drawn
         "logprobs": numbers,  # of the rollout, at the policy's temperature
         "values": numbers,  # of the rollout
-        "advantages": numbers,  # empty of a sample that was left out of the step
+        "advantages": numbers,  # empty for a sample that was left out of the step
         "reward": pa.float32(),
         "score": pa.float32(),  # the reward less penalties
         "token_scores": numbers,  # of the completion's tokens; null where only the sum was given
@@ -75,7 +75,7 @@ class Ledger:
     ``facts``, what else is to be noted, as JSON, of all rows of a file.
 
     Args:
-        folder: of the files; made with the first of them.
+        folder: the files' folder, which is made with the first file.
         every: steps at whose multiples a file is written; those since then are in memory.
 
     Raises:
@@ -93,7 +93,7 @@ class Ledger:
 
     @property
     def last_step(self) -> int:
-        """The last step that it holds; 0 of an empty one."""
+        """The last step in the ledger; 0 if it is empty."""
         if self._rows:
             return self._rows[-1]["step"][0].as_py()
         return max((file.last for file in _files(self.folder)), default=0)
@@ -110,8 +110,8 @@ class Ledger:
         """Adds the samples of a step.
 
         Args:
-            columns: those of :func:`fields` but the first two, and of reward functions; those that
-                are left out are null.
+            columns: the columns of :func:`fields` other than the first two, and those of reward
+                functions; columns that are left out are null.
 
         Raises:
             ValueError: the ledger has this step, or a later one.
@@ -143,8 +143,8 @@ class Ledger:
 
     def supersede(self, after_step: int) -> None:
         """Moves the steps after ``after_step`` to a folder ``superseded-N``, the first N from 1
-        that is free: files as they are, and of one that holds earlier steps too a copy of these
-        stays."""
+        that is free: whole files as they are; of a file that holds earlier steps, too, a file of
+        these stays."""
         self.flush()
         for unfinished in self.folder.glob(".steps-*"):  # of a process that was killed
             unfinished.unlink()
@@ -193,7 +193,7 @@ def read_ledger(
     Only the files that have some of these steps are opened.
 
     Args:
-        folder: of the ledger.
+        folder: the ledger's folder.
         columns: their names; None: all.
         first, last: steps, both included; None: up to the last there is.
 
@@ -257,7 +257,7 @@ def _files(folder: Path) -> list[_File]:
 
 
 def _read(path: Path, names: Iterable[str] | None = None) -> tuple[dict[str, Any], pa.Table]:
-    """A file's metadata, and its columns of these names; with some, also that of the steps."""
+    """A file's metadata, and its columns of these names, to which the column of steps is added."""
     import pyarrow as pa
 
     with _open(path) as (file, facts):
@@ -273,7 +273,7 @@ def _open(path: Path) -> Iterator[tuple[ParquetFile, dict[str, Any]]]:
     """A file, and its metadata.
 
     Raises:
-        ValueError: one that is damaged, in the block too, or of a newer fastrl.
+        ValueError: a damaged file, also where that shows in the block, or one of a newer fastrl.
     """
     import pyarrow as pa
     from pyarrow import parquet

@@ -14,7 +14,7 @@ from fastrl.run.files import write_file
 
 # torch's names of instruction sets, each with those before it, and what its variable calls them.
 _CAPABILITIES = {"NO AVX": "default", "DEFAULT": "default", "AVX2": "avx2", "AVX512": "avx512"}
-# What libraries of products read of the environment, and with what they compute other bits.
+# Variables of the environment with which libraries of products compute other bits.
 _OF_PRODUCTS = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -26,8 +26,8 @@ _PACKAGES = ("fastrl-lm", "torch", "triton", "transformers", "accelerate", "peft
 
 
 def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
-    """The versions of Python and of packages, "not installed" where there is none; and that of the
-    draws: which tokens keys draw."""
+    """The versions of Python and of packages, "not installed" where there is none; and the version
+    of the draws, which decides which tokens a key draws."""
     from fastrl_kernels.race import DRAWS
 
     found = {"python": platform.python_version(), "draws": str(DRAWS)}
@@ -57,8 +57,8 @@ def machine() -> dict[str, Any]:
 
 
 def other_draws(before: dict[str, str]) -> str:
-    """What to say, after a semicolon, of recorded versions whose keys drew other tokens; "" of the
-    same."""
+    """What to say, after a semicolon, of recorded versions whose keys drew other tokens; "" where
+    they drew the same."""
     from fastrl_kernels.race import DRAWS
 
     if before.get("draws", "1") == str(DRAWS):

@@ -59,7 +59,7 @@ class DatasetConfig:
     """A data set of a mixture: the arguments of ``datasets.load_dataset``.
 
     Attributes:
-        columns: that are kept; None: all.
+        columns: the columns that are kept; None: all.
         fraction: its share of the mixture, for all of the data sets or for none.
     """
 

@@ -16,7 +16,7 @@ class BestOfNSampler:
     """Draws ``sample_size`` responses to each query and keeps the ``n_candidates`` best.
 
     Args:
-        model: with ``generate``; a value-head model of ours, or one of transformers.
+        model: a value-head model of ours, or a model of transformers, with ``generate``.
         queries_to_scores: returns the scores of texts of query and response.
         length_sampler: draws max_new_tokens, once for each query.
         seed: the seed of torch, Python and NumPy; None: generators stay as they are.
@@ -56,7 +56,7 @@ class BestOfNSampler:
         device: Any = None,
         **generation_kwargs: Any,
     ) -> list[list[str]]:
-        """The best texts, of query and response, of each query.
+        """The texts, query and response, of each query's best responses.
 
         Args:
             tokenized_query: token ids of one query (a list, or a 1-D tensor), or a list of such.

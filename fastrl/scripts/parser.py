@@ -24,8 +24,9 @@ class TrlParser(HfArgumentParser):
 
     Args:
         dataclass_types: one dataclass, or several.
-        ignore_extra_args: as ``fail_with_unknown_args=False`` of :meth:`parse_args_and_config`.
-        options: of HfArgumentParser.
+        ignore_extra_args: the same as ``fail_with_unknown_args=False`` in
+            :meth:`parse_args_and_config`.
+        options: HfArgumentParser's options.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class TrlParser(HfArgumentParser):
         return instances
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Instances of the dataclasses from a mapping of settings, as HfArgumentParser's; that of
-        a YAML or JSON file is read by it as well."""
+        """Instances of the dataclasses from a mapping of settings, as HfArgumentParser makes them;
+        those of a YAML or JSON file are made so, too."""
         with settings_taken(list(self.dataclass_types), args) as rest:
             return super().parse_dict(rest, allow_extra_keys=allow_extra_keys)
 
@@ -133,7 +134,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def init_zero_verbose() -> None:
-    """Shows errors alone, by rich, and warnings among them."""
+    """Has ``logging`` show errors alone, by rich, and sends Python's warnings to it."""
     from rich.logging import RichHandler
 
     logging.basicConfig(

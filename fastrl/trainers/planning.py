@@ -118,7 +118,7 @@ def shortened_steps(args: Any) -> int:
 
 
 def rehearsed(args: Any, kind: type, memory: Rehearsal, **own: Any) -> Any:
-    """Arguments of a rehearsal."""
+    """A trainer's arguments, changed for a rehearsal."""
     given = {
         f.name: getattr(args, f.name)
         for f in dataclasses.fields(kind)

@@ -50,7 +50,7 @@ def target() -> tuple[str, int]:
     return found
 
 
-_INTERPRETED = interpreting()  # as the kernels were defined
+_INTERPRETED = interpreting()  # whether kernels were defined for the interpreter
 _targets: dict[tuple[object, int], tuple[str, int]] = {}  # by driver and device
 
 
