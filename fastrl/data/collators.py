@@ -18,14 +18,14 @@ SIDES = ("chosen", "rejected")
 TOKEN_COLUMNS = tuple(
     f"{kind}_{side}" for side in SIDES for kind in ("input_ids", "attention_mask")
 )
-ID_COLUMNS = ("chosen_ids", "rejected_ids")  # the same, as TRL 1.x names them; without masks
+ID_COLUMNS = ("chosen_ids", "rejected_ids")  # TRL 1.x's names of the sides' ids, without masks
 _SHOWN = 40  # tokens of a text in a warning
 
 
 class DataCollatorForCompletionOnlyLM:
     """Finds the tokens of a text to learn: those behind its last response template; or, with an
-    instruction template, those behind every response template up to the next instruction. A text
-    without a template has none, and a warning says so.
+    instruction template, those behind every response template up to the next instruction. In a text
+    without a template nothing is learned, and a warning says so.
 
     Templates are found as tokens. If the tokenizer joins a template's ends with the text around it,
     pass the template's token ids as they are inside a text. EOS is learned like any other token,
@@ -34,7 +34,7 @@ class DataCollatorForCompletionOnlyLM:
     Args:
         response_template: text or token ids in front of what is learned.
         instruction_template: text or token ids in front of what is not; for dialogues.
-        tokenizer: of the texts.
+        tokenizer: the texts' tokenizer.
         mlm: only False.
         ignore_index: label of tokens that are not learned, when this is called as a collator.
         padding_free: join the texts of a batch in one row, whose ``position_ids`` restart with
@@ -194,8 +194,8 @@ class RewardDataCollatorWithPadding:
 
     Args:
         tokenizer: gives the pad token.
-        padding: as in ``tokenizer.pad``; ``max_length`` pads to that.
-        max_length: with ``padding="max_length"``.
+        padding: the argument of ``tokenizer.pad``; "max_length" pads to ``max_length``.
+        max_length: the width for ``padding="max_length"``.
         pad_to_multiple_of: of the width.
         return_tensors: "pt".
     """

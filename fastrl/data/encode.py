@@ -426,7 +426,7 @@ def encode_prompt(
         closed: add the special tokens at the end, too, which encoders read.
 
     Raises:
-        ValueError: as :func:`fastrl.data.chat.prompt_text`.
+        ValueError: see :func:`fastrl.data.chat.prompt_text`.
     """
     (text,), (ids,) = Encoder(tokenizer).prompts([prompt], lambda _: name, closed=closed)
     return text, ids

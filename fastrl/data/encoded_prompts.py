@@ -72,7 +72,7 @@ def encode_prompts(
     """Prompts as texts, chats by the tokenizer's template; and their token ids, as
     :meth:`fastrl.data.encode.Encoder.prompts` has them.
 
-    Of many prompts the result is kept in the cache of ``datasets``, by the prompts, the templates'
+    The result for many prompts is kept in the cache of ``datasets``, by the prompts, the templates'
     arguments and all that the tokenizer is: the next run, and the other processes of this one, read
     it.
 
@@ -82,7 +82,7 @@ def encode_prompts(
         closed: add the special tokens at the end, too, which encoders read.
 
     Raises:
-        ValueError: as :func:`fastrl.data.chat.prompt_text`.
+        ValueError: see :func:`fastrl.data.chat.prompt_text`.
     """
     place = _place(prompts, tokenizer, templates, closed) if len(prompts) >= KEPT_FROM else None
     known = None if place is None else _read(place)

@@ -60,14 +60,14 @@ class Critic(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike, **options: Any) -> Critic:
         """Loads a reward model, a critic that was saved, or a language model, which gets a new
-        head; an adapter of the first two on its base.
+        head. An adapter of the first two is loaded on its base.
 
         Args:
-            options: of transformers' ``from_pretrained``; weights are fp32 unless ``dtype`` is
-                given.
+            options: options of transformers' ``from_pretrained``; weights are fp32 unless ``dtype``
+                is given.
 
         Raises:
-            FileNotFoundError, ValueError: as :func:`fastrl.models.load.load_reward_model`.
+            FileNotFoundError, ValueError: see :func:`fastrl.models.load.load_reward_model`.
         """
         return cls(load_reward_model(path, **options))
 
@@ -82,9 +82,9 @@ class Critic(nn.Module):
         """The values of the requested tokens, with log-probs of 0.
 
         Args:
-            attention: in place of the model's own, such as that of a packed row.
-            routing: of a policy's experts; not read.
-            boundary: of layers that a policy shares with its reference; not read.
+            attention: the attention to use in place of the model's own, such as a packed row's.
+            routing: the routing of a policy's experts; not read.
+            boundary: the output of layers that a policy shares with its reference; not read.
         """
         hidden: list[Tensor] = []
         head: Any = score_head(self.pretrained_model)

@@ -72,11 +72,11 @@ def refuse_dense(model: nn.Module, router_aux_loss_coef: float) -> None:
 
 
 def follow_routers(model: nn.Module, router_aux_loss_coef: float = 0.0) -> int:
-    """Has a model's routers speak to the routing of a forward; returns how many there are, 0 of
-    those whose routers cannot be followed.
+    """Has a model's routers speak to the routing of a forward; returns how many routers there are,
+    0 if they cannot be followed.
 
     Raises:
-        ValueError: a coefficient of their loss, where they cannot.
+        ValueError: a coefficient of their loss, if they cannot be followed.
     """
     routers_of_model, cause = routers(model), why_not_followed(model)
     if cause is not None:
@@ -96,7 +96,7 @@ def computed_aux_loss(output: Any) -> Tensor:
     """The load-balancing loss that a mixture's own forward has computed.
 
     Raises:
-        ValueError: there is none, as of architectures whose routers transformers does not record.
+        ValueError: there is none, as in architectures whose routers transformers does not record.
     """
     found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor):
@@ -125,7 +125,7 @@ def replays(model: nn.Module, asked: bool) -> bool:
     says so.
 
     Raises:
-        ValueError: as :func:`routers_of`.
+        ValueError: see :func:`routers_of`.
     """
     if not asked:
         return False
@@ -233,7 +233,7 @@ class Routing:
         self.weights, self.choices = weights, choices
         self._logits: dict[int, Tensor] = {}  # by the router's number
         self._experts: dict[int, Tensor] = {}
-        self._changed: list[Tensor] = []  # choices that the router would not have made; of how many
+        self._changed: list[Tensor] = []  # numbers of other choices, and of known ones
 
     @classmethod
     def of(

@@ -203,8 +203,8 @@ class PreTrainedModelWrapper(nn.Module):
 
         Args:
             boundary: [B, T, H], the trunk's output for these tokens, whose layers then do not run.
-            attention: in place of the model's own, such as that of a packed row.
-            routing: of a mixture's experts, with ``scoring``.
+            attention: the attention to use in place of the model's own, such as a packed row's.
+            routing: the routing of a mixture's experts, with ``scoring``.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:

@@ -31,7 +31,7 @@ class MemoryLog:
 
     Attributes:
         now: bytes by kind.
-        peaks: of each phase, in the order in which they began.
+        peaks: the peak of each phase, in the order in which phases began.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class MemoryLog:
         self._total -= nbytes
 
     def is_kind(self, key: int | None, kind: str, since: str | None = None) -> None:
-        """Says of memory that is there what it is for.
+        """Tells the log what some memory that is there is for.
 
         Args:
             since: a phase at whose peak it was there, too.
@@ -88,7 +88,7 @@ class MemoryLog:
 
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
-        """Context in which what is allocated is for this."""
+        """Context in which all memory that is allocated is of this kind."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -97,7 +97,7 @@ class MemoryLog:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Context in which what is allocated is not on the device."""
+        """Context in which memory that is allocated is not on the device."""
         before, self._outside = self._outside, True
         try:
             yield
@@ -106,7 +106,7 @@ class MemoryLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context of a phase; one within another is not part of that."""
+        """Context of a phase; a phase within another does not count for the outer one."""
         before, self._phase = self._phase, name
         self._look()
         try:
@@ -115,7 +115,7 @@ class MemoryLog:
             self._phase = before
 
     def enter(self, name: str) -> None:
-        """Begins the phase that is on where no other is."""
+        """Begins a phase that lasts wherever no other phase is on."""
         self._phase = name
 
     def note(self, name: str) -> None:

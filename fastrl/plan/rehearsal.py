@@ -36,7 +36,7 @@ from fastrl_kernels import workspace
 from fastrl_kernels.dispatch import standing_for
 
 LOADING, ROLLOUT, SCORING, UPDATE, STEP = "loading", "rollout", "scoring", "update", "optimizer"
-OTHER = "other"  # between these
+OTHER = "other"  # between the phases
 PHASES = (LOADING, ROLLOUT, SCORING, UPDATE, STEP, OTHER)
 OPTIMIZER_STEPS = 2  # of a rehearsal: the optimizer's state is there from the second on
 # A note, with replay_routing.
@@ -54,9 +54,9 @@ class Rehearsal:
     """What is known of a rehearsal's memory.
 
     Attributes:
-        log: of its memory.
+        log: the log of its memory.
         phantoms: the mode in which it runs.
-        notes: what of it is a guess.
+        notes: guesses in it, in words.
         folder: to write to.
         visiting: bytes of a reference in host memory that are on the device as it runs, at most.
     """
@@ -97,7 +97,7 @@ class Rehearsal:
 
         def end(*_: Any) -> None:
             entered.pop().close()
-            if isinstance(optimizer, MasterWeights):  # made before the hooks
+            if isinstance(optimizer, MasterWeights):  # masters are made before the hooks
                 self.phantoms.is_kind(optimizer.masters, OPTIMIZER, since=STEP)
 
         optimizer.register_step_pre_hook(begin)

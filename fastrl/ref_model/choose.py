@@ -48,8 +48,8 @@ Model = TypeVar("Model", PreTrainedModelWrapper, PreTrainedModel)
 def create_reference_model(
     model: Model, num_shared_layers: int | None = None, pattern: str | None = None
 ) -> Model:
-    """A frozen copy of ``model``, in evaluation mode; of a model with an adapter one that shares
-    all weights which are not trained, whose KL is measured against the adapter as it is now.
+    """A frozen copy of ``model``, in evaluation mode. The copy of a model with an adapter shares
+    all weights that are not trained: the KL is measured against the adapter as it is now.
     ``ref_model=None`` takes the base without the adapter, and no second forward's weights.
 
     Args:

@@ -24,9 +24,9 @@ def frozen_copy(model: Copied, shared: dict[int, Any] | None = None) -> Copied:
 
 
 def in_dtype(model: Copied, dtype: str) -> Copied:
-    """The model with its floating-point weights in a dtype, by torch's name; itself where they are
-    already, or dtype is "auto", else a frozen copy. Buffers, such as the frequencies of rotary
-    embeddings, keep theirs, as when a model is loaded in a dtype."""
+    """The model with its floating-point weights in a dtype, by torch's name: the model itself where
+    they have it already, or dtype is "auto", else a frozen copy. Buffers, such as the frequencies
+    of rotary embeddings, keep theirs, as when a model is loaded in a dtype."""
     if dtype == "auto":
         return model
     to = getattr(torch, dtype)

@@ -27,13 +27,13 @@ class Request(NamedTuple):
     """Prompts, and how to generate responses to them."""
 
     prompts: Sequence[Tensor]
-    sample_ids: Sequence[int]  # of the prompts
+    sample_ids: Sequence[int]  # a number for each prompt, for its draws
     generation_kwargs: dict[str, Any]  # of ``model.generate``
     batch_size: int  # prompts per call of that
     limits: Sequence[int] | None = None  # max_new_tokens of each; the same within a batch
     reference: bool = False  # the model acts as the reference policy
     samples: int = 1  # responses to each prompt, one after the other
-    seed: int | None = None  # of the draws; None: from torch's own generator
+    seed: int | None = None  # the draws' seed; None: one from torch's own generator
 
     def repeated(self) -> list[Tensor]:
         """The prompt of each response."""
@@ -99,7 +99,7 @@ class EngineBackend(RolloutBackend):
 
     Args:
         config: has ``rollout_slots``, ``rollout_kv_cache_gib`` and ``rollout_sleep``.
-        keep_experts: with the choices of a mixture's experts.
+        keep_experts: results have the choices of a mixture's experts, too.
     """
 
     def __init__(

@@ -57,9 +57,9 @@ class Kind:
     """Checkpoints of one kind of trainer.
 
     Attributes:
-        file: which each of them has at its top, and those of the other kind have not.
+        file: a file that each of them has at its top, and checkpoints of the other kind lack.
         whose: the trainer that writes them.
-        commands: which write them and resume from them.
+        commands: the commands that write them and resume from them.
     """
 
     file: str
@@ -79,13 +79,13 @@ class Checkpoints:
     it.
 
     Args:
-        folder: of all of them.
+        folder: the folder of all checkpoints.
         keep_last: older ones are removed after a new one is there; None keeps all.
     """
 
     def __init__(self, folder: Path, keep_last: int | None = None):
         self.folder, self.keep_last = folder, keep_last
-        self._checksums: dict[str, str] = {}  # of a new one's files, as far as they are shared out
+        self._checksums: dict[str, str] = {}  # of a new checkpoint's files
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -111,7 +111,7 @@ class Checkpoints:
 
         Args:
             best: the step of the one that stays, however old it is.
-            processes: all of which write to the folder; it gets its name when the last of them has.
+            processes: processes that all write to the folder; it gets its name when all have.
             on_each_node: each machine has a folder of its own, with what its processes write.
 
         Raises:
@@ -133,7 +133,7 @@ class Checkpoints:
 
     def share_checksums(self, part: Path, processes: Processes) -> None:
         """Computes the checksums of a new checkpoint's files for its manifest, each process those
-        of a share. Called by all of them, when the files are written.
+        of a share of the files. All processes must call it, when the files are written.
 
         Raises:
             PeerFailed: another process answers no more.
@@ -145,7 +145,7 @@ class Checkpoints:
         sizes = processes.from_main(own)
         names, found = list(sizes), {}
         for i in processes.balanced(list(sizes.values()))[processes.index]:
-            # One that is not here, or not yet as it is there, is left to the main process.
+            # A file that this machine does not see, or not yet whole, is left to the main process.
             with suppress(OSError):
                 if (part / names[i]).stat().st_size == sizes[names[i]]:
                     found[names[i]] = _sha256(part / names[i])
@@ -153,7 +153,7 @@ class Checkpoints:
 
     @contextmanager
     def _new(self, step: int, best: int | None) -> Iterator[Path]:
-        self._checksums = {}  # those of an earlier one's files are not this one's
+        self._checksums = {}  # an earlier checkpoint's files have other ones
         self.folder.mkdir(parents=True, exist_ok=True)
         self.remove_unfinished()
         path = self.path(step)
@@ -177,7 +177,7 @@ class Checkpoints:
                 remove_folder(path)
 
     def newest_good(self, before: int | None = None) -> Path | None:
-        """The one with the most steps that is whole; None without one. A warning names each newer
+        """The newest checkpoint that is whole; None if there is none. A warning names each newer
         one, which is damaged.
 
         Args:
@@ -187,8 +187,8 @@ class Checkpoints:
         return _first_whole(paths[::-1], OneProcess())
 
     def supersede(self, after_step: int) -> Path | None:
-        """Moves those with more steps out of the way, to ``checkpoints.superseded-N``; returns that
-        folder, None if there are none."""
+        """Moves checkpoints of later steps out of the way, to ``checkpoints.superseded-N``; returns
+        that folder, or None if there are none."""
         later = [path for path in self.paths() if step_of(path) > after_step]
         if not later:
             return None
@@ -215,8 +215,9 @@ def find_checkpoint(
     Args:
         resume: True, "true" or "latest": the newest good one of ``checkpoints``; or a checkpoint's
             folder, or a run's, whose newest good one is taken.
-        kind: of the trainer that resumes.
-        processes: all of which call this, and get the same. Those of a machine share the work.
+        kind: the kind of the trainer that resumes.
+        processes: processes that all call this, and get the same. Those of a machine share the
+            work.
 
     Raises:
         FileNotFoundError: there is no such folder, or no checkpoint in it.
@@ -237,7 +238,7 @@ def find_checkpoint(
 
 
 def names_a_folder(resume: Any) -> bool:
-    """Whether what is to be resumed is one that is named, not the newest."""
+    """Whether ``resume`` names a folder, and does not ask for the newest checkpoint."""
     return not isinstance(resume, bool) and str(resume).lower() not in (LATEST, "true")
 
 
@@ -267,11 +268,11 @@ def _candidates(
 
 
 def _first_whole(paths: Sequence[Path], processes: Processes, only: bool = False) -> Path | None:
-    """The first that is whole, for all processes; None without one. A warning names each one before
-    it, which is damaged.
+    """The first checkpoint that is whole, for all processes; None if there is none. A warning names
+    each one before it, which is damaged.
 
     Args:
-        only: that is an error.
+        only: a damaged one is an error.
     """
     for path in paths:
         wrong = None
@@ -434,7 +435,7 @@ def warn_of_another_machine(manifest: dict[str, Any]) -> None:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the settings of a checkpoint's run that another one has otherwise."""
+    """Names of the settings in which a run differs from a checkpoint's run."""
     return [
         name
         for name in dict.fromkeys([*before, *now])

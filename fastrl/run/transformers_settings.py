@@ -20,7 +20,7 @@ _FREE = (
     "restore_callback", "metric_for_best", "greater_is_better", "offload_optimizer",
     "activation_offloading", "ledger",
 )  # fmt: skip
-# Settings of when something is done that all processes do together, or say, by their beginnings.
+# Beginnings of settings that decide when all processes do or print something together.
 _STEPS = (
     "logging_st", "logging_first", "eval_", "save_", "per_device_eval", "load_best",
     "metric_for_best", "greater_is_better", "prediction_", "dataloader_drop", "push_to_hub",

@@ -7,11 +7,12 @@ from typing import Any
 
 
 def router_loss(model: Any, asked: float | None, as_configured: bool = False) -> tuple[bool, float]:
-    """Whether a mixture of experts' router has a loss of its own, and that one's weight.
+    """Whether a mixture of experts' routers have a loss of their own, and the weight of that loss.
 
     Args:
         asked: the settings' ``router_aux_loss_coef``; None: the model's own.
-        as_configured: by default there is none unless the model's ``output_router_logits`` is on.
+        as_configured: without ``asked``, there is a loss only if the model's
+            ``output_router_logits`` is on.
 
     Raises:
         ValueError: a weight for a model that is no such mixture.

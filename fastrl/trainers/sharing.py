@@ -18,11 +18,11 @@ class SharedBatches(BatchSampler):
     about as many tokens.
 
     The last batch of an epoch may be smaller: it is shared as evenly as can be. A process that gets
-    no example of it takes part with one that does not count, because the others wait for it.
+        no example of it runs one that does not count, because the others wait for it.
 
     Args:
-        sampler: of the data's order; that of the main process is used.
-        batch_size: of all processes.
+        sampler: the order of the data; the main process's is used.
+        batch_size: the number of examples of all processes together.
         sizes: tokens of each of the data; empty where they are not known.
     """
 
@@ -93,11 +93,11 @@ def share_batches(loader: Any, processes: Processes, sizes: Sequence[int]) -> Sh
             "number of examples of each process"
         )
     sampler, count = batches.sampler, processes.count
-    if isinstance(sampler, LengthGroupedSampler):  # groups as many as a step has
+    if isinstance(sampler, LengthGroupedSampler):  # it groups as many examples as a step has
         sampler.batch_size *= count
     size = batches.batch_size * count
     shared = SharedBatches(sampler, size, batches.drop_last, processes, sizes)
-    # It hands on what it gets, as transformers has it do for a sampler that knows its process.
+    # accelerate's wrapper is made to hand on whole batches, as transformers does for such samplers.
     wrapper.batch_sampler, wrapper.num_processes, wrapper.process_index = shared, 1, 0
     wrapper.even_batches = False
     return shared

@@ -34,7 +34,7 @@ def advance(
     position += goes_on
     found = (num_generated >= limit) * LENGTH
     found.masked_fill_((token == ends.unsqueeze(1)).any(0), EOS).masked_fill_(lost, NAN)
-    reason += running * found  # 0 of those that run
+    reason += running * found  # it is 0 for rows that run
 
 
 def _check(slots: SlotBuffers, draw: SampledTokens, ends: Tensor, values: Tensor | None) -> None:
@@ -88,8 +88,8 @@ def advance_slots(
     values: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
-    """Takes the tokens that were drawn for the first slots into their samples, in place. Of a row i
-    that runs, with n_i tokens so far, and whose draw y_i ≥ 0:
+    """Takes the tokens that were drawn for the first slots into their samples, in place. For a row
+    i that runs, with n_i tokens so far and a draw y_i ≥ 0:
 
         token_i ← tokens[i, n_i] ← y_i,   n_i ← n_i + 1,   position_i ← position_i + 1,
         reason_i ← 1 if y_i is one of ``ends``, else 2 if n_i ≥ limit_i, else 0 (it runs on).
@@ -100,10 +100,10 @@ def advance_slots(
     Args:
         slots: the samples' state: token, position, num_generated, limit, reason [B] int64; tokens
             [S, L] int64 and per_token [4, S, L] fp32, S ≥ B and L above every limit.
-        draw: of ``sample_tokens``, [B]. Its logprobs, logprobs_t1 and entropies go to per_token's
-            first three rows.
+        draw: the result of ``sample_tokens``, [B]. Its logprobs, logprobs_t1 and entropies go to
+            per_token's first three rows.
         ends: [E] int64, tokens that end a sample; E may be 0.
-        values: [B] fp32, bf16 or fp16, for the fourth; None leaves that as it is.
+        values: [B] fp32, bf16 or fp16, for per_token's fourth row; None leaves it as it is.
         backend: "auto", "triton" or "torch"; see ``explain``. Results are the same bits.
 
     Raises:

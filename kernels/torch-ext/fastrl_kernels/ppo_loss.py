@@ -61,7 +61,7 @@ class _PolicyTerms(NamedTuple):
     loss: Tensor  # the objective
     kl: Tensor | None  # the KL term without its coefficient
     slope: Tensor  # d/d log ρ of the objective, not masked
-    log_ratio: Tensor  # the tokens' own
+    log_ratio: Tensor  # the tokens' own log-ratios
     level: Tensor  # the log-ratio of the objective's ratio
     ratio: Tensor
     is_clipped: Tensor  # bool

@@ -23,7 +23,7 @@ from .rows import align_down, load_end, per_row, rotate
 from .tiles import target
 
 _TILE = 4096  # logits that a program holds
-_THREADS = 128  # of such a program
+_THREADS = 128  # threads of such a program
 _ROW_THREADS = 256  # of a program for a row
 # What such a program holds at a time as it looks for the row's cut: logits, and groups at the most.
 _CUT_TILE = 2048
@@ -49,7 +49,7 @@ def sampling_temperature(temperature_ptr, temperature, row):
 
 @triton.jit
 def possible_temperature(t):
-    """``sampling_temperature`` of one or several."""
+    """``sampling_temperature`` of one temperature or several that are loaded."""
     greedy = (t >= 0) & (t < _COLDEST)
     possible = (t >= 0) & (t < float("inf"))
     return tl.where(greedy, 1.0, tl.where(possible, t, float("nan"))), greedy
