@@ -25,26 +25,36 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
 
 
 def apply_chat_template(
-    example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
+    example: Mapping[str, Any],
+    tokenizer: Any = None,
+    tools: Any = None,
+    *,
+    processing_class: Any = None,
+    **template_kwargs: Any,
 ) -> dict[str, Any]:
     """A row's messages as texts: ``messages`` as ``text``; a prompt up to where the answer begins,
     and what follows it in a chat that is whole.
 
     Args:
-        tokenizer: or a processor, with a chat template.
+        tokenizer, processing_class: a tokenizer or a processor with a chat template, by its older
+            or its newer name.
         tools: of the template, as are further arguments and those of the row's column
             ``chat_template_kwargs``. The template gets no keys that are None: tables fill in those
             that other rows have, and a row does not tell where it is from.
 
     Raises:
+        TypeError: no tokenizer.
         ValueError: other columns than a language model's, a prompt's, or preferences'.
     """
+    writer = tokenizer if processing_class is None else processing_class
+    if writer is None:
+        raise TypeError("pass the tokenizer as processing_class")
     of_row = without_nulls(example.get("chat_template_kwargs") or {})
     options = {"tools": without_nulls(tools), **of_row, **template_kwargs}
 
     def written(messages: list[Any], **more: Any) -> str:
         said = [as_said(message) for message in messages]
-        return tokenizer.apply_chat_template(said, tokenize=False, **options, **more)
+        return writer.apply_chat_template(said, tokenize=False, **options, **more)
 
     named = set(_SAID) & set(example)
     if named == {"messages"}:
@@ -74,7 +84,7 @@ def apply_chat_template(
 
 
 def maybe_apply_chat_template(
-    example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
+    example: Mapping[str, Any], tokenizer: Any = None, tools: Any = None, **template_kwargs: Any
 ) -> Any:
     """:func:`apply_chat_template` of a row with messages; another one as it is."""
     if not is_conversational(example):

@@ -41,8 +41,16 @@ def test_rows_are_written_as_trl_writes_them(row: dict[str, Any]) -> None:
     assert fastrl.is_conversational(row) == data_utils.is_conversational(row)
     found = fastrl.maybe_apply_chat_template(row, tokenizer)
     assert found == data_utils.maybe_apply_chat_template(row, tokenizer)
+    named = {"processing_class": tokenizer}  # as a map's fn_kwargs
+    assert found == fastrl.maybe_apply_chat_template(row, **named)
+    assert found == data_utils.maybe_apply_chat_template(row, **named)
     if "chosen" in row:
         assert fastrl.maybe_extract_prompt(row) == data_utils.maybe_extract_prompt(row)
+
+
+def test_a_row_of_messages_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="pass the tokenizer"):
+        fastrl.apply_chat_template(ROWS[0])
 
 
 def test_pairs_become_rows_with_labels() -> None:
