@@ -38,7 +38,7 @@ def apply_chat_template(
     Args:
         tokenizer, processing_class: a tokenizer or a processor with a chat template, by its older
             or its newer name.
-        tools: of the template, as are further arguments and those of the row's column
+        tools: an argument of the template, as are further ones and those in the row's column
             ``chat_template_kwargs``. The template gets no keys that are None: tables fill in those
             that other rows have, and a row does not tell where it is from.
 
@@ -68,7 +68,7 @@ def apply_chat_template(
     label = {"label": example["label"]} if "label" in example else {}
     if "prompt" not in named:
         return {**{name: written(example[name]) for name in sides}, **label}
-    answered = example["prompt"][-1]["role"] == "assistant"  # goes on with what it began
+    answered = example["prompt"][-1]["role"] == "assistant"  # the prompt begins the answer
     prompt = written(
         example["prompt"], add_generation_prompt=not answered, continue_final_message=answered
     )
@@ -113,7 +113,7 @@ def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
 
     Args:
         dataset: a Dataset, a DatasetDict or streams of such.
-        map_kwargs: of its ``map``.
+        map_kwargs: arguments of its ``map``.
     """
     return dataset.map(_unpaired, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs)
 
@@ -136,8 +136,8 @@ def _unpaired(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose messages have ``from`` and ``value`` with ``role`` and ``content``, and
-    ``conversations`` as ``messages``."""
+    """A row in ShareGPT's words in those of ChatML: ``role`` and ``content`` for ``from`` and
+    ``value``, ``messages`` for ``conversations``."""
     row = dict(example)
     for name in (*_SAID, "conversations"):
         if is_chat(row.get(name)):
@@ -179,7 +179,7 @@ class ConstantLengthDataset(IterableDataset):
         infinite: begin again at the end.
         num_of_sequences, chars_per_token: so many characters are read at a time, times
             ``seq_length``, and shuffled among themselves.
-        eos_token_id: between texts, where the tokenizer has no EOS.
+        eos_token_id: the token between texts, if the tokenizer has no EOS.
         shuffle: texts, and rows, by Python's generator.
         append_concat_token, add_special_tokens: end texts with EOS; begin them as the tokenizer
             does.

@@ -74,7 +74,7 @@ MERGE_ADAPTER = "merge it into its base first (fastrl merge FOLDER OUT)"
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_OF_THE_ADAPTER = ("revision", "subfolder")  # options that are not those of its base
+_OF_THE_ADAPTER = ("revision", "subfolder")  # options that do not hold for its base
 _OF_EMPTY = {"dtype", "attn_implementation", "use_safetensors", "revision", "token", "cache_dir"}
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
 
@@ -102,7 +102,7 @@ def load_language_model(
         loader: transformers' class for the model's kind, which has ``from_pretrained``.
         trainable: whether an adapter that is loaded is trained on; a whole model always can be.
         whole: whether this process needs the weights, whatever FSDP2 does.
-        options: of ``from_pretrained``, such as ``dtype`` (float32 unless given; that of an
+        options: options of ``from_pretrained``, such as ``dtype`` (float32 unless given; that of an
             adapter's weights is at least float32), ``attn_implementation`` and
             ``quantization_config``. The base of an adapter that was trained on four-bit weights is
             quantised as it was then; with ``quantization_config=None`` it is whole.
@@ -200,7 +200,7 @@ def load_saved(path: str | os.PathLike, **options: Any) -> Any:
     classifier, an encoder–decoder or a causal language model.
 
     Args:
-        options: as of :func:`load_language_model` and :func:`load_classifier`. ``dtype`` is float32
+        options: see :func:`load_language_model` and :func:`load_classifier`. ``dtype`` is float32
             unless given.
 
     Raises:
@@ -226,11 +226,11 @@ def load_tokenizer(
     path: str | os.PathLike, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
     """Loads the tokenizer of a model's folder, a run's folder or a Hub id, whose EOS pads where it
-    has no pad token; that of the base where an adapter came without one.
+    has no pad token. An adapter without a tokenizer gets its base's.
 
     Args:
         trust_remote_code: run the Python code that the folder or id brings.
-        revision: of a Hub id, a branch, tag or commit; None: the newest.
+        revision: the branch, tag or commit of a Hub id; None: the newest.
 
     Raises:
         FileNotFoundError: a folder without a model or without a tokenizer.
@@ -289,7 +289,7 @@ def base_folder(path: str | os.PathLike) -> str:
     """The folder or Hub id of a whole model; for an adapter, that of the base that it names.
 
     Raises:
-        FileNotFoundError: as :func:`model_folder`, also of the base.
+        FileNotFoundError: see :func:`model_folder`; also for the base.
         ValueError: an adapter that names no base, or one that is an adapter itself.
     """
     found = _Checkpoint(path, {})
@@ -297,8 +297,8 @@ def base_folder(path: str | os.PathLike) -> str:
 
 
 def _warn_of_other_dtype(asked: Any, saved: torch.dtype) -> None:
-    """Warns of a dtype that a four-bit base does not get; float32, the commands' default, says
-    nothing."""
+    """Warns of a dtype that a four-bit base does not get, other than float32, the commands'
+    default."""
     asked = getattr(torch, asked, asked) if isinstance(asked, str) else asked
     if asked not in (None, "auto", torch.float32, saved):
         warnings.warn(
@@ -644,8 +644,8 @@ def _check_decoder(name: str, options: dict[str, Any]) -> Any:
     """The configuration of a causal language model.
 
     Raises:
-        ValueError: by its configuration not a causal language model. Of some encoder–decoders, such
-            as BART, AutoModelForCausalLM would load the decoder.
+        ValueError: the configuration is not a causal language model's. AutoModelForCausalLM would
+            load the decoder of some encoder–decoders, such as BART.
     """
     config = _config_of(name, options)
     if getattr(config, "is_encoder_decoder", False):

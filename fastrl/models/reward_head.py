@@ -26,7 +26,7 @@ def rewards_at(
 
     Args:
         model, plain: the model with and without accelerate's wrapper.
-        attention: in place of the model's own.
+        attention: the attention to use in place of the model's own.
         inputs: further arguments of the model's forward.
     """
     scores: list[Tensor] = []
@@ -47,8 +47,9 @@ def padding_of(plain: Any) -> int | None:
 
 
 def give_padding(model: Any, tokenizer: Any) -> None:
-    """Gives a classifier that has no token of padding its tokenizer's. A decoder's finds each
-    text's last token by it, and one of several parts reads that of its part for text."""
+    """Gives a classifier that has no token of padding its tokenizer's. By it a decoder's classifier
+    finds each text's last token; a model of several parts reads the setting of its part for
+    text."""
     config = text_config(model)
     if config is not None and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = tokenizer.pad_token_id

@@ -28,7 +28,7 @@ from fastrl.models.sharding import whole
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _CHUNK = 1 << 20  # weights at a time
-NO_LIMIT = 10**9  # tokens: a longest text of so many is none. Tokenizers without a limit say 10^30
+NO_LIMIT = 10**9  # tokens; a larger limit is none: tokenizers without one say 10^30
 
 
 def cache_argument(model: Any) -> str:

@@ -26,8 +26,8 @@ from fastrl.plan.memory import MemoryLog
 aten = torch.ops.aten
 
 # Elements from which a new floating-point tensor is a phantom, and one of another type. So few that
-# not even a tiny model's logits are numbers where the sums over them, from a longer workspace, are
-# a phantom's zeros, whose logarithm is infinite.
+# even a tiny model's logits are phantoms, as the sums over them are, which lie in a longer
+# workspace: the logarithm of a phantom's zeros is infinite.
 _SMALLEST = 512
 _SMALLEST_OF_INTEGERS = 1 << 24
 _LARGE_PRODUCT = 1 << 20
@@ -88,7 +88,7 @@ class Phantoms(TorchDispatchMode):
         self.log = log
         self.run_for_real: set[str] = set()
         self._live: dict[int, int] = {}  # phantoms' keys in the log, by their addresses
-        self._real: dict[int, int] = {}  # those of other tensors
+        self._real: dict[int, int] = {}  # other tensors' keys in the log, by their addresses
         self._count = 0
 
     def is_phantom(self, x: Tensor) -> bool:
@@ -212,7 +212,8 @@ class Phantoms(TorchDispatchMode):
         return isinstance(x, Tensor) and x.is_floating_point() and not self.is_phantom(x)
 
     def _summed_in_place(self, func: Any, args: tuple) -> Tensor | None:
-        """The engine adds gradients into one that it alone holds, but not where a mode is on."""
+        """The sum of two gradients, added in place where autograd's engine would do so without a
+        mode."""
         if func is not aten.add.Tensor or torch.is_grad_enabled():
             return None
         if torch._C._current_autograd_node() is None or not isinstance(args[1], Tensor):
@@ -266,7 +267,7 @@ class Phantoms(TorchDispatchMode):
                 y.layout == torch.strided and y.untyped_storage().data_ptr() == address
                 for y in tensors
             ):
-                continue  # made before
+                continue  # the tensor was made before
             self._count += 1
             key = self._count
             self._real[address] = key

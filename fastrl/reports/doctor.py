@@ -26,9 +26,9 @@ class Finding:
         advice: what to change.
         severity: "illness": training does not do what it is for, or its result cannot be used; or
             "note": worth a look.
-        name, metrics, page: of the check, which :func:`examine` fills in; the page of the documents
+        name, metrics, page: the check's, filled in by :func:`examine`; the page of the documents
             says more.
-        stage: of the run in which it was found; None: the run itself.
+        stage: the stage of the run in which it was found; None: the run itself.
     """
 
     figures: str
@@ -46,7 +46,7 @@ class Check:
 
     Args:
         metrics: names of metrics, at least one of which must have been recorded.
-        least: how often, for a judgement.
+        least: how often one must have been recorded, for a judgement.
         unless: names of earlier checks; an illness that one of them finds is the cause, and is
             told alone.
     """
@@ -382,8 +382,8 @@ def _equal_scores(run: RunCurves) -> Finding | None:
             advice,
         )
     spread = run.read(["groups/no_spread"]).end(0.5)
-    # Right or wrong answers to hard or easy questions leave half of the groups without spread; of
-    # more, most of the work is wasted.
+    # Right or wrong answers to hard or easy questions leave half of the groups without spread; if
+    # more have none, most of the work is wasted.
     if not spread or spread.mean <= 0.6:
         return None
     return Finding(
@@ -581,7 +581,7 @@ def _flat_loss(run: RunCurves) -> Finding | None:
     )
 
 
-_FEW = 30  # held-out examples, of fewer of which a mean loss may rise by chance
+_FEW = 30  # held-out examples; the mean loss of fewer may rise by chance
 
 
 @check("held-out loss rises", "eval_loss", least=2)

@@ -132,7 +132,7 @@ class DecodeAttention:
     """Attention of one new token in each of the first slots, at positions [b].
 
     Args:
-        kernel: as :func:`choose_decode_kernel` gives it.
+        kernel: the kernel from :func:`choose_decode_kernel`.
         span: tokens per slot that no position exceeds, the new one included.
     """
 
@@ -165,7 +165,7 @@ class DecodeAttention:
         return next((layer for layer, *_ in self.kv_cache.states), None)
 
     def state(self, layer: int, kind: str, index: int) -> Tensor:
-        """A view, which the model's convolutions change in place."""
+        """A view of a layer's states, which the model's convolutions change in place."""
         return self.kv_cache.states[layer, kind, index][: len(self.at)]
 
     def write_inputs(self, layer: int, index: int, inputs: Tensor) -> None:
@@ -235,8 +235,8 @@ class PrefillAttention:
     """Attention of prompts packed in one row [1, T], each attending to itself alone.
 
     Args:
-        lengths: of the prompts, Σ = T.
-        slots: of each prompt, where its keys and values are stored.
+        lengths: the prompts' lengths, whose sum is T.
+        slots: the slot of each prompt, where its keys and values are stored.
     """
 
     def __init__(self, kv_cache: KVCache, lengths: list[int], slots: list[list[int]]):
@@ -273,7 +273,7 @@ class PrefillAttention:
         self._written()
         return keys, values
 
-    any_layer = None  # texts begin in all of them
+    any_layer = None  # texts begin here: no layer has a state yet
 
     def state(self, layer: int, kind: str, index: int) -> None:
         return None

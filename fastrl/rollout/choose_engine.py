@@ -32,7 +32,7 @@ def choose_engine(
         model: a language model, or a value-head model around one.
         autocast: makes the context in which the model runs.
         max_slots: samples that run at a time, in either engine.
-        max_length, kv_cache_bytes, cuda_graphs, keep_experts: as :class:`RolloutEngine` has them.
+        max_length, kv_cache_bytes, cuda_graphs, keep_experts: see :class:`RolloutEngine`.
 
     Raises:
         ValueError: a number below 1; a model on several devices; experts are to be kept, and

@@ -16,7 +16,7 @@ from fastrl.rollout.sampling_params import RolloutOutput
 from fastrl_kernels.types import RUNNING
 
 POLL_STEPS = 8  # decode steps between polls
-# What a pass over prompts costs at least, in replayed decode steps: those of small models more.
+# The least cost of a pass over prompts, in replayed decode steps; with small models it is more.
 PASS_STEPS = 2
 
 
@@ -34,7 +34,7 @@ class RolloutSample:
 class _Running:
     sample: RolloutSample
     left: int  # steps until its limit
-    tokens: int  # in its slot after the next step, at most
+    tokens: int  # the most tokens in its slot after the next step
 
 
 def bucket_sizes(slots: int) -> list[int]:
@@ -49,10 +49,10 @@ class Scheduler:
     """Queue and slots. Running samples lie in the first slots; :meth:`pack` moves one only where
     fewer rows are run for it.
 
-    The samples of a prompt follow each other in the queue, so that the next one finds its prompt in
-    the slot of one that runs or has just ended, unless it is the prompt's first: every prompt is
-    run once. One that has to be run can wait for others (``patience``), as a pass costs about the
-    same whatever it holds: until free slots have idled for as long as a pass takes.
+    The samples of a prompt follow each other in the queue, so that each but the first finds its
+        prompt in the slot of another that runs or has just ended: every prompt is run once. A
+        prompt that has to be run can wait for others (``patience``) until free slots have idled for
+        as long as a pass takes, since a pass costs about the same whatever it holds.
 
     Args:
         keeps_prompts: whether slots keep what a prompt left there.
@@ -88,8 +88,8 @@ class Scheduler:
     def admit(
         self, prompt_lengths: list[int]
     ) -> tuple[list[tuple[int, RolloutSample]], dict[int, int]]:
-        """Fills free slots; returns (slot, sample) of each new sample, and of their prompts those
-        that lie in a slot, with that slot."""
+        """Fills free slots; returns (slot, sample) of each new sample, and the slots of prompts
+        that lie in one, by prompt."""
         held = {prompt: slot for slot, prompt in self._left.items()}
         for slot, running in enumerate(self.slots):
             if running is not None:

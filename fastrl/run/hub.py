@@ -45,7 +45,7 @@ def upload_folder(folder: str | Path, repo_id: str, card: Any, **options: Any) -
     """Uploads :func:`uploaded_files` of a folder by :func:`upload`.
 
     Args:
-        card: in place of the folder's ``README.md``, which stays as it is; None: there is none.
+        card: uploaded in place of the folder's ``README.md``, which stays as it is; None: no card.
     """
     with tempfile.TemporaryDirectory() as holder:
         for name in uploaded_files(folder):
@@ -82,8 +82,8 @@ def upload(
     Args:
         private: visibility of a repository that does not exist and is created; None: the Hub's
             default for the namespace.
-        token: of the Hub; by default that of the logged-in user.
-        options: of ``HfApi.upload_folder``: commit_message, commit_description, revision,
+        token: the token for the Hub; by default that of the logged-in user.
+        options: options of ``HfApi.upload_folder``: commit_message, commit_description, revision,
             create_pr, parent_commit, path_in_repo, allow_patterns, ignore_patterns,
             delete_patterns.
 

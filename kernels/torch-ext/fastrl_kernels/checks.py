@@ -112,7 +112,7 @@ def check_positive(name: str, number: float, *, or_zero: bool = False) -> float:
 
 
 def check_count(name: str, number: int, *, least: int = 0) -> int:
-    """Checks an integer that is to be of at least so many."""
+    """Checks an integer that must be at least ``least``."""
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
         raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
     if number < least:

@@ -122,7 +122,8 @@ def choose(backend: str, *tensors: torch.Tensor | None) -> str:
         raise _apart(tensors)
     if torch.compiler.is_compiling():
         return explain(device, backend).backend
-    # The present object: datasets puts a copy in its place, where it maps in several processes.
+    # os.environ is looked up anew: datasets replaces it by a copy, where it maps in several
+    # processes.
     asked = (device, backend, getattr(os.environ, "_data", os.environ).get(_VARIABLE))
     found = _chosen.get(asked)
     if found is None:
@@ -137,7 +138,7 @@ def _apart(tensors: tuple[torch.Tensor | None, ...]) -> ValueError:
     return ValueError(f"all tensors must be on one device, got {names}: move them to one")
 
 
-# On devices of Triton's: by device, argument and environment variable, all that it rests on there.
+# Choices on Triton's devices, by all that they depend on: device, argument, environment variable.
 _chosen: dict[tuple[torch.device, str, Any], str] = {}
 # The name as os.environ keeps it: looking by os.environ itself takes half a microsecond.
 _VARIABLE: Any = BACKEND_VARIABLE

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_compiling  # noqa: F401  # in _SOURCE, as is driver
+from torch.compiler import is_compiling  # noqa: F401  # _SOURCE uses it, and driver
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver  # noqa: F401
@@ -78,7 +78,7 @@ _WIDE = "not -2147483649 < {0} < 2147483648"
 
 
 def _key_of(parameter: Any) -> str:
-    """An expression for what a kernel specialises on, as to one of its parameters; the alignment of
+    """An expression for what a kernel specialises on in one of its parameters; the alignment of
     tensors is known."""
     name = parameter.name
     if parameter.is_constexpr:
@@ -99,7 +99,8 @@ def hooked() -> bool:
 
 
 def may_keep(kernel: Any, compiled: Any, device: int, arguments: tuple[Any, ...]) -> bool:
-    """Whether a key tells all that this call specialised on: of tensors dtype and alignment alone.
+    """Whether a key tells all that this call specialised on, which for tensors is dtype and
+    alignment.
 
     On ROCm, for one, Triton also asks whether a tensor's memory is below 2 GiB.
     """

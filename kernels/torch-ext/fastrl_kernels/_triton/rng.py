@@ -37,7 +37,7 @@ def _sample_keys_kernel(
     ids_ptr,  # [N] int64: sample ids, or their hashes
     seed_ptr,  # [N] or [1] int64, or None: the number
     seed,
-    seed_stride,  # 0 of [1]
+    seed_stride,  # 0 for [1]
     index_ptr,  # [N] or [1] int64, or None: the number
     index,
     index_stride,

@@ -23,7 +23,7 @@ from ..dispatch import interpreting
 from ..rows import vector_length
 
 VECTORS = 128  # of 16 bytes per window, one for each thread
-PART_VECTORS = 16 * VECTORS  # that one program of an elementwise kernel walks
+PART_VECTORS = 16 * VECTORS  # vectors that one program of an elementwise kernel walks
 # Integers that change with the batch or prove nothing here: specialising on them only recompiles.
 ROW_ARGUMENTS = (
     "n",
