@@ -56,7 +56,7 @@ _listener: ContextVar[Listener | None] = ContextVar("fastrl_phases", default=Non
 
 
 class HeardClock(HostClock):
-    """A clock whose phases somebody follows."""
+    """A clock whose phases run in contexts of a listener, see :func:`heard_by`."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__()

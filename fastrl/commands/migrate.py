@@ -51,7 +51,7 @@ def run_migrate(arguments: Sequence[str]) -> int:
         raise ValueError(f"{path} does not parse: line {error.lineno}: {error.msg}") from error
     read = {path: findings}
     for config in map(Path, flags.config):
-        yaml_settings(config)  # refuses what is none
+        yaml_settings(config)  # refuses a file of other contents
         read[config] = read_config(config.read_text(encoding="utf-8"), source)
     _print(read, flags.all)
     if flags.write:

@@ -35,7 +35,7 @@ _FORMATTED, _USEFUL, _CUT = "_text", "_useful", "_cut"  # columns in between
 _DEFAULT_FIELD = "text"
 _MASKS = ("completion_mask", "assistant_masks")  # columns beside input_ids: 1 where it is learned
 _SHAREGPT = "conversations"
-_OLDER_ID_COLUMNS = ("chosen_input_ids", "rejected_input_ids")  # of pairs, once TRL's
+_OLDER_ID_COLUMNS = ("chosen_input_ids", "rejected_input_ids")  # pairs' ids in older TRL
 KEEP_START, KEEP_END = "keep_start", "keep_end"
 
 
@@ -65,13 +65,13 @@ def prepare_texts(
             completion, or ``input_ids`` with ``labels`` or the masks ``completion_mask`` and
             ``assistant_masks``. ``tools`` and ``chat_template_kwargs`` go to the chat template.
         text_field: column of texts.
-        formatting_func: makes a row's text, or a list of texts of a batch of rows.
+        formatting_func: returns a row's text, or a list of texts for a batch of rows.
         completions: finds the tokens to learn behind its response template.
         append_eos: end every text with EOS.
         add_special: begin texts as the tokenizer does.
-        completion_only: of rows with a prompt and a completion, learn the completion only.
-        assistant_only: of messages, learn the assistant's turns only; of a completion of messages
-            those that are in it.
+        completion_only: learn only the completion of rows with a prompt and a completion.
+        assistant_only: learn only the assistant's turns of messages, or of a completion of
+            messages.
         truncation: "keep_start", or "keep_end" to cut texts at their beginnings.
 
     Raises:
@@ -168,7 +168,7 @@ def check_ready(dataset: Any) -> None:
 
 
 def _formatted(dataset: Any, formatting_func: Callable) -> Any:
-    """A data set with one column, of the texts that the function makes of a row, or of a batch."""
+    """A data set with one column: the texts that the function makes of rows, or of batches."""
     errors, streams = [], is_stream(dataset)
     first = first_row(dataset) if streams else dataset[0]
     columns = list(first) if streams else dataset.column_names
@@ -329,9 +329,9 @@ def prepare_pairs(
     warning.
 
     Args:
-        dataset: with ``chosen`` and ``rejected``, texts or lists of chat messages, which may share
-            a ``prompt``, with ``tools`` and ``chat_template_kwargs`` for the chat template; or with
-            ``chosen_ids`` and ``rejected_ids``, or the token columns of
+        dataset: rows with ``chosen`` and ``rejected``, texts or lists of chat messages, which may
+            share a ``prompt``, with ``tools`` and ``chat_template_kwargs`` for the chat template;
+            or with ``chosen_ids`` and ``rejected_ids``, or the token columns of
             :class:`RewardDataCollatorWithPadding`, whose lengths are not checked. A stream
             (``IterableDataset``) is prepared as it is read, and counts nothing.
         add_eos: see :class:`Encoder`.
@@ -349,7 +349,7 @@ def prepare_pairs(
     tokens = token_columns(dataset)
     if tokens:
         dataset = dataset.select_columns([*tokens, *margin])
-        if tokens == TOKEN_COLUMNS:  # their lengths are the caller's
+        if tokens == TOKEN_COLUMNS:  # the caller decides their lengths
             max_length = None
     else:
         if not columns >= set(SIDES):
@@ -402,7 +402,8 @@ def with_new_names(dataset: Any) -> Any:
 
 
 def token_columns(dataset: Any) -> tuple[str, ...]:
-    """The columns of token ids that a data set of pairs has already; none of one with texts."""
+    """The columns of token ids that a data set of pairs has already; none for a data set with
+    texts."""
     columns = set(_pair_columns(dataset))
     return next((names for names in (TOKEN_COLUMNS, ID_COLUMNS) if columns >= set(names)), ())
 
@@ -414,7 +415,8 @@ def _pair_columns(dataset: Any) -> list[str]:
 
 
 def missing_token_columns(dataset: Any) -> list[str]:
-    """The columns that the collator needs and a tokenised data set lacks; [] of one with texts."""
+    """The columns that the collator needs and a tokenised data set lacks; [] for a data set with
+    texts."""
     columns = set(_pair_columns(dataset))
     if columns >= set(ID_COLUMNS):
         return []

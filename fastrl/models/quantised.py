@@ -39,7 +39,7 @@ def four_bit_config(
     """``from_pretrained``'s ``quantization_config`` of a base model in four bits.
 
     Args:
-        dtype: in which layers compute; a torch dtype or its name, "auto" is float32.
+        dtype: the dtype in which layers compute, or its name; "auto" is float32.
         quant_type: "nf4", whose 16 codes are quantiles of a normal distribution, or "fp4".
         nested: quantise the scales too, which saves 0.4 bits per weight.
 
@@ -199,9 +199,9 @@ def with_whole_heads(options: dict[str, Any], heads: tuple[str, ...]) -> dict[st
 
 
 def save_beside_adapter(model: Any, folder: str | os.PathLike) -> None:
-    """Writes how an adapter's base was quantised to the adapter's folder; nothing of a whole base,
-    and of one whose own files have four bits: what the folder says of an earlier base is removed
-    then."""
+    """Writes to an adapter's folder how its base was quantised. Of a whole base, and of one whose
+    own files have four bits, it writes nothing, and removes what the folder says of an earlier
+    base."""
     file = Path(folder, BASE_FILE)
     if not hasattr(model, "peft_config") or not is_quantised(model):
         file.unlink(missing_ok=True)
@@ -267,7 +267,7 @@ def _asks_for_four_bits(config: Any) -> bool:
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
     """The four-bit linear layers, by name."""
-    bitsandbytes = sys.modules.get("bitsandbytes")  # without it there are none
+    bitsandbytes = sys.modules.get("bitsandbytes")  # without bitsandbytes no layer has four bits
     if bitsandbytes is None or not isinstance(model, nn.Module):
         return
     for name, module in model.named_modules():

@@ -32,9 +32,9 @@ Build = Callable[[Any, Calls], Any]  # (TRL's own, counter) -> ours
 class Replacement:
     """One function, method or autograd function of TRL."""
 
-    module: str  # that defines it
-    name: str  # in that module; "Class.method" for a method
-    op: str  # of fastrl_kernels
+    module: str  # the module that defines it
+    name: str  # the name in that module; "Class.method" for a method
+    op: str  # the op of fastrl_kernels
     build: Build
     cases: Callable[[torch.device], Sequence[tuple[Any, ...]]]  # small arguments to compare on
 
@@ -119,11 +119,11 @@ def _entry(x: Any) -> Callable[..., Any]:
 
 
 def _parameters(x: Any) -> list[tuple[str, Any, Any]]:
-    """Name, kind and default of each, as callers see them."""
+    """Name, kind and default of each parameter, as callers see them."""
     is_autograd = inspect.isclass(x) and issubclass(x, torch.autograd.Function)
     declared = x.forward if is_autograd else _entry(x)
     parameters = list(inspect.signature(declared).parameters.values())
-    return [(p.name, p.kind, p.default) for p in parameters[is_autograd:]]  # without ctx
+    return [(p.name, p.kind, p.default) for p in parameters[is_autograd:]]  # not ctx
 
 
 def _listed(parameters: list[tuple[str, Any, Any]]) -> str:

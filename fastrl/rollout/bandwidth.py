@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from fastrl.rollout.kv_cache import KVCache, state_bytes
 
-_COPIED = {"cuda": 1 << 28}  # bytes, more than fit in its caches
+_COPIED = {"cuda": 1 << 28}  # bytes; more than fit in the device's caches
 _COPIED_ELSEWHERE = 1 << 26
 _TIMES = 3
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that a step reads: all but embedding tables, of which it reads rows."""
+    """Bytes of the weights that a decode step reads, without embedding tables, of which it reads
+    rows."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tables -= {id(head.weight)}
@@ -46,7 +47,7 @@ def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
 
 
 def copied_bytes(kind: str) -> int:
-    """How much is copied on a kind of device, to measure it."""
+    """The bytes that are copied on a kind of device, to measure its bandwidth."""
     return _COPIED.get(kind, _COPIED_ELSEWHERE)
 
 

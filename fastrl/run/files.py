@@ -49,8 +49,8 @@ def write_files(folder: Path, contents: Mapping[str, str]) -> None:
 
 
 def cache_file(path: Path, content: bytes) -> None:
-    """Writes a file that saves time alone, with its folder; where it cannot be written there is
-    none. Several processes may write the same."""
+    """Writes a file that saves time alone, with its folder; where it cannot be written, there is no
+    file. Several processes may write the same file."""
     own = path.with_name(f"{path.stem}-{os.getpid()}{path.suffix}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

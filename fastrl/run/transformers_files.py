@@ -43,7 +43,7 @@ def check_torch_files(checkpoint: Path) -> None:
     it reads them: code in them is not executed.
 
     Raises:
-        BadCheckpoint: one that holds more than tensors and plain values, or is damaged; weights
+        BadCheckpoint: a file that holds more than tensors and plain values, or is damaged; weights
             that are no safetensors.
     """
     pickled = [*checkpoint.glob("pytorch_model*.bin"), *checkpoint.rglob("adapter_model.bin")]
@@ -67,7 +67,7 @@ def shapes_of(path: Path) -> dict[str, list[int]]:
     """The shapes of the tensors in a file, by their names.
 
     Raises:
-        BadCheckpoint: a damaged one.
+        BadCheckpoint: a damaged file.
     """
     from safetensors import SafetensorError, safe_open
 

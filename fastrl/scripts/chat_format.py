@@ -26,7 +26,7 @@ def setup_chat_format(
     token, and the model embeddings for them; returns both.
 
     Args:
-        resize_to_multiple_of: rows of the embedding.
+        resize_to_multiple_of: a number that the embedding's rows are to be a multiple of.
 
     Raises:
         ValueError: another format, or a tokenizer that has a chat template already.
@@ -62,8 +62,8 @@ def clone_chat_template(
     has, and the model embeddings for them.
 
     Args:
-        resize_to_multiple_of: rows of the embedding; rows that no token has get one each,
-            ``<extra_id_N>``.
+        resize_to_multiple_of: a number that the embedding's rows are to be a multiple of; rows that
+            no token has get one each, ``<extra_id_N>``.
 
     Returns:
         model, tokenizer, and the tokens that were added.

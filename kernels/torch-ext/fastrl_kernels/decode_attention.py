@@ -28,7 +28,7 @@ class LiveTokens:
     """The live tokens of each row, for several layers of one step: what layers make of the lengths
     is made once for all of them, as is the memory in which a layer's programs count each other.
 
-    One for each step, made where the step runs: within the capture, where a CUDA graph captures it.
+    Make one for each step, where the step runs: within the capture, if a CUDA graph captures it.
 
     Args:
         lengths: [B] int32 or int64. Must not change while this is in use.
@@ -40,7 +40,8 @@ class LiveTokens:
         self._captured = _capturing(lengths)
 
     def counted(self, span: int, window: int, chunk: int) -> Tensor:
-        """Which tokens count, [B, 1, 1, span]; a window, or a chunk, of the span is none."""
+        """Which tokens count, [B, 1, 1, span]; a window or a chunk as long as the span leaves out
+        none."""
         return self._kept((span, window, chunk), lambda: self._counted(span, window, chunk))
 
     def bias(self, span: int, window: int, chunk: int, heads: int) -> Tensor:
@@ -57,14 +58,14 @@ class LiveTokens:
 
     def arrivals(self, programs: int, stream: int) -> Tensor:
         """A counter for each of a kernel's programs, [programs] int32, which are 0 and which a
-        launch leaves at 0. Launches on one stream share them; on another, where launches may run at
-        the same time, there are others."""
+        launch leaves at 0. Launches on one stream share them. Those on another stream, which may
+        run at the same time, have others."""
 
         def make() -> Tensor:
             return torch.zeros(programs, dtype=torch.int32, device=self.lengths.device)
 
         if _capturing(self.lengths) != self._captured:
-            return make()  # a graph's memory is not to be lent, nor may a graph borrow any
+            return make()  # a graph must neither share its memory nor use that of others
         return self._kept((programs, stream, "arrivals"), make)
 
     def _kept(self, key: tuple[int | str, ...], make: Callable[[], Tensor]) -> Tensor:
@@ -130,8 +131,8 @@ def _batched(
 
 
 def _share(scores: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
-    """What a sink leaves to the scores [B, Hq, span] of its head, whose softmax are the weights:
-    their Σ exp, over that and exp(sink), [B, Hq, 1].
+    """The share [B, Hq, 1] of a head's softmax that its sink leaves to the scores [B, Hq, span], Σ
+    exp(scores) / (Σ exp(scores) + exp(sink)); ``weights`` are the scores' softmax.
 
     With m the largest score, Σ exp(s - m) is 1 over the largest weight. exp is left to softmax,
     which takes each row by itself: PyTorch's elementwise functions have other bits for the last
@@ -306,12 +307,12 @@ def decode_attention(
         query: [B, Hq, D] fp32, bf16 or fp16.
         keys: [S, M, Hkv, D] of the query's dtype, with S ≥ B slots of M tokens and Hq a multiple of
             Hkv. Any strides, but for a last one of 1: views of a larger cache.
-        values: [S, M, Hkv, Dv], likewise.
+        values: [S, M, Hkv, Dv] of the same dtype and kind of strides.
         lengths: [B] int32 or int64, live tokens of each row, the new one included; 0 gives zeros.
             The Triton path reads no others. PyTorch's gives them weights of 0, so that they have to
             be finite there: to leave them out would take longer than the attention. Or
             ``LiveTokens(lengths)``, made once for all layers of a step.
-        scale: of the scores, D^-½ unless given.
+        scale: the factor of the scores, D^-½ unless given.
         window: only the last so many of the live tokens count, as in layers with a sliding window.
         chunk: only live tokens of the last one's chunk count, t // chunk being equal.
         softcap: c > 0, which no score exceeds.

@@ -33,8 +33,8 @@ def _torch_forward(
     *,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The KL per token; and of each row both maxima, the policy's Σ exp, the difference of both
-    log Σ exp, and the KL, [5, N], also without ``save``."""
+    """The KL per token, and statistics of the rows [5, N], also without ``save``: both maxima, the
+    policy's Σ exp, the difference of both log Σ exp, and the KL."""
     shape = logits.shape[:-1]
     divisor = Temperature(number, temperature)
     saved = torch.empty(5, shape.numel(), dtype=torch.float32, device=logits.device)

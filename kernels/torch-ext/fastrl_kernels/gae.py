@@ -94,7 +94,7 @@ _TORCH_PASSES = Backend(_torch_forward, _torch_backward)
 
 
 class _GAE(torch.autograd.Function):
-    """Rows [N, T]."""
+    """Advantages and returns of rows [N, T], with their gradients."""
 
     @staticmethod
     def forward(

@@ -31,9 +31,9 @@ from .types import LOWEST, LogitTransform, RowGradients, RowStatistics, Temperat
 from .vocab_parallel import Vocabulary, checked, find
 from .workspace import KEPT_BYTES, result_like
 
-COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where not all
-_ROW_STEP = 16  # chunks have multiples of as many rows
-_TILE = 256  # and on a GPU of as many rows and columns, the longer side of its products' tiles
+COLUMNS, FEWEST_COLUMNS = 8192, 1024  # columns of the vocabulary at a time, unless all
+_ROW_STEP = 16  # the rows of a chunk are a multiple of it
+_TILE = 256  # on a GPU chunks have multiples of it in rows and columns, as its products have tiles
 # Bytes of logits at a time. Less on a CPU, where a chunk should fit in a cache, and memory is kept
 # for the next call.
 WORKSPACE_BYTES = {"cpu": KEPT_BYTES}
@@ -61,7 +61,7 @@ def _alike(n: int, most: int, step: int) -> list[slice]:
 def tiles(n: int, vocabulary: int, itemsize: int, budget: int) -> tuple[list[slice], list[slice]]:
     """Rows and columns of chunks [r, C] that fit the budget, walked column by column of chunks.
 
-    All rows at a time while columns are wide. Then the gradient of C rows of the weight is one
+    A chunk has all rows while columns are wide. Then the gradient of C rows of the weight is one
     product, and the hidden states' alone is a sum over chunks, in fp32: 8·N·H·V/C bytes are read
     and written. In chunks of r rows the weight's is one, too, with 8·V·H·N/r bytes. Of chunks
     with E = r·C elements the squares have the least of both, 16·N·V·H/√E; all rows have less down
@@ -159,7 +159,7 @@ class TorchHead:
         transform: LogitTransform,
         library: type[Library],
     ) -> None:
-        """The product is rounded to the head's dtype, as a model rounds its logits."""
+        """Fills x with the product, rounded to the head's dtype, as a model rounds its logits."""
         library.multiply(x, hidden, weight, bias)
         if transform.softcap is not None:
             x.mul_(transform.inner).tanh_()
@@ -291,7 +291,7 @@ def _statistics(
         out.mean_logit.copy_(_times_(x.mean(-1), transform.outer, temperature))
     if out.is_top1 is not None:
         torch.eq(x.argmax(-1), labels, out=out.is_top1)
-    torch.exp(d, out=e)  # which may be x
+    torch.exp(d, out=e)  # e may be x
     torch.sum(e, -1, out=out.exp_sum)
     log_sum = out.exp_sum.log()
     out.logprobs.copy_(torch.where(known, at_label - log_sum, torch.nan))
@@ -345,7 +345,7 @@ class HeadInputs(NamedTuple):
     backend: str
     workspace: int  # bytes
     vocabulary: Vocabulary
-    leaf: Tensor | None = None  # of which autocast made ``weight``
+    leaf: Tensor | None = None  # the tensor that autocast made ``weight`` from
 
     @property
     def scored(self) -> Tensor:
@@ -369,11 +369,11 @@ class HeadInputs(NamedTuple):
         """Chunks of whole rows.
 
         Args:
-            itemsize: of a chunk's elements.
+            itemsize: the bytes of a chunk's elements.
             saved_by_one: bytes beside the workspace that are not needed where one chunk has all
                 rows: on a GPU as many may go to that chunk.
         """
-        # The same chunks on all processes: each is a call of theirs to the others.
+        # All processes must have the same chunks, since they call each other for each chunk.
         n, vocabulary = len(self.hidden), self.vocabulary.widest
         if device_kind(self.hidden) == "cpu":
             if self.vocabulary.shared:  # shares of different sizes may choose different libraries

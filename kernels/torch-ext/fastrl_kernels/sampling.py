@@ -39,10 +39,10 @@ def _lowest_by_sorting(x: Tensor, e: Tensor, p: SamplingParameters, free: Tensor
     if by_p:
         weights = e.gather(-1, columns).double()
         limit = torch.where(highest >= lowest, weights, 0.0).sum(-1, keepdim=True)
-        if one_k:  # those that equal the k-th are kept as well
+        if one_k:  # logits that equal the k-th are kept as well
             ties = torch.ge(x, lowest, out=free).sum(-1, keepdim=True) - highest.shape[-1]
             limit += ties * weights[:, -1:]
-        # No lower than the lowest that top-k kept.
+        # Top-p keeps nothing lower than the lowest that top-k kept.
         found = torch.maximum(lowest, last_below(highest, weights, 0.0, limit * p.top_p))
         off = isinstance(p.top_p, Tensor) and p.top_p >= 1
         lowest = torch.where(off, lowest, found) if isinstance(off, Tensor) else found
@@ -90,8 +90,8 @@ def _without_zero(p: SamplingParameters) -> tuple[bool | Tensor, SamplingParamet
 
 
 def _log_sum(e: Tensor, total: Tensor | None = None) -> Tensor:
-    """log Σ exp(x - max x) [r, 1] of a softmax e of x: its largest is 1/Σ, and its own sum corrects
-    what rounding did to that."""
+    """log Σ exp(x - max x) [r, 1] from a softmax e of x: the largest element of e is 1/Σ, and the
+    sum of e corrects that element's rounding."""
     total = e.sum(-1, keepdim=True) if total is None else total
     return total.log() - e.amax(-1, keepdim=True).log()
 
@@ -180,7 +180,7 @@ def check_keys(keys: Tensor) -> None:
 
 
 def check_sampling_parameter(name: str, x: float | Tensor, like_name: str, like: Tensor) -> None:
-    """Checks a parameter of the rows ``like``, but for the values of a tensor."""
+    """Checks a parameter for the rows ``like``. The values of a tensor are not looked at."""
     whole, holds, rule = _RULES[name]
     if isinstance(x, Tensor):
         if not (is_integer(x) if whole else x.is_floating_point()):
@@ -196,7 +196,7 @@ def check_sampling_parameter(name: str, x: float | Tensor, like_name: str, like:
 
 
 def _check_values(parameters: SamplingParameters) -> None:
-    """Checks the values of tensors."""
+    """Checks the values of parameters that are tensors."""
     for name, x in parameters._asdict().items():
         _, holds, rule = _RULES[name]
         if isinstance(x, Tensor) and not (held := holds(x)).all():
@@ -207,7 +207,7 @@ def _check_values(parameters: SamplingParameters) -> None:
 def _run(
     logits: Tensor, keys: Tensor, parameters: SamplingParameters, backend: str
 ) -> SampledTokens:
-    """``sample_tokens`` of arguments whose checks lack the values of tensors."""
+    """``sample_tokens`` of arguments that were checked but for the values of tensors."""
     if backend == "triton":
         from ._triton import sampling
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .launch import launcher
 from .tiles import device_of, programs_for
 
-_TILE_BYTES = 4096  # 16 for each of 256 threads, as AMD's four warps have
+_TILE_BYTES = 4096  # 16 for each of 256 threads, the threads of AMD's four warps
 
 
 @triton.jit
