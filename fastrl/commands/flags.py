@@ -353,7 +353,7 @@ class _AllFlags(argparse.HelpFormatter):
 
 
 class _FlagsThatMatter(_AllFlags):
-    """As much of each flag's help as fits in two lines: all, its first sentence or first clause."""
+    """Shows as much of each flag's help as fits in two lines: all, its first sentence or clause."""
 
     all_names = False
 

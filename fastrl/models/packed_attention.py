@@ -116,8 +116,8 @@ class PackedLayout:
     def parts(
         self, window: int | None = None, chunk: int | None = None
     ) -> Iterator[tuple[slice, slice]]:
-        """For each prompt and then each response, or each chunk of one, in the row's order: the
-        places of its queries, and of the prompt's keys before them that these attend."""
+        """The places of the queries, and of the prompt's keys before them that these attend, of
+        each prompt and then each response, or each chunk of one, in the row's order."""
         ends = list(accumulate(self.prompts))
         prompts = [slice(end - n, end) for n, end in zip(self.prompts, ends, strict=True)]
         for own in prompts:
@@ -447,7 +447,7 @@ def _bias(masked: tuple[int, int], window: int | None, like: Tensor) -> Tensor:
 
 
 class _Slice(NamedTuple):
-    """Some runs of one length, one after the other."""
+    """Runs of one length, one after the other."""
 
     start: int
     runs: int
@@ -473,7 +473,7 @@ class _Slice(NamedTuple):
 
 
 class _Ragged:
-    """Some runs of about one length, padded with the last token of each: never with another run's,
+    """Runs of about one length, padded with the last token of each: never with another run's,
     which might be NaN.
 
     Args:

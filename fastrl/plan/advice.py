@@ -113,7 +113,7 @@ def _unless_refused(call: Callable[..., Any], *arguments: Any) -> Any:
 def _needed(
     run: Planned, plan: Plan, used: list[Remedy], smallest: Plan, gpu_gib: float
 ) -> tuple[list[Remedy], Plan]:
-    """Those of ``used``, which are enough together, that are needed, and the plan with them; what
+    """The needed ones of ``used``, remedies that are enough together, and the plan with them; what
     costs most is left out first."""
     for remedy in reversed(list(used)):
         fewer = [other for other in used if other is not remedy]

@@ -226,6 +226,6 @@ def words(count: int, which: int = 0, others: int = 0) -> str:
 
 
 def tokens(count: int, vocabulary: int, start: int = 2) -> torch.Tensor:
-    """So many token ids, none of which is special."""
+    """A number of token ids, none of which is special."""
     most = max(vocabulary - 2, 1)
     return (torch.arange(start, start + count) % most + 2).clamp(max=vocabulary - 1)

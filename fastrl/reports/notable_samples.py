@@ -35,7 +35,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class NotableSamples:
-    """Some samples of a run, of each kind the most notable first; no text twice in one kind.
+    """Notable samples of a run, the most notable of each kind first, and no text twice in a kind.
 
     Args:
         source: what they are samples of.

@@ -510,7 +510,7 @@ def _is_hub_id(base: str | None) -> bool:
 
 
 def _on_the_hub(datasets: Any) -> list[str]:
-    """Of a data set, or of several, those that are ids of the Hub."""
+    """The names of a data set, or of several, that are ids of the Hub."""
     named = datasets if isinstance(datasets, (list, tuple)) else [datasets]
     texts = [x for x in named if isinstance(x, str)]
     return [x for x in texts if _is_hub_id(x) and not os.path.exists(x)]
