@@ -94,7 +94,7 @@ class SwitchedAdapter(RefModel):
         finally:
             for share, now in zip(shares, trained, strict=True):
                 share.copy_(now)
-            spread(self._unwrapped)  # what was gathered has the reference's values
+            spread(self._unwrapped)  # gathered weights have the reference's values
 
     @abstractmethod
     def _switched(self) -> contextlib.AbstractContextManager[None]:

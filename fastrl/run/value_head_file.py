@@ -44,7 +44,7 @@ def write_value_head(folder: Path, head: dict[str, Tensor], *, of_adapter: bool)
         return
     sizes = _sizes(weights)
     if of_adapter:
-        if all(name.startswith(HEAD_PREFIX) for name in sizes):  # heads of an earlier save
+        if all(name.startswith(HEAD_PREFIX) for name in sizes):  # an earlier save's head
             weights.unlink()
     elif head:
         # vLLM and SGLang load every *.safetensors that no index leaves out.

@@ -79,8 +79,8 @@ def over_sequences(
     constants: PPOConstants,
     settings: PPOSettings,
 ) -> Tensor:
-    """The gradient by log-probs where a sequence has one ratio, and the KL term's: for each of its
-    n tokens Σ_u ∂ℓ_u/∂(log ρ), of a geometric mean times 1/n.
+    """The gradient by log-probs where a sequence has one ratio, with the KL term's. Each of the
+    sequence's n tokens gets Σ_u ∂ℓ_u/∂(log ρ), divided by n if the ratio is a geometric mean.
 
     Args:
         slopes: [..., T] ∂ℓ_t/∂(log ρ), weighted.

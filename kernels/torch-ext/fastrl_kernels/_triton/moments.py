@@ -160,7 +160,7 @@ def merged_partials(partials: torch.Tensor) -> torch.Tensor:
 
 
 def measure(values: torch.Tensor, mask: torch.Tensor) -> SplitMoments:
-    """Two launches: partials, and their merge."""
+    """The moments of counted values, by two launches: partials, and their merge."""
     with device_of(values):
         merged = merged_partials(_partial_moments(values.contiguous(), mask.contiguous()))
     return SplitMoments(*merged.view(4).unbind())
