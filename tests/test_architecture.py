@@ -21,6 +21,7 @@ LAYERS = (
     {"config", "core", "eras", "nearest", "overrides", "registry", "settings", "timing"}
     | {"user_code"},
     {"run"},
+    {"samples"},
     {"models"},
     {"data"},
     {"plan"},

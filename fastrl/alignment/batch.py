@@ -13,8 +13,8 @@ from fastrl.data.batch import check_weights, pad
 from fastrl.data.examples import Example
 from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.experience import Experience
-from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import Processes
+from fastrl.samples import Samples
 
 
 class Batch(dict[str, Any]):
@@ -50,7 +50,7 @@ class Batch(dict[str, Any]):
         super().__init__()
         self.examples, self.pad_token_id = list(examples), pad_token_id
         self.rollout_logprobs: list[list[Tensor]] | None = None
-        self.rollout: RolloutOutput | None = None
+        self.rollout: Samples | None = None
         self.scores: list[list[float]] | None = None
         self.tokens: TokenBatch | None = None
         self.experience: Experience | None = None

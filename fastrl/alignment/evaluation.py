@@ -16,10 +16,10 @@ from fastrl.alignment.losses import Loss
 from fastrl.alignment.losses.base import output_of
 from fastrl.alignment.responses import answers_of, finished_of, prompts_of
 from fastrl.data.chat import as_answer
-from fastrl.rollout.sampling_params import joined_statistic
-from fastrl.run.callbacks import Samples
+from fastrl.run.callbacks import ShownSamples
 from fastrl.run.metric_means import MetricMeans, standard_error
 from fastrl.run.processes import Processes
+from fastrl.samples import joined_statistic
 
 ACCURACY = "rewards/accuracies"
 
@@ -60,7 +60,7 @@ def that_count(metrics: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
 
 def joined_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Statistics of all processes from those of each: an annotator's counts add up, those of
-    rollouts are joined as those of :class:`fastrl.rollout.RolloutOutput`."""
+    rollouts are joined as those of :class:`fastrl.samples.Samples`."""
     return {
         name: sum(part[name] for part in parts)
         if name.startswith("annotator/")
@@ -79,7 +79,7 @@ class OnlineEvaluation:
     factory: BatchFactory
     processes: Processes
     # Of the first evaluation and the last, of all processes.
-    judged: list[Samples] = field(default_factory=list)
+    judged: list[ShownSamples] = field(default_factory=list)
 
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
         with self.processes.shared_work():
@@ -89,7 +89,7 @@ class OnlineEvaluation:
         parts = self.processes.objects((own, counts))
         judged = sorted(row for rows, _ in parts for row in rows)
         _, prompts, completions, rewards = map(list, zip(*judged, strict=True))
-        self.judged[1:] = [Samples(prompts, completions, rewards)]
+        self.judged[1:] = [ShownSamples(prompts, completions, rewards)]
         count, total, squares = len(rewards), sum(rewards), sum(x**2 for x in rewards)
         sem = standard_error(count, total, squares)
         counts = joined_statistics([each for _, each in parts])

@@ -17,9 +17,10 @@ from fastrl.data.datas_loader import DatasLoader
 from fastrl.plan.rehearsal import OPTIMIZER_STEPS, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, words
-from fastrl.rollout import RolloutOutput, SamplingParams
+from fastrl.rollout import SamplingParams
 from fastrl.rollout.rehearsed_engine import RehearsedEngine
 from fastrl.rollout.self_check import UnsupportedModel
+from fastrl.samples import Samples
 from fastrl.trainers.planning import (
     TrainerClass,
     rehearse_training,
@@ -125,12 +126,12 @@ class _Rollouts:
 
     def generate(
         self, prompts: Sequence[Any], params: SamplingParams, sample_ids: Any = None
-    ) -> RolloutOutput:
+    ) -> Samples:
         self.engine.rehearse(prompts, params)
         self.found.keeps(*self.engine.memory())
         count = params.n * len(prompts)
         response = torch.full((self.tokens,), 2)
-        return RolloutOutput([response] * count, ["length"] * count)
+        return Samples([response] * count, ["length"] * count)
 
     def sleep(self) -> None:
         self.engine.sleep()

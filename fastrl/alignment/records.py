@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,14 +12,12 @@ from fastrl.alignment.annotator import name_of
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.losses import Loss
-from fastrl.collect.responses import Collected, Responses
 from fastrl.data.chat import as_answer
-from fastrl.data.prompts import Prompts
-from fastrl.rewards.weighted import RewardBatch
 from fastrl.run.processes import Processes
+from fastrl.samples import Samples
 
 
-def collected_of(batch: Batch, annotator: Any) -> Collected:
+def samples_of(batch: Batch, annotator: Any) -> Samples:
     """The responses of a batch that was sampled, those to a prompt one after the other.
 
     Rewards are those that are learned from, of pairs the preferences; NaN where the annotator had
@@ -32,14 +29,6 @@ def collected_of(batch: Batch, annotator: Any) -> Collected:
     assert rollout is not None
     each = [(example, side) for example in examples for side in sides]
     texts = [example.responses[side].text for example, side in each]
-    prompts = Prompts(
-        [example.said for example, _ in each],
-        [example.prompt for example, _ in each],
-        [torch.tensor(example.prompt_ids) for example, _ in each],
-        {},
-        [place for place in batch.places for _ in sides],
-        "example {}".format,
-    )
     nan = float("nan")
     weighed = [not example.weights or any(example.weights) for example in examples]
     total = [
@@ -58,26 +47,25 @@ def collected_of(batch: Batch, annotator: Any) -> Collected:
             ],
             dtype=torch.float64,
         )
-    rewards = RewardBatch(
-        torch.tensor(total, dtype=torch.float64),
-        by_function,
-        dict.fromkeys(by_function, 0.0),
-        0,
-        0,
-        [None] * len(each),
-    )
-    responses = Responses(
-        prompts,
+    return replace(
         rollout.recorded(),
-        texts,
-        [as_answer(example.said, text) for (example, _), text in zip(each, texts, strict=True)],
+        prompts=[example.said for example, _ in each],
+        prompt_texts=[example.prompt for example, _ in each],
+        prompt_ids=[torch.tensor(example.prompt_ids) for example, _ in each],
+        prompt_rows=[place for place in batch.places for _ in sides],
+        texts=texts,
+        completions=[
+            as_answer(example.said, text) for (example, _), text in zip(each, texts, strict=True)
+        ],
+        rewards=torch.tensor(total, dtype=torch.float64),
+        rewards_by_function=by_function,
+        penalties=torch.zeros(len(each)),
+        rooms=[rollout.room] * len(each),
     )
-    return Collected(responses, rewards, torch.zeros(len(each)))
 
 
-def joined_at_main(own: Collected | None, processes: Processes) -> Collected | None:
-    """The responses of all processes in the order of their batch, with the rooms in which they were
-    drawn; None but in the main process.
+def joined_at_main(own: Samples | None, processes: Processes) -> Samples | None:
+    """The responses of all processes in the order of their batch; None but in the main process.
 
     Args:
         own: None of a process without a sample.
@@ -85,11 +73,8 @@ def joined_at_main(own: Collected | None, processes: Processes) -> Collected | N
     parts = [part for part in processes.objects_at_main(own) if part is not None]
     if not processes.is_main:
         return None
-    rooms = [part.responses.rollout.room for part in parts for _ in range(len(part))]
-    whole = functools.reduce(Collected.joined, parts)
-    places = whole.responses.prompts.rows
-    order = sorted(range(len(whole)), key=places.__getitem__)
-    return replace(whole.select(order), rooms=[rooms[i] for i in order])
+    whole = Samples.joined(parts)
+    return whole.select(sorted(range(len(whole)), key=whole.prompt_rows.__getitem__))
 
 
 def deciding(factory: BatchFactory, loss: Loss) -> dict[str, Any]:

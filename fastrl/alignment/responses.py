@@ -13,7 +13,8 @@ from fastrl.alignment.batch import columns_of
 from fastrl.data.chat import TextOrMessages, as_answer
 from fastrl.data.examples import Example, Response
 from fastrl.models.layout import layout_of
-from fastrl.rollout import GenerateEngine, RolloutOutput, SamplingParams
+from fastrl.rollout import GenerateEngine, SamplingParams
+from fastrl.samples import Samples
 
 
 class Answered(NamedTuple):
@@ -28,7 +29,7 @@ class Answered(NamedTuple):
 
     examples: list[Example]
     scores: list[list[float]] | None
-    rollout: RolloutOutput
+    rollout: Samples
 
 
 class ResponseSampler:
@@ -53,7 +54,7 @@ class ResponseSampler:
         n: int = 1,
         seed: int | None = None,
         ids: Sequence[int] | None = None,
-    ) -> tuple[list[Example], RolloutOutput]:
+    ) -> tuple[list[Example], Samples]:
         """The examples with n sampled responses each, and the engine's output, whose sequences
         follow the examples' order.
 

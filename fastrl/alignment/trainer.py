@@ -32,7 +32,7 @@ from fastrl.alignment.losses import Loss, make_loss
 from fastrl.alignment.losses.base import output_of
 from fastrl.alignment.losses.pairwise import RowLoss
 from fastrl.alignment.planning import plan_alignment
-from fastrl.alignment.records import collected_of, deciding, joined_at_main, sampling_of
+from fastrl.alignment.records import deciding, joined_at_main, samples_of, sampling_of
 from fastrl.alignment.reweighter import ByFunction
 from fastrl.collect.completions_table import CompletionsTable
 from fastrl.collect.ledger import GenerationLedger
@@ -45,7 +45,7 @@ from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import Follow
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutEngine, choose_engine
-from fastrl.run.callbacks import Samples
+from fastrl.run.callbacks import ShownSamples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import process_count
@@ -235,19 +235,15 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
 
     def _record(self, batch: Batch) -> None:
         """Enters the responses of all processes into the ledger and the table of the latest."""
-        own = collected_of(batch, self.factory.annotator) if batch.places else None
+        own = samples_of(batch, self.factory.annotator) if batch.places else None
         every = joined_at_main(own, self.processes)
         if every is None:
             return
         if self._ledger is not None:
             self._ledger.add(self.factory.taken, every, self.state.global_step)
-        responses, rewards = every.responses, every.rewards
-        columns = {name: x.tolist() for name, x in rewards.by_function.items()}
-        self._table.add(
-            responses.prompts.said,
-            responses.completions,
-            {**columns, "reward": rewards.total.tolist()},
-        )
+        columns = {name: x.tolist() for name, x in every.rewards_by_function.items()}
+        columns["reward"] = every.rewards.tolist()
+        self._table.add(every.prompts, every.completions, columns)
 
     def compute_loss(
         self,
@@ -522,7 +518,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             assert sampler is not None
             sampler.engine.reserve(**own["room"])
         if isinstance(self.evaluation, OnlineEvaluation):
-            self.evaluation.judged[:] = [] if first is None else [Samples(**first)]
+            self.evaluation.judged[:] = [] if first is None else [ShownSamples(**first)]
         assert self._run.checkpoint is not None
         if batches["within"] and step_of(self._run.checkpoint) < self.args.max_steps:
             warnings.warn(

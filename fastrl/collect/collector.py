@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from fastrl.collect.respond import Asked, Respond
-from fastrl.collect.responses import Collected, Responses
 from fastrl.data.prompts import Prompts
-from fastrl.learn.dynamic_sampling import DynamicSampling, Redraw
+from fastrl.learn.dynamic_sampling import DynamicSampling
 from fastrl.learn.nonfinite import NonFiniteNumbers, samples_left_out
 from fastrl.learn.penalties import Penalties
 from fastrl.rewards.weighted import RewardBatch
 from fastrl.run.processes import Processes
+from fastrl.samples import Samples
 
 Judge = Callable[..., RewardBatch]  # as fastrl.rewards.weighted.Rewards is called
 
@@ -46,7 +47,7 @@ class Collector:
         self.processes, self.ready, self.nonfinite = processes, ready, nonfinite
         self.also, self.noted = also, noted
 
-    def __call__(self, asked: Asked) -> Collected | None:
+    def __call__(self, asked: Asked) -> Samples | None:
         """This process's responses; None where it has no prompt. All processes call it."""
         # What waits for all processes comes first: work that is broken off must not be within it.
         with self.ready(), self.processes.shared_work():
@@ -55,38 +56,47 @@ class Collector:
             begin = time.perf_counter()
             responses = self.respond(asked)
             middle = time.perf_counter()
-            if "time/rollout" not in responses.rollout.stats:
+            if "time/rollout" not in responses.stats:
                 tokens = sum(int(mask.sum()) for mask in responses.written)
-                responses.rollout.stats |= {
+                responses.stats |= {
                     "time/rollout": middle - begin,
                     "perf/rollout_tokens_per_second": tokens / (middle - begin),
                 }
             left_out = samples_left_out(
-                responses.rollout,
+                responses,
                 self.nonfinite,
-                lambda i: repr(responses.prompts.texts[i]),
+                lambda i: repr(responses.prompt_texts[i]),
                 self.processes,
             )
             rewards = self._judged(responses, left_out)
-            return Collected(
+            places = range(len(responses))
+            return replace(
                 responses,
-                rewards,
-                self.penalties(responses.ended, list(map(len, responses.rollout.sequences))),
-                left_out,
-                time.perf_counter() - middle,
-                {
+                left_out=[i in left_out for i in places],
+                rewards=rewards.total,
+                rewards_by_function=rewards.by_function,
+                token_rewards=list(rewards.of_tokens),
+                unjudged=[i in rewards.unjudged for i in places],
+                penalties=self.penalties(responses.ended, list(map(len, responses.sequences))),
+                noted={
                     name: [*column, *[None] * (len(responses) - len(column))]
                     for name, column in self.noted().items()
                 },
+                rooms=[responses.room] * len(responses),
+                stats={
+                    **responses.stats,
+                    **rewards.counts(),
+                    "time/reward": time.perf_counter() - middle,
+                },
             )
 
-    def _judged(self, responses: Responses, left_out: list[int]) -> RewardBatch:
+    def _judged(self, responses: Samples, left_out: list[int]) -> RewardBatch:
         rewards = self.rewards(
-            responses.prompts.said,
+            responses.prompts,
             responses.completions,
-            [response.tolist() for response in responses.rollout.sequences],
-            responses.prompts.columns,
-            finished=[reason != "length" for reason in responses.rollout.finish_reasons],
+            [response.tolist() for response in responses.sequences],
+            responses.columns,
+            finished=[reason != "length" for reason in responses.finish_reasons],
             left_out=left_out,
             also=self.also(),
         )
@@ -96,13 +106,13 @@ class Collector:
 
     def resampled(
         self,
-        collected: Collected,
+        samples: Samples,
         resampling: DynamicSampling,
         groups: int,
         take: Callable[[int], list[int]],
         prompts_of: Callable[[list[int]], Prompts],
         seed: int,
-    ) -> tuple[Collected, dict[int, int], dict[str, float]]:
+    ) -> tuple[Samples, dict[int, int], dict[str, float]]:
         """With groups of new prompts in the place of those without a spread of scores, see
         :class:`fastrl.learn.dynamic_sampling.DynamicSampling`, whose results these are.
 
@@ -114,8 +124,19 @@ class Collector:
         """
         size = resampling.group_size
 
-        def draw(numbers: list[int], keys: list[int]) -> Collected | None:
+        def draw(numbers: list[int], keys: list[int]) -> Samples | None:
             return self(Asked(prompts_of(numbers), size, keys, seed))
 
-        redraw = Redraw(take, draw, lambda samples: samples.scores)
-        return resampling(collected, groups, redraw)
+        return resampling(samples, groups, take, draw)
+
+
+def tool_statistics(samples: Samples) -> dict[str, float]:
+    """How often samples called tools, per sample, and which share of the calls failed; nothing
+    where they had none to call."""
+    if samples.tool_calls is None:
+        return {}
+    calls, failures = map(sum, zip(*samples.tool_calls, strict=True))
+    return {
+        "tools/call_frequency": calls / len(samples),
+        "tools/failure_frequency": failures / max(calls, 1),
+    }

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.collect.responses import Collected
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
+from fastrl.samples import Samples
 
 CODE = "code"  # a fact: hashes of users' functions, by their names
 NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
@@ -45,18 +45,18 @@ class GenerationLedger:
     def add(
         self,
         generation: int,
-        collected: Collected,
+        samples: Samples,
         weights_version: int,
         advantages: Lists | None = None,
     ) -> None:
         """Adds the responses of a generation, from 1.
 
         Args:
-            collected: of all processes.
+            samples: of all processes.
             weights_version: steps of the optimizer before they were drawn.
             advantages: of the tokens that are learned.
         """
-        columns = ledger_columns(collected, weights_version, advantages, self.temperature)
+        columns = ledger_columns(samples, weights_version, advantages, self.temperature)
         del columns["prompt_row"]  # rows come from a loader, without their number
         self.ledger.add(generation, columns)
 
@@ -86,11 +86,10 @@ def note_settings(
 
 
 def ledger_columns(
-    samples: Collected,
+    samples: Samples,
     weights_version: int,
     advantages: Lists | None,
     temperature: float,
-    token_scores: Sequence[Tensor] | None = None,
 ) -> dict[str, Any]:
     """The columns of a step, of :func:`fastrl.run.ledger.fields` and of reward functions.
 
@@ -99,32 +98,29 @@ def ledger_columns(
         weights_version: steps of the optimizer before they were drawn.
         advantages: of the tokens that are learned; None: there are none.
         temperature: of the policy.
-        token_scores: of the responses' tokens, where they were given.
     """
-    responses, rewards = samples.responses, samples.rewards
-    prompts, rollout = responses.prompts, responses.rollout
-    count = len(prompts)
+    count = len(samples)
     return {
-        "prompt_row": prompts.rows,
-        "prompt": prompts.texts,
-        "prompt_ids": _lists(prompts.ids, np.int32),
-        "completion": responses.texts,
-        "completion_ids": _lists(rollout.sequences, np.int32),
-        "written": _lists(responses.masks, np.bool_),
-        "finish_reason": rollout.finish_reasons,
-        "seed": _repeated(rollout.seed, count),
-        "sample_id": rollout.sample_ids,
-        "number": rollout.numbers,
+        "prompt_row": samples.prompt_rows,
+        "prompt": samples.prompt_texts,
+        "prompt_ids": _lists(samples.prompt_ids, np.int32),
+        "completion": samples.texts,
+        "completion_ids": _lists(samples.sequences, np.int32),
+        "written": _lists(samples.masks, np.bool_),
+        "finish_reason": samples.finish_reasons,
+        "seed": _repeated(samples.seed, count),
+        "sample_id": samples.sample_ids,
+        "number": samples.numbers,
         "slots": [room.slots for room in samples.rooms],
         "slot_length": [room.length for room in samples.rooms],
         "weights_version": _repeated(weights_version, count),
-        "logprobs": _lists(rollout.logprobs_at(temperature), np.float32),
-        "values": _lists(rollout.values, np.float32),
+        "logprobs": _lists(samples.logprobs_at(temperature), np.float32),
+        "values": _lists(samples.values, np.float32),
         "advantages": advantages,
-        "reward": rewards.total.numpy(),
+        "reward": samples.rewards.numpy(),
         "score": samples.scores.numpy(),
-        "token_scores": _lists(token_scores, np.float32),
-        **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in rewards.by_function.items()},
+        "token_scores": _lists(samples.token_scores, np.float32),
+        **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in samples.rewards_by_function.items()},
     }
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from fastrl.collect.ledger import CODE
-from fastrl.rollout import RolloutOutput
 from fastrl.run.machine import differences, machine, other_draws, remedies, versions
+from fastrl.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], own: Mapping[str, 
 
 
 def compared(
-    rows: list[dict[str, Any]], drawn: RolloutOutput, temperature: float, tolerance: float
+    rows: list[dict[str, Any]], drawn: Samples, temperature: float, tolerance: float
 ) -> list[ReplayedSample]:
     """Samples that were drawn again, beside the ledger's rows of them.
 
@@ -132,7 +132,7 @@ def compared(
     ]
 
 
-def recorded_rollout(rows: list[dict[str, Any]], temperature: float) -> RolloutOutput:
+def recorded_rollout(rows: list[dict[str, Any]], temperature: float) -> Samples:
     """The rollout that a step learned from."""
 
     def tensors(name: str) -> list[torch.Tensor] | None:
@@ -141,7 +141,7 @@ def recorded_rollout(rows: list[dict[str, Any]], temperature: float) -> RolloutO
         return [torch.tensor(row[name], dtype=torch.float32) for row in rows]
 
     logprobs = tensors("logprobs")
-    return RolloutOutput(
+    return Samples(
         [torch.tensor(row["completion_ids"], dtype=torch.long) for row in rows],
         [row["finish_reason"] for row in rows],
         logprobs=logprobs,

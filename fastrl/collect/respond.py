@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from fastrl.collect.environments import Environments
-from fastrl.collect.responses import Responses
 from fastrl.collect.rollout_func import rolled_out
 from fastrl.collect.tools import Toolbox, ToolLoop
 from fastrl.data.chat import TextOrMessages, as_answer, check_prompt
 from fastrl.data.prompts import Prompts
 from fastrl.rewards.calls import EventLoop
-from fastrl.rollout import RolloutOutput
 from fastrl.rollout.backends import Request
+from fastrl.samples import Samples
 
 
 class Asked(NamedTuple):
@@ -39,7 +38,7 @@ class Respond(Protocol):
 
     keeps_prompts: bool
 
-    def __call__(self, asked: Asked) -> Responses:
+    def __call__(self, asked: Asked) -> Samples:
         """A response to each prompt."""
 
 
@@ -72,7 +71,7 @@ class Sampled:
         encode: gives prompts their token ids, where they come without.
     """
 
-    run: Callable[[Request], RolloutOutput]
+    run: Callable[[Request], Samples]
     arguments: Mapping[str, Any]
     decode: Callable[[Tensor, Tensor], str]
     encode: Callable[[Prompts], Prompts] | None = None
@@ -80,23 +79,24 @@ class Sampled:
 
     keeps_prompts = True
 
-    def __call__(self, asked: Asked) -> Responses:
+    def __call__(self, asked: Asked) -> Samples:
         if self.encode is not None:
             asked = asked._replace(prompts=self.encode(asked.prompts))
         prompts = asked.prompts
         output = self.sample(prompts.ids, asked.size, asked.keys, asked.seed)
         responses = [x.cpu() for x in output.sequences]
         texts = as_texts(self.decode, prompts.said, prompts.ids, responses)
-        return Responses(
-            prompts,
-            replace(output, sequences=responses),
-            texts,
-            list(map(as_answer, prompts.said, texts)),
+        return replace(
+            output,
+            **prompts.as_samples().known(),
+            sequences=responses,
+            texts=texts,
+            completions=list(map(as_answer, prompts.said, texts)),
         )
 
     def sample(
         self, prompts: Sequence[Tensor], size: int, keys: Sequence[int], seed: int
-    ) -> RolloutOutput:
+    ) -> Samples:
         """A response to each prompt; arguments are those of :class:`Asked`."""
         samples = samples_per_prompt(prompts, size)
         ids = keys if samples == size else [k * size + j for k in keys for j in range(size)]
@@ -104,7 +104,7 @@ class Sampled:
 
     def further(
         self, prompts: Sequence[Tensor], numbers: Sequence[int], limits: Sequence[int], seed: int
-    ) -> RolloutOutput:
+    ) -> Samples:
         """What responses go on with, each behind a prompt of its own.
 
         Args:
@@ -118,7 +118,7 @@ class Sampled:
 
     def _run(
         self, prompts: Sequence[Tensor], ids: Sequence[int], seed: int, **options: Any
-    ) -> RolloutOutput:
+    ) -> Samples:
         size = self.batch_size or len(prompts) * options.get("samples", 1)
         request = Request(prompts, ids, dict(self.arguments), size, seed=seed, **options)
         with torch.no_grad():
@@ -152,7 +152,7 @@ class RolloutFunction:
 
     keeps_prompts = False
 
-    def __call__(self, asked: Asked) -> Responses:
+    def __call__(self, asked: Asked) -> Samples:
         said = asked.prompts.said
         for i, prompt in enumerate(said):
             check_prompt(prompt, f"prompt {i}")
@@ -161,14 +161,16 @@ class RolloutFunction:
         texts = as_texts(self.decode, said, found.prompt_ids, found.completion_ids)
         prompts = asked.prompts.with_ids(found.prompt_ids, self.tokenizer)
         prompts = replace(prompts, columns={**prompts.columns, **found.columns})
-        output = RolloutOutput(
-            found.completion_ids,
-            [self._finish_reason(ids.tolist()) for ids in found.completion_ids],
-            found.logprobs,
+        return replace(
+            prompts.as_samples(),
+            sequences=found.completion_ids,
+            finish_reasons=[self._finish_reason(ids.tolist()) for ids in found.completion_ids],
+            logprobs=found.logprobs,
             temperature=self.temperature,
+            texts=texts,
+            completions=list(map(as_answer, said, texts)),
+            masks=found.masks,
         )
-        completions = list(map(as_answer, said, texts))
-        return Responses(prompts, output, texts, completions, found.masks)
 
     def _finish_reason(self, ids: list[int]) -> str:
         if ids and ids[-1] in self.ends:
@@ -194,7 +196,7 @@ class Conversations:
 
     keeps_prompts = False
 
-    def __call__(self, asked: Asked) -> Responses:
+    def __call__(self, asked: Asked) -> Samples:
         prompts, boxes = asked.prompts, [self.box] * len(asked.prompts)
         if self.environments is not None:
             boxes = self.environments.current_boxes()
@@ -202,7 +204,7 @@ class Conversations:
 
         def sample(
             ids: list[Tensor], which: list[int], turn: int, limits: list[int] | None
-        ) -> RolloutOutput:
+        ) -> Samples:
             if limits is None:
                 return self.sampled.sample(ids, asked.size, asked.keys, asked.seed)
             # Another seed for each turn: the number of a response keys its draws.
@@ -211,20 +213,17 @@ class Conversations:
 
         templates = prompts.templates(self.loop.chat.template)
         found = self.loop(sample, prompts.said, boxes, templates)
-        ids = found.completion_ids
-        output = RolloutOutput(
-            ids,
-            found.finish_reasons,
-            found.logprobs,
+        prompts = prompts.with_ids(found.prompt_ids, self.loop.chat.tokenizer)
+        return replace(
+            prompts.as_samples(),
+            sequences=found.completion_ids,
+            finish_reasons=found.finish_reasons,
+            logprobs=found.logprobs,
             temperature=self.loop.temperature,
-        )
-        return Responses(
-            prompts.with_ids(found.prompt_ids, self.loop.chat.tokenizer),
-            output,
-            list(map(self.sampled.decode, found.prompt_ids, ids)),
-            found.completions,
-            found.masks,
-            found.tool_calls,
+            texts=list(map(self.sampled.decode, found.prompt_ids, found.completion_ids)),
+            completions=found.completions,
+            masks=found.masks,
+            tool_calls=found.tool_calls,
         )
 
 
@@ -243,7 +242,7 @@ class InEnvironments:
 
     keeps_prompts = False
 
-    def __call__(self, asked: Asked) -> Responses:
+    def __call__(self, asked: Asked) -> Samples:
         rows = [asked.prompts.row(i) for i in range(len(asked.prompts))]
         said: list[Any] = self.environments.begin(rows, self.event_loop)
         columns = {**asked.prompts.columns, "environments": list(self.environments.current or ())}

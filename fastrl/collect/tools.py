@@ -20,16 +20,15 @@ from transformers.utils.chat_template_utils import (
     TypeHintParsingException,
 )
 
-from fastrl.collect.responses import ToolCalls
 from fastrl.data.chat import is_chat
 from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.tool_calls import ToolChat
 from fastrl.rewards.calls import EventLoop, await_within
-from fastrl.rollout import RolloutOutput
+from fastrl.samples import Samples, ToolCalls
 
 # Of the prompts, which responses they belong to, the number of the turn, and the most new tokens of
 # each; None: what the trainer's settings say.
-Sample = Callable[[list[Tensor], list[int], int, list[int] | None], RolloutOutput]
+Sample = Callable[[list[Tensor], list[int], int, list[int] | None], Samples]
 
 
 class Toolbox:
@@ -289,7 +288,7 @@ class ToolLoop:
             room = min(room, self.context - len(talk.prompt) - len(talk.ids))
         return room
 
-    def _add(self, talks: Sequence[_Conversation], output: RolloutOutput) -> bool:
+    def _add(self, talks: Sequence[_Conversation], output: Samples) -> bool:
         """Adds what was sampled, and returns whether its log-probs are known."""
         logprobs = output.logprobs_at(self.temperature)
         for i, (talk, response) in enumerate(zip(talks, output.sequences, strict=True)):

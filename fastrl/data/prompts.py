@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import warnings
@@ -23,6 +22,7 @@ from fastrl.data.encoded_prompts import TokenRows, encode_prompts
 from fastrl.data.tables import ROW, list_as_dataset
 from fastrl.models.layout import Layout
 from fastrl.run.fingerprint import hash_of
+from fastrl.samples import Samples
 
 _PROMPT_COLUMNS = ("prompt", "query")
 
@@ -175,11 +175,6 @@ class Prompts:
         columns = {name: [row.get(name) for row in rows] for name in names}
         return cls(list(said), [], [], columns, list(range(len(rows))), "prompt {}".format)
 
-    @classmethod
-    def of_parts(cls, parts: Sequence[Prompts]) -> Prompts:
-        """Prompts one after the other."""
-        return functools.reduce(cls.joined, parts)
-
     def __len__(self) -> int:
         return len(self.said)
 
@@ -226,19 +221,14 @@ class Prompts:
         said = {} if self.said[i] is None else {_PROMPT_COLUMNS[0]: self.said[i]}
         return {**said, **{name: values[i] for name, values in self.columns.items()}}
 
-    def without_columns(self) -> Prompts:
-        return dataclasses.replace(self, columns={})
-
-    def joined(self, others: Prompts) -> Prompts:
-        """These, and others of the same table behind them."""
-        none = [None] * len(others)
-        return Prompts(
-            [*self.said, *others.said],
-            [*self.texts, *others.texts],
-            [*self.ids, *others.ids],
-            {name: [*x, *others.columns.get(name, none)] for name, x in self.columns.items()},
-            [*self.rows, *others.rows],
-            self.name_of,
+    def as_samples(self) -> Samples:
+        """A sample for each prompt, which has no response yet."""
+        return Samples(
+            prompts=self.said,
+            prompt_texts=self.texts,
+            prompt_ids=self.ids,
+            prompt_rows=self.rows,
+            columns=self.columns,
         )
 
     def repeated(self, times: int) -> Prompts:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.experience import LogprobsAndValues, Minibatch
 from fastrl.models.host_memory import to_device
-from fastrl.rollout import RolloutOutput
+from fastrl.samples import Samples
 from fastrl_kernels.policy_losses import at_tokens, sequence_sums
 from fastrl_kernels.types import LOG_RATIO_LIMIT
 
@@ -126,7 +126,7 @@ def _share(chosen: Tensor, mask: Tensor) -> Tensor:
 
 
 def sampler_logprobs(
-    rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None, temperature: float
+    rollout: Samples | None, known: Sequence[LogprobsAndValues] | None, temperature: float
 ) -> list[Tensor] | None:
     """The sampler's log-probs of each response, where they are known.
 

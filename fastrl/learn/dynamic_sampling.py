@@ -4,42 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastrl.run.processes import Processes
-
-
-class Joinable(Protocol):
-    """A process's samples, group by group."""
-
-    def joined(self, more: Any, /) -> Any:
-        """With further ones behind."""
-
-    def select(self, order: list[int], /) -> Any:
-        """Some of them, in that order."""
-
-
-S = TypeVar("S", bound=Joinable)
-
-
-@dataclass(frozen=True)
-class Redraw(Generic[S]):
-    """How groups of new prompts come about.
-
-    Attributes:
-        take: gives the numbers of so many new prompts.
-        draw: samples this process's responses to such prompts, and rewards them; with the keys of
-            their draws; None of no prompts.
-        scores: [B] of samples.
-    """
-
-    take: Callable[[int], list[int]]
-    draw: Callable[[list[int], list[int]], S | None]
-    scores: Callable[[S], Tensor]
+from fastrl.samples import Samples
 
 
 class DynamicSampling:
@@ -50,32 +20,38 @@ class DynamicSampling:
         self.group_size, self.rounds, self.processes = group_size, rounds, processes
 
     def __call__(
-        self, samples: S, groups: int, redraw: Redraw[S]
-    ) -> tuple[S, dict[int, int], dict[str, float]]:
+        self,
+        samples: Samples,
+        groups: int,
+        take: Callable[[int], list[int]],
+        draw: Callable[[list[int], list[int]], Samples | None],
+    ) -> tuple[Samples, dict[int, int], dict[str, float]]:
         """This process's samples; the new prompts by the numbers of the groups, of all processes,
         that they replaced; and statistics, none without a round.
 
         Args:
             samples: this process's.
-            groups: of all processes.
+            groups: how many all processes have.
+            take: gives the numbers of so many new prompts.
+            draw: samples this process's responses to the prompts of such numbers, and rewards them;
+                with the keys of their draws. None where there are no prompts.
         """
         if not self.rounds:
             return samples, {}, {}
         found, replaced, rounds = dict[int, int](), 0, 0
         shares, here = self.processes.shares(range(groups)), self.processes.index
         for _ in range(self.rounds):
-            scores = redraw.scores(samples)
-            flat = self.processes.objects(without_spread(scores, self.group_size))
+            flat = self.processes.objects(without_spread(samples.scores, self.group_size))
             if not any(flat):
                 break
             count = sum(map(len, flat))
-            new, keys = redraw.take(count), range(groups + replaced, groups + replaced + count)
+            new, keys = take(count), range(groups + replaced, groups + replaced + count)
             first = sum(map(len, flat[:here]))
             mine = slice(first, first + len(flat[here]))
-            drawn = redraw.draw(new[mine], list(keys[mine]))
+            drawn = draw(new[mine], list(keys[mine]))
             if drawn is not None:
-                order = in_their_places(len(scores), flat[here], self.group_size)
-                samples = samples.joined(drawn).select(order)
+                order = in_their_places(len(samples), flat[here], self.group_size)
+                samples = samples.followed_by(drawn).select(order)
             places = [share[j] for share, own in zip(shares, flat, strict=True) for j in own]
             found |= zip(places, new, strict=True)
             replaced, rounds = replaced + count, rounds + 1

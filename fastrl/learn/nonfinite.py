@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.experience import Minibatch, Scored
-from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import Processes
+from fastrl.samples import Samples
 
 _LONGEST = 80  # characters of a prompt in a message
 _HELP = (
@@ -194,7 +194,7 @@ class NonFiniteNumbers:
 
 
 def samples_left_out(
-    rollout: RolloutOutput,
+    rollout: Samples,
     nonfinite: NonFiniteNumbers,
     name: Callable[[int], str],
     processes: Processes,

@@ -11,7 +11,7 @@ from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.experience import LogprobsAndValues, Scored
 from fastrl.learn.scorer import Scorer
 from fastrl.models.host_memory import to_device
-from fastrl.rollout import RolloutOutput
+from fastrl.samples import Samples
 
 # Largest difference in fp32, mean difference in lower precision, of log-probs and of values, with
 # which those of a rollout are reused.
@@ -88,7 +88,7 @@ def audited(samples: Sequence[int]) -> list[int]:
 
 
 def rollout_logprobs(
-    rollout: RolloutOutput, policy: nn.Module, temperature: float
+    rollout: Samples, policy: nn.Module, temperature: float
 ) -> list[LogprobsAndValues] | None:
     """Log-probs and values of a rollout's sequences; None where it lacks one of them."""
     logprobs, values = rollout.logprobs_at(temperature), rollout.values

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fastrl.collect.ledger import ledger_columns, note_settings
-from fastrl.collect.responses import Collected
 from fastrl.config import PPOConfig
 from fastrl.learn.experience import LastExperience
-from fastrl.run.callbacks import Samples
 from fastrl.run.ledger import Ledger, Lists
-
-
-@dataclass(frozen=True)
-class ScoredSamples:
-    """The samples of a step, of all processes."""
-
-    samples: Collected
-    weights_version: int  # steps of the optimizer before the rollout
-    token_scores: Sequence[Tensor] | None  # of the responses' tokens, where step() got these
-
-    @property
-    def shown(self) -> Samples:
-        """What callbacks get."""
-        said, rewards = self.samples.responses, self.samples.rewards
-        return Samples(said.prompts.texts, said.texts, rewards.total.tolist())
+from fastrl.samples import Samples
 
 
 class SampleLedger:
@@ -58,16 +39,19 @@ class SampleLedger:
             self.ledger.flush()
 
     def add(
-        self, step: int, samples: ScoredSamples, experience: LastExperience
+        self, step: int, samples: Samples, weights_version: int, experience: LastExperience
     ) -> dict[str, float]:
-        """Adds the samples of a step; returns statistics."""
+        """Adds the samples of a step, of all processes; returns statistics.
+
+        Args:
+            weights_version: steps of the optimizer before the rollout.
+        """
         begin = time.perf_counter()
         columns = ledger_columns(
-            samples.samples,
-            samples.weights_version,
+            samples,
+            weights_version,
             Lists(*experience.advantages()),
             self.temperature,
-            samples.token_scores,
         )
         self.ledger.add(step, columns)
         return {"time/ledger": time.perf_counter() - begin}

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl.collect.collector import Collector
+from fastrl.collect.collector import Collector, tool_statistics
 from fastrl.collect.interaction import Interaction
 from fastrl.collect.ledger import recordable
 from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
-from fastrl.collect.responses import Collected, joined_masks
 from fastrl.data.columns import REWARD_ARGUMENTS
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
@@ -32,14 +30,15 @@ from fastrl.learn.scorer import check_tokens
 from fastrl.models.layout import EncoderDecoder
 from fastrl.models.utils import NO_LIMIT, context_length
 from fastrl.ppo.guards import check_divergence
-from fastrl.ppo.ledger import ScoredSamples, open_ledger
+from fastrl.ppo.ledger import open_ledger
 from fastrl.ppo.roles import Stepping
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.identity import identities_of
-from fastrl.rewards.weighted import RewardFunctions, Rewards
+from fastrl.rewards.weighted import RewardFunctions, Rewards, reward_statistics
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.callbacks import (
     Evaluation,
+    ShownSamples,
     TrainCallback,
     TrainResult,
     checked_callbacks,
@@ -51,6 +50,7 @@ from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.progress import ProgressCallback
 from fastrl.run.random_state import random_state_kept, seed_at
 from fastrl.run.stopping import stop_at_a_steps_end
+from fastrl.samples import Samples
 from fastrl.settings import check_ranges, check_types, setting
 from fastrl.user_code import exits_are_errors
 
@@ -269,7 +269,7 @@ class Loop:
         found = Prompts.from_list(
             prompts.said, tokenizer, prompts.name_of, prompts.rows, prompts.templates({})
         )
-        return dataclasses.replace(prompts, texts=found.texts, ids=found.ids)
+        return replace(prompts, texts=found.texts, ids=found.ids)
 
     def _check_tokens(self, prompts: Prompts, new_tokens: int) -> None:
         """
@@ -307,12 +307,15 @@ class Loop:
                 self.saving.after_step(done, last=done == last)
             for step in range(done + 1, last + 1):
                 with self.saving.step():
+                    weights_version = self.trainer.weights_version
                     metrics, samples = self._next_step()
                     if self.ledger is not None:
-                        assert self.trainer.experience is not None
-                        metrics |= self.ledger.add(step, samples, self.trainer.experience)
+                        experience = self.trainer.experience
+                        assert experience is not None
+                        metrics |= self.ledger.add(step, samples, weights_version, experience)
                     self.result.add_step(metrics)
-                    self._call("on_samples", step, samples.shown)
+                    shown = samples.prompt_texts, samples.texts, samples.rewards.tolist()
+                    self._call("on_samples", step, ShownSamples(*shown))
                     asked = True in self._call("on_step", step, metrics)
                     if self.processes.any(asked):
                         self.steps = step - self.begun_at
@@ -414,7 +417,7 @@ class Loop:
         for evaluation in evaluations_from_tree(state["evaluations"], prompts):
             self.result.add_evaluation(evaluation)
 
-    def _next_step(self) -> tuple[dict[str, float], ScoredSamples]:
+    def _next_step(self) -> tuple[dict[str, float], Samples]:
         """A step on the next prompts of the trainer's stream of them."""
         streams, prompts = self.trainer.streams, self.prompts
         new = PromptStream(len(prompts), self.trainer.config.seed)
@@ -422,16 +425,14 @@ class Loop:
         with stream.kept_on_error():
             return self._step(stream.take(self.prompts_per_step), stream)
 
-    def _step(
-        self, chosen: list[int], stream: PromptStream
-    ) -> tuple[dict[str, float], ScoredSamples]:
+    def _step(self, chosen: list[int], stream: PromptStream) -> tuple[dict[str, float], Samples]:
         """A step on the prompts of all processes; each samples and scores its share.
 
         Args:
             chosen: their numbers.
             stream: has further ones.
         """
-        size, weights_version = self.trainer.config.group_size, self.trainer.weights_version
+        size = self.trainer.config.group_size
         seed = seed_at(self.trainer.config.seed, "responses", self.trainer.current_step)
         own, replaced, resampled = self.collector.resampled(
             self._sampled(self.prompts.take(chosen), size, seed),
@@ -441,48 +442,48 @@ class Loop:
             lambda more: self.prompts.take(more).repeated(size),
             seed,
         )
-        of_tokens = self._scores_of_tokens(own)
-        responses = own.responses
+        own = replace(own, token_scores=self._scores_of_tokens(own))
         stats = self.trainer.step(
-            list(responses.prompts.ids),
-            responses.rollout.sequences,
-            of_tokens or list(own.scores),
-            rollout=responses.rollout,
-            **({} if responses.masks is None else {"response_masks": responses.masks}),
+            list(own.prompt_ids),
+            own.sequences,
+            own.token_scores or list(own.scores),
+            rollout=own,
+            **({} if own.masks is None else {"response_masks": own.masks}),
         )
         chosen = [replaced.get(place, prompt) for place, prompt in enumerate(chosen)]
-        samples = self._of_all(own, self.prompts.take(chosen).repeated(size))
-        rollout_stats = samples.responses.statistics()
+        samples = self._of_all(own.recorded(), self.prompts.take(chosen).repeated(size))
+        of_samples = samples.stats
+        seconds = of_samples["time/rollout"] + of_samples["time/reward"] + stats["time/ppo/total"]
         metrics = {
             **scalars(stats),
-            **rollout_stats,
-            **samples.rewards.statistics(),
+            **of_samples,
+            **tool_statistics(samples),
+            **reward_statistics(samples.rewards, samples.rewards_by_function),
             **resampled,
-            "time/reward": samples.seconds,
-            "time/step": rollout_stats["time/rollout"] + samples.seconds + stats["time/ppo/total"],
+            "time/step": seconds,
         }
-        if of_tokens is not None:
-            of_tokens = [each for part in self.processes.objects(of_tokens) for each in part]
-        return metrics, ScoredSamples(samples, weights_version, of_tokens)
+        return metrics, samples
 
-    def _scores_of_tokens(self, samples: Collected) -> list[Tensor] | None:
+    def _scores_of_tokens(self, samples: Samples) -> list[Tensor] | None:
         """None where no reward is of tokens, in any process."""
         if not self.trainer.advantages.per_token:
             return None
-        dense = self.processes.any(samples.has_token_rewards)
+        dense = self.processes.any(any(x is not None for x in samples.token_rewards))
         return samples.scores_of_tokens() if dense else None
 
-    def _sampled(self, batch: Prompts, size: int, seed: int) -> Collected:
+    def _sampled(self, batch: Prompts, size: int, seed: int) -> Samples:
         """This process's share of a batch of prompts, each with ``size`` responses, rewarded."""
         own = self.processes.shares(range(len(batch)))[self.processes.index]
         found = self.collector(Asked(batch.take(own).repeated(size), size, own, seed))
         assert found is not None
         return found
 
-    def _of_all(self, own: Collected, prompts: Prompts) -> Collected:
-        """The responses of all processes; to these prompts, unless they answer others."""
-        keeps = self.collector.respond.keeps_prompts
-        return own.of_all(self.processes, prompts if keeps else None)
+    def _of_all(self, own: Samples, prompts: Prompts, *, tokens: bool = False) -> Samples:
+        """The responses of all processes; to these prompts, unless they answer others. What their
+        rewards were computed from is not exchanged."""
+        known = prompts.as_samples() if self.collector.respond.keeps_prompts else None
+        told = own.without("columns", "completions", "noted")
+        return told.gathered(self.processes, known, tokens=tokens)
 
     def _evaluate(self, step: int) -> None:
         """Always with the same seed; the run's own random numbers do not change."""
@@ -492,36 +493,32 @@ class Loop:
             torch.manual_seed(self.trainer.config.seed)  # for rewards that draw
             seed = seed_at(self.trainer.config.seed, "evaluation")
             own = self._sampled(self.eval_prompts, 1, seed)
-        samples = self._of_all(own, self.eval_prompts)
-        said = own.responses
-        parts = self.processes.objects((said.rollout.sequences, said.masks, len(own.left_out)))
-        responses = [each for sequences, _, _ in parts for each in sequences]
-        masks = joined_masks([(sequences, part) for sequences, part, _ in parts])
-        nan = sum(left_out for _, _, left_out in parts)
-        rewards = samples.rewards
-        sound = (~rewards.total.isnan()).nonzero()[:, 0].tolist()
-        check_a_sample_is_left(nan, len(responses))
+        told = own.recorded().without("logprobs", "logprobs_t1", "values")
+        samples = self._of_all(told, self.eval_prompts, tokens=True)
+        rewards, masks, nan = samples.rewards, samples.masks, sum(samples.left_out)
+        sound = (~rewards.isnan()).nonzero()[:, 0].tolist()
+        check_a_sample_is_left(nan, len(samples))
         if not sound:
             raise ValueError(
                 "no reward of the evaluation is finite: mend what computes them (reward functions, "
                 "or prompts for which they have no answer)"
             )
-        known, prompts = rewards.total[sound], samples.responses.prompts
+        known = rewards[sound]
         evaluation = Evaluation(
             step=step,
             mean=float(known.mean()),
             sem=float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else 0.0,
             kl=self.trainer.sequence_kl(
-                [prompts.ids[i] for i in sound],
-                [responses[i] for i in sound],
+                [samples.prompt_ids[i] for i in sound],
+                [samples.sequences[i] for i in sound],
                 None if masks is None else [masks[i] for i in sound],
             ),
-            rewards=rewards.total.tolist(),
-            prompts=prompts.texts,
-            completions=samples.responses.texts,
+            rewards=rewards.tolist(),
+            prompts=samples.prompt_texts,
+            completions=samples.texts,
             nan_samples=nan,
-            nonfinite_rewards=rewards.nonfinite,
-            by_function={name: each.tolist() for name, each in rewards.by_function.items()},
+            nonfinite_rewards=int(samples.stats["reward/nonfinite"]),
+            by_function={name: x.tolist() for name, x in samples.rewards_by_function.items()},
         )
         self.result.add_evaluation(evaluation)
         self._call("on_eval", step, evaluation)

@@ -23,11 +23,11 @@ from fastrl.collect.replayed import (
 )
 from fastrl.ppo.setup import precision_of
 from fastrl.ppo.state import deciding
-from fastrl.rollout import RolloutOutput
 from fastrl.run.checkpoints import CODE_DIFFERS, Checkpoints, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
 from fastrl.run.machine import differences
+from fastrl.samples import Samples
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
@@ -197,7 +197,7 @@ def _draw(
         # As GenerateBackend has it, which does not key the draws by the sample.
         seed = own[0]["seed"] if room["slots"] else own[0]["seed"] ^ process
         outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))
-    return compared(rows, RolloutOutput.joined(outputs), trainer.config.temperature, tolerance)
+    return compared(rows, Samples.joined(outputs), trainer.config.temperature, tolerance)
 
 
 def _check_settings(trainer: PPOTrainer, facts: Mapping[str, Any], ledger: Path) -> None:

@@ -23,7 +23,7 @@ from fastrl.models.layout import layout_of
 from fastrl.models.routing import replays
 from fastrl.models.sharding import whole_weights
 from fastrl.ref_model import RefModel
-from fastrl.rollout import RolloutOutput, sampling_params
+from fastrl.rollout import sampling_params
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.generation_kwargs import (
     Change,
@@ -34,6 +34,7 @@ from fastrl.rollout.generation_kwargs import (
     unpacked,
 )
 from fastrl.run.processes import Processes
+from fastrl.samples import Samples
 
 REMEMBERED = 1 << 14  # samples, the latest
 
@@ -148,7 +149,7 @@ class Rollouts:
         samples: int = 1,
         seed: int | None = None,
         sample_ids: Sequence[int] | None = None,
-    ) -> RolloutOutput:
+    ) -> Samples:
         """Samples ``samples`` responses to each prompt, one after the other; they come without
         their prompts, with finish reasons and timings.
 
@@ -168,7 +169,7 @@ class Rollouts:
         ids = range(len(prompts)) if sample_ids is None else sample_ids
         return self.run(Request(prompts, ids, kwargs, batch_size, samples=samples, seed=seed))
 
-    def run(self, request: Request) -> RolloutOutput:
+    def run(self, request: Request) -> Samples:
         """Samples from the policy."""
         return self._run(self.model, request)
 
@@ -177,7 +178,7 @@ class Rollouts:
         return self.layout.decode(self.tokenizer, prompt, response)
 
     def logprobs(
-        self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: RolloutOutput | None
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: Samples | None
     ) -> list[LogprobsAndValues] | None:
         """Log-probs and values of responses, from the ``rollout`` that generated them, else from
         the memory; None where those of one response are not known.
@@ -191,7 +192,7 @@ class Rollouts:
         return rollout_logprobs(rollout, self.memory.policy, self.config.temperature)
 
     def experts(
-        self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: RolloutOutput | None
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: Samples | None
     ) -> list[Tensor] | None:
         """The experts' choices of responses, found as :meth:`logprobs`; None where they are not
         replayed.
@@ -230,7 +231,7 @@ class Rollouts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.backend.reserve(state["rooms"])
 
-    def _run(self, model: Any, request: Request) -> RolloutOutput:
+    def _run(self, model: Any, request: Request) -> Samples:
         with whole_weights(model):
             output = self.backend(self.accelerator.unwrap_model(model), request)
         if not request.reference:
@@ -238,8 +239,8 @@ class Rollouts:
         return output
 
 
-def _check_sequences(rollout: RolloutOutput, responses: Sequence[Tensor]) -> None:
-    if not isinstance(rollout, RolloutOutput):
+def _check_sequences(rollout: Samples, responses: Sequence[Tensor]) -> None:
+    if not isinstance(rollout, Samples):
         raise TypeError(
             f"rollout must be a fastrl.rollout.RolloutOutput, got {type(rollout).__name__}"
         )
@@ -357,7 +358,7 @@ class RolloutMemory:
         self._known: dict[tuple[bytes, bytes], LogprobsAndValues] = {}
         self._experts: dict[tuple[bytes, bytes], Tensor] = {}
 
-    def keep(self, prompts: Sequence[Tensor], output: RolloutOutput) -> None:
+    def keep(self, prompts: Sequence[Tensor], output: Samples) -> None:
         """Keeps those of samples, one per prompt."""
         known = rollout_logprobs(output, self.policy, self.temperature)
         if known is None:

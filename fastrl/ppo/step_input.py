@@ -19,8 +19,8 @@ from fastrl.learn.old_logprobs import with_zeros, zero_left_out
 from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
 from fastrl.models.host_memory import to_device
 from fastrl.ppo.rollouts import Rollouts
-from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import Processes
+from fastrl.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class StepInputs:
         responses: list[Tensor],
         scores: list[Tensor],
         masks: list[Tensor] | None,
-        rollout: RolloutOutput | None,
+        rollout: Samples | None,
         weights: Tensor | Sequence[float] | None,
     ) -> StepInput:
         """The samples of all processes.
@@ -207,7 +207,7 @@ class StepInputs:
         check_a_sample_is_left(len(given.nan), len(given.queries))
         return given
 
-    def _weights(self, weights: Tensor | None, rollout: RolloutOutput | None) -> Tensor | None:
+    def _weights(self, weights: Tensor | None, rollout: Samples | None) -> Tensor | None:
         """The samples' weights, 0 where ``mask_truncated_completions`` leaves them out.
 
         Raises:
@@ -224,7 +224,7 @@ class StepInputs:
         whole = to_device(whole, self.device)
         return whole if weights is None else whole * weights
 
-    def _nan_samples(self, queries: Sequence[Tensor], rollout: RolloutOutput | None) -> list[int]:
+    def _nan_samples(self, queries: Sequence[Tensor], rollout: Samples | None) -> list[int]:
         """Indices of samples that ended in NaN logits."""
         if rollout is None or len(rollout.finish_reasons) != len(queries):
             return []

@@ -74,13 +74,13 @@ from fastrl.ppo.state import deciding
 from fastrl.ppo.step_input import StepInput, StepInputs
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
-from fastrl.rollout import RolloutOutput
 from fastrl.run.callbacks import TrainCallback, TrainResult
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Ledger
 from fastrl.run.precision import refuse_fp16_twice
 from fastrl.run.processes import processes_of
+from fastrl.samples import Samples
 from fastrl.timing import start_clock
 
 _MIXED_PRECISION = (
@@ -314,7 +314,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         responses: list[Tensor],
         scores: list[Tensor],
         response_masks: list[Tensor] | None = None,
-        rollout: RolloutOutput | None = None,
+        rollout: Samples | None = None,
         weights: Tensor | Sequence[float] | None = None,
     ) -> dict[str, Any]:
         """One PPO iteration on a batch of scored responses.
@@ -331,7 +331,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
             rollout: the output that the responses come from; its log-probs and values may serve as
                 the old ones (``PPOConfig.old_logprobs``). Responses that this trainer's own
                 generate() returned with the current weights are recognised without it. Of another
-                engine: a :class:`RolloutOutput` with its log-probs, at the policy's temperature,
+                engine: a :class:`Samples` with its log-probs, at the policy's temperature,
                 by which ``PPOConfig.sampler_correction`` weights the loss.
             weights: ``batch_size`` numbers of 0 or more that multiply each sample's part of the
                 loss: 2 counts like the sample twice, 0 like none. None: 1.

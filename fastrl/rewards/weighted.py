@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from fastrl.rewards.functions import (
     say_not_finite,
     shown,
 )
-from fastrl.run.processes import Processes
 from fastrl.user_code import name_of, own_copy, running
 
 _Given = RewardFunction | str  # the name of a ready reward
@@ -65,63 +64,35 @@ class RewardBatch:
     nonfinite: int
     retries: int
     of_tokens: Sequence[Tensor | None]
-    unjudged: Sequence[int] = ()  # samples that no function judged, of this process
+    unjudged: Sequence[int] = ()  # indices of samples that no function judged
 
-    def of_all(self, processes: Processes) -> RewardBatch:
-        """The rewards of the samples of all processes, in the processes' order."""
-        parts = processes.objects(self)
-        names = self.by_function
-        return RewardBatch(
-            torch.cat([part.total for part in parts]),
-            {name: torch.cat([part.by_function[name] for part in parts]) for name in names},
-            {name: max(part.seconds[name] for part in parts) for name in names},
-            sum(part.nonfinite for part in parts),
-            sum(part.retries for part in parts),
-            [each for part in parts for each in part.of_tokens],
-        )
-
-    def joined(self, more: RewardBatch) -> RewardBatch:
-        """With the rewards of further samples behind."""
-        count = len(self.total)
-        return RewardBatch(
-            torch.cat([self.total, more.total]),
-            {
-                name: torch.cat([of_each, more.by_function[name]])
-                for name, of_each in self.by_function.items()
-            },
-            {name: self.seconds[name] + more.seconds[name] for name in self.seconds},
-            self.nonfinite + more.nonfinite,
-            self.retries + more.retries,
-            [*self.of_tokens, *more.of_tokens],
-            [*self.unjudged, *(count + i for i in more.unjudged)],
-        )
-
-    def select(self, order: Sequence[int]) -> RewardBatch:
-        """The rewards of some samples, in that order; what was counted stays."""
-        places = {row: i for i, row in enumerate(order)}
-        return replace(
-            self,
-            total=self.total[list(order)],
-            by_function={name: x[list(order)] for name, x in self.by_function.items()},
-            of_tokens=[self.of_tokens[i] for i in order],
-            unjudged=[places[i] for i in self.unjudged if i in places],
-        )
-
-    def statistics(self) -> dict[str, float]:
-        """Means and deviations over the samples that are not left out; with several functions those
-        of each, too."""
-        mean, std = _moments(self.total)
-        found = {
-            "reward/mean": mean,
-            "reward/std": std,
+    def counts(self) -> dict[str, float]:
+        """Statistics of the calls, and with several functions the time that each took."""
+        counts = {
             "reward/nonfinite": float(self.nonfinite),
             "reward/retries": float(self.retries),
         }
         if len(self.by_function) > 1:
-            for name, rewards in self.by_function.items():
-                found[f"reward/{name}/mean"], found[f"reward/{name}/std"] = _moments(rewards)
-                found[f"time/reward/{name}"] = self.seconds[name]
-        return found
+            counts |= {
+                f"time/reward/{name}": self.seconds.get(name, 0.0) for name in self.by_function
+            }
+        return counts
+
+    def statistics(self) -> dict[str, float]:
+        """:func:`reward_statistics` and :meth:`counts`."""
+        return {**reward_statistics(self.total, self.by_function), **self.counts()}
+
+
+def reward_statistics(rewards: Tensor, by_function: Mapping[str, Tensor]) -> dict[str, float]:
+    """The mean and deviation of rewards [B] that are not NaN; with several functions those of each,
+    too."""
+    moments = {"reward": rewards}
+    if len(by_function) > 1:
+        moments |= {f"reward/{name}": of_function for name, of_function in by_function.items()}
+    statistics = {}
+    for name, values in moments.items():
+        statistics[f"{name}/mean"], statistics[f"{name}/std"] = _moments(values)
+    return statistics
 
 
 @dataclass(frozen=True)

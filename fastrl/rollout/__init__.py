@@ -4,7 +4,8 @@ from fastrl.rollout.choose_engine import choose_engine
 from fastrl.rollout.engine import RolloutEngine
 from fastrl.rollout.generate_engine import GenerateEngine
 from fastrl.rollout.generation_kwargs import sampling_params
-from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams, draw_seed
+from fastrl.rollout.sampling_params import SamplingParams, draw_seed
+from fastrl.samples import Samples as RolloutOutput
 
 __all__ = [
     "GenerateEngine",

@@ -17,8 +17,8 @@ from fastrl.rollout.choose_engine import choose_engine
 from fastrl.rollout.engine import RolloutEngine
 from fastrl.rollout.generate_engine import GenerateEngine
 from fastrl.rollout.generation_kwargs import sampling_params
-from fastrl.rollout.kv_cache import Room
-from fastrl.rollout.sampling_params import RolloutOutput, draw_seed
+from fastrl.rollout.sampling_params import draw_seed
+from fastrl.samples import Room, Samples
 
 RoomState = dict[str, dict[str, int]]  # slots and length by "policy" and "reference"
 
@@ -44,7 +44,7 @@ class RolloutBackend(ABC):
     """A way of generating responses; by itself it keeps no memory between calls."""
 
     @abstractmethod
-    def __call__(self, model: Any, request: Request) -> RolloutOutput:
+    def __call__(self, model: Any, request: Request) -> Samples:
         """Generates a model's responses."""
 
     def expect(self, tokens: int) -> None:  # noqa: B027 - optional, as those below
@@ -76,7 +76,7 @@ class GenerateBackend(RolloutBackend):
     ):
         self.tokenizer, self.autocast, self.process = tokenizer, autocast, process
 
-    def __call__(self, model: Any, request: Request) -> RolloutOutput:
+    def __call__(self, model: Any, request: Request) -> Samples:
         engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
         kwargs, limits = request.generation_kwargs, request.limits
         seed = request.seed
@@ -124,7 +124,7 @@ class EngineBackend(RolloutBackend):
         self._expected = 0  # tokens of the policy's samples, at most
         self._warned: set[str] = set()
 
-    def __call__(self, model: Any, request: Request) -> RolloutOutput:
+    def __call__(self, model: Any, request: Request) -> Samples:
         if _own_generate(model):
             self._check_kept("its generate was replaced")
             return self.fallback(model, request)

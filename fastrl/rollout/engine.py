@@ -20,10 +20,9 @@ from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
 from fastrl.rollout.cuda_graphs import KINDS, EagerRunner, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
-from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, PromptCopy, Room, Slots
+from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, PromptCopy, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
 from fastrl.rollout.sampling_params import (
-    RolloutOutput,
     RolloutRequest,
     SamplingParams,
     draw_seed,
@@ -37,6 +36,7 @@ from fastrl.rollout.scheduler import (
     make_finish_poll,
 )
 from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
+from fastrl.samples import Room, Samples
 from fastrl.timing import start_clock
 from fastrl_kernels.rng import sample_states
 from fastrl_kernels.types import RUNNING
@@ -139,7 +139,7 @@ class RolloutEngine:
         prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
-    ) -> RolloutOutput:
+    ) -> Samples:
         """``params.n`` responses per prompt.
 
         Args:
@@ -308,7 +308,7 @@ class RolloutEngine:
 
     def _stats(
         self,
-        output: RolloutOutput,
+        output: Samples,
         prompt_lengths: list[int],
         kv_cache: KVCache,
         scheduler: Scheduler,

@@ -28,12 +28,12 @@ from fastrl.rollout.generation_check import by_itself
 from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
 from fastrl.rollout.rescoring import Rescorer
 from fastrl.rollout.sampling_params import (
-    RolloutOutput,
     RolloutRequest,
     SamplingParams,
     check_stop,
     end_tokens,
 )
+from fastrl.samples import Samples
 
 
 class GenerateEngine:
@@ -74,7 +74,7 @@ class GenerateEngine:
         prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
-    ) -> RolloutOutput:
+    ) -> Samples:
         """``params.n`` responses per prompt; arguments and errors are those of
         :meth:`RolloutEngine.generate`.
 
@@ -94,7 +94,7 @@ class GenerateEngine:
         stopping = _Stopping(stop=params.stop)
         parts = [request.select(part) for part in self._parts(request.prompts, request.limits)]
         temperature = params.temperature or 1.0
-        output = RolloutOutput(
+        output = Samples(
             [],
             [],
             seed=params.seed,
@@ -120,7 +120,7 @@ class GenerateEngine:
         generation_kwargs: dict[str, Any],
         limits: Sequence[int] | None = None,
         seed: int | None = None,
-    ) -> RolloutOutput:
+    ) -> Samples:
         """One response per prompt, with keyword arguments of ``model.generate`` as they are, and
         without scores, since the arguments may change the distribution.
 
@@ -147,7 +147,7 @@ class GenerateEngine:
         self._check(prompts)
         size = self.batch_size
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
-        output = RolloutOutput(sequences=[], finish_reasons=[], seed=seed)
+        output = Samples(sequences=[], finish_reasons=[], seed=seed)
         ends = end_tokens(self.model, self.tokenizer, kwargs.get("eos_token_id")).tolist()
         begin = time.perf_counter()
         with evaluating(self.model), self.autocast(), Products().on(self.model), _seeded(seed):
@@ -175,7 +175,7 @@ class GenerateEngine:
 
     def _extend(
         self,
-        output: RolloutOutput,
+        output: Samples,
         prompts: Sequence[Tensor],
         kwargs: dict[str, Any],
         ends: Sequence[int],
@@ -255,7 +255,7 @@ def _end(
     return length, "length" if length == len(tokens) else "nan"
 
 
-def _time(output: RolloutOutput, begin: float) -> None:
+def _time(output: Samples, begin: float) -> None:
     seconds = time.perf_counter() - begin
     tokens = sum(len(s) for s in output.sequences)
     output.stats = {"time/rollout": seconds, "perf/rollout_tokens_per_second": tokens / seconds}

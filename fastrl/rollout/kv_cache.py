@@ -19,17 +19,6 @@ FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
 FIELDS = ("logprobs", "logprobs_t1", "entropies", "values")
 
 
-class Room(NamedTuple):
-    """The size of an engine's KV cache; zeros where there is none.
-
-    Decode steps have rows for 1, 2, 3, 4, 6, 8 … or all slots: on some devices, the number of rows
-    decides the last bits of a matrix product.
-    """
-
-    slots: int = 0
-    length: int = 0  # tokens of a slot
-
-
 class StateShape(NamedTuple):
     """Shape of what a recurrent layer keeps of a text, whatever its length."""
 

@@ -1,11 +1,11 @@
-"""Input and output of a rollout: sampling parameters, a checked request, and the samples."""
+"""Input of a rollout: sampling parameters, and a checked request."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fastrl.data.prompt_ids import Prompt, check_prompts, token_ids
 from fastrl.models.layout import EncoderDecoder, layout_of
-from fastrl.rollout.kv_cache import Room
 from fastrl.settings import check_types
 
 # Fields that make tokens come from another distribution than softmax(logits / T), by their names in
@@ -251,93 +250,3 @@ class RolloutRequest:
     def repeated(self, n: int) -> RolloutRequest:
         """Each prompt ``n`` times: an entry per sample."""
         return self.select([i for i in range(len(self.prompts)) for _ in range(n)])
-
-
-@dataclass
-class RolloutOutput:
-    """Samples in the order prompt 0 sample 0 … prompt 0 sample n-1, prompt 1 …, a list per field.
-
-    Per token, each as long as its sequence, fp32 in nats: log-probs under the whole softmax at the
-    sampling temperature and at 1 (greedy: both at 1), entropies at the sampling temperature; and
-    values (None without a value head). All are of the model's own distribution, before penalties
-    and truncation.
-    """
-
-    sequences: list[Tensor]  # generated tokens without the prompt, the EOS included
-    finish_reasons: list[str]  # "eos", "length", "stop" or "nan"
-    logprobs: list[Tensor] | None = None
-    logprobs_t1: list[Tensor] | None = None
-    entropies: list[Tensor] | None = None
-    values: list[Tensor] | None = None
-    # Choices of a mixture's experts where the engine keeps them, [T - 1, L, k] int16 of a prompt of
-    # P tokens and its response, T together: of L routers, of which the last does not run for the
-    # prompt's first P - 1 (-1).
-    experts: list[Tensor] | None = None
-    # What the engine keys the draws of a sample by; ``model.generate`` uses the seed alone.
-    seed: int | None = None
-    sample_ids: list[int] | None = None
-    numbers: list[int] | None = None  # among the samples of its prompt, from 0
-    room: Room = Room()  # the engine's, zeros of ``model.generate``
-    temperature: float = 1.0  # of ``logprobs`` and ``entropies``; 1 where decoding was greedy
-    stats: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def joined(cls, parts: Sequence[RolloutOutput]) -> RolloutOutput:
-        """The samples of several outputs with the same seed and temperature, one after the
-        other. The room is that of the first. Of statistics times are the longest, and numbers per
-        second and counts the sums; the others are means."""
-        if len(parts) == 1:
-            return parts[0]
-
-        def column(name: str) -> Any:
-            columns = [getattr(part, name) for part in parts]
-            if any(each is None for each in columns):
-                return None
-            return [element for each in columns for element in each]
-
-        stats = joined_statistics([part.stats for part in parts])
-        return replace(parts[0], **{name: column(name) for name in _COLUMNS}, stats=stats)
-
-    def recorded(self) -> RolloutOutput:
-        """Without what :meth:`logprobs_at` can do without, entropies, and experts."""
-        both = self.logprobs is not None and self.temperature == 1
-        at_one = None if both else self.logprobs_t1
-        return replace(self, entropies=None, experts=None, logprobs_t1=at_one)
-
-    def take(self, indices: Sequence[int]) -> RolloutOutput:
-        """Some of the samples, in this order; the statistics are those of all."""
-        columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
-        for name, each in columns.items():
-            columns[name] = None if each is None else [each[i] for i in indices]
-        return replace(self, **columns)
-
-    def logprobs_at(self, temperature: float) -> list[Tensor] | None:
-        """Log-probs log softmax(z/T) of the tokens; None where none were computed at this T."""
-        if temperature == 1 and self.logprobs_t1 is not None:
-            return self.logprobs_t1
-        return self.logprobs if temperature == self.temperature else None
-
-
-# Fields of a RolloutOutput that have an element for each sample.
-_COLUMNS = (
-    *("sequences", "finish_reasons", "logprobs", "logprobs_t1", "entropies", "values"),
-    *("sample_ids", "numbers", "experts"),
-)
-
-
-def joined_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The statistics that all of several outputs have, see :meth:`RolloutOutput.joined`."""
-    return {
-        name: joined_statistic(name, [part[name] for part in parts])
-        for name in parts[0]
-        if all(name in part for part in parts)
-    }
-
-
-def joined_statistic(name: str, values: Sequence[float]) -> float:
-    """A statistic of several outputs that were made at the same time."""
-    if name.startswith("time/"):
-        return max(values)
-    if name.endswith("_per_second") or name == "perf/nan_samples":
-        return sum(values)
-    return sum(values) / len(values)

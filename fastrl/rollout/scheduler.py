@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastrl.models.host_memory import to_device
 from fastrl.rollout.kv_cache import FIELDS, FINISH_REASONS, Slots
-from fastrl.rollout.sampling_params import RolloutOutput
+from fastrl.samples import Samples
 from fastrl_kernels.types import RUNNING
 
 POLL_STEPS = 8  # decode steps between polls
@@ -250,7 +250,7 @@ class Results:
         self.counts[target] = slots.state.num_generated[source]
         self.reasons[target] = slots.state.reason[source]
 
-    def output(self, *, values: bool) -> RolloutOutput:
+    def output(self, *, values: bool) -> Samples:
         on_host = torch.column_stack([self.counts, self.reasons, self.tokens]).cpu()
         counts = on_host[:, 0].tolist()
         reasons = [FINISH_REASONS[code] for code in on_host[:, 1].tolist()]
@@ -259,7 +259,7 @@ class Results:
         def split(rows: Tensor) -> list[Tensor]:
             return list(rows[real].split(counts))
 
-        output = RolloutOutput(sequences=split(on_host[:, 2:]), finish_reasons=reasons)
+        output = Samples(sequences=split(on_host[:, 2:]), finish_reasons=reasons)
         for field, rows in zip(FIELDS, self.per_token.cpu(), strict=True):
             if values or field != "values":
                 setattr(output, field, split(rows))

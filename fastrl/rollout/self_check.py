@@ -12,7 +12,8 @@ from fastrl.models.probes import narrowed, reach
 from fastrl.models.quantised import compute_dtypes
 from fastrl.models.sharding import is_spread_unit
 from fastrl.models.utils import computes_in_tf32, evaluating
-from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
+from fastrl.rollout.sampling_params import SamplingParams
+from fastrl.samples import Samples
 
 _LENGTHS, _NEW_TOKENS = (1, 5, 3), 3
 # Allowed differences of log-probs and entropies: the largest in fp32, the mean in less precision,
@@ -45,7 +46,7 @@ class Trial(Protocol):
     model_runner: Any
     _kv_cache: Any
 
-    def generate(self, prompts: Any, params: SamplingParams) -> RolloutOutput: ...
+    def generate(self, prompts: Any, params: SamplingParams) -> Samples: ...
 
     def sleep(self) -> None: ...
 
@@ -128,9 +129,7 @@ def why_sharded(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def _differences(
-    engine: Trial, prompts: list[Tensor], output: RolloutOutput
-) -> tuple[float, float]:
+def _differences(engine: Trial, prompts: list[Tensor], output: Samples) -> tuple[float, float]:
     """The largest and the mean difference from forwards of one sample each, over tokens for which
     that forward has a distribution: NaN weights are not the engine's fault."""
     model, device = engine.model_runner.language_model, engine.model_runner.device

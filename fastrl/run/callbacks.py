@@ -63,12 +63,15 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Samples:
+class ShownSamples:
     """Prompts, completions and rewards of one step."""
 
     prompts: list[str]
     completions: list[str]
     rewards: list[float]
+
+
+Samples = ShownSamples  # which callbacks of before may name
 
 
 @dataclass(repr=False)
@@ -131,7 +134,7 @@ class TrainCallback:
 
     def on_train_begin(self, trainer: Any, total_steps: int) -> None: ...
 
-    def on_samples(self, trainer: Any, step: int, samples: Samples) -> None: ...
+    def on_samples(self, trainer: Any, step: int, samples: ShownSamples) -> None: ...
 
     def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> bool | None: ...
 

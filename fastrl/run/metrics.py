@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastrl.run.callbacks import Evaluation, Samples, TrainCallback
+from fastrl.run.callbacks import Evaluation, ShownSamples, TrainCallback
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -178,9 +178,9 @@ class TrackerCallback(TrainCallback):
     """
 
     def __init__(self) -> None:
-        self._samples: Samples | None = None
+        self._samples: ShownSamples | None = None
 
-    def on_samples(self, trainer: Any, step: int, samples: Samples) -> None:
+    def on_samples(self, trainer: Any, step: int, samples: ShownSamples) -> None:
         self._samples = samples
 
     def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
@@ -191,11 +191,11 @@ class TrackerCallback(TrainCallback):
 
     def on_eval(self, trainer: Any, step: int, evaluation: Evaluation) -> None:
         trainer.accelerator.log(without_nan(evaluation.scalars()), step=step)
-        samples = Samples(evaluation.prompts, evaluation.completions, evaluation.rewards)
+        samples = ShownSamples(evaluation.prompts, evaluation.completions, evaluation.rewards)
         log_table(trainer.accelerator, "eval/samples", samples, step)
 
 
-def log_table(accelerator: Accelerator, name: str, samples: Samples, step: int) -> None:
+def log_table(accelerator: Accelerator, name: str, samples: ShownSamples, step: int) -> None:
     """Sends a table of samples (query, response, reward) to the trackers that show tables: those of
     accelerate with ``log_table`` (wandb, ClearML), trackio, and tensorboard, as text."""
     columns = ["query", "response", "reward"]

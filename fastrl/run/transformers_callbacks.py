@@ -12,7 +12,7 @@ from transformers.integrations import rewrite_logs
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_callback import ProgressCallback as OwnProgress
 
-from fastrl.run.callbacks import Samples
+from fastrl.run.callbacks import ShownSamples
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import MetricsFile, log_table, open_trackers, scalars, without_nan
 from fastrl.run.progress import drop_bar
@@ -26,7 +26,9 @@ class MetricsCallback(TrainerCallback):
             trackers get a table of them.
     """
 
-    def __init__(self, file: MetricsFile, accelerator: Any, evaluations: Sequence[Samples] = ()):
+    def __init__(
+        self, file: MetricsFile, accelerator: Any, evaluations: Sequence[ShownSamples] = ()
+    ):
         self.file, self.accelerator, self.evaluations = file, accelerator, evaluations
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -106,7 +108,7 @@ def recording(
     folder: RunFolder,
     description: str,
     trackers: Any = (),
-    evaluations: Sequence[Samples] = (),
+    evaluations: Sequence[ShownSamples] = (),
 ) -> Iterator[None]:
     """Context in which a trainer's logs are written to a run's folder, which is begun, and to
     trackers, with a progress bar. At the end, also after an exception, removes the bar and closes

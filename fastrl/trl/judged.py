@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.collect.responses import Collected
 from fastrl.run.processes import Processes
+from fastrl.samples import Samples
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -23,23 +23,22 @@ class Judged(NamedTuple):
 
     @classmethod
     def of(
-        cls, own: Collected, names: Sequence[str], weights: Tensor, processes: Processes
+        cls, own: Samples, names: Sequence[str], weights: Tensor, processes: Processes
     ) -> Judged:
         """Of this process's responses and the others'. Warns of those that no function judged.
 
         Args:
             names, weights: of the reward functions, [K].
         """
-        for i in own.rewards.unjudged[:1]:
-            prompts, completions = own.responses.prompts, own.responses.completions
-            row = {name: values[i] for name, values in prompts.columns.items()}
+        if True in own.unjudged:
+            i = own.unjudged.index(True)
+            row = {name: values[i] for name, values in own.columns.items()}
             _LOGGER.warning(
                 "All reward functions returned None for the following kwargs:\n%s\nNothing is "
                 "learned from such responses: let one function return a number",
-                {**row, "prompt": prompts.said[i], "completion": completions[i]},
+                {**row, "prompt": own.prompts[i], "completion": own.completions[i]},
             )
-        rewards = own.rewards
-        table = torch.stack([*rewards.by_function.values(), rewards.total, own.penalties], 1)
+        table = torch.stack([*own.rewards_by_function.values(), own.rewards, own.penalties], 1)
         joined = processes.joined(table.float(), [len(own)] * processes.count)
         by_function, total, off = joined[:, :-2], joined[:, -2], joined[:, -1]
         if by_function.isnan().all():

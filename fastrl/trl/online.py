@@ -18,7 +18,6 @@ from fastrl.collect.collector import Collector
 from fastrl.collect.interaction import Interaction
 from fastrl.collect.ledger import GenerationLedger
 from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
-from fastrl.collect.responses import Collected
 from fastrl.collect.tools import check_chats
 from fastrl.core import set_seed
 from fastrl.data.columns import check_reserved
@@ -43,7 +42,6 @@ from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import context_length, modes_kept
 from fastrl.overrides import overridden
 from fastrl.ref_model import Follow, RefModel
-from fastrl.rollout import RolloutOutput
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.generation_kwargs import neutral_kwargs
 from fastrl.rollout.sampling_params import end_tokens
@@ -53,6 +51,7 @@ from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.random_state import seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
+from fastrl.samples import Samples
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
@@ -354,7 +353,7 @@ class OnlineTrainer(
         arguments["pad_token_id"] = tokenizer.pad_token_id
         arguments.setdefault("eos_token_id", ends)
 
-        def run(request: Request) -> RolloutOutput:
+        def run(request: Request) -> Samples:
             return self._sampler(self.accelerator.unwrap_model(self.model), request)
 
         return self._interaction.respond(
@@ -626,23 +625,21 @@ class OnlineTrainer(
             if mode == "train" and self._further is not None:
                 collected = self._resampled(collected, self._further)
         judged = Judged.of(collected, self.reward_func_names, self.reward_weights, self.processes)
-        found = collected.responses
-        masks = list(found.written)
+        masks = list(collected.written)
         if self.args.mask_truncated_completions:
-            masks = [mask & ended for mask, ended in zip(masks, found.ended, strict=True)]
-        for i in collected.left_out:
-            masks[i] = torch.zeros_like(masks[i])
-        tokens, learned = self._noted.lengths(found, masks, mode)
+            masks = [mask & ended for mask, ended in zip(masks, collected.ended, strict=True)]
+        masks = [x & (not out) for x, out in zip(masks, collected.left_out, strict=True)]
+        tokens, learned = self._noted.lengths(collected, masks, mode)
         learnable = SampledResponses(
-            list(found.prompts.ids),
-            found.rollout.sequences,
+            list(collected.prompt_ids),
+            collected.sequences,
             masks,
             torch.zeros(len(rows)),
             learned,
         )
         if self._replays:
-            assert found.rollout.experts is not None
-            learnable.experts = list(found.rollout.experts)
+            assert collected.experts is not None
+            learnable.experts = list(collected.experts)
         args = self.args
         behind = args.gradient_accumulation_steps % self.uses
         model, size = self.model, args.eval_batch_size
@@ -650,7 +647,7 @@ class OnlineTrainer(
             model, size = self.model_wrapped, args.per_device_train_batch_size
             self.state.num_input_tokens_seen += tokens
         # Those of a rollout_func may be another policy's.
-        own, others = found.rollout.logprobs_at(self.temperature), None
+        own, others = collected.logprobs_at(self.temperature), None
         if self.rollout_func is not None:
             own, others = None, self._of_all_or_none(own)
         if self.learns_kl and self._reference is not None:
@@ -683,12 +680,11 @@ class OnlineTrainer(
         self._generations[mode] += 1
         return learnable
 
-    def _enter(self, collected: Collected, masks: list[Tensor], advantages: Tensor) -> None:
+    def _enter(self, collected: Samples, masks: list[Tensor], advantages: Tensor) -> None:
         """Enters the responses of all processes into the ledger."""
-        every, masks_of_all = (
-            collected.of_all(self.processes),
-            self.processes.objects_at_main(masks),
-        )
+        told = collected.recorded().without("columns", "completions", "noted")
+        every = told.gathered(self.processes)
+        masks_of_all = self.processes.objects_at_main(masks)
         if self._ledger is not None:
             generation = self._generations["train"] + 1
             counts = [int(mask.sum()) for part in masks_of_all for mask in part]
@@ -717,7 +713,7 @@ class OnlineTrainer(
         """What is logged as "kl" once for all responses of a generation."""
         return {}
 
-    def _collected(self, rows: list[dict[str, Any]], group: int) -> Collected:
+    def _collected(self, rows: list[dict[str, Any]], group: int) -> Samples:
         """Responses to the prompts of this process's rows, with their rewards."""
         first = self.processes.index * len(rows)
         size = 1 if len(rows) % group else group  # a group may be of several processes
@@ -726,7 +722,7 @@ class OnlineTrainer(
         assert found is not None
         return found
 
-    def _resampled(self, collected: Collected, further: PromptStream) -> Collected:
+    def _resampled(self, collected: Samples, further: PromptStream) -> Samples:
         """With groups of further prompts in the place of those without a spread of rewards, see
         ``dynamic_sampling_rounds``."""
         group = self.num_generations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ import torch
 from fastrl.collect.collector import Collector
 from fastrl.collect.replayed import Replayed, ReplayedSample, compared, recorded_rollout
 from fastrl.collect.respond import Asked, Sampled
-from fastrl.collect.responses import Collected, Responses
 from fastrl.data.prompts import Prompts
-from fastrl.rewards.weighted import RewardBatch
 from fastrl.run.ledger import PER_FUNCTION
+from fastrl.samples import Samples
 from fastrl.trainers.replaying import Drawn, Player
 from fastrl.trl.online import OnlineTrainer
 
@@ -67,7 +67,7 @@ class _GenerationPlayer(Player):
         finally:
             trainer._collect, trainer._ledger, args.log_completions = own
 
-    def __call__(self, asked: Asked) -> Collected:
+    def __call__(self, asked: Asked) -> Samples:
         generation = self.trainer._generations["train"] + 1
         rows = self.rows(generation)
         if generation == self.last:
@@ -75,34 +75,39 @@ class _GenerationPlayer(Player):
             raise Drawn
         return self._recorded(asked.prompts, rows)
 
-    def resampled(self, collected: Collected, *_: Any) -> tuple[Collected, dict, dict]:
+    def resampled(self, samples: Samples, *_: Any) -> tuple[Samples, dict, dict]:
         """The ledger has what was drawn in the end."""
-        return collected, {}, {}
+        return samples, {}, {}
 
-    def _recorded(self, prompts: Prompts, rows: Sequence[dict[str, Any]]) -> Collected:
+    def _recorded(self, prompts: Prompts, rows: Sequence[dict[str, Any]]) -> Samples:
         rollout = recorded_rollout(list(rows), self.trainer.temperature)
         masks = None
         if any(row["written"] is not None for row in rows):
             masks = [torch.tensor(row["written"], dtype=torch.bool) for row in rows]
         texts = [row["completion"] for row in rows]
-        known = [torch.tensor(row["prompt_ids"]) for row in rows]
-        prompts = Prompts(
-            prompts.said, [row["prompt"] for row in rows], known, {}, prompts.rows, prompts.name_of
-        )
 
         def column(name: str) -> torch.Tensor:
             return torch.tensor([row[name] for row in rows], dtype=torch.float64)
 
         names = [name for name in rows[0] if name.startswith(PER_FUNCTION)]
         by_function = {name.removeprefix(PER_FUNCTION): column(name) for name in names}
-        seconds = dict.fromkeys(by_function, 0.0)
-        rewards = RewardBatch(column("reward"), by_function, seconds, 0, 0, [None] * len(rows))
-        responses = Responses(prompts, rollout, texts, list(texts), masks)
-        return Collected(
-            responses,
-            rewards,
-            self.collector.penalties(responses.ended, list(map(len, rollout.sequences))),
-            [i for i, row in enumerate(rows) if row["finish_reason"] == "nan"],
+        return replace(
+            rollout,
+            prompts=prompts.said,
+            prompt_texts=[row["prompt"] for row in rows],
+            prompt_ids=[torch.tensor(row["prompt_ids"]) for row in rows],
+            prompt_rows=prompts.rows,
+            columns={},
+            texts=texts,
+            completions=list(texts),
+            masks=masks,
+            left_out=[row["finish_reason"] == "nan" for row in rows],
+            rewards=column("reward"),
+            rewards_by_function=by_function,
+            token_rewards=[None] * len(rows),
+            unjudged=[False] * len(rows),
+            penalties=self.collector.penalties(rollout.ended, list(map(len, rollout.sequences))),
+            noted={},
         )
 
     def _drawn(self, rows: list[dict[str, Any]], size: int) -> list[ReplayedSample]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fastrl.collect.completions_table import CompletionsTable
-from fastrl.collect.responses import Collected, Responses
 from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.run.processes import Processes
+from fastrl.samples import Samples
 from fastrl.trl.judged import Judged, nanstd
 
 
@@ -69,7 +69,7 @@ class ResponseLog:
 
     # What a trainer tells.
 
-    def lengths(self, found: Responses, masks: Sequence[Tensor], mode: str) -> tuple[int, float]:
+    def lengths(self, samples: Samples, masks: Sequence[Tensor], mode: str) -> tuple[int, float]:
         """Notes the lengths of this process's responses and the others'.
 
         Args:
@@ -81,7 +81,7 @@ class ResponseLog:
         own = [
             [len(prompt), int(written.sum()), not ended, int(mask.sum())]
             for prompt, written, ended, mask in zip(
-                found.prompts.ids, found.written, found.ended, masks, strict=True
+                samples.prompt_ids, samples.written, samples.ended, masks, strict=True
             )
         ]
         every = self.processes.joined(torch.tensor(own), [len(own)] * self.processes.count)
@@ -93,9 +93,9 @@ class ResponseLog:
             metrics.add_extreme(f"completions/min_{name}length", of, False)
             metrics.add_extreme(f"completions/max_{name}length", of, True)
         metrics.add_number("completions/clipped_ratio", float(cut.float().mean()), len(cut))
-        if found.tool_calls is not None:
-            calls, failures = torch.tensor(found.tool_calls, dtype=torch.float32).sum(0)
-            count = torch.tensor(float(len(found)))
+        if samples.tool_calls is not None:
+            calls, failures = torch.tensor(samples.tool_calls, dtype=torch.float32).sum(0)
+            count = torch.tensor(float(len(samples)))
             metrics.add({"tools/call_frequency": (calls, count)})
             metrics.add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)
         return int(prompts.sum() + lengths.sum()), float(learned.sum())
@@ -121,14 +121,14 @@ class ResponseLog:
             metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
         values.clear()
 
-    def responses(self, own: Collected, judged: Judged, advantages: Tensor) -> None:
+    def responses(self, own: Samples, judged: Judged, advantages: Tensor) -> None:
         """Puts them into the table.
 
         Args:
             own: of this process, what follows of all.
         """
-        table, found = self.table, own.responses
-        parts = self.processes.objects_at_main((found.prompts.said, found.completions, own.extra))
+        table = self.table
+        parts = self.processes.objects_at_main((own.prompts, own.completions, own.noted))
         names = sorted({name for _, _, extra in parts for name in extra})
         for asked, said, extra in parts:
             table.add(asked, said, {})

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,11 +151,6 @@ def test_a_function_of_weight_0_decides_nothing(on_nonfinite: str) -> None:
         ask(Rewards([judges, metric], [2.0, 0.0], on_nonfinite=on_nonfinite))
     alone = Rewards([length], [0.0])  # a run of its KL alone
     assert ask(alone).total.tolist() == [0.0] * 5
-
-
-def test_samples_that_no_function_judged_are_known_in_another_order() -> None:
-    found = replace(ask(Rewards(length)), unjudged=[1, 3])
-    assert found.select([3, 0, 1]).unjudged == [2, 0]
 
 
 def test_samples_that_are_left_out_are_not_asked_about() -> None:

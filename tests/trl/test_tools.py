@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -18,13 +17,11 @@ from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer
 from fastrl.collect.respond import Asked
-from fastrl.collect.responses import Responses, ToolCalls
 from fastrl.collect.tools import Toolbox, ToolLoop, check_chats
 from fastrl.data.chat import render
-from fastrl.data.prompts import Prompts
 from fastrl.data.tool_calls import ToolChat, find_reader
 from fastrl.rewards.calls import EventLoop
-from fastrl.rollout import RolloutOutput
+from fastrl.samples import Samples
 from fastrl.user_code import ExitCalled
 from tests import chat_tokenizer, tiny_models
 from tests.patience import PATIENCE
@@ -59,7 +56,7 @@ class Script:
 
     def __call__(
         self, prompts: list[Tensor], which: list[int], turn: int, limits: list[int] | None
-    ) -> RolloutOutput:
+    ) -> Samples:
         self.asked.append((prompts, which, turn, limits))
         texts = self.turns[turn]
         assert len(texts) == len(prompts) == len(which)
@@ -67,7 +64,7 @@ class Script:
         if limits is not None:
             ids = [x[:n] for x, n in zip(ids, limits, strict=True)]
         known = [torch.full((len(x),), -1.0 - turn) for x in ids]
-        return RolloutOutput(ids, ["eos"] * len(ids), logprobs_t1=known)
+        return Samples(ids, ["eos"] * len(ids), logprobs_t1=known)
 
 
 TOKENIZER = chat_tokenizer.tokenizer()
@@ -340,11 +337,11 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
     start, kept = copy.deepcopy(trainer.model), []
     seeds, run, respond = [], trainer._sampler, trainer._collect.respond
 
-    def noted(policy: Any, request: Any) -> RolloutOutput:
+    def noted(policy: Any, request: Any) -> Samples:
         seeds.append((request.seed, list(request.sample_ids), request.samples))
         return run(policy, request)
 
-    def keeping(asked: Asked) -> Responses:
+    def keeping(asked: Asked) -> Samples:
         kept.append(respond(asked))
         return kept[-1]
 
@@ -355,14 +352,14 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
     assert len({seed for seed, _, _ in seeds}) == 3
     of, found = trainer._buffer[0], kept[0]
     order = [
-        next(i for i, y in enumerate(found.rollout.sequences) if torch.equal(x, y))
+        next(i for i, y in enumerate(found.sequences) if torch.equal(x, y))
         for x in of.completion_ids
     ]
     assert [int(mask.sum()) for mask in of.masks] == [12] * 4
     for i, mask in enumerate(of.masks):
         exact = logprobs(start.double(), of, i).float()
         # Logits of fp32 are off by rounding of a few eps times their size.
-        known = found.rollout.logprobs[order[i]][mask]
+        known = found.logprobs[order[i]][mask]
         torch.testing.assert_close(known, exact[mask], rtol=0, atol=1e-4)
     own = [ids[mask] for ids, mask in zip(of.completion_ids, of.masks, strict=True)]
     assert len({tuple(ids.tolist()) for ids in own}) == 4
@@ -377,39 +374,6 @@ def test_an_answer_behind_tools_that_ends_at_a_stop_is_whole(stop: Any, tmp_path
     log = trainer.state.log_history[0]
     assert log["completions/clipped_ratio"] == (stop is None)
     assert (log["grad_norm"] > 1e-4) == (stop is not None)
-
-
-def test_no_column_of_responses_is_lost() -> None:
-    """Joined with others and taken back, each is what it was."""
-
-    def some(first: int) -> Responses:
-        which = [*range(first, first + 3)]
-        sequences = [torch.tensor([i] * (i + 1)) for i in which]
-        numbers = [x.float() for x in sequences]
-        rollout = RolloutOutput(
-            sequences, ["eos", "stop", "length"], numbers, numbers, numbers, numbers,
-            [x[:, None, None] for x in sequences], 5, which, which,
-        )  # fmt: skip
-        names = [f"p{i}" for i in which]
-        prompts = Prompts(names, names, sequences, {"row": which}, which, str)
-        masks = [x > 0 for x in sequences]
-        calls = [ToolCalls(i + 1, i) for i in which]
-        return Responses(prompts, rollout, names, names, masks, calls)
-
-    def plain(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return x.tolist()
-        if dataclasses.is_dataclass(x):
-            return {f.name: plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
-        return [plain(e) for e in x] if isinstance(x, list | tuple) else x
-
-    one, other = some(0), some(3)
-    assert None not in plain(one).values()
-    both = one.joined(other).select([3, 4, 5, 0, 1, 2])
-    assert plain(both.select([0, 1, 2])) == plain(other)
-    assert plain(both.select([3, 4, 5])) == plain(one)
-    assert one.joined(other).statistics()["tools/call_frequency"] == 21 / 6
-    assert both.ended == [True, True, False] * 2
 
 
 def test_a_run_with_tools_goes_on_from_any_checkpoint(tmp_path: Path) -> None:

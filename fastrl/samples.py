@@ -1,0 +1,311 @@
+"""The one container of samples: named columns with an element for each sample."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.run.processes import Processes
+
+# What a column tells of; it decides which processes get it.
+PROMPT = "prompt"  # what is known before a response is drawn: all processes may have it already
+SAMPLE = "sample"  # a value for each sample: every process gets it
+TOKEN = "token"  # a value for each token: only the process that keeps the ledger gets it
+
+
+class Room(NamedTuple):
+    """The size of an engine's KV cache; zeros where there is none.
+
+    Decode steps have rows for 1, 2, 3, 4, 6, 8 … or all slots: on some devices, the number of rows
+    decides the last bits of a matrix product.
+    """
+
+    slots: int = 0
+    length: int = 0  # tokens of a slot
+
+
+class ToolCalls(NamedTuple):
+    """How often tools were called, and how many of the calls failed."""
+
+    calls: int
+    failures: int
+
+
+def _column(kind: str, absent: Callable[[Samples], Any] | None = None) -> Any:
+    """Declares a column: a list or a tensor with an element for each sample, or a dict of these.
+
+    Args:
+        absent: makes it for samples that lack it and are joined to others that have it. Without
+            this function the joined samples lack it, too.
+    """
+    return field(default=None, metadata={"kind": kind, "absent": absent})
+
+
+@dataclass(eq=False, repr=False)
+class Samples:
+    """B samples, one after the other, as columns. What follows from the rows of a column (some of
+    them, several parts in a row, those of all processes) is the same for every column, and is
+    written once, here. A column that is not known is None.
+
+    Per token, each as long as its sequence, fp32 in nats: log-probs under the whole softmax at the
+    sampling temperature and at 1 (greedy: both at 1), entropies at the sampling temperature; and
+    values (None without a value head). All are of the model's own distribution, before penalties
+    and truncation.
+
+    Attributes:
+        sequences: generated tokens without the prompt, the EOS and tools' results included.
+        finish_reasons: "eos", "length", "stop" or "nan".
+        experts: choices of a mixture's experts where the engine keeps them, [T - 1, L, k] int16 of
+            a prompt of P tokens and its response, T together: of L routers, of which the last does
+            not run for the prompt's first P - 1 (-1).
+        seed, sample_ids: what the engine keys the draws of a sample by; ``model.generate`` uses the
+            seed alone.
+        numbers: a sample's number among those of its prompt, from 0.
+        room: the engine's, zeros of ``model.generate``.
+        temperature: of ``logprobs`` and ``entropies``; 1 where decoding was greedy.
+        stats: statistics of the batch by their names, see :func:`joined_statistics`.
+        prompts: what was asked, as it was given: texts or chat messages.
+        prompt_texts, prompt_ids: the same as the model read it.
+        prompt_rows: its row in the data.
+        columns: the data's other columns.
+        texts: what the responses say.
+        completions: the same as reward functions get it: texts, or messages behind chats.
+        masks: bool, which tokens of a response the policy wrote; None: all.
+        tool_calls: how often a response called tools; None: it had none to call.
+        left_out: whether a sample ended in NaN logits, so that nothing is learned from it.
+        rewards: Σ_k w_k·r_k over the reward functions k, [B] fp64; NaN of those left out.
+        rewards_by_function: r_k by the function's name, [B] fp64 each; NaN where it judges none.
+        token_rewards: Σ_k w_k·r_k for each token, [L] fp64; None where all rewards are numbers.
+        unjudged: whether no function judged a sample.
+        penalties: what is taken off the rewards for how responses ended and how long they are, [B]
+            fp32.
+        noted: columns that reward functions noted; None where they noted nothing of a sample.
+        rooms: that of the engine which drew the sample.
+        token_scores: scores of a response's tokens, [L] fp32, whose sums the scores are.
+    """
+
+    sequences: list[Tensor] = _column(TOKEN)
+    finish_reasons: list[str] = _column(SAMPLE)
+    logprobs: list[Tensor] | None = _column(TOKEN)
+    logprobs_t1: list[Tensor] | None = _column(TOKEN)
+    entropies: list[Tensor] | None = _column(TOKEN)
+    values: list[Tensor] | None = _column(TOKEN)
+    experts: list[Tensor] | None = _column(TOKEN)
+    seed: int | None = None
+    sample_ids: list[int] | None = _column(SAMPLE)
+    numbers: list[int] | None = _column(SAMPLE)
+    room: Room = Room()
+    temperature: float = 1.0
+    stats: dict[str, float] = field(default_factory=dict)
+
+    prompts: list[Any] = _column(PROMPT)
+    prompt_texts: list[str] = _column(PROMPT)
+    prompt_ids: Sequence[Tensor] = _column(PROMPT)
+    prompt_rows: list[int] = _column(PROMPT)
+    columns: dict[str, list[Any]] = _column(PROMPT)
+    texts: list[str] = _column(SAMPLE)
+    completions: list[Any] = _column(SAMPLE)
+    masks: list[Tensor] | None = _column(TOKEN, lambda samples: samples.written)
+    tool_calls: list[ToolCalls] | None = _column(
+        SAMPLE, lambda samples: [ToolCalls(0, 0)] * len(samples)
+    )
+    left_out: list[bool] = _column(SAMPLE)
+    rewards: Tensor = _column(SAMPLE)
+    rewards_by_function: dict[str, Tensor] = _column(SAMPLE)
+    token_rewards: list[Tensor | None] = _column(TOKEN)
+    unjudged: list[bool] = _column(SAMPLE)
+    penalties: Tensor = _column(SAMPLE)
+    noted: dict[str, list[Any]] = _column(SAMPLE)
+    rooms: list[Room] = _column(SAMPLE)
+    token_scores: list[Tensor] | None = _column(TOKEN)
+
+    def __len__(self) -> int:
+        return next(map(_length, self.known().values()), 0)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)}: {', '.join(self.known())})"
+
+    def known(self) -> dict[str, Any]:
+        """The columns that are known, by their names."""
+        every = {name: getattr(self, name) for name in COLUMNS}
+        return {name: column for name, column in every.items() if column is not None}
+
+    def without(self, *names: str) -> Samples:
+        """The same samples without some of their columns."""
+        nothing: dict[str, Any] = dict.fromkeys(names)
+        return replace(self, **nothing)
+
+    def select(self, order: Sequence[int]) -> Samples:
+        """Some of the samples, in this order; the statistics are those of all."""
+        return replace(self, **{name: _some(x, order) for name, x in self.known().items()})
+
+    take = select
+
+    def split(self, sizes: Sequence[int]) -> list[Samples]:
+        """Parts of so many samples, one after the other."""
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        return [self.select(range(end - n, end)) for end, n in zip(ends, sizes, strict=True)]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of several parts, one after the other, which were drawn at the same time with
+        the same seed and temperature: see :func:`joined_statistics`. The room is the first's."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = {name: _joined(name, parts) for name in COLUMNS}
+        stats = joined_statistics([part.stats for part in parts])
+        return replace(parts[0], **columns, stats=stats)
+
+    def followed_by(self, more: Samples) -> Samples:
+        """These samples with further ones behind, which were drawn after them: times and counts of
+        rewards add up, other statistics are those of the first, of the whole batch."""
+        stats = {
+            name: value + more.stats.get(name, 0.0) if _adds_up(name) else value
+            for name, value in self.stats.items()
+        }
+        return replace(Samples.joined([self, more]), stats=stats)
+
+    def gathered(
+        self, processes: Processes, prompts: Samples | None = None, *, tokens: bool = False
+    ) -> Samples:
+        """The samples of all processes, in the processes' order. Columns of tokens are the main
+        process's alone.
+
+        Args:
+            prompts: those of all processes, where each knows them; None: they are exchanged.
+            tokens: give every process the columns of tokens, too.
+        """
+        kinds = {TOKEN} if not tokens else set()
+        kinds |= set() if prompts is None else {PROMPT}
+        apart = [name for name, column in COLUMNS.items() if column["kind"] in kinds]
+        whole = Samples.joined(processes.objects(self.without(*apart)))
+        if prompts is not None:
+            whole = replace(whole, **prompts.known())
+        if not tokens:
+            columns = [name for name in apart if COLUMNS[name]["kind"] == TOKEN]
+            others = [name for name in COLUMNS if name not in columns]
+            parts = processes.objects_at_main(replace(self.without(*others), stats={}))
+            if parts:
+                whole = replace(whole, **Samples.joined(parts).known())
+        return whole
+
+    @property
+    def ended(self) -> list[bool]:
+        """Whether each response ends by itself, in EOS or at a stop."""
+        return [reason in ("eos", "stop") for reason in self.finish_reasons]
+
+    @property
+    def written(self) -> list[Tensor]:
+        """Which tokens of each response the policy wrote, bool."""
+        if self.masks is not None:
+            return self.masks
+        return [torch.ones(len(x), dtype=torch.bool) for x in self.sequences]
+
+    @property
+    def scores(self) -> Tensor:
+        """Rewards less penalties, [B] fp32."""
+        return self.rewards.float() - self.penalties
+
+    def scores_of_tokens(self) -> list[Tensor]:
+        """The scores of each response's tokens, [L] fp32 each; penalties, and rewards of whole
+        responses, are the last token's."""
+        scores, of_responses = self.scores, []
+        for i, response in enumerate(self.sequences):
+            of_tokens, rewards = torch.zeros(len(response)), self.token_rewards[i]
+            if rewards is None:
+                of_tokens[-1:] = scores[i]
+            else:
+                of_tokens.copy_(rewards)
+                of_tokens[-1] -= self.penalties[i]
+            of_responses.append(of_tokens)
+        return of_responses
+
+    def logprobs_at(self, temperature: float) -> list[Tensor] | None:
+        """Log-probs log softmax(z/T) of the tokens; None where none were computed at this T."""
+        if temperature == 1 and self.logprobs_t1 is not None:
+            return self.logprobs_t1
+        return self.logprobs if temperature == self.temperature else None
+
+    def recorded(self) -> Samples:
+        """The samples without what :meth:`logprobs_at` can do without, entropies, and experts."""
+        both = self.logprobs is not None and self.temperature == 1
+        return self.without("entropies", "experts", *(["logprobs_t1"] if both else []))
+
+
+COLUMNS: Mapping[str, Mapping[str, Any]] = {
+    each.name: each.metadata for each in dataclasses.fields(Samples) if each.metadata
+}
+
+
+def joined_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The statistics that all of several parts have, which were made at the same time: of times the
+    longest, of numbers per second and counts the sums, of others the means."""
+    return {
+        name: joined_statistic(name, [part[name] for part in parts])
+        for name in parts[0]
+        if all(name in part for part in parts)
+    }
+
+
+def joined_statistic(name: str, values: Sequence[float]) -> float:
+    """A statistic of several parts that were made at the same time."""
+    if name.startswith("time/"):
+        return max(values)
+    if name.endswith("_per_second") or name == "perf/nan_samples" or _adds_up(name):
+        return sum(values)
+    return sum(values) / len(values)
+
+
+def _adds_up(name: str) -> bool:
+    """Whether a statistic of samples that are drawn one after the other is the sum of theirs."""
+    return name.startswith("time/") or name in ("reward/nonfinite", "reward/retries")
+
+
+def _length(column: Any) -> int:
+    if isinstance(column, dict):
+        return next(map(len, column.values()), 0)
+    return len(column)
+
+
+def _some(column: Any, order: Sequence[int]) -> Any:
+    if isinstance(column, dict):
+        return {name: _some(x, order) for name, x in column.items()}
+    if isinstance(column, Tensor):
+        return column[list(order)]
+    return [column[i] for i in order]
+
+
+def _joined(name: str, parts: Sequence[Samples]) -> Any:
+    """A column of several parts; None where no part has it, and where a part lacks it and nothing
+    says what it would be there."""
+    absent = COLUMNS[name]["absent"]
+    columns = [getattr(part, name) for part in parts]
+    if all(x is None for x in columns):
+        return None
+    if absent is not None:
+        pairs = zip(columns, parts, strict=True)
+        columns = [absent(part) if x is None else x for x, part in pairs]
+    if any(x is None for x in columns):
+        return None
+    if isinstance(columns[0], dict):
+        return _joined_dicts(columns, list(map(len, parts)))
+    return torch.cat(columns) if isinstance(columns[0], Tensor) else [y for x in columns for y in x]
+
+
+def _joined_dicts(parts: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> dict[str, Any]:
+    """Columns by their names; NaN or None where a part has none of a name."""
+    joined = dict[str, Any]()
+    for name in dict.fromkeys(name for part in parts for name in part):
+        columns = [part.get(name, [None] * n) for part, n in zip(parts, lengths, strict=True)]
+        if any(isinstance(x, Tensor) for x in columns):
+            nan = float("nan")
+            numbers = [x if isinstance(x, Tensor) else torch.full((len(x),), nan) for x in columns]
+            joined[name] = torch.cat(numbers)
+        else:
+            joined[name] = [y for x in columns for y in x]
+    return joined

@@ -1,0 +1,180 @@
+"""Samples: every column goes where its samples go, or is named as dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastrl.run.processes import OneProcess
+from fastrl.samples import COLUMNS, TOKEN, Room, Samples, ToolCalls
+
+FACTS = {"seed", "room", "temperature", "stats"}  # of a whole batch
+FILLED = {"masks", "tool_calls"}  # where a part of a join lacks them
+HINTS = get_type_hints(Samples)
+
+
+def elements(name: str, count: int, first: int, lengths: list[int]) -> Any:
+    """A column of ``count`` samples that no other number ``first`` gives."""
+    kind, places = str(HINTS[name]), range(first, first + count)
+    tokens = [torch.arange(n) + 100.0 * i for n, i in zip(lengths, places, strict=True)]
+    if name == "masks":
+        return [x.long() % 2 == 0 for x in tokens]
+    if name == "sequences":
+        return [x.long() for x in tokens]
+    if name == "tool_calls":
+        return [ToolCalls(i + 1, i) for i in places]
+    if COLUMNS[name]["kind"] == TOKEN:
+        return tokens
+    if "dict" in kind and "Tensor" in kind:
+        return {"a": torch.tensor([float(i) for i in places], dtype=torch.float64)}
+    if "dict" in kind:
+        return {"a": [f"{name} {i}" for i in places]}
+    if "list" not in kind and "Sequence" not in kind:
+        return torch.tensor([float(i) for i in places], dtype=torch.float64)
+    if name == "prompt_ids":
+        return [torch.tensor([i, i + 1]) for i in places]
+    return [f"{name} {i}" for i in places]
+
+
+def some(names: set[str], lengths: list[int], first: int = 0) -> Samples:
+    columns = {
+        name: elements(name, len(lengths), first, lengths)
+        for name in COLUMNS
+        if name in names | {"sequences"}
+    }
+    return Samples(**columns, seed=5, room=Room(2, 3), temperature=0.5, stats={"time/rollout": 1.0})
+
+
+def plain(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return [str(x.dtype), x.tolist()]
+    if isinstance(x, dict):
+        return {name: plain(y) for name, y in x.items()}
+    return [plain(y) for y in x] if isinstance(x, list) else x
+
+
+def rows(samples: Samples) -> list[dict[str, Any]]:
+    """Each sample by itself: what the columns say of it."""
+    known = samples.known()
+
+    def pick(column: Any, i: int) -> Any:
+        if isinstance(column, dict):
+            return {name: plain(x[i]) for name, x in column.items()}
+        return plain(column[i])
+
+    return [{name: pick(x, i) for name, x in known.items()} for i in range(len(samples))]
+
+
+NAMES = st.sets(st.sampled_from(sorted(COLUMNS)))
+LENGTHS = st.lists(st.integers(0, 4), min_size=1, max_size=5)
+
+
+def test_a_field_is_a_column_or_a_fact_of_the_batch() -> None:
+    assert {each.name for each in dataclasses.fields(Samples)} == {*COLUMNS, *FACTS}
+
+
+@settings(max_examples=60, deadline=None)
+@given(NAMES, LENGTHS, st.data())
+def test_some_of_the_samples_and_parts_of_them(
+    names: set[str], lengths: list[int], data: Any
+) -> None:
+    samples = some(names, lengths)
+    order = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=6))
+    every = rows(samples)
+    assert rows(samples.select(order)) == [every[i] for i in order]
+    assert samples.select(order).known().keys() == samples.known().keys()
+    cut = data.draw(st.integers(0, len(lengths)))
+    parts = samples.split([cut, len(lengths) - cut])
+    assert [row for part in parts for row in rows(part)] == every
+    assert samples.without("texts").known().keys() == samples.known().keys() - {"texts"}
+    for part in (samples.select(order), *parts):
+        assert (part.seed, part.room, part.temperature) == (5, Room(2, 3), 0.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(NAMES, NAMES, LENGTHS, LENGTHS)
+def test_a_column_that_one_part_lacks_is_filled_or_dropped_by_name(
+    names: set[str], others: set[str], lengths: list[int], more: list[int]
+) -> None:
+    one, other = some(names, lengths), some(others, more, 50)
+    both = Samples.joined([one, other])
+    kept = (names & others) | ((names | others) & FILLED) | {"sequences"}
+    assert both.known().keys() == kept
+    written = [[True] * n for n in (*lengths, *more)]
+    for i, row in enumerate([*rows(one), *rows(other)]):
+        for name in kept - FILLED:
+            assert rows(both)[i][name] == row[name], name
+        if "masks" in kept:
+            assert rows(both)[i]["masks"] == row.get("masks", ["torch.bool", written[i]])
+        if "tool_calls" in kept:
+            assert rows(both)[i]["tool_calls"] == row.get("tool_calls", ToolCalls(0, 0))
+
+
+def test_a_name_that_one_part_lacks_is_none_or_nan_there() -> None:
+    one = Samples(["x"], noted={"a": [1]}, rewards_by_function={"f": torch.tensor([1.0])})
+    both = Samples.joined([one, replace(one, noted={"b": [2]}, rewards_by_function={})])
+    assert both.noted == {"a": [1, None], "b": [None, 2]}
+    assert both.rewards_by_function["f"].nan_to_num(nan=-1).tolist() == [1, -1]
+
+
+def test_statistics_of_parts_at_the_same_time_and_one_after_the_other() -> None:
+    stats = {"time/a": 2.0, "b_per_second": 3.0, "reward/retries": 1.0, "other": 4.0}
+    one = Samples(["x"], stats=stats)
+    other = replace(
+        one, stats={"time/a": 5.0, "b_per_second": 1.0, "reward/retries": 2.0, "other": 0}
+    )
+    together = {"time/a": 5.0, "b_per_second": 4.0, "reward/retries": 3.0, "other": 2.0}
+    assert Samples.joined([one, other]).stats == together
+    after = {"time/a": 7.0, "b_per_second": 3.0, "reward/retries": 3.0, "other": 4.0}
+    assert one.followed_by(other).stats == after
+
+
+class _Process(OneProcess):
+    """One of several threads, which wait for each other."""
+
+    def __init__(self, index: int, shared: list[Any], barrier: threading.Barrier):
+        self.index, self.count = index, len(shared)
+        self.shared, self.barrier = shared, barrier
+
+    def objects(self, own: Any) -> list[Any]:
+        self.barrier.wait()
+        self.shared[self.index] = own
+        self.barrier.wait()
+        return list(self.shared)
+
+    def objects_at_main(self, own: Any) -> list[Any]:
+        found = self.objects(own)
+        return found if self.index == 0 else []
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("prompts_are_known", [False, True])
+def test_the_samples_of_all_processes(tokens: bool, prompts_are_known: bool) -> None:
+    parts = [some({*COLUMNS}, [1, 0, 3]), some({*COLUMNS}, [2], 50), some({*COLUMNS}, [4, 1], 70)]
+    whole = Samples.joined(parts)
+    names = [name for name, column in COLUMNS.items() if column["kind"] == "prompt"]
+    prompts = Samples(**{name: getattr(whole, name) for name in names})
+    shared, barrier, found = [None] * 3, threading.Barrier(3), dict[int, Samples]()
+
+    def run(index: int) -> None:
+        process = _Process(index, shared, barrier)
+        own = parts[index].without(*(names if prompts_are_known else ()))
+        known = prompts if prompts_are_known else None
+        found[index] = own.gathered(process, known, tokens=tokens)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    of_tokens = [name for name, column in COLUMNS.items() if column["kind"] == TOKEN]
+    assert rows(found[0]) == rows(whole)
+    for index in (1, 2):
+        assert rows(found[index]) == rows(whole if tokens else whole.without(*of_tokens))
