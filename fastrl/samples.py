@@ -157,7 +157,7 @@ class Samples:
         the same seed and temperature: see :func:`joined_statistics`. The room is the first's."""
         if len(parts) == 1:
             return parts[0]
-        columns = {name: _joined(name, parts) for name in COLUMNS}
+        columns = {name: _joined_column(name, parts) for name in COLUMNS}
         stats = joined_statistics([part.stats for part in parts])
         return replace(parts[0], **columns, stats=stats)
 
@@ -256,7 +256,8 @@ def joined_statistic(name: str, values: Sequence[float]) -> float:
     """A statistic of several parts that were made at the same time."""
     if name.startswith("time/"):
         return max(values)
-    if name.endswith("_per_second") or name == "perf/nan_samples" or _adds_up(name):
+    counts = name == "perf/nan_samples" or name.startswith("annotator/") or _adds_up(name)
+    if counts or name.endswith("_per_second"):
         return sum(values)
     return sum(values) / len(values)
 
@@ -280,7 +281,7 @@ def _some(column: Any, order: Sequence[int]) -> Any:
     return [column[i] for i in order]
 
 
-def _joined(name: str, parts: Sequence[Samples]) -> Any:
+def _joined_column(name: str, parts: Sequence[Samples]) -> Any:
     """A column of several parts; None where no part has it, and where a part lacks it and nothing
     says what it would be there."""
     absent = COLUMNS[name]["absent"]

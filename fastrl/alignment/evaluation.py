@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from fastrl.data.chat import as_answer
 from fastrl.run.callbacks import ShownSamples
 from fastrl.run.metric_means import MetricMeans, standard_error
 from fastrl.run.processes import Processes
-from fastrl.samples import joined_statistic
+from fastrl.samples import joined_statistics
 
 ACCURACY = "rewards/accuracies"
 
@@ -56,18 +56,6 @@ def taken(means: MetricMeans, processes: Processes, sem_of: Sequence[str] = ()) 
 def that_count(metrics: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """The metrics of a batch; without their elements for one whose samples do not count."""
     return metrics if batch.places else {name: x.flatten()[:0] for name, x in metrics.items()}
-
-
-def joined_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Statistics of all processes from those of each: an annotator's counts add up, those of
-    rollouts are joined as those of :class:`fastrl.samples.Samples`."""
-    return {
-        name: sum(part[name] for part in parts)
-        if name.startswith("annotator/")
-        else joined_statistic(name, [part[name] for part in parts])
-        for name in parts[0]
-        if all(name in part for part in parts)
-    }
 
 
 @dataclass

@@ -22,7 +22,6 @@ from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.evaluation import (
     OfflineEvaluation,
     OnlineEvaluation,
-    joined_statistics,
     taken,
     that_count,
 )
@@ -53,6 +52,7 @@ from fastrl.run.model_card import Method, OwnModelCard
 from fastrl.run.random_state import random_state, restore_random_state, seed_at
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.run.value_head_file import HEAD_NAME
+from fastrl.samples import joined_statistics
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import DeferredGradients, check_sizes
