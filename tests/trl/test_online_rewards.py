@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fastrl import GRPOConfig, GRPOTrainer
 from fastrl.collect.respond import as_texts
-from fastrl.models.layout import DecoderOnly
+from fastrl.models.layout import Layout
 from fastrl.user_code import ExitCalled
 from tests import tiny_models
 from tests.golden import tiny
@@ -298,7 +298,7 @@ def test_a_completion_continues_its_prompts_text(door: str, tmp_path: Path) -> N
 
 
 def test_a_message_is_what_its_tokens_say_alone() -> None:
-    decode = partial(DecoderOnly(tiny_models.language_model()).decode, words_with_spaces())
+    decode = partial(Layout(tiny_models.language_model()).decode, words_with_spaces())
     ids = torch.tensor([3, 4]), torch.tensor([5, 6])
     said = [[{"role": "user", "content": "w3 w4"}], "w3 w4"]
     assert as_texts(decode, said, [ids[0]] * 2, [ids[1]] * 2) == ["w5 w6", " w5 w6"]
