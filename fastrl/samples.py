@@ -141,7 +141,19 @@ class Samples:
         return replace(self, **nothing)
 
     def select(self, order: Sequence[int]) -> Samples:
-        """Some of the samples, in this order; the statistics are those of all."""
+        """Some of the samples, in this order; the statistics are those of all.
+
+        Args:
+            order: their places, from 0.
+
+        Raises:
+            TypeError: a slice, or a mask, whose True and False would be the places 1 and 0.
+        """
+        if isinstance(order, slice) or any(map(_is_flag, order)):
+            raise TypeError(
+                "select takes the places of samples, such as [0, 2], and no mask or slice: pass "
+                "[i for i, kept in enumerate(mask) if kept], or range(first, end)"
+            )
         return replace(self, **{name: _some(x, order) for name, x in self.known().items()})
 
     take = select
@@ -271,6 +283,10 @@ def _length(column: Any) -> int:
     if isinstance(column, dict):
         return next(map(len, column.values()), 0)
     return len(column)
+
+
+def _is_flag(place: Any) -> bool:
+    return isinstance(place, bool) or str(getattr(place, "dtype", "")) in ("bool", "torch.bool")
 
 
 def _some(column: Any, order: Sequence[int]) -> Any:

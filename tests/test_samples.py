@@ -98,6 +98,12 @@ def test_some_of_the_samples_and_parts_of_them(
         assert (part.seed, part.room, part.temperature) == (5, Room(2, 3), 0.5)
 
 
+@pytest.mark.parametrize("order", [[True, False], torch.tensor([True, False]), slice(1)], ids=str)
+def test_a_mask_is_no_order(order: Any) -> None:
+    with pytest.raises(TypeError, match=r"places of samples, such as .* no mask or slice"):
+        some(set(), [2, 1]).select(order)
+
+
 @settings(max_examples=60, deadline=None)
 @given(NAMES, NAMES, LENGTHS, LENGTHS)
 def test_a_column_that_one_part_lacks_is_filled_or_dropped_by_name(

@@ -498,6 +498,12 @@ def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence
     """
     if len(alone) > front and whole.startswith(alone):
         return len(alone)
+    # A template may end the last turn with another token than the others.
+    said = alone.removesuffix(next(filter(alone.endswith, ends), ""))
+    if front <= len(said) < len(alone) and whole.startswith(said):
+        for end in ends:
+            if whole.startswith(end, len(said)):
+                return len(said) + len(end)
     place = alone.rfind(answer)
     at = whole.find(answer, front)
     if not answer or place < front or at < 0:
@@ -506,7 +512,6 @@ def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence
     behind = at + len(answer)
     if ending and whole.startswith(ending, behind):
         return behind + len(ending)
-    # A template may end the last turn with another token than the others.
     token = ending.lstrip()
     behind += len(ending) - len(token)
     found = (end for end in ends if token in ends and whole.startswith(end, behind))

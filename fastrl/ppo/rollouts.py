@@ -244,6 +244,9 @@ def _check_sequences(rollout: Samples, responses: Sequence[Tensor]) -> None:
         raise TypeError(
             f"rollout must be a fastrl.rollout.RolloutOutput, got {type(rollout).__name__}"
         )
+    for name in ("sequences", "finish_reasons"):
+        if getattr(rollout, name) is None:
+            raise ValueError(f"rollout has no {name}: give one for each response")
     if len(rollout.sequences) != len(responses):
         raise ValueError(
             f"rollout holds {len(rollout.sequences)} samples for {len(responses)} responses: pass "

@@ -24,7 +24,7 @@ from fastrl.models.layout import layout_of
 from fastrl.models.products import Products
 from fastrl.models.sharding import is_spread_unit, wrapped_by_fsdp
 from fastrl.models.utils import evaluating
-from fastrl.rollout.generation_check import by_itself
+from fastrl.rollout.generation_check import together
 from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
 from fastrl.rollout.rescoring import Rescorer
 from fastrl.rollout.sampling_params import (
@@ -159,10 +159,8 @@ class GenerateEngine:
 
     def _check(self, prompts: Sequence[Tensor]) -> None:
         """Has prompts run one at a time where others beside them change what the model draws."""
-        padded = self.batch_size > 1 and len({len(prompt) for prompt in prompts}) > 1
         with evaluating(self.model), self.autocast():
-            if by_itself(self.model, self._layout, padded):
-                self.batch_size = 1
+            self.batch_size = together(self.model, prompts, self.batch_size)
 
     def sleep(self) -> None:
         """Does nothing; :class:`RolloutEngine` frees memory here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from fastrl.data.batch import pad
-from fastrl.models.layout import EncoderDecoder, Layout
+from fastrl.models.layout import EncoderDecoder, Layout, layout_of
 from fastrl.models.probes import narrowed, reach
 from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.self_check import why_sharded
@@ -23,8 +24,15 @@ _EXACT, _ROUNDED = 1e-3, 0.1  # allowed differences of log-probs: largest in fp3
 _answers: WeakKeyDictionary[Any, dict[bool, bool]] = WeakKeyDictionary()
 
 
+def together(model: Any, prompts: Sequence[Any], most: int) -> int:
+    """How many of the prompts, at most ``most``, may share a call of ``generate``: 1 where others
+    beside them change what it draws, see :func:`by_itself`."""
+    padded = most > 1 and len({len(prompt) for prompt in prompts}) > 1
+    return 1 if by_itself(model, padded) else most
+
+
 @torch.no_grad()
-def by_itself(model: Any, layout: Layout, padded: bool) -> bool:
+def by_itself(model: Any, padded: bool) -> bool:
     """Whether prompts are to be run one at a time, because ``generate`` has other log-probs for the
     next token in a batch than alone. Warns if so, and where ``generate`` has other log-probs than
     the model's forward, by which it is trained.
@@ -50,7 +58,7 @@ def by_itself(model: Any, layout: Layout, padded: bool) -> bool:
         assert isinstance(plain, nn.Module)
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), narrowed(plain):
-            answers[padded] = _differs(model, plain, layout, padded, first=not answers)
+            answers[padded] = _differs(model, plain, layout_of(model), padded, first=not answers)
     return answers[padded]
 
 

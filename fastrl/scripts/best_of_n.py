@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastrl.core import set_seed
 from fastrl.models.utils import evaluating
+from fastrl.rollout.generation_check import together
 
 
 class BestOfNSampler:
@@ -70,15 +71,19 @@ class BestOfNSampler:
         best_texts = []
         for query in queries:
             ids = torch.as_tensor(query, device=device).expand(self.sample_size, -1)
+            length, texts = self.length_sampler(), []
             with evaluating(self.model):
-                made = self.model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=self.length_sampler(),
-                    generation_config=self.gen_config,
-                    **generation_kwargs,
-                )
-            texts = self.tokenizer.batch_decode(made, skip_special_tokens=skip_special_tokens)
+                for part in ids.split(together(self.model, list(ids), self.sample_size)):
+                    made = self.model.generate(
+                        part,
+                        attention_mask=torch.ones_like(part),
+                        max_new_tokens=length,
+                        generation_config=self.gen_config,
+                        **generation_kwargs,
+                    )
+                    texts += self.tokenizer.batch_decode(
+                        made, skip_special_tokens=skip_special_tokens
+                    )
             scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float64)
             best = scores.topk(self.n_candidates).indices.tolist()
             best_texts.append([texts[i] for i in best])

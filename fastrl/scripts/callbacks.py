@@ -15,6 +15,7 @@ from fastrl.data.batch import pad
 from fastrl.data.chat import TEMPLATE_COLUMNS, templates_of
 from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.models.utils import evaluating
+from fastrl.rollout.generation_check import together
 from fastrl.run.terminal import plain, run_console
 
 
@@ -123,6 +124,7 @@ class LogCompletionsCallback(TrainerCallback):
         ids = ids_of_prompts(prompts, tokenizer, templates)
         pairs: list[tuple[str, str]] = []
         with evaluating(model):
+            size = together(model, ids, size)
             for i in range(0, len(prompts), size):
                 batch = pad(ids[i : i + size], tokenizer.pad_token_id, "left")
                 inputs = {name: x.to(model.device) for name, x in batch.items()}

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastrl.data.batch import pad
 from fastrl.data.encode import encode_responses, encode_text
 from fastrl.models.utils import evaluating
+from fastrl.rollout.generation_check import together
 from fastrl.run.terminal import run_console
 
 REQUEST, CALL, RESPONSE, SUBMIT = "<request>", "<call>", "<response>", "<submit>"
@@ -238,15 +239,18 @@ class TextEnvironment:
     def _generate_batched(self, query_tensors: list[Tensor], batch_size: int = 16) -> list[Tensor]:
         """The responses to prompts, each up to its stop."""
         eos, pad_token = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
-        stops, responses = [self.call_token, self.submit_token], []
+        stops = [self.call_token, self.submit_token]
+        responses: list[Tensor] = []
         options = {"stop_strings": stops, "tokenizer": self.tokenizer, **self.generation_kwargs}
-        for i in range(0, len(query_tensors), batch_size):
-            some = query_tensors[i : i + batch_size]
-            inputs = pad(some, eos if pad_token is None else pad_token, "left")
-            padded = {name: x.to(self.current_device) for name, x in inputs.items()}
-            with evaluating(self._unwrapped):
+        with evaluating(self._unwrapped):
+            batch_size = together(self._unwrapped, query_tensors, batch_size)
+            for i in range(0, len(query_tensors), batch_size):
+                some = query_tensors[i : i + batch_size]
+                inputs = pad(some, eos if pad_token is None else pad_token, "left")
+                padded = {name: x.to(self.current_device) for name, x in inputs.items()}
                 made = self._unwrapped.generate(**padded, **options)
-            responses += [self._until_stop(row) for row in made[:, padded["input_ids"].shape[1] :]]
+                said = made[:, padded["input_ids"].shape[1] :]
+                responses += map(self._until_stop, said)
         return responses
 
     def _until_stop(self, ids: Tensor) -> Tensor:

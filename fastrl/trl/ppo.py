@@ -17,6 +17,7 @@ from transformers import TrainerControl, TrainerState, enable_full_determinism, 
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+from fastrl.data import reads_eos
 from fastrl.data.batch import pad
 from fastrl.data.choose_padding import classifier_side
 from fastrl.models import CausalLMPolicy
@@ -220,12 +221,11 @@ class PPOv2Trainer:
         query_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float]:
-        """The reward model's score of prompts and responses, by their token ids."""
+        """The reward model's score of prompts and responses, by their token ids: with EOS behind
+        responses that ended, or without, as a model that records it was trained."""
         model, size = self.reward_model, self.args.local_rollout_forward_batch_size
-        rows = [
-            torch.tensor([*query, *said])
-            for query, said in zip(query_ids, completion_ids, strict=True)
-        ]
+        pairs = zip(query_ids, map(self._as_trained, completion_ids), strict=True)
+        rows = [torch.tensor([*query, *said]) for query, said in pairs]
         side = classifier_side(model, model.device, model.dtype, stacklevel=4)
         found: list[float] = []
         for i in range(0, len(rows), size):
@@ -233,6 +233,14 @@ class PPOv2Trainer:
             inputs = {name: x.to(model.device) for name, x in batch.items()}
             found += rewards_of_padded(model, inputs, side, padding_of(model))[:, 0].tolist()
         return found
+
+    def _as_trained(self, response: Sequence[int]) -> Sequence[int]:
+        """A response's ids as the reward model reads them, see :mod:`fastrl.data.reads_eos`."""
+        reads, eos = reads_eos.recorded(self.reward_model), self.processing_class.eos_token_id
+        if reads is None or not response or response[-1] not in (eos, self.args.stop_token_id):
+            return response
+        text = response[:-1] if response[-1] == eos else response
+        return [*text, eos] if reads else text
 
     def generate_completions(self, sampling: bool = False) -> None:
         """Shows responses to held-out prompts, of the first batch alone with ``sampling``."""

@@ -407,6 +407,26 @@ def test_a_turn_between_two_equal_answers_is_not_learned() -> None:
     assert learned == read.ids("d<x>d<e>")
 
 
+CALL = [{"type": "function", "function": {"name": "w", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(("calls", "content"), [(CALL, None), (CALL, ""), ([], "")], ids=repr)
+def test_a_turn_without_text_ends_where_the_template_ends_it(calls: Any, content: Any) -> None:
+    """In the middle of a chat, under a template that ends the last turn with another token."""
+    made, read = tokenizer("neither", "switches"), Reading("neither")
+    turn = (
+        "{{ m.content or '' }}{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}"
+    )
+    made.chat_template = made.chat_template.replace("{{ m.content +", turn + "{{")
+    assert turn in made.chat_template
+    empty: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": calls}
+    chat = [{"role": "user", "content": "a"}, empty, {"role": "user", "content": "b"}, empty]
+    said = "(w)" if calls else ""
+    for count, expected in ((4, f"{said}<x>{said}<e>"), (2, f"{said}<e>")):
+        (row,) = prepare_texts([{"messages": chat[:count]}], made, assistant_only=True)
+        assert [x for x in row["labels"] if x != IGNORED] == read.ids(expected)
+
+
 class TekkenCase(Case):
     """A chat with the ids that mistral-common itself writes."""
 

@@ -82,6 +82,8 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "column", "error", "message"),
     [
+        ("sequences", None, ValueError, "rollout has no sequences: give one for each response"),
+        ("finish_reasons", None, ValueError, "rollout has no finish_reasons"),
         ("finish_reasons", ["eos"] * 3, ValueError, "rollout.finish_reasons has 3 elements for 4"),
         ("logprobs", [[0.0]] * 4, TypeError, r"rollout.logprobs\[0\] must be a tensor, got list"),
         ("values", [torch.zeros(1)] * 5, ValueError, "rollout.values has 5 elements for 4"),

@@ -210,6 +210,29 @@ def test_completions_are_logged(tmp_path: Path) -> None:
         LogCompletionsCallback(test_dpo.trainer(tmp_path))
 
 
+def test_completions_are_drawn_alone_where_padding_changes_them(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    held_out = Dataset.from_dict(
+        {"prompt": ["w5 w6 w7", "w8"], "chosen": [" w9"] * 2, "rejected": [" w10"] * 2}
+    )
+    trainer = test_dpo.trainer(tmp_path, eval_dataset=held_out)
+    kind = type(trainer.accelerator.unwrap_model(trainer.model))
+    prepare = kind.prepare_inputs_for_generation
+
+    def unmasked(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(self, *args, **kwargs)
+        return {k: x for k, x in inputs.items() if k not in ("attention_mask", "position_ids")}
+
+    monkeypatch.setattr(kind, "prepare_inputs_for_generation", unmasked)
+    most = GenerationConfig(max_new_tokens=6, do_sample=False)
+    callback = LogCompletionsCallback(trainer, most, freq=2)
+    asked = [(prompt, {}) for prompt in callback.prompts]
+    with pytest.warns(UserWarning, match="padding changes what model.generate draws"):
+        both = callback._complete(asked, 2)
+    assert both == [callback._complete([each], 2)[0] for each in asked]
+
+
 def test_functions_of_trls_insides_give_what_theirs_do() -> None:
     utils = pytest.importorskip("trl.trainer.utils")
     torch.manual_seed(0)

@@ -170,3 +170,50 @@ def test_a_reference_follows_by_a_callback(small: Any) -> None:
         callback.on_step_end(args, type("State", (), {"global_step": step}), None, model=small)
     for x, start, own in zip(other.parameters(), before, small.parameters(), strict=True):
         torch.testing.assert_close(x, 0.75 * start + 0.25 * own)
+
+
+@pytest.fixture
+def ignores_masks(monkeypatch: Any) -> Any:
+    """A model whose padding changes what it draws."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    config.initializer_range = 0.5
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prepare = type(model).prepare_inputs_for_generation
+
+    def unmasked(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(self, *args, **kwargs)
+        return {k: x for k, x in inputs.items() if k not in ("attention_mask", "position_ids")}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", unmasked)
+    return model
+
+
+def test_tasks_go_on_as_alone_where_padding_changes_what_is_drawn(ignores_masks: Any) -> None:
+    def run(tasks: list[str]) -> list[list[int]]:
+        options = {"max_new_tokens": 6, "do_sample": False}
+        env = TextEnvironment(
+            ignores_masks, tokenizer(), {}, lambda texts: [0.0] * len(texts), "", max_turns=1,
+            generation_kwargs=options,
+        )  # fmt: skip
+        return [response.tolist() for response in env.run(tasks)[1]]
+
+    tasks = ["a long one", "b", "two"]
+    with pytest.warns(UserWarning, match="padding changes what model.generate draws"):
+        several = run(tasks)
+    assert several == [run([task])[0] for task in tasks]
+
+
+def test_responses_are_drawn_alone_where_a_batch_changes_them(monkeypatch: Any, small: Any) -> None:
+    monkeypatch.setattr("fastrl.scripts.best_of_n.together", lambda *_: 1)
+    sizes, generate = [], small.generate
+
+    def noted(ids: Any, **given: Any) -> Any:
+        sizes.append((len(ids), given["max_new_tokens"]))
+        return generate(ids, **given)
+
+    monkeypatch.setattr(small, "generate", noted)
+    sampler = fastrl.BestOfNSampler(small, tokenizer(), lambda texts: range(len(texts)), lambda: 3)
+    (best,) = sampler.generate([97, 98], do_sample=True, pad_token_id=256)
+    assert sizes == [(1, 3)] * 4
+    assert len(best) == 1

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from fastrl import PPOv2Config, PPOv2Trainer, RLOOv1Config, RLOOv1Trainer
+from fastrl.data import reads_eos
 from fastrl.run.folder import RunFolder
 from tests import tiny_models
 from tests.golden import tiny
@@ -94,6 +95,24 @@ def test_scores_are_the_reward_models_of_these_ids(tmp_path: Path) -> None:
     for score, query, response in zip(found, queries, said, strict=True):
         ids = torch.tensor([query + response])
         assert score == pytest.approx(trainer.reward_model(ids).logits.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("rloo", [{}, {"rloo_k": 2}], ids=["ppo", "rloo"])
+def test_a_reward_model_reads_eos_where_it_was_trained_to(rloo: Any, tmp_path: Path) -> None:
+    """By its record; a response that was cut has no end to read."""
+    trainer = made(tmp_path, stop_token=None, stop_token_id=5, **rloo)
+    said = [[11, tiny.EOS], [12, 5], [13, 14], [tiny.EOS]]
+    read = {
+        None: said,
+        False: [[11], [12, 5], [13, 14], []],
+        True: [[11, tiny.EOS], [12, 5, tiny.EOS], [13, 14], [tiny.EOS]],
+    }
+    for recorded, responses in read.items():
+        reads_eos.record(trainer.reward_model, recorded)
+        scores = trainer.score([], [], said, query_ids=[[3, 4]] * 4)
+        for score, response in zip(scores, responses, strict=True):
+            exact = trainer.reward_model(torch.tensor([[3, 4, *response]])).logits.item()
+            assert score == pytest.approx(exact, abs=1e-5), recorded
 
 
 def test_responses_end_at_the_stop_token(tmp_path: Path) -> None:
