@@ -6,6 +6,7 @@ That reading knows no encoder and no template: the text is written by hand, and 
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import random
@@ -405,6 +406,27 @@ def test_a_turn_between_two_equal_answers_is_not_learned() -> None:
     (row,) = prepare_texts([{"messages": chat}], made, assistant_only=True)
     learned = [x for x in row["labels"] if x != IGNORED]
     assert learned == read.ids("d<x>d<e>")
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["marked", "unmarked"])
+def test_blanks_at_the_ends_of_a_turn_are_of_that_turn(ends: bool) -> None:
+    """Though the tokenizer says that no token of theirs stands there."""
+    made, read = copy.deepcopy(tokenizer("trims", "marks")), Reading("trims")
+    mark = (
+        SAID
+        if ends
+        else SAID.replace(" + '<e>' }}{% endgeneration %}", " }}{% endgeneration %}<e>")
+    )
+    assert (mark == SAID) == ends
+    turn = FRONT + mark + "{% else %}{{ m.content + '<e>' }}{% endif %}"
+    made.chat_template = HEAD + LOOP.replace("TURN", turn) + ASKED
+    for said in ("d", "d ", " d", " ab "):
+        turns = [("user", "b "), ("assistant", said), ("user", " b"), ("assistant", "d")]
+        chat = [{"role": role, "content": text} for role, text in turns]
+        (row,) = prepare_texts([{"messages": chat}], made, assistant_only=True)
+        end = "<e>" if ends else ""
+        expected = [*read.ids(said + end), *read.ids("d" + end)]
+        assert [x for x in row["labels"] if x != IGNORED] == expected, said
 
 
 CALL = [{"type": "function", "function": {"name": "w", "arguments": {}}}]

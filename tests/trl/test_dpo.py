@@ -253,6 +253,19 @@ def test_prompts_in_front_of_both_sides_are_found(tmp_path):
         assert whole[0] == whole[1]
 
 
+def test_each_of_several_evaluation_sets_has_metrics_of_its_own(tmp_path):
+    sets = {"easy": pairs(PAIRS, seed=1), "hard": pairs(PAIRS, seed=2)}
+    made = trainer(
+        tmp_path, eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=2,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="eval_hard_rewards/margins", learning_rate=1e-2,
+    )  # fmt: skip
+    made.train()
+    found = made.evaluate()
+    assert found["eval_easy_rewards/margins"] != found["eval_hard_rewards/margins"]
+    assert "eval_rewards/margins" not in found
+
+
 def test_a_stream_is_learned_from_and_evaluated(tmp_path):
     stream = pairs(PAIRS).to_iterable_dataset()
     made = trainer(tmp_path, train_dataset=stream, eval_dataset={"held_out": stream})

@@ -148,14 +148,15 @@ def test_the_best_model_is_that_of_the_highest_reward(kind: str, tmp_path: Path)
         KINDS[kind][1](str(tmp_path), metric_for_best_model="loss", use_cpu=True)
 
 
-def test_reward_functions_of_one_name_have_columns_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_reward_functions_of_one_name_have_columns_of_their_own(kind: str, tmp_path: Path) -> None:
     def judging(value: float) -> Any:
         def judge(completions: list[Any], **_: Any) -> list[float]:
             return [value + i for i in range(len(completions))]
 
         return judge
 
-    trainer = make(tmp_path, rewards=[judging(1.0), judging(5.0)], log_completions=True)
+    trainer = make(tmp_path, kind, rewards=[judging(1.0), judging(5.0)], log_completions=True)
     trainer.train()
     log = trainer.state.log_history[0]
     assert (log["rewards/judge/mean"], log["rewards/judge_2/mean"]) == (2.5, 6.5)
