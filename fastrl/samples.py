@@ -36,14 +36,17 @@ class ToolCalls(NamedTuple):
     failures: int
 
 
-def _column(kind: str, absent: Callable[[Samples], Any] | None = None) -> Any:
+def _column(
+    kind: str, absent: Callable[[Samples], Any] | None = None, *, learn: bool = False
+) -> Any:
     """Declares a column: a list or a tensor with an element for each sample, or a dict of these.
 
     Args:
+        learn: whether an update reads it, so that it is kept until then.
         absent: makes it for samples that lack it and are joined to others that have it. Without
             this function the joined samples lack it, too.
     """
-    return field(default=None, metadata={"kind": kind, "absent": absent})
+    return field(default=None, metadata={"kind": kind, "absent": absent, "learn": learn})
 
 
 @dataclass(eq=False, repr=False)
@@ -87,15 +90,23 @@ class Samples:
         noted: columns that reward functions noted; None where they noted nothing of a sample.
         rooms: that of the engine which drew the sample.
         token_scores: scores of a response's tokens, [L] fp32, whose sums the scores are.
+        learned: bool, which tokens of a response are learned.
+        advantages: [B] fp32.
+        old_logprobs: log-probs of the policy that is about to learn, [L]; ref_logprobs: of the
+            reference model; sampler_logprobs: of another engine that sampled, NaN where it gave
+            none; sampler_weights: by which the loss corrects for that engine.
+        further: columns of a trainer's subclass.
+        of_batch: what a trainer's subclass keeps for the batch as a whole.
+        generated: learned tokens of all samples that were generated together, by all processes.
     """
 
-    sequences: list[Tensor] = _column(TOKEN)
+    sequences: list[Tensor] = _column(TOKEN, learn=True)
     finish_reasons: list[str] = _column(SAMPLE)
     logprobs: list[Tensor] | None = _column(TOKEN)
     logprobs_t1: list[Tensor] | None = _column(TOKEN)
     entropies: list[Tensor] | None = _column(TOKEN)
     values: list[Tensor] | None = _column(TOKEN)
-    experts: list[Tensor] | None = _column(TOKEN)
+    experts: list[Any] | None = _column(TOKEN, learn=True)
     seed: int | None = None
     sample_ids: list[int] | None = _column(SAMPLE)
     numbers: list[int] | None = _column(SAMPLE)
@@ -105,7 +116,7 @@ class Samples:
 
     prompts: list[Any] = _column(PROMPT)
     prompt_texts: list[str] = _column(PROMPT)
-    prompt_ids: Sequence[Tensor] = _column(PROMPT)
+    prompt_ids: Sequence[Tensor] = _column(PROMPT, learn=True)
     prompt_rows: list[int] = _column(PROMPT)
     columns: dict[str, list[Any]] = _column(PROMPT)
     texts: list[str] = _column(SAMPLE)
@@ -123,6 +134,16 @@ class Samples:
     noted: dict[str, list[Any]] = _column(SAMPLE)
     rooms: list[Room] = _column(SAMPLE)
     token_scores: list[Tensor] | None = _column(TOKEN)
+
+    learned: list[Tensor] = _column(TOKEN, learn=True)
+    advantages: Tensor = _column(SAMPLE, learn=True)
+    old_logprobs: list[Tensor] | None = _column(TOKEN, learn=True)
+    ref_logprobs: list[Tensor] | None = _column(TOKEN, learn=True)
+    sampler_logprobs: list[Tensor] | None = _column(TOKEN, learn=True)
+    sampler_weights: list[Tensor] | None = _column(TOKEN, learn=True)
+    further: dict[str, Any] = _column(SAMPLE, learn=True)
+    of_batch: dict[str, Any] = field(default_factory=dict)
+    generated: float = 0.0
 
     def __len__(self) -> int:
         return next(map(_length, self.known().values()), 0)
@@ -206,6 +227,23 @@ class Samples:
                 whole = replace(whole, **Samples.joined(parts).known())
         return whole
 
+    def to_learn(self) -> Samples:
+        """The samples with the columns that an update reads, and no others."""
+        others = [name for name, column in COLUMNS.items() if not column["learn"]]
+        return replace(self.without(*others), stats={})
+
+    def state(self) -> dict[str, Any]:
+        """The columns that an update reads, as a tree of tensors and plain values."""
+        return {**self.to_learn().known(), "of_batch": self.of_batch, "generated": self.generated}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Samples:
+        """The samples of :meth:`state`, or of a checkpoint of fastrl 0.2 before there was one
+        container, whose columns had other names."""
+        if "completion_ids" in state:
+            state = {_NAMES_OF_BEFORE.get(name, name): column for name, column in state.items()}
+        return cls(**state)
+
     @property
     def ended(self) -> list[bool]:
         """Whether each response ends by itself, in EOS or at a stop."""
@@ -249,6 +287,13 @@ class Samples:
         return self.without("entropies", "experts", *(["logprobs_t1"] if both else []))
 
 
+_NAMES_OF_BEFORE = {
+    "completion_ids": "sequences",
+    "masks": "learned",
+    "old": "old_logprobs",
+    "ref": "ref_logprobs",
+    "sampled": "sampler_logprobs",
+}
 COLUMNS: Mapping[str, Mapping[str, Any]] = {
     each.name: each.metadata for each in dataclasses.fields(Samples) if each.metadata
 }

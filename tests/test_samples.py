@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fastrl.run.processes import OneProcess
 from fastrl.samples import COLUMNS, TOKEN, Room, Samples, ToolCalls
 
-FACTS = {"seed", "room", "temperature", "stats"}  # of a whole batch
+FACTS = {"seed", "room", "temperature", "stats", "of_batch", "generated"}  # of a whole batch
 FILLED = {"masks", "tool_calls"}  # where a part of a join lacks them
 HINTS = get_type_hints(Samples)
 
@@ -121,6 +121,18 @@ def test_a_column_that_one_part_lacks_is_filled_or_dropped_by_name(
             assert rows(both)[i]["masks"] == row.get("masks", ["torch.bool", written[i]])
         if "tool_calls" in kept:
             assert rows(both)[i]["tool_calls"] == row.get("tool_calls", ToolCalls(0, 0))
+
+
+def test_what_an_update_reads_is_saved_by_the_names_of_now_and_of_before() -> None:
+    learned = replace(some({*COLUMNS}, [2, 1]).to_learn(), generated=3.0, of_batch={"a": 1})
+    assert {"sequences", "experts", "old_logprobs", "further"} < learned.known().keys()
+    assert not {"texts", "logprobs", "rewards"} & learned.known().keys()
+    again = Samples.of_state(learned.state())
+    assert (rows(again), again.generated, again.of_batch) == (rows(learned), 3.0, {"a": 1})
+    names = {"completion_ids": "sequences", "masks": "learned", "old": "old_logprobs"}
+    before = {name: getattr(learned, now) for name, now in names.items()}
+    known = Samples.of_state({**before, "further": {}, "generated": 3.0}).known()
+    assert known.keys() == {*names.values(), "further"}
 
 
 def test_a_name_that_one_part_lacks_is_none_or_nan_there() -> None:

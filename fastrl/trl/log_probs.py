@@ -14,7 +14,7 @@ from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import ModelPass, Padded, Padding, TokenBatch
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.old_logprobs import LOW_PRECISION, TOLERANCES, audited
-from fastrl.learn.samples import SampledResponses
+from fastrl.learn.samples import of_learned, to_column, token_batch
 from fastrl.learn.scorer import Score, in_passes, scoring_request
 from fastrl.models.routing import without_routing
 from fastrl.models.scorer import ScoredPass, TokenScorer
@@ -22,6 +22,7 @@ from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.ref_model import RefModel
 from fastrl.run.processes import Processes
+from fastrl.samples import Samples
 
 
 class ResponseScorer:
@@ -65,11 +66,7 @@ class ResponseScorer:
         return self._scorer(plain, given, request, model)
 
     def old(
-        self,
-        model: nn.Module,
-        samples: SampledResponses,
-        sampled: list[Tensor] | None,
-        limit: PassLimit,
+        self, model: nn.Module, samples: Samples, sampled: list[Tensor] | None, limit: PassLimit
     ) -> list[Tensor]:
         """Log-probs [n] of each response by the policy as it is: the rollout's, where a few that
         are computed again agree with them.
@@ -83,8 +80,8 @@ class ResponseScorer:
         if self.reuses is None:
             chosen = audited(range(len(samples)))
             part = samples.select(chosen)
-            found = part.learned(self._by_policy(model, part, limit))
-            off = (part.learned([sampled[i].float().cpu() for i in chosen]) - found).abs()
+            found = of_learned(part, self._by_policy(model, part, limit))
+            off = (of_learned(part, [sampled[i].float().cpu() for i in chosen]) - found).abs()
             low = self.args.bf16 or self.args.fp16
             dtype = torch.bfloat16 if low else next(model.parameters()).dtype
             kind, tolerance = TOLERANCES.get(dtype, LOW_PRECISION)
@@ -95,7 +92,7 @@ class ResponseScorer:
         return [x.float().cpu() for x in sampled]
 
     def reference(
-        self, model: nn.Module, reference: RefModel, samples: SampledResponses, limit: PassLimit
+        self, model: nn.Module, reference: RefModel, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
         """Log-probs [n] of each response by the reference of a policy, see :meth:`old`."""
 
@@ -104,18 +101,16 @@ class ResponseScorer:
 
         return self._in_passes(model, score, samples, limit)
 
-    def _by_policy(
-        self, model: nn.Module, samples: SampledResponses, limit: PassLimit
-    ) -> list[Tensor]:
+    def _by_policy(self, model: nn.Module, samples: Samples, limit: PassLimit) -> list[Tensor]:
         with evaluating(model):
             return self._in_passes(model, lambda *x: self.policy(model, *x).scores, samples, limit)
 
     @torch.no_grad()
     def _in_passes(
-        self, model: nn.Module, score: Score, samples: SampledResponses, limit: PassLimit
+        self, model: nn.Module, score: Score, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
         """On the host, which waits once for all; 0 at tokens that are not learned."""
-        batch = samples.batch(self.pad_token, self.padding(model)).to(self.args.device)
+        batch = token_batch(samples, self.pad_token, self.padding(model)).to(self.args.device)
 
         def logprobs(part: TokenBatch) -> dict[str, Tensor]:
             model_pass = part.model_pass
@@ -126,7 +121,7 @@ class ResponseScorer:
 
         with self.autocast():
             found = in_passes(batch, logprobs, limit, self.processes)["logprobs"]
-        return samples.spread(found.cpu())
+        return to_column(samples, found.cpu())
 
     def model_pass(self, part: Minibatch) -> ModelPass:
         """The forward over the samples of which a token is learned; with none over one that has

@@ -17,20 +17,21 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastrl.data.batch import pad
 from fastrl.data.prompts import Prompts
-from fastrl.learn.samples import SampledResponses
+from fastrl.learn.samples import minibatch_of, to_column
 from fastrl.learn.scorer import scoring_request
 from fastrl.models.scoring import PassLimit, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.rewards.weighted import RewardBatch
+from fastrl.samples import Samples
 from fastrl.trl.log_probs import ResponseScorer
 
 LOGPROBS = "_get_per_token_logps_and_entropies"
 _LOSSES = {"_compute_loss", "compute_loss", LOGPROBS}
-_OF_TOKENS = {  # columns of SampledResponses by TRL's names
-    "old_per_token_logps": "old",
-    "ref_per_token_logps": "ref",
+_OF_TOKENS = {  # columns of Samples by TRL's names
+    "old_per_token_logps": "old_logprobs",
+    "ref_per_token_logps": "ref_logprobs",
     "importance_sampling_ratio": "sampler_weights",
-    "sampling_per_token_logps": "sampled",
+    "sampling_per_token_logps": "sampler_logprobs",
 }
 _IDS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
 _READ = {*_IDS, *_OF_TOKENS, "advantages", "num_items_in_batch"}
@@ -58,7 +59,7 @@ class OnlineMethods:
     policy_loss: Callable[..., Tensor]
     _scorer: ResponseScorer
     _tokenizer: Any
-    _learnable: Callable[..., SampledResponses]
+    _learnable: Callable[..., Samples]
     _passes: Callable[..., list[Any]]
     _pass_loss: Callable[..., Tensor]
     _note: Callable[..., None]
@@ -90,7 +91,7 @@ class OnlineMethods:
 
     # What training calls of a subclass.
 
-    def responses_to(self, rows: list[dict[str, Any]], mode: str) -> SampledResponses:
+    def responses_to(self, rows: list[dict[str, Any]], mode: str) -> Samples:
         """Responses to the prompts of some rows, judged."""
         if "_generate_and_score_completions" not in self.overrides:
             return self._learnable(rows, mode)
@@ -121,7 +122,7 @@ class OnlineMethods:
             )
         return self.rewards.batch_of(table, options["left_out"])
 
-    def batch_of(self, samples: SampledResponses) -> dict[str, Any]:
+    def batch_of(self, samples: Samples) -> dict[str, Any]:
         """Responses as TRL lays them out, on the device."""
         return as_tensors(samples, self.pad_token_id, self.args.device)
 
@@ -190,7 +191,7 @@ class OnlineMethods:
         there |= {"completion_ids": ids[:, -width:], "completion_mask": mask[:, -width:]}
         samples = samples_of({**there, "advantages": torch.zeros(len(ids))})
         padding = self._scorer.padding(model)
-        part = samples.minibatch(self.pad_token_id, padding, self.args.device, 0.0)
+        part = minibatch_of(samples, self.pad_token_id, padding, self.args.device, 0.0)
         model_pass = self._scorer.model_pass(part)
         asked = {"temperature": self.temperature, "entropy": entropy, "values": False}
         request = scoring_request(part.tokens, model_pass, **asked)
@@ -204,7 +205,7 @@ class OnlineMethods:
             ValueError: advantages of tokens.
         """
         training, samples = self.model.training, samples_of(inputs)
-        if "advantages" in samples.further:
+        if "advantages" in (samples.further or ()):
             raise ValueError(
                 "advantages must be one number for each response, [B]: those of tokens need a "
                 "_compute_loss that does not call this one"
@@ -259,24 +260,24 @@ class OwnLogprobs(ResponseScorer):
         self.trainer = trainer
 
     def old(
-        self, model: nn.Module, samples: SampledResponses, sampled: Any, limit: PassLimit
+        self, model: nn.Module, samples: Samples, sampled: Any, limit: PassLimit
     ) -> list[Tensor]:
         return self._own(model, samples)
 
     def reference(
-        self, model: nn.Module, reference: Any, samples: SampledResponses, limit: PassLimit
+        self, model: nn.Module, reference: Any, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
         return self._own(self.trainer.ref_model, samples)
 
     @torch.no_grad()
-    def _own(self, model: nn.Module, samples: SampledResponses) -> list[Tensor]:
+    def _own(self, model: nn.Module, samples: Samples) -> list[Tensor]:
         batch = self.trainer.batch_of(samples)
         with self.autocast(), evaluating(model):
             logps = self.trainer.own_logprobs(model, batch, False, False)[0]
-        return samples.spread(logps.float().cpu()[_learned(batch).cpu()])
+        return to_column(samples, logps.float().cpu()[_learned(batch).cpu()])
 
 
-def as_tensors(samples: SampledResponses, pad_token: int, device: Any) -> dict[str, Any]:
+def as_tensors(samples: Samples, pad_token: int, device: Any) -> dict[str, Any]:
     """Responses as TRL lays them out: ``prompt_ids`` and ``prompt_mask`` [B, P], padded on the
     left; ``completion_ids`` and ``completion_mask`` [B, C], padded on the right, the mask 0 for all
     of a response that is left out; ``tool_mask`` [B, C], 0 at tokens that the policy did not write,
@@ -284,8 +285,8 @@ def as_tensors(samples: SampledResponses, pad_token: int, device: Any) -> dict[s
     tokens, [B, C]: ``old_per_token_logps``, ``ref_per_token_logps``, ``importance_sampling_ratio``,
     ``sampling_per_token_logps``."""
     prompts = pad(samples.prompt_ids, pad_token, "left")
-    completions = pad(samples.completion_ids, pad_token, "right")
-    learned = pad_sequence(samples.masks, batch_first=True)
+    completions = pad(samples.sequences, pad_token, "right")
+    learned = pad_sequence(samples.learned, batch_first=True)
     there = completions["attention_mask"].bool() & learned.any(1, keepdim=True)
     found: dict[str, Any] = {
         "prompt_ids": prompts["input_ids"],
@@ -301,11 +302,11 @@ def as_tensors(samples: SampledResponses, pad_token: int, device: Any) -> dict[s
         column = getattr(samples, own)
         if column is not None:
             found[name] = pad_sequence(column, batch_first=True)
-    found |= samples.further
+    found |= {**(samples.further or {}), **samples.of_batch}
     return {k: x.to(device) if isinstance(x, Tensor) else x for k, x in found.items()}
 
 
-def samples_of(batch: Mapping[str, Any]) -> SampledResponses:
+def samples_of(batch: Mapping[str, Any]) -> Samples:
     """What :func:`as_tensors` has laid out, whatever has been changed there; columns that it does
     not know stay with the responses."""
     prompts, completions = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
@@ -319,19 +320,29 @@ def samples_of(batch: Mapping[str, Any]) -> SampledResponses:
     if advantages.dim() == 2:
         further["advantages"] = batch["advantages"]
         advantages = torch.zeros(len(advantages))
-    of_tokens = {own: batch.get(name) for name, own in _OF_TOKENS.items()}
+    of_tokens: dict[str, Any] = {
+        own: None if batch.get(name) is None else rows(batch[name], completions)
+        for name, own in _OF_TOKENS.items()
+    }
     masks = rows(_learned(batch), completions)
     total = batch.get("num_items_in_batch")
-    return SampledResponses(
-        rows(batch["prompt_ids"], prompts),
-        rows(batch["completion_ids"], completions),
-        masks,
-        advantages,
-        float(sum(int(x.sum()) for x in masks) if total is None else total),
-        experts=None,
-        further=further,
-        **{own: None if x is None else rows(x, completions) for own, x in of_tokens.items()},
+    of_samples = {k: x for k, x in further.items() if _has_one_each(x, len(advantages))}
+    return Samples(
+        prompt_ids=rows(batch["prompt_ids"], prompts),
+        sequences=rows(batch["completion_ids"], completions),
+        learned=masks,
+        advantages=advantages,
+        generated=float(sum(int(x.sum()) for x in masks) if total is None else total),
+        further=of_samples,
+        of_batch={k: x for k, x in further.items() if k not in of_samples},
+        **of_tokens,
     )
+
+
+def _has_one_each(column: Any, count: int) -> bool:
+    """Whether something has an element for each of so many samples."""
+    has_elements = isinstance(column, list) or (isinstance(column, Tensor) and column.dim() > 0)
+    return has_elements and len(column) == count
 
 
 def _learned(batch: Mapping[str, Any]) -> Tensor:

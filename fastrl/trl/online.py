@@ -30,7 +30,7 @@ from fastrl.learn.dynamic_sampling import DynamicSampling
 from fastrl.learn.experience import Minibatch
 from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.penalties import Penalties
-from fastrl.learn.samples import SampledResponses
+from fastrl.learn.samples import minibatch_of
 from fastrl.learn.scorer import check_tokens, scoring_request
 from fastrl.models import CausalLMPolicy
 from fastrl.models.layout import layout_of
@@ -234,7 +234,7 @@ class OnlineTrainer(
         self._step = 0  # forward and backward passes
         self._generations = {"train": 0, "eval": 0}  # batches of responses so far
         self._seconds = 0.0  # of this optimizer step's
-        self._buffer: list[SampledResponses] | None = None
+        self._buffer: list[Samples] | None = None
         args.remove_unused_columns = False
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         super().__init__(
@@ -505,17 +505,17 @@ class OnlineTrainer(
             generator = torch.Generator().manual_seed(self._seed_of("order"))
             order = torch.randperm(len(whole), generator=generator).tolist()
             size = len(whole) // steps
-            self._buffer = [whole.select(order[i * size : (i + 1) * size]) for i in range(steps)]
+            self._buffer = whole.select(order).split([size] * steps)
             self._sampler.before_update()
         return self._buffer[self._step % steps]
 
-    def _units(self, model: nn.Module, samples: SampledResponses, mode: str) -> list[Any]:
+    def _units(self, model: nn.Module, samples: Samples, mode: str) -> list[Any]:
         """What :meth:`compute_loss` is given of a batch: passes, or the whole as TRL has it."""
         if self.has_own_loss:
             return [self.batch_of(samples)]
         return self._passes(model, samples, mode)
 
-    def _passes(self, model: nn.Module, samples: SampledResponses, mode: str) -> list[Pass]:
+    def _passes(self, model: nn.Module, samples: Samples, mode: str) -> list[Pass]:
         """A batch, in passes of at most ``micro_batch_tokens``."""
         most = self.args.micro_batch_tokens
         parts = self.args.steps_per_generation if mode == "train" else 1
@@ -531,12 +531,12 @@ class OnlineTrainer(
             samples = replace(samples, experts=[None] * len(samples))
         device, pad_token = self.args.device, self._tokenizer.pad_token_id
         kl_coef = 0.0 if self.learns_kl else self.beta
-        whole = samples.minibatch(pad_token, padding, device, kl_coef)
+        whole = minibatch_of(samples, pad_token, padding, device, kl_coef)
         denominator = self._loss.denominator(whole, generated)
         if most is None:
             return [Pass(whole, whole, denominator)]
         prompts, responses = (
-            list(map(len, ids)) for ids in (samples.prompt_ids, samples.completion_ids)
+            list(map(len, ids)) for ids in (samples.prompt_ids, samples.sequences)
         )
         check_tokens(most, prompts, responses, "response {0} and its prompt".format)
         limit = PassLimit(whole.size, most)
@@ -615,7 +615,7 @@ class OnlineTrainer(
 
     # Responses and rewards.
 
-    def _learnable(self, rows: list[dict[str, Any]], mode: str) -> SampledResponses:
+    def _learnable(self, rows: list[dict[str, Any]], mode: str) -> Samples:
         """Responses to the prompts of some rows, judged."""
         of = "train_dataset" if mode == "train" else "eval_dataset"  # streams name columns in rows
         check_reserved(rows[0], of, reserved_of(self._interaction.environments is not None))
@@ -630,16 +630,8 @@ class OnlineTrainer(
             masks = [mask & ended for mask, ended in zip(masks, collected.ended, strict=True)]
         masks = [x & (not out) for x, out in zip(masks, collected.left_out, strict=True)]
         tokens, learned = self._noted.lengths(collected, masks, mode)
-        learnable = SampledResponses(
-            list(collected.prompt_ids),
-            collected.sequences,
-            masks,
-            torch.zeros(len(rows)),
-            learned,
-        )
-        if self._replays:
-            assert collected.experts is not None
-            learnable.experts = list(collected.experts)
+        learnable = replace(collected.to_learn(), learned=masks, generated=learned)
+        learnable.advantages = torch.zeros(len(rows))
         args = self.args
         behind = args.gradient_accumulation_steps % self.uses
         model, size = self.model, args.eval_batch_size
@@ -655,17 +647,18 @@ class OnlineTrainer(
         correction = None if others is None else self._correction
         limit = PassLimit(size, args.micro_batch_tokens)
         if self.needs_old or behind or correction is not None:
-            learnable.old = self._scorer.old(model, learnable, own, limit)
+            learnable.old_logprobs = self._scorer.old(model, learnable, own, limit)
         if others is not None:
             if correction is not None:
                 correction(learnable, others, self._metrics[mode])
             if args.off_policy_mask_threshold is not None:
-                learnable.sampled = others
+                learnable.sampler_logprobs = others
         kl = None
         if self._reference is not None:
-            learnable.ref = self._scorer.reference(model, self._reference, learnable, limit)
-            if learnable.old is not None:
-                triples = zip(learnable.old, learnable.ref, masks, strict=True)
+            ref = self._scorer.reference(model, self._reference, learnable, limit)
+            learnable.ref_logprobs = ref
+            if learnable.old_logprobs is not None:
+                triples = zip(learnable.old_logprobs, ref, masks, strict=True)
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
         if kl is not None:
             self._metrics[mode].add(self._kl_metric(learnable))
@@ -709,7 +702,7 @@ class OnlineTrainer(
             )
         return logprobs
 
-    def _kl_metric(self, learnable: SampledResponses) -> Parts:
+    def _kl_metric(self, learnable: Samples) -> Parts:
         """What is logged as "kl" once for all responses of a generation."""
         return {}
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastrl.learn.samples import SampledResponses
 from fastrl.registry import own_functions
 from fastrl.rewards.identity import identities_of
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
+from fastrl.samples import Samples
 from fastrl.trainers.supervised import trained_identity
 
 
@@ -24,7 +24,7 @@ class OnlineCheckpoints(FiniteStepsTrainer):
     log_completions: bool
     _step: int
     _generations: dict[str, int]
-    _buffer: list[SampledResponses] | None
+    _buffer: list[Samples] | None
     _further: Any
     _ledger: Any
     _logs: Any
@@ -73,7 +73,7 @@ class OnlineCheckpoints(FiniteStepsTrainer):
         self._step, self._scorer.reuses = own["step"], own["reuses"]
         self._generations["train"] = own["generations"]
         if own["buffer"] is not None:
-            self._buffer = [SampledResponses.of_state(x) for x in own["buffer"]]
+            self._buffer = [Samples.of_state(x) for x in own["buffer"]]
         if own.get("table"):
             self._logs.load(own["table"])
         self._sampler.reserve(own["responder"]["rooms"])

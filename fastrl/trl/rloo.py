@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fastrl.learn.baselines import EPS, all_equal, deviation, grouped, leave_one_out
-from fastrl.learn.samples import SampledResponses
+from fastrl.learn.samples import of_learned
 from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.model_card import policy_gradient
+from fastrl.samples import Samples
 from fastrl.trl.judged import Judged, nanstd
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.passes import BatchScores
@@ -55,10 +56,11 @@ class RLOOTrainer(OnlineTrainer):
         spread = deviation(groups, counts).flatten()
         return advantages.nan_to_num(nan=0.0), torch.isclose(spread, torch.zeros_like(spread))
 
-    def _kl_metric(self, learnable: SampledResponses) -> Parts:
-        assert learnable.old is not None
-        assert learnable.ref is not None
-        of_tokens = learnable.learned(learnable.old) - learnable.learned(learnable.ref)
+    def _kl_metric(self, learnable: Samples) -> Parts:
+        old, ref = learnable.old_logprobs, learnable.ref_logprobs
+        assert old is not None
+        assert ref is not None
+        of_tokens = of_learned(learnable, old) - of_learned(learnable, ref)
         return {"kl": mean_of(of_tokens)}
 
     def _make_loss(self) -> GroupLoss:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fastrl.config import SAMPLER_CORRECTIONS
 from fastrl.learn.correction import SamplerStats, sampler_weights
-from fastrl.learn.samples import SampledResponses
+from fastrl.learn.samples import learned_counts, of_learned, to_column
 from fastrl.run.metric_means import MetricMeans
+from fastrl.samples import Samples
 
 # TRL's names.
 MODES = tuple(kind.replace("-", "_") for kind in SAMPLER_CORRECTIONS if kind != "off")
@@ -57,9 +58,7 @@ class RolloutCorrection:
         self.most = args.vllm_importance_sampling_clip_max
         self._has_warned = False
 
-    def __call__(
-        self, responses: SampledResponses, sampled: list[Tensor], metrics: MetricMeans
-    ) -> None:
+    def __call__(self, responses: Samples, sampled: list[Tensor], metrics: MetricMeans) -> None:
         """Gives responses their weights, and logs them by TRL's names.
 
         Args:
@@ -75,9 +74,9 @@ class RolloutCorrection:
                 "of whole responses takes the weights of its tokens: choose token_truncate or "
                 f"token_mask, or set {_NAME}correction=False"
             )
-        assert responses.old is not None
-        counts = torch.tensor(responses.counts)
-        old, given = responses.learned(responses.old), responses.learned(sampled)
+        assert responses.old_logprobs is not None
+        counts = torch.tensor(learned_counts(responses))
+        old, given = of_learned(responses, responses.old_logprobs), of_learned(responses, sampled)
         if len(given) and not given.any() and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -90,7 +89,7 @@ class RolloutCorrection:
         weights, found = sampler_weights(
             old, given, every, self.kind, self.least, self.most, counts
         )
-        responses.sampler_weights = responses.spread(weights, elsewhere=1.0)
+        responses.sampler_weights = to_column(responses, weights, elsewhere=1.0)
         units = (counts > 0).sum() if self.kind.startswith("sequence") else counts.sum()
         _note(metrics, found, units, (~given.isnan()).sum())
 

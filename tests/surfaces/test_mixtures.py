@@ -28,7 +28,7 @@ from fastrl import (
 )
 from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import Padded, TokenBatch
-from fastrl.learn.samples import SampledResponses
+from fastrl.learn.samples import token_batch
 from fastrl.learn.scorer import scoring_request
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.attention import replaced
@@ -42,6 +42,7 @@ from fastrl.models.routing import (
     routers_of,
 )
 from fastrl.run.state import load_tree, save_tree
+from fastrl.samples import Samples
 from fastrl.trainers.router_loss import router_loss
 from tests import tiny_models
 from tests.golden import tiny
@@ -195,11 +196,11 @@ def batch_of(padding: Any, experts: Any = (None, None, None), ids: Any = None) -
     """Two responses to one prompt, and one to another."""
     prompts, responses = words(5, 3), ids or tiny_models.prompts(4, 6, 2, seed=1)
     queries = [prompts[0], prompts[0], prompts[1]]
-    samples = SampledResponses(
-        queries, responses, [torch.ones(len(x), dtype=torch.bool) for x in responses],
-        torch.zeros(3), 1.0, experts=list(experts),
+    samples = Samples(
+        prompt_ids=queries, sequences=responses, advantages=torch.zeros(3), experts=list(experts),
+        learned=[torch.ones(len(x), dtype=torch.bool) for x in responses],
     )  # fmt: skip
-    return samples.batch(tiny.PAD, padding)
+    return token_batch(samples, tiny.PAD, padding)
 
 
 def scored(
@@ -386,7 +387,7 @@ def test_grpo_packs_mixtures_and_reports_on_their_routers(replay, tmp_path):
         assert log["router/changed_choices"] == 0
         state = trainer._buffer[0].state()
         save_tree(state, tmp_path / "state", trainer.processes)
-        again = SampledResponses.of_state(load_tree(tmp_path / "state"))
+        again = Samples.of_state(load_tree(tmp_path / "state"))
         for x, y in zip(again.experts, trainer._buffer[0].experts, strict=True):
             assert torch.equal(x, y)
 

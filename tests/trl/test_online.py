@@ -20,9 +20,10 @@ from transformers import GenerationMixin
 from fastrl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from fastrl.collect.completions_table import CompletionsTable
 from fastrl.data.tables import as_dataset
-from fastrl.learn.samples import SampledResponses
+from fastrl.learn.samples import learned_counts
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.metric_means import MetricMeans
+from fastrl.samples import Samples
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from tests import tiny_models
 from tests.golden import tiny
@@ -67,11 +68,11 @@ def make(folder: Path, kind: str = "grpo", rewards: Any = small_tokens, **settin
     )
 
 
-def logprobs(model: Any, of: SampledResponses, i: int) -> Tensor:
+def logprobs(model: Any, of: Samples, i: int) -> Tensor:
     """Of a response's tokens, from all logits, in the model's dtype."""
-    ids = torch.cat([of.prompt_ids[i], of.completion_ids[i]])
+    ids = torch.cat([of.prompt_ids[i], of.sequences[i]])
     logits = model(ids[None]).logits[0, len(of.prompt_ids[i]) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, of.completion_ids[i][:, None])[:, 0]
+    return logits.log_softmax(-1).gather(1, of.sequences[i][:, None])[:, 0]
 
 
 def advantages(rewards: Tensor, kind: str) -> Tensor:
@@ -81,11 +82,9 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
     return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
 
 
-def loss_of(
-    model: Any, start: Any, of: SampledResponses, name: str, beta: float, **args: Any
-) -> Tensor:
+def loss_of(model: Any, start: Any, of: Samples, name: str, beta: float, **args: Any) -> Tensor:
     """The loss as its formula has it; the old policy is the model as the step begins."""
-    rewards = torch.tensor(small_tokens([x.tolist() for x in of.completion_ids])).double()
+    rewards = torch.tensor(small_tokens([x.tolist() for x in of.sequences])).double()
     ref = [logprobs(start, of, i).detach() for i in range(len(of))]
     if name == "rloo":
         kl = torch.stack([(x - r).sum() for x, r in zip(ref, ref, strict=True)])
@@ -347,7 +346,7 @@ def test_a_response_that_ends_at_a_stop_is_whole(
     assert {True, False} == {*whole.values()}
     assert any(whole[x] and x[-1] in (4, 5) for x in whole)
     samples, log = trainer._buffer[0], trainer.state.log_history[0]
-    for ids, mask in zip(samples.completion_ids, samples.masks, strict=True):
+    for ids, mask in zip(samples.sequences, samples.learned, strict=True):
         assert mask.all() if whole[tuple(ids.tolist())] else not mask.any()
     assert log["completions/clipped_ratio"] == 1 - count / 8
     lengths = [len(ids) for ids in told if whole[tuple(ids)]]
@@ -646,7 +645,7 @@ def test_a_rollout_function_takes_the_place_of_sampling(kind: str, tmp_path: Pat
     trainer.train()
     assert seen == [([[5, 6, 7 + i] for i in range(4)], list(range(4)))]
     assert trainer.state.log_history[0]["completions/mean_length"] == 2.0
-    assert trainer._buffer[0].counts == [2] * 4
+    assert learned_counts(trainer._buffer[0]) == [2] * 4
 
 
 def test_only_the_settings_say_how_is_sampled(tmp_path: Path) -> None:

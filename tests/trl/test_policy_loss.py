@@ -17,8 +17,9 @@ import fastrl_kernels
 from fastrl import GRPOConfig
 from fastrl.data.token_batch import Padded
 from fastrl.learn.experience import Minibatch
-from fastrl.learn.samples import SampledResponses
+from fastrl.learn.samples import minibatch_of
 from fastrl.models.scoring import TokenScores
+from fastrl.samples import Samples
 from fastrl.trl.passes import Pass
 from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
 
@@ -80,11 +81,17 @@ class Batch:
 
         one, n = [torch.tensor([0])] * len(COUNTS), sum(COUNTS)
         masks = each(torch.ones(n, dtype=torch.bool))
-        columns = map(each, (self.old, self.ref if args.beta else None, self.weights))
-        samples = SampledResponses(
-            one, each(self.labels), masks, self.advantages, GENERATED, *columns
+        samples = Samples(
+            prompt_ids=one,
+            sequences=each(self.labels),
+            learned=masks,
+            advantages=self.advantages,
+            generated=GENERATED,
+            old_logprobs=each(self.old),
+            ref_logprobs=each(self.ref if args.beta else None),
+            sampler_weights=each(self.weights),
         )
-        return samples.minibatch(0, Padded(), torch.device("cpu"), args.beta)
+        return minibatch_of(samples, 0, Padded(), torch.device("cpu"), args.beta)
 
     def leaves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         hidden, weight = self.hidden.to(dtype), self.weight.to(dtype)

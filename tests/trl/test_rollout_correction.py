@@ -40,7 +40,7 @@ class Engine:
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         model = trainer.accelerator.unwrap_model(trainer.model)
         every = [torch.tensor(x) for x in RESPONSES]
-        one = SimpleNamespace(prompt_ids=[torch.tensor(PROMPT)] * 4, completion_ids=every)
+        one = SimpleNamespace(prompt_ids=[torch.tensor(PROMPT)] * 4, sequences=every)
         with torch.no_grad():
             own = [logprobs(model, one, i) for i in range(4)]  # type: ignore[arg-type]
         given = [(x - torch.tensor(d)).tolist() for x, d in zip(own, APART, strict=True)]
@@ -76,7 +76,7 @@ def corrected(model: Any, start: Any, name: str, weights: list[Tensor], **own: A
     rewards = torch.tensor(small_tokens(RESPONSES)).double()
     a = advantages(rewards, "grpo")
     every = [torch.tensor(x) for x in RESPONSES]
-    one: Any = SimpleNamespace(prompt_ids=[torch.tensor(PROMPT)] * 4, completion_ids=every)
+    one: Any = SimpleNamespace(prompt_ids=[torch.tensor(PROMPT)] * 4, sequences=every)
     losses = []
     for i, u in enumerate(weights):
         at = torch.tensor(LEARNED[i]).bool()
@@ -172,7 +172,7 @@ def test_nothing_is_corrected_where_there_is_nothing_to_correct(
     trainer = make(tmp_path, **given)
     trainer.train()
     assert trainer._buffer[0].sampler_weights is None
-    assert trainer._buffer[0].old is None
+    assert trainer._buffer[0].old_logprobs is None
     assert not any(name.startswith("sampling/") for name in trainer.state.log_history[0])
 
 

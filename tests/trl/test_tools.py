@@ -284,12 +284,12 @@ def test_a_step_learns_what_the_policy_wrote(tmp_path: Path) -> None:
     start = copy.deepcopy(trainer.model)
     trainer.train()
     of = trainer._buffer[0]
-    assert sorted(int((~mask).sum()) > 0 for mask in of.masks) == [False, True, True, True]
+    assert sorted(int((~mask).sum()) > 0 for mask in of.learned) == [False, True, True, True]
     exact = copy.deepcopy(start).double()
-    rewards = small_tokens([x.tolist() for x in of.completion_ids])
+    rewards = small_tokens([x.tolist() for x in of.sequences])
     a = advantages(torch.tensor(rewards).double(), "grpo")
     terms = []
-    for i, mask in enumerate(of.masks):
+    for i, mask in enumerate(of.learned):
         new = logprobs(exact, of, i)[mask]
         terms.append(-(new - new.detach()).exp() * a[i])
     (torch.cat(terms).sum() / sum(map(len, terms))).backward()
@@ -305,7 +305,7 @@ def test_a_step_learns_what_the_policy_wrote(tmp_path: Path) -> None:
     logged = trainer.state.log_history[0]
     assert logged["tools/call_frequency"] == 3 / 4
     assert logged["tools/failure_frequency"] == pytest.approx(1 / 3)
-    written = sum(int(mask.sum()) for mask in of.masks)
+    written = sum(int(mask.sum()) for mask in of.learned)
     assert logged["completions/mean_length"] == written / 4
     table = Dataset.from_parquet(str(tmp_path / "completions" / "completions_00001.parquet"))
     roles = [[m["role"] for m in json.loads(said)] for said in table["completion"]]
@@ -352,16 +352,15 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
     assert len({seed for seed, _, _ in seeds}) == 3
     of, found = trainer._buffer[0], kept[0]
     order = [
-        next(i for i, y in enumerate(found.sequences) if torch.equal(x, y))
-        for x in of.completion_ids
+        next(i for i, y in enumerate(found.sequences) if torch.equal(x, y)) for x in of.sequences
     ]
-    assert [int(mask.sum()) for mask in of.masks] == [12] * 4
-    for i, mask in enumerate(of.masks):
+    assert [int(mask.sum()) for mask in of.learned] == [12] * 4
+    for i, mask in enumerate(of.learned):
         exact = logprobs(start.double(), of, i).float()
         # Logits of fp32 are off by rounding of a few eps times their size.
         known = found.logprobs[order[i]][mask]
         torch.testing.assert_close(known, exact[mask], rtol=0, atol=1e-4)
-    own = [ids[mask] for ids, mask in zip(of.completion_ids, of.masks, strict=True)]
+    own = [ids[mask] for ids, mask in zip(of.sequences, of.learned, strict=True)]
     assert len({tuple(ids.tolist()) for ids in own}) == 4
     assert trainer.state.log_history[0]["tools/call_frequency"] == 2
 
