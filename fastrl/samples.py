@@ -86,7 +86,8 @@ class Samples:
         token_rewards: Σ_k w_k·r_k for each token, [L] fp64; None where all rewards are numbers.
         unjudged: whether no function judged a sample.
         penalties: what is taken off the rewards for how responses ended and how long they are, [B]
-            fp32.
+            fp32; None: nothing.
+        weights: how much a sample counts in the loss, [B] fp32; None: 1.
         noted: columns that reward functions noted; None where they noted nothing of a sample.
         rooms: that of the engine which drew the sample.
         token_scores: scores of a response's tokens, [L] fp32, whose sums the scores are.
@@ -131,9 +132,10 @@ class Samples:
     token_rewards: list[Tensor | None] = _column(TOKEN)
     unjudged: list[bool] = _column(SAMPLE)
     penalties: Tensor = _column(SAMPLE)
+    weights: Tensor | None = _column(SAMPLE, lambda samples: torch.ones(len(samples)))
     noted: dict[str, list[Any]] = _column(SAMPLE)
     rooms: list[Room] = _column(SAMPLE)
-    token_scores: list[Tensor] | None = _column(TOKEN)
+    token_scores: list[Tensor] | None = _column(TOKEN, lambda samples: samples.scores_as_tokens())
 
     learned: list[Tensor] = _column(TOKEN, learn=True)
     advantages: Tensor = _column(SAMPLE, learn=True)
@@ -259,7 +261,23 @@ class Samples:
     @property
     def scores(self) -> Tensor:
         """Rewards less penalties, [B] fp32."""
-        return self.rewards.float() - self.penalties
+        return self.rewards.float() - (0 if self.penalties is None else self.penalties)
+
+    def scores_as_tokens(self) -> list[Tensor] | None:
+        """The scores of responses of one token each, as those of their tokens; None where there are
+        no scores.
+
+        Raises:
+            ValueError: a response of another length.
+        """
+        if self.rewards is None:
+            return None
+        if any(len(response) != 1 for response in self.sequences):
+            raise ValueError(
+                "in one process scores are numbers for each token, in another one number for each "
+                "response: pass the same kind in all"
+            )
+        return list(self.scores.view(-1, 1))
 
     def scores_of_tokens(self) -> list[Tensor]:
         """The scores of each response's tokens, [L] fp32 each; penalties, and rewards of whole
@@ -271,7 +289,7 @@ class Samples:
                 of_tokens[-1:] = scores[i]
             else:
                 of_tokens.copy_(rewards)
-                of_tokens[-1] -= self.penalties[i]
+                of_tokens[-1] -= 0 if self.penalties is None else self.penalties[i]
             of_responses.append(of_tokens)
         return of_responses
 

@@ -16,7 +16,7 @@ from fastrl.run.processes import OneProcess
 from fastrl.samples import COLUMNS, TOKEN, Room, Samples, ToolCalls
 
 FACTS = {"seed", "room", "temperature", "stats", "of_batch", "generated"}  # of a whole batch
-FILLED = {"masks", "tool_calls"}  # where a part of a join lacks them
+FILLED = {"masks", "tool_calls", "weights"}  # where a part of a join lacks them
 HINTS = get_type_hints(Samples)
 
 
@@ -109,6 +109,7 @@ def test_a_mask_is_no_order(order: Any) -> None:
 def test_a_column_that_one_part_lacks_is_filled_or_dropped_by_name(
     names: set[str], others: set[str], lengths: list[int], more: list[int]
 ) -> None:
+    names, others = names - {"token_scores"}, others - {"token_scores"}
     one, other = some(names, lengths), some(others, more, 50)
     both = Samples.joined([one, other])
     kept = (names & others) | ((names | others) & FILLED) | {"sequences"}
@@ -121,6 +122,17 @@ def test_a_column_that_one_part_lacks_is_filled_or_dropped_by_name(
             assert rows(both)[i]["masks"] == row.get("masks", ["torch.bool", written[i]])
         if "tool_calls" in kept:
             assert rows(both)[i]["tool_calls"] == row.get("tool_calls", ToolCalls(0, 0))
+        if "weights" in kept:
+            assert rows(both)[i]["weights"][1] == row.get("weights", [0, 1.0])[1]
+
+
+def test_scores_are_those_of_tokens_where_all_have_one() -> None:
+    one = Samples([torch.tensor([3])], rewards=torch.tensor([2.0]), token_scores=[torch.ones(1)])
+    both = Samples.joined([one, one.without("token_scores")])
+    assert plain(both.token_scores) == [["torch.float32", [1.0]], ["torch.float32", [2.0]]]
+    longer = replace(one, sequences=[torch.tensor([3, 4])]).without("token_scores")
+    with pytest.raises(ValueError, match="in another one number for each response"):
+        Samples.joined([one, longer])
 
 
 def test_what_an_update_reads_is_saved_by_the_names_of_now_and_of_before() -> None:

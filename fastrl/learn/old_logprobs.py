@@ -99,27 +99,12 @@ def rollout_logprobs(
     return list(map(LogprobsAndValues, logprobs, values))
 
 
-def zero_left_out(
-    rollout: Sequence[LogprobsAndValues] | None,
-    responses: Sequence[Tensor],
-    left_out: Sequence[int],
-) -> list[LogprobsAndValues] | None:
-    """Log-probs and values of each response, zeros for samples of which no token counts."""
-    if rollout is None:
+def known_logprobs(samples: Samples) -> list[LogprobsAndValues] | None:
+    """Log-probs and values of each response by the policy that is about to learn; None where they
+    are not known."""
+    if samples.old_logprobs is None or samples.values is None:
         return None
-    zeros = {i: torch.zeros(len(responses[i])) for i in left_out}
-    return [
-        LogprobsAndValues(zeros[i], zeros[i]) if i in zeros else x for i, x in enumerate(rollout)
-    ]
-
-
-def with_zeros(
-    column: Sequence[Tensor] | None, responses: Sequence[Tensor], left_out: Sequence[int]
-) -> list[Tensor] | None:
-    """Numbers of each response's tokens, zeros for samples of which no token counts."""
-    if column is None:
-        return None
-    return [torch.zeros(len(responses[i])) if i in left_out else x for i, x in enumerate(column)]
+    return list(map(LogprobsAndValues, samples.old_logprobs, samples.values))
 
 
 def _joined(batch: TokenBatch, rollout: Sequence[LogprobsAndValues]) -> LogprobsAndValues:

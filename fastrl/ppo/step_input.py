@@ -1,21 +1,19 @@
-"""What ``PPOTrainer.step`` is given: this process's samples, and those of all processes."""
+"""What ``PPOTrainer.step`` is given, as the samples of all processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastrl.data import batch as data
-from fastrl.data.batch import BatchMaker, to_host, without_tokens
+from fastrl.data.batch import BatchMaker, without_tokens
 from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.correction import sampler_logprobs
-from fastrl.learn.experience import LogprobsAndValues
 from fastrl.learn.nonfinite import NonFiniteNumbers, check_a_sample_is_left, samples_left_out
-from fastrl.learn.old_logprobs import with_zeros, zero_left_out
 from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
 from fastrl.models.host_memory import to_device
 from fastrl.ppo.rollouts import Rollouts
@@ -23,112 +21,50 @@ from fastrl.run.processes import Processes
 from fastrl.samples import Samples
 
 
-@dataclass(frozen=True)
-class StepInput:
-    """Scored samples; each list has one element for each of the B samples."""
+def without(samples: Samples, left_out: Sequence[int]) -> Samples:
+    """The same samples, but no token of those that are left out counts; their scores are NaN."""
+    if not left_out:
+        return samples
+    rewards = samples.rewards.clone()
+    rewards[list(left_out)] = torch.nan
+    responses, masks = without_tokens(
+        samples.prompt_ids, samples.sequences, samples.masks, left_out
+    )
+    zeros = {i: torch.zeros(len(responses[i])) for i in left_out}
+    columns: dict[str, Any] = {
+        name: [zeros.get(i, x) for i, x in enumerate(getattr(samples, name))]
+        for name in ("old_logprobs", "values", "sampler_logprobs", "token_scores")
+        if getattr(samples, name) is not None
+    }
+    return replace(samples, rewards=rewards, sequences=responses, masks=masks, **columns)
 
-    queries: Sequence[Tensor]
-    responses: Sequence[Tensor]
-    scores: Tensor  # [B] fp32 on the CPU
-    masks: Sequence[Tensor] | None  # which tokens of the responses count; None: all
-    weights: Tensor | None  # [B]
-    logprobs: Sequence[LogprobsAndValues] | None  # of the rollout; None where they are not known
-    nan: Sequence[int] = ()  # samples that ended in NaN logits
-    finish_reasons: Sequence[str] | None = None
-    sampled: Sequence[Tensor] | None = None  # the sampler's log-probs, where they are wanted
-    token_scores: Sequence[Tensor] | None = None  # of the responses' tokens, whose sums scores are
-    experts: Sequence[Tensor] | None = None  # choices of the rollout, where they are replayed
 
-    def of_all(self, processes: Processes) -> StepInput:
-        """The samples of all processes, in the processes' order.
+def placed_scores(
+    samples: Samples,
+    scores: Tensor,
+    moments: RunningMoments,
+    transform: ScoreTransform,
+    batch: TokenBatch,
+) -> Tensor:
+    """The scores as ``PPOTrainer.compute_rewards`` takes them, 0 for samples without one: [B], or
+    of tokens [B, T-1].
 
-        Raises:
-            ValueError: in some processes scores are per token, in others not.
-        """
-        if processes.count == 1:
-            return self
-        known = self.logprobs
-        own = replace(
-            self,
-            queries=to_host(self.queries),
-            responses=to_host(self.responses),
-            masks=None if self.masks is None else to_host(self.masks),
-            weights=None if self.weights is None else self.weights.cpu(),
-            logprobs=None if known is None else [_on_host(each) for each in known],
-            sampled=None if self.sampled is None else [x.cpu() for x in self.sampled],
-        )
-        parts = processes.objects(own)
-        first = [sum(len(part.queries) for part in parts[:i]) for i in range(len(parts))]
-        return StepInput(
-            _all([part.queries for part in parts]) or [],
-            _all([part.responses for part in parts]) or [],
-            torch.cat([part.scores for part in parts]),
-            _all([part._masks_if(parts) for part in parts]),
-            _weights_of([part.weights for part in parts], [len(part.queries) for part in parts]),
-            _all([part.logprobs for part in parts]),
-            [first[i] + j for i, part in enumerate(parts) for j in part.nan],
-            _all([part.finish_reasons for part in parts]),
-            _all([part.sampled for part in parts]),
-            _all([part._token_scores_if(parts) for part in parts]),
-            _all([part.experts for part in parts]),
-        )
+    Args:
+        scores: [B], transformed; ``moments`` are those that they come with.
+    """
+    if samples.token_scores is None:
+        return scores.nan_to_num()
+    counted = torch.cat(samples.token_scores)[batch.mask_of_responses()]
+    on_device = to_device(transform.of_tokens(counted, moments), scores.device)
+    return batch.scatter(on_device, batch.rows())
 
-    def without(self, left_out: Sequence[int]) -> StepInput:
-        """The same samples, but no token of those that are left out counts; their scores are
-        NaN."""
-        if not left_out:
-            return self
-        scores = self.scores.clone()
-        scores[list(left_out)] = torch.nan
-        responses, masks = without_tokens(self.queries, self.responses, self.masks, left_out)
-        return replace(
-            self,
-            scores=scores,
-            responses=responses,
-            masks=masks,
-            logprobs=zero_left_out(self.logprobs, responses, left_out),
-            sampled=with_zeros(self.sampled, responses, left_out),
-            token_scores=with_zeros(self.token_scores, responses, left_out),
-        )
 
-    def placed(
-        self, scores: Tensor, moments: RunningMoments, transform: ScoreTransform, batch: TokenBatch
-    ) -> Tensor:
-        """The scores as ``PPOTrainer.compute_rewards`` takes them, 0 for samples without one: [B],
-        or of tokens [B, T-1].
-
-        Args:
-            scores: [B], transformed; ``moments`` are those that they come with.
-        """
-        if self.token_scores is None:
-            return scores.nan_to_num()
-        counted = torch.cat(list(self.token_scores))[batch.mask_of_responses()]
-        on_device = to_device(transform.of_tokens(counted, moments), scores.device)
-        return batch.scatter(on_device, batch.rows())
-
-    def sampled_tokens(self, batch: TokenBatch) -> Tensor | None:
-        """The sampler's log-probs, [B, T-1]; None where they are not known."""
-        if self.sampled is None:
-            return None
-        counted = torch.cat(list(self.sampled))[batch.mask_of_responses()]
-        return batch.scatter(to_device(counted, batch.input_ids.device), batch.rows())
-
-    def _masks_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
-        """All tokens count where another process has masks, and this one none."""
-        if self.masks is None and any(part.masks is not None for part in parts):
-            return [torch.ones_like(response) for response in self.responses]
-        return self.masks
-
-    def _token_scores_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
-        """One score for each response is one for each token, where all have one token."""
-        if self.token_scores is None and any(part.token_scores is not None for part in parts):
-            if any(len(response) != 1 for response in self.responses):
-                raise ValueError(
-                    "in one process scores are numbers for each token, in another one number for "
-                    "each response: pass the same kind in all"
-                )
-            return list(self.scores.view(-1, 1))
-        return self.token_scores
+def sampled_tokens(samples: Samples, batch: TokenBatch) -> Tensor | None:
+    """The sampler's log-probs, [B, T-1]; None where they are not known."""
+    if samples.sampler_logprobs is None:
+        return None
+    counted = torch.cat(samples.sampler_logprobs)[batch.mask_of_responses()]
+    return batch.scatter(to_device(counted, batch.input_ids.device), batch.rows())
 
 
 class StepInputs:
@@ -175,7 +111,7 @@ class StepInputs:
         masks: list[Tensor] | None,
         rollout: Samples | None,
         weights: Tensor | Sequence[float] | None,
-    ) -> StepInput:
+    ) -> Samples:
         """The samples of all processes.
 
         Raises:
@@ -190,22 +126,28 @@ class StepInputs:
             totals, of_tokens = data.check_scores(scores, self.size, responses, masks, starts)
             of_tokens = of_tokens if self.per_token else None
             self.scores.check(of_tokens is not None)
-            own = StepInput(
-                queries,
-                responses,
-                totals,
-                masks,
-                self._weights(data.check_weights(weights, self.size, self.device), rollout),
-                known,
-                self._nan_samples(queries, rollout),
-                None if rollout is None else rollout.finish_reasons,
-                sampler_logprobs(rollout, known, self.temperature) if self.reads_sampler else None,
-                of_tokens,
-                experts,
+            sampled = None
+            if self.reads_sampler:
+                sampled = sampler_logprobs(rollout, known, self.temperature)
+            reasons: Any = None if rollout is None else rollout.finish_reasons
+            nan = self._nan_samples(queries, rollout)
+            own = Samples(
+                prompt_ids=queries,
+                sequences=responses,
+                rewards=totals,
+                masks=masks,
+                weights=self._weights(data.check_weights(weights, self.size, self.device), rollout),
+                old_logprobs=None if known is None else [x.logprobs for x in known],
+                values=None if known is None else [x.values for x in known],
+                left_out=[i in nan for i in range(len(queries))],
+                finish_reasons=reasons,
+                sampler_logprobs=sampled,
+                token_scores=of_tokens,
+                experts=experts,
             )
-        given = own.of_all(self.processes)
-        check_a_sample_is_left(len(given.nan), len(given.queries))
-        return given
+        samples = own.gathered(self.processes, tokens=True)
+        check_a_sample_is_left(sum(samples.left_out), len(samples))
+        return samples
 
     def _weights(self, weights: Tensor | None, rollout: Samples | None) -> Tensor | None:
         """The samples' weights, 0 where ``mask_truncated_completions`` leaves them out.
@@ -229,22 +171,3 @@ class StepInputs:
         if rollout is None or len(rollout.finish_reasons) != len(queries):
             return []
         return samples_left_out(rollout, self.nonfinite, self.name_in(queries), self.processes)
-
-
-def _on_host(known: LogprobsAndValues) -> LogprobsAndValues:
-    return LogprobsAndValues(known.logprobs.cpu(), known.values.cpu())
-
-
-def _all(parts: Sequence[Any]) -> list[Any] | None:
-    """The elements of all lists; None where one is None."""
-    if any(part is None for part in parts):
-        return None
-    return [element for part in parts for element in part]
-
-
-def _weights_of(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    if all(part is None for part in parts):
-        return None
-    return torch.cat(
-        [torch.ones(n) if part is None else part for part, n in zip(parts, sizes, strict=True)]
-    )

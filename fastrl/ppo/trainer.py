@@ -28,7 +28,7 @@ from fastrl.learn.experience import Experience, LastExperience
 from fastrl.learn.kl import make_kl_penalty, warn_of_negative_kl
 from fastrl.learn.memory import Activations
 from fastrl.learn.nonfinite import NonFiniteExperience, NonFiniteNumbers
-from fastrl.learn.old_logprobs import OldLogprobs
+from fastrl.learn.old_logprobs import OldLogprobs, known_logprobs
 from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
 from fastrl.learn.scorer import Scorer, check_tokens
 from fastrl.learn.update import Update
@@ -71,7 +71,7 @@ from fastrl.ppo.setup import (
     warn_of_a_single_response,
 )
 from fastrl.ppo.state import deciding
-from fastrl.ppo.step_input import StepInput, StepInputs
+from fastrl.ppo.step_input import StepInputs, placed_scores, sampled_tokens, without
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
 from fastrl.run.callbacks import TrainCallback, TrainResult
@@ -357,20 +357,21 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         stay.
         """
         given = self._inputs(queries, responses, scores, response_masks, rollout, weights)
-        nonfinite = self.nonfinite.scores(given.scores, given.nan, self._name_in(given.queries))
+        nan = [i for i, out in enumerate(given.left_out) if out]
+        nonfinite = self.nonfinite.scores(given.scores, nan, self._name_in(given.prompt_ids))
         while True:
-            left_out = sorted({*given.nan, *nonfinite})
+            left_out = sorted({*nan, *nonfinite})
             try:
                 with self.computing():
-                    result = self._step(given.without(left_out))
+                    result = self._step(without(given, left_out))
                 break
             except NonFiniteExperience as found:  # nothing has changed yet
                 nonfinite = [*nonfinite, *found.samples]
-        result["ppo/nan_samples"] = float(len(given.nan))
+        result["ppo/nan_samples"] = float(len(nan))
         result["ppo/nonfinite_samples"] += float(len(nonfinite))
         return result
 
-    def _step(self, given: StepInput) -> dict[str, Any]:
+    def _step(self, given: Samples) -> dict[str, Any]:
         """The algorithm of :meth:`step`, on the samples of all processes. What is computed from
         them is the same in each; policy and reference run on its share of them.
 
@@ -379,7 +380,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         """
         for count in self._positions:
             count.taken()  # of a step that failed
-        batch = self.make_batch(given.queries, given.responses, given.masks)
+        batch = self.make_batch(given.prompt_ids, given.sequences, given.masks)
         if self._routes:
             batch = batch.with_experts(given.experts)
         self._check(batch, given)
@@ -391,16 +392,16 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         clock = start_clock(self.current_device)
         with self._evaluating(), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
-                scored, reuse_stats = self.score_or_reuse(batch, given.logprobs)
+                scored, reuse_stats = self.score_or_reuse(batch, known_logprobs(given))
                 sampler_weights: Tensor | None = None
                 sampler_stats: dict[str, Tensor] = {}
                 if self.sampler_correction is not None:
                     sampler_weights, sampler_stats = self.sampler_correction(
-                        batch, scored.logprobs, given.sampled
+                        batch, scored.logprobs, given.sampler_logprobs
                     )
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
-                    given.placed(final_scores, moments, self.transform_scores, batch),
+                    placed_scores(given, final_scores, moments, self.transform_scores, batch),
                     *scored.kl_operands,
                     batch.mask,
                 )
@@ -422,7 +423,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
                     self.aggregate.weights(batch.mask.sum(-1), given.weights),
                     sampler_weights,
                     given.weights,
-                    sampled=given.sampled_tokens(batch),
+                    sampled=sampled_tokens(given, batch),
                 )
                 try:
                     record = self.update(batch, experience, learning)
@@ -460,7 +461,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         self._move_reference()
         return result
 
-    def _check(self, batch: TokenBatch, given: StepInput) -> None:
+    def _check(self, batch: TokenBatch, given: Samples) -> None:
         """
         Raises:
             ValueError: samples that are too long, in a wrong order, or lack what the step needs.
@@ -469,10 +470,10 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         check_tokens(most, batch.prompt_lengths, batch.response_lengths)
         if self.critic is not None:
             self.critic.unwrapped.check_lengths(batch.lengths)
-        self.advantages.check(given.queries)
-        self.score_or_reuse.check(given.logprobs)
+        self.advantages.check(given.prompt_ids)
+        self.score_or_reuse.check(known_logprobs(given))
         if self.sampler_correction is not None:
-            self.sampler_correction.check(given.sampled)
+            self.sampler_correction.check(given.sampler_logprobs)
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor

@@ -10,9 +10,9 @@ import torch
 
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.learn.correction import sampler_weights
-from fastrl.ppo.step_input import StepInput
 from fastrl.rollout import RolloutOutput
 from fastrl.run.processes import OneProcess
+from fastrl.samples import Samples
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.test_losses_of_a_step import objective, scores_of
@@ -330,16 +330,14 @@ def test_log_probs_of_all_processes_lie_one_after_the_other(known):
     def own(token):
         response = torch.tensor([token, token])
         sampled = [torch.full((2,), -float(token))] if known or token == 1 else None
-        return StepInput(
-            [response], [response], torch.zeros(1), None, None, None, (), ["eos"], sampled
-        )
+        return Samples([response], ["eos"], prompt_ids=[response], sampler_logprobs=sampled)
 
-    joined = own(1).of_all(TwoProcesses(own(2)))
-    assert [r.tolist() for r in joined.responses] == [[1, 1], [2, 2]]
+    joined = own(1).gathered(TwoProcesses(own(2)), tokens=True)
+    assert [r.tolist() for r in joined.sequences] == [[1, 1], [2, 2]]
     if known:
-        assert [x.tolist() for x in joined.sampled] == [[-1, -1], [-2, -2]]
+        assert [x.tolist() for x in joined.sampler_logprobs] == [[-1, -1], [-2, -2]]
     else:
-        assert joined.sampled is None
+        assert joined.sampler_logprobs is None
 
 
 @pytest.mark.parametrize("case", ["none", "no log-probs", "temperature", "length", "negatives"])
