@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from fastrl.ppo.guards import TrainingDiverged as TrainingDiverged
     from fastrl.ref_model import create_reference_model as create_reference_model
     from fastrl.registry import group_advantage as group_advantage
-    from fastrl.registry import register_policy_loss as register_policy_loss
     from fastrl.rollout import GenerateEngine as GenerateEngine
     from fastrl.rollout import RolloutEngine as RolloutEngine
     from fastrl.rollout import RolloutOutput as RolloutOutput
@@ -103,6 +102,7 @@ if TYPE_CHECKING:
     from fastrl.trl.rloo_v1 import RLOOv1Config as RLOOv1Config
     from fastrl.trl.rloo_v1 import RLOOv1Trainer as RLOOv1Trainer
     from fastrl.trl.rollout_func import TRLRollouts as TRLRollouts
+    from fastrl_kernels.policy_losses import register_policy_loss as register_policy_loss
 
 try:
     __version__ = metadata.version("fastrl-lm")
@@ -127,7 +127,7 @@ _HOMES = {
     "fastrl.alignment": (),
     "fastrl.config": ("PPOConfig",),
     "fastrl.core": ("LengthSampler", "set_seed"),
-    "fastrl.registry": ("group_advantage", "register_policy_loss"),
+    "fastrl.registry": ("group_advantage",),
     "fastrl.models": (
         "AutoModelForCausalLMWithValueHead",
         "AutoModelForSeq2SeqLMWithValueHead",
@@ -209,6 +209,7 @@ _HOMES = {
     "fastrl.trl.dpo_config": ("DPOConfig",),
     "fastrl.trl.kto": ("KTOTrainer",),
     "fastrl.trl.kto_config": ("KTOConfig",),
+    "fastrl_kernels.policy_losses": ("register_policy_loss",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = ["__version__", "alignment", "core", "patch", *_HOME_OF]

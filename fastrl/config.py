@@ -9,14 +9,12 @@ import os
 import sys
 import warnings
 from collections import ChainMap
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastrl.core import flatten_dict
 from fastrl.registry import GROUP_ADVANTAGES, POLICY_LOSS_NAMES, learns_as_clip, own_functions
 from fastrl.settings import check_ranges, check_types, setting
-from fastrl_kernels.policy_losses import RATIO_LEVELS
-from fastrl_kernels.types import AGGREGATES
 
 REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
 REFERENCE_ADAPTERS = ("off", "start", "auto")
@@ -70,6 +68,19 @@ _JSON_FIELDS = (
     "project_kwargs",
     "push_to_hub_if_best_kwargs",
 )
+
+
+# Choices of the kernels, which are imported only when a value is checked: --help needs no torch.
+def _ratio_levels() -> Iterable[str]:
+    from fastrl_kernels.policy_losses import RATIO_LEVELS
+
+    return RATIO_LEVELS
+
+
+def _aggregates() -> Iterable[str]:
+    from fastrl_kernels.types import AGGREGATES
+
+    return AGGREGATES
 
 
 @dataclass
@@ -428,7 +439,7 @@ class PPOConfig:
         "over a response), sequence-token (GSPO-token: its value, with the token's gradient), "
         "product (RLOO: of the whole response's probability).",
         "token",
-        choices=RATIO_LEVELS,
+        choices=_ratio_levels,
     )
     delta: float | None = setting(
         "With policy_loss clip: the most that a ratio counts outside of the clip, such as 4, so "
@@ -473,7 +484,7 @@ class PPOConfig:
         "GRPO's own), seq-mean-token-sum, seq-mean-token-sum-norm (over samples times a fixed "
         "length; Dr. GRPO's).",
         "token-mean",
-        choices=AGGREGATES,
+        choices=_aggregates,
     )
     loss_norm_length: int | None = setting(
         "The fixed length of seq-mean-token-sum-norm, such as max_new_tokens; by default the "
@@ -574,6 +585,8 @@ class PPOConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as one flat dict; nested keys are joined by "/"."""
+        from fastrl.core import flatten_dict
+
         return flatten_dict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     def _apply_deprecated_names(self) -> None:

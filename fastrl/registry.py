@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastrl.user_code import load_function
-from fastrl_kernels.argument_types import check_takes
-from fastrl_kernels.policy_losses import POLICY_LOSSES, register_policy_loss, registered_loss
 
-__all__ = [
-    "GROUP_ADVANTAGES",
-    "POLICY_LOSS_NAMES",
-    "Registry",
-    "group_advantage",
-    "learns_as_clip",
-    "own_functions",
-    "register_policy_loss",
-    "try_policy_loss",
-]
+# The kernels, and torch, are imported where a row is read: a command's help needs neither.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,26 +22,30 @@ class Registry(Mapping[str, Any]):
     row from then on.
 
     Args:
-        rows: the table.
+        rows: returns the table, and is called whenever it is read.
         add: adds a function to it, by a name.
     """
 
-    def __init__(self, rows: dict[str, Any], add: Callable[[str, Callable[..., Any]], Any]):
+    def __init__(
+        self,
+        rows: Callable[[], Mapping[str, Any]],
+        add: Callable[[str, Callable[..., Any]], Any],
+    ):
         self._rows, self._add = rows, add
 
     def __getitem__(self, name: str) -> Any:
-        return self._rows[name]
+        return self._rows()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter(self._rows())
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows())
 
     def __contains__(self, name: object) -> bool:
-        if name not in self._rows and isinstance(name, str) and ":" in name:
+        if name not in self._rows() and isinstance(name, str) and ":" in name:
             self._add(name, load_function(name))
-        return name in self._rows
+        return name in self._rows()
 
 
 # Advantages within a group; the functions are in fastrl.learn.baselines.
@@ -92,14 +85,26 @@ def group_advantage(name: str) -> Callable[[F], F]:
 def _add_advantage(name: str, function: Callable[..., Any]) -> None:
     if name in _OTHERS or (name in _OURS and _GROUPS[name] is not None):
         raise ValueError(f"there is an advantage {name!r} already: choose another name")
+    from fastrl_kernels.argument_types import check_takes
+
     check_takes(function, "rewards", "counts")
     _GROUPS[name] = function
 
 
-GROUP_ADVANTAGES = Registry(_GROUPS, _add_advantage)
-POLICY_LOSS_NAMES = Registry(
-    POLICY_LOSSES, lambda name, function: register_policy_loss(name)(function)
-)
+def _policy_losses() -> Mapping[str, Any]:
+    from fastrl_kernels.policy_losses import POLICY_LOSSES
+
+    return POLICY_LOSSES
+
+
+def _add_policy_loss(name: str, function: Callable[..., Any]) -> None:
+    from fastrl_kernels.policy_losses import register_policy_loss
+
+    register_policy_loss(name)(function)
+
+
+GROUP_ADVANTAGES = Registry(lambda: _GROUPS, _add_advantage)
+POLICY_LOSS_NAMES = Registry(_policy_losses, _add_policy_loss)
 
 
 def own_functions(
@@ -107,15 +112,20 @@ def own_functions(
 ) -> list[tuple[str, Callable[..., Any]]]:
     """The user's own functions among the entries that settings name, each behind what it is in
     words."""
-    row, function = POLICY_LOSSES.get(policy_loss or ""), _GROUPS.get(advantage or "")
+    row = _policy_losses().get(policy_loss or "")
+    function = _GROUPS.get(advantage or "")
     found = [("policy loss", policy_loss, row.function if row else None)]
     found.append(("advantage", advantage, None if advantage in _OURS else function))
     return [(f"the {kind} {name}", own) for kind, name, own in found if own is not None]
 
 
-# Tokens within clip ranges and beyond, with advantages of both signs.
-_LOG_RATIOS = torch.linspace(-0.8, 0.9, 8).repeat(4)
-_ADVANTAGES = torch.tensor([1.5, -1.5, 0.5, -0.5]).repeat_interleave(8)
+def _trial_tokens() -> tuple[Tensor, Tensor]:
+    """The log-ratios of tokens within clip ranges and beyond, and advantages of both signs, [32]
+    each."""
+    import torch
+
+    log_ratios = torch.linspace(-0.8, 0.9, 8).repeat(4)
+    return log_ratios, torch.tensor([1.5, -1.5, 0.5, -0.5]).repeat_interleave(8)
 
 
 def try_policy_loss(kind: str, cliprange: tuple[float, float]) -> None:
@@ -125,21 +135,27 @@ def try_policy_loss(kind: str, cliprange: tuple[float, float]) -> None:
         ValueError: a token's loss depends on the others'; the gradient of all is 0; as
             :func:`fastrl_kernels.policy_losses.registered_loss`.
     """
-    row = POLICY_LOSSES.get(kind)
+    row = _policy_losses().get(kind)
     if row is not None and row.function is not None:
         _trial(kind, row.function, cliprange)
 
 
 @lru_cache
 def _trial(kind: str, function: Callable[..., Any], cliprange: tuple[float, float]) -> None:
-    def losses(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = _LOG_RATIOS[:count].clone(), _ADVANTAGES[:count].clone()
+    import torch
+
+    from fastrl_kernels.policy_losses import registered_loss
+
+    log_ratios, advantages = _trial_tokens()
+
+    def losses(count: int) -> tuple[Tensor, Tensor]:
+        tokens = log_ratios[:count].clone(), advantages[:count].clone()
         return registered_loss(kind, *tokens, cliprange)
 
-    def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    def same(one: Tensor, other: Tensor) -> bool:
         return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
-    few, every = 11, len(_LOG_RATIOS)
+    few, every = 11, len(log_ratios)
     with torch.random.fork_rng(devices=[]):
         try:
             whole, slope = losses(every)
@@ -165,7 +181,7 @@ def learns_as_clip(kind: str, cliprange: tuple[float, float]) -> bool:
     """Whether a policy loss has the gradient of "clip", -A, where all ratios are 1."""
     if kind == "cispo":  # whose ratio has a bound, which may be less
         return cliprange[1] >= 0
-    row = POLICY_LOSSES[kind]
+    row = _policy_losses()[kind]
     return row.function is None or _is_clip_at_one(kind, row.function, cliprange)
 
 
@@ -173,10 +189,15 @@ def learns_as_clip(kind: str, cliprange: tuple[float, float]) -> bool:
 def _is_clip_at_one(
     kind: str, function: Callable[..., Any], cliprange: tuple[float, float]
 ) -> bool:
+    import torch
+
+    from fastrl_kernels.policy_losses import registered_loss
+
+    _, advantages = _trial_tokens()
     try:
         with torch.random.fork_rng(devices=[]):
-            ones = torch.zeros_like(_ADVANTAGES)
-            _, slope = registered_loss(kind, ones, _ADVANTAGES.clone(), cliprange)
+            ones = torch.zeros_like(advantages)
+            _, slope = registered_loss(kind, ones, advantages.clone(), cliprange)
     except RuntimeError:
         return False
-    return torch.allclose(slope, -_ADVANTAGES, rtol=1e-4, atol=1e-6)
+    return torch.allclose(slope, -advantages, rtol=1e-4, atol=1e-6)

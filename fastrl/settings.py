@@ -65,10 +65,10 @@ def setting(
             table that grows.
         bare: the flag alone means True, for settings that may also be None.
     """
-    if within or choices:
+    # A table of names stays what it is, since users add to it, and is not read yet.
+    grows = callable(choices) or isinstance(choices, Mapping)
+    if within or grows or choices:
         text = _Bounded(text)
-        # A table of names stays what it is: users add to it.
-        grows = callable(choices) or isinstance(choices, Mapping)
         text.within, text.choices = within, choices if grows else tuple(choices)  # type: ignore[arg-type]
     metadata: dict[str, Any] = {"help": text}
     if bare:

@@ -373,6 +373,8 @@ class _FlagsThatMatter(_AllFlags):
             if len(text) <= room:
                 return text + end
             text = text.split(stop)[0]
+        if callable(getattr(action.help, "choices", ())):
+            return text + end  # a function would read files, or import the kernels, to name them
         with_choices = f"{text}: {', '.join(_choices_of(action))}"  # the choices were cut off
         fits = _choices_of(action) and len(with_choices) <= room
         return (with_choices if fits else text) + end

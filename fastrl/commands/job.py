@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
 from fastrl.recipes import recipes
 from fastrl.run.checkpoints import LATEST
 from fastrl.run.folder import STARTED_IN, RunFolder
@@ -48,6 +47,12 @@ def say_none_held_out(count: int, what: str) -> None:
             f"with --eval-{what}, or name an --eval-dataset",
             file=sys.stderr,
         )
+
+
+def _quant_types() -> tuple[str, ...]:
+    from fastrl.models.quantised import QUANT_TYPES  # torch, which --help does not need
+
+    return QUANT_TYPES
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
@@ -90,7 +95,7 @@ class TrainingJob:
         None,
     )
     bnb_4bit_quant_type: str = setting(
-        "Codes of the four bits: nf4 or fp4.", "nf4", choices=QUANT_TYPES
+        "Codes of the four bits: nf4 or fp4.", "nf4", choices=_quant_types
     )
     use_bnb_nested_quant: bool = setting(
         "With load_in_4bit: quantise the scales, too, for 0.4 bits less per weight.", False
@@ -225,6 +230,7 @@ def check_adapter(job: Any) -> None:
     """
     from fastrl.models.load import MERGE_ADAPTER
     from fastrl.models.model_files import is_adapter
+    from fastrl.models.quantised import NEEDS_AN_ADAPTER
 
     if job.lora_r and is_adapter(job.model):
         raise ValueError(

@@ -165,7 +165,7 @@ def _add(name: str, found: Callable[..., Tensor]) -> None:
         loss_of_pairs(name=name)(found)
 
 
-PAIR_LOSSES = Registry(_ROWS, _add)
+PAIR_LOSSES = Registry(lambda: _ROWS, _add)
 
 
 def _by_op(kind: str, *sides: Side, length_means: bool = False, **options: Any) -> Tensor:

@@ -46,9 +46,11 @@ def check_one_process(what: str) -> None:
 def connect_cpus() -> None:
     """Has accelerate connect several processes on a machine without GPUs, too; it would take each
     for a run of its own. To be called before accelerate looks."""
+    if process_count() == 1:
+        return
     import torch
 
-    if process_count() > 1 and not torch.accelerator.is_available():
+    if not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 

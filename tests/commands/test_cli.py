@@ -325,10 +325,8 @@ def test_optional_booleans_take_a_value():
     ("command", "heavy"),
     [
         *((name, {"torch", "transformers"}) for name in ("report", "replay")),
-        *(
-            (name, {"transformers.modeling_utils", "torch._inductor", "peft", "datasets"})
-            for name in ("grpo", "plan", "demo")
-        ),
+        *((name, {"torch", "peft", "datasets"}) for name in ("grpo", "ppo", "plan")),
+        ("demo", {"transformers.modeling_utils", "torch._inductor", "peft", "datasets"}),
     ],
 )
 def test_help_imports_no_more_than_flags_need(command, heavy):
