@@ -195,11 +195,11 @@ REPLACED = {
 }
 # What ours do in the place of a function of theirs, or rely on the order of, without calling it.
 FOLLOWED = {
-    f"{TRAINER}._inner_training_loop": "ResumableTrainer: what is set before on_train_begin",
-    f"{TRAINER}._run_epoch": "ResumableTrainer: the order of batches, generators and callbacks",
-    f"{TRAINER}._finalize_training": "ResumableTrainer.log: the mean of all losses",
-    f"{TRAINER}._load_rng_state": "ResumableTrainer: restores the generators behind it once more",
-    f"{TRAINER}._save": "save_model of ShardedTrainer and alignment's Trainer",
+    f"{TRAINER}._inner_training_loop": "BaseTrainer: what is set before on_train_begin",
+    f"{TRAINER}._run_epoch": "BaseTrainer: the order of batches, generators and callbacks",
+    f"{TRAINER}._finalize_training": "BaseTrainer.log: the mean of all losses",
+    f"{TRAINER}._load_rng_state": "BaseTrainer: restores the generators behind it once more",
+    f"{TRAINER}._save": "save_model of BaseTrainer and alignment's Trainer",
     f"{TRAINER}.create_optimizer": "make_optimizer: moments of embeddings for bitsandbytes",
     "transformers/trainer_callback.py:TrainerState.save_to_json": "save_state",
     f"{_MODELS}/llama4/modeling_llama4.py:Llama4TextAttention.forward": "its temperature",

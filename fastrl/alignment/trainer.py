@@ -7,7 +7,7 @@ import itertools
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +36,6 @@ from fastrl.alignment.reweighter import ByFunction
 from fastrl.collect.completions_table import CompletionsTable
 from fastrl.collect.ledger import GenerationLedger
 from fastrl.data.vocabulary import check_examples
-from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
 from fastrl.plan.passes import PassSize
 from fastrl.plan.report import Plan
@@ -48,19 +47,19 @@ from fastrl.run.callbacks import ShownSamples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import process_count
-from fastrl.run.model_card import Method, OwnModelCard
+from fastrl.run.model_card import Method
 from fastrl.run.random_state import random_state, restore_random_state, seed_at
-from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.samples import joined_statistics
 from fastrl.settings import warn_of_idle
-from fastrl.trainers.low_memory import LowMemoryTrainer
+from fastrl.trainers.base import BaseTrainer
+from fastrl.trainers.low_memory import warn_of_lost_updates
 from fastrl.trainers.passes import DeferredGradients, check_sizes
 from fastrl.trainers.sharing import weights_of
 from fastrl.trainers.supervised import is_path, length_limit, settings_of, trained_identity
 
 
-class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
+class Trainer(BaseTrainer):
     """Trains a model by a loss on the batches of a factory.
 
     transformers' Trainer does the rest: optimizer and schedule, accumulation, precision, processes,
@@ -152,9 +151,9 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
                 "preference learning spreads no weights by FSDP: start without --use_fsdp; DDP has "
                 "whole weights in each process"
             )
-        self.warn_of_lost_updates(self.model, stacklevel=2)
+        warn_of_lost_updates(self.args, self.model, stacklevel=2)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
-        self.warns_of_steps = self.loss.backward is None
+        self.finite_steps.warns = self.loss.backward is None
         self.learner.place(self.model, self.accelerator)
         self._follow = Follow(self.learner.reference, self.args)
         self.add_first(self._follow)
@@ -167,7 +166,6 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
                 if factory.task.online
                 else OfflineEvaluation(eval_factory, self.loss, self.processes)
             )
-        self.products = Products(self.processes)
         self._place = _Place()
         self._accumulated: list[Batch] = []  # of the optimizer step that is not complete yet
         self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
@@ -269,7 +267,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         if self.loss.backward is None:
             loss = super().training_step(model, inputs, num_items_in_batch)
             if self._deferred.pending:
-                with self._offloading(self.accelerator.unwrap_model(model)):
+                with self.offloading(model):
                     self._deferred.backward(self.compute_loss_context_manager)
             return loss
         self._accumulated.append(inputs)
@@ -277,7 +275,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             return torch.zeros((), device=self.args.device)
         minibatches, self._accumulated = self._accumulated, []
         model.train()
-        with self._offloading(self.accelerator.unwrap_model(model)), self.own_draws():
+        with self.offloading(model), self.own_draws():
             (loss, metrics), self._stop_batch = self.loss.backward(
                 minibatches, model, self.accelerator, self.optimizer
             )
@@ -286,14 +284,13 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with self.products.on(*self.learner.modules()):
-                return super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)
         finally:
             if self._ledger is not None:
                 self._ledger.flush()
 
-    def adopt(self, machine: Mapping[str, Any]) -> None:
-        self.products.adopt(machine)
+    def models_at_work(self) -> Sequence[nn.Module | None]:
+        return self.learner.modules()
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from fastrl.run.files import write_file
-from fastrl.run.processor_files import write_processor
 from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.settings import idle_settings
 
@@ -212,7 +211,7 @@ def complete_card(folder: Path, dataset: Any, results: Mapping[str, Any]) -> Non
     """Adds to the card in a folder the run's data set, where it is on the Hub, and its results."""
     with contextlib.suppress(FileNotFoundError):
         card = read_card(folder)
-        if found := _on_the_hub(dataset):
+        if found := on_the_hub(dataset):
             card.data.datasets = found
         if "## Results" not in card.text:
             card.text = card.text.rstrip() + "\n" + _results(results)
@@ -330,95 +329,32 @@ def license_of(base: str | None) -> dict[str, str]:
     return {k: named[k] for k in keys if isinstance(named.get(k), str)}
 
 
-class OwnModelCard:
-    """Mixin for transformers' Trainer: writes fastrl's model card in place of transformers' and
-    PEFT's."""
+def warn_of_unread(**given: Any) -> None:
+    """Warns of what transformers' cards show, and ours do not, where it is not None."""
+    if names := [name for name, value in given.items() if value is not None]:
+        warnings.warn(
+            f"fastrl's model card does not show {' and '.join(names)}: name data sets on the "
+            "Hub by dataset_tags, and write the rest into README.md",
+            stacklevel=3,
+        )
 
-    args: Any
-    accelerator: Any
-    model: Any
-    push_to_hub: Callable[..., Any]
-    write_model: Callable[[Path], None]
-    method: Method | None = None
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves model and tokenizer, and a model card where there is none; called by users, uploads
-        them where ``push_to_hub`` asks for it."""
-        folder = Path(output_dir or self.args.output_dir)
-        with contextlib.ExitStack() as stack:
-            if self.args.should_save:
-                stack.enter_context(card_beside(folder, lambda: self.write_card(str(folder))))
-            self.write_model(folder)
-        if self.args.should_save:
-            write_processor(self.accelerator.unwrap_model(self.model), folder)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+def card_of_trainer(
+    folder: str,
+    name: str | None,
+    model: Any,
+    history: Sequence[Mapping[str, Any]],
+    told: Mapping[str, Any],
+) -> None:
+    """Writes the card of a model that transformers' Trainer has trained.
 
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: Any = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: Any = None,
-        dataset_tags: Any = None,
-        dataset: Any = None,
-        dataset_args: Any = None,
-        *,
-        dataset_name: str | None = None,
-    ) -> None:
-        """Writes ``README.md`` to the output folder.
-
-        Args:
-            language: of the texts, as the Hub names it.
-            license: by default that of the base model, where it names one.
-            tags: one or several, beside fastrl's.
-            model_name: by default the folder's name; ``hub_model_id`` takes precedence.
-            finetuned_from: the base model, if the model does not name one.
-            dataset_tags, dataset_name: the data sets, by transformers' name and by TRL's; the card
-                names those that are ids of the Hub.
-            tasks, dataset, dataset_args: in transformers' cards alone; a warning says so.
-        """
-        unread = {"tasks": tasks, "dataset": dataset, "dataset_args": dataset_args}
-        if names := [name for name, value in unread.items() if value is not None]:
-            warnings.warn(
-                f"fastrl's model card does not show {' and '.join(names)}: name data sets on the "
-                "Hub by dataset_tags, and write the rest into README.md",
-                stacklevel=2,
-            )
-        if self.accelerator.is_main_process:
-            name = getattr(self, "hub_model_id", None) or model_name
-            self.write_card(
-                str(self.args.output_dir),
-                name,
-                base=finetuned_from,
-                license=license,
-                language=language,
-                tags=[tags] if isinstance(tags, str) else tags or (),
-                datasets=_on_the_hub(dataset_tags) + _on_the_hub(dataset_name),
-            )
-
-    def card_settings(self) -> dict[str, Any]:
-        """The settings that the card names."""
-        return card_settings(self.args)
-
-    def write_card(self, folder: str, name: str | None = None, **told: Any) -> None:
-        """Writes the model card to a folder.
-
-        Args:
-            told: of :class:`Training`.
-        """
-        model = self.accelerator.unwrap_model(self.model)
-        name = name or Path(folder).absolute().name
-        history = getattr(getattr(self, "state", None), "log_history", ())
-        told = {
-            "method": self.method,
-            "settings": self.card_settings(),
-            "results": _last_results(history),
-            **told,
-        }
-        write_model_card(folder, name, model, Training(**told))
+    Args:
+        name: by default the folder's.
+        history: the trainer's logs, whose last results the card shows.
+        told: what :class:`Training` has.
+    """
+    name = name or Path(folder).absolute().name
+    write_model_card(folder, name, model, Training(**{"results": _last_results(history), **told}))
 
 
 def _last_results(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -509,7 +445,7 @@ def _is_hub_id(base: str | None) -> bool:
     return base is not None and bool(_HUB_ID.fullmatch(base)) and not os.path.isdir(base)
 
 
-def _on_the_hub(datasets: Any) -> list[str]:
+def on_the_hub(datasets: Any) -> list[str]:
     """The names of a data set, or of several, that are ids of the Hub."""
     named = datasets if isinstance(datasets, (list, tuple)) else [datasets]
     texts = [x for x in named if isinstance(x, str)]

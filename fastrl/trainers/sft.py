@@ -295,7 +295,7 @@ class SFTTrainer(SupervisedTrainer):
         )
         check_one_gpu(self.args)
         if packs or joins:
-            self._prepare_weights()
+            self.prepare_weights()
             autocast = self.compute_loss_context_manager()
             rows = PackedCollator(self._tokenizer)
             # The warning of padding is given only where padding is possible; else there is an

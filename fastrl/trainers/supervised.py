@@ -31,14 +31,11 @@ from fastrl.eras import OfEveryEra, of_another_era, other_defaults
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.load import load_tokenizer
 from fastrl.models.optimizers import check_optimizer, optimizer_name
-from fastrl.models.products import Products
 from fastrl.models.sharding import spread
 from fastrl.models.utils import NO_LIMIT, check_trainable, context_length, model_identity
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.deepspeed import refuse_zero3
 from fastrl.run.launcher import wait_at_most
-from fastrl.run.model_card import OwnModelCard
-from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
 from fastrl.settings import (
     check_ranges,
     check_refused,
@@ -48,9 +45,10 @@ from fastrl.settings import (
     setting,
     setting_like,
 )
-from fastrl.trainers.low_memory import LowMemoryTrainer
+from fastrl.trainers.base import BaseTrainer
+from fastrl.trainers.finite_steps import ON_NONFINITE
+from fastrl.trainers.low_memory import warn_of_lost_updates
 from fastrl.trainers.passes import check_sizes, on_all_processes, with_synchronised_last
-from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.sharing import SharedBatches, share_batches, weights_of
 from fastrl.trainers.special_tokens import settle_tokenizer
 
@@ -183,10 +181,9 @@ class SupervisedArguments(TrainingArguments, metaclass=OfEveryEra):
         self.gradient_checkpointing_kwargs = self.activation_checkpointing_kwargs
 
 
-class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsTrainer, ABC):
+class SupervisedTrainer(BaseTrainer, ABC):
     """transformers' Trainer, which prepares all models and data sets that it is given: at
-    construction, by ``model_init``, in ``evaluate`` and in ``predict``. Runs are resumed bit for
-    bit, see :class:`fastrl.run.transformers_checkpoints.ResumableTrainer`.
+    construction, by ``model_init``, in ``evaluate`` and in ``predict``.
 
     Subclasses do so in :meth:`prepare_model` and :meth:`prepare_data`, and set what these need
     before ``super().__init__``.
@@ -243,9 +240,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
         for each in _each(train, evaluation):
             self._check_vocabulary(each)
-        self.products = Products(self.processes)
         if self._trains:
-            self.warn_of_lost_updates(self.model, stacklevel=3)
+            warn_of_lost_updates(self.args, self.model, stacklevel=3)
 
     def _check_vocabulary(self, dataset: Any) -> None:
         # A stream is not read ahead: torch refuses ids that have no embedding.
@@ -382,13 +378,6 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
             self._last |= metrics.take(self.processes)
             logs.update(self._last, **metrics.totals(self.processes))
         super().log(logs, start_time)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self.products.on():
-            return super().train(*args, **kwargs)
-
-    def adopt(self, machine: Mapping[str, Any]) -> None:
-        self.products.adopt(machine)
 
     @property
     def ref_model(self) -> Any:

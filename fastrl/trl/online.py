@@ -34,7 +34,6 @@ from fastrl.learn.samples import minibatch_of
 from fastrl.learn.scorer import check_tokens, scoring_request
 from fastrl.models import CausalLMPolicy
 from fastrl.models.layout import layout_of
-from fastrl.models.products import Products
 from fastrl.models.routing import follow_routers, refuse_beside, replays
 from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit, PolicyObjective
@@ -48,15 +47,13 @@ from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Lists
 from fastrl.run.metric_means import Parts, mean_of
-from fastrl.run.model_card import OwnModelCard
 from fastrl.run.random_state import seed_at
-from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.samples import Samples
 from fastrl.settings import warn_of_idle
-from fastrl.trainers.low_memory import LowMemoryTrainer
+from fastrl.trainers.base import BaseTrainer
+from fastrl.trainers.low_memory import warn_of_lost_updates
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.router_loss import router_loss
-from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of
 from fastrl.trl.group_loaders import GroupLoaders
 from fastrl.trl.judged import Judged
@@ -84,10 +81,7 @@ class OnlineTrainer(
     OnlineCheckpoints,
     GroupLoaders,
     PlansMemory,
-    OwnModelCard,
-    LowMemoryTrainer,
-    ShardedTrainer,
-    FiniteStepsTrainer,
+    BaseTrainer,
     ABC,
 ):
     """transformers' Trainer that samples responses to prompts, has them judged, and learns from
@@ -264,7 +258,6 @@ class OnlineTrainer(
         of_scorer: Any = self.args, pad_token, self.accelerator, self._autocast, self.processes
         self._scorer = OwnLogprobs(self, *of_scorer) if by_method else ResponseScorer(*of_scorer)
         rewards.to(self.args.device)
-        self.products = Products(self.processes)
         self._resampling = DynamicSampling(
             self.num_generations, args.dynamic_sampling_rounds, self.processes
         )
@@ -298,7 +291,7 @@ class OnlineTrainer(
             )
         self._loss = self._make_loss()
         self.model.add_model_tags([*self._tag_names, "fastrl"])
-        self.warn_of_lost_updates(self.model, stacklevel=3)
+        warn_of_lost_updates(self.args, self.model, stacklevel=3)
 
     def _autocast(self) -> Any:
         return self.compute_loss_context_manager()
@@ -438,14 +431,10 @@ class OnlineTrainer(
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with self.products.on():
-                return super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)
         finally:
             if self._ledger is not None:
                 self._ledger.flush()
-
-    def adopt(self, machine: Mapping[str, Any]) -> None:
-        self.products.adopt(machine)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         begin = time.perf_counter()

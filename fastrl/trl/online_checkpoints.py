@@ -9,12 +9,12 @@ from typing import Any
 from fastrl.registry import own_functions
 from fastrl.rewards.identity import identities_of
 from fastrl.run.checkpoints import BadCheckpoint
-from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.samples import Samples
+from fastrl.trainers.base import BaseTrainer
 from fastrl.trainers.supervised import trained_identity
 
 
-class OnlineCheckpoints(FiniteStepsTrainer):
+class OnlineCheckpoints(BaseTrainer):
     """The state of a trainer that samples responses, of which it needs what is declared here."""
 
     args: Any

@@ -117,7 +117,7 @@ def test_trainers_offload_their_forwards(monkeypatch: pytest.MonkeyPatch, make_s
         return of if wanted else activation_offloading(False, torch.device("cpu"))
 
     monkeypatch.setattr("fastrl.learn.memory.activation_offloading", offloading)
-    monkeypatch.setattr("fastrl.trainers.low_memory.activation_offloading", offloading)
+    monkeypatch.setattr("fastrl.trainers.base.activation_offloading", offloading)
     ended = []
     for wanted in (False, True):
         policy = tiny_models.policy()

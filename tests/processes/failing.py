@@ -25,11 +25,12 @@ from fastrl import (
 from fastrl.alignment import AlignmentConfig, Trainer
 from fastrl.data import columns
 from fastrl.rollout import SamplingParams
-from fastrl.run import checkpoints, transformers_checkpoints
+from fastrl.run import checkpoints
 from fastrl.run.callbacks import TrainCallback
 from fastrl.run.checkpoints import Checkpoints, find_checkpoint
 from fastrl.run.launcher import launched_accelerator
 from fastrl.run.processes import PeerFailed, processes_of
+from fastrl.trainers import base
 from tests import tiny_models
 from tests.alignment.conftest import LikesHigh, examples, make_factory
 from tests.golden import tiny
@@ -215,14 +216,14 @@ def cannot_write(folder: Path) -> None:
         train_dataset=texts(8),
         processing_class=tiny.tokenizer(),
     )  # fmt: skip
-    save = transformers_checkpoints.save_tree
+    save = base.save_tree
 
     def full(*given: Any) -> None:
         if trainer.state.global_step == 3 and trainer.processes.index == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*given)
 
-    transformers_checkpoints.save_tree = full
+    base.save_tree = full
     trainer.train()
 
 

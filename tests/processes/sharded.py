@@ -192,7 +192,10 @@ def loaded_once(folder: Path) -> dict[str, Any]:
             sft.train()
             if several and family == "llama":  # whose head is no shared weight
                 _refuses_shared_layers(saved)
-        done[family] = [weights_of(ppo._unwrapped), weights_of(sft._plain_model)]
+        done[family] = [
+            weights_of(ppo._unwrapped),
+            weights_of(sft.accelerator.unwrap_model(sft.model)),
+        ]
     return {"done": done}
 
 

@@ -14,7 +14,7 @@ from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, SFT
 from fastrl.ppo.setup import choose_precision
 from fastrl.run import precision
 from fastrl.run.precision import default_precision, kind_of_device, precision_for, said_outside
-from fastrl.trainers.low_memory import _choose_precision
+from fastrl.trainers.low_memory import settle_precision
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -88,7 +88,7 @@ def test_transformers_trainers_take_it_from_their_arguments(
     args = SFTConfig(output_dir=str(tmp_path), report_to="none", **settings)
     cuda.setattr(type(args), "device", torch.device("cuda"))
     if args.bf16 is None:
-        _choose_precision(args, nn.Linear(2, 2))
+        settle_precision(args, nn.Linear(2, 2))
     assert args.bf16 is bf16
     assert (args.mixed_precision == "bf16") is bf16
 
@@ -102,7 +102,7 @@ def test_arguments_take_the_precision_of_an_earlier_accelerator(
     cuda.setattr("accelerate.state.is_initialized", lambda: True)
     state = type("State", (), {"mixed_precision": shared})
     cuda.setattr("accelerate.state.AcceleratorState", state)
-    assert not _choose_precision(args, nn.Linear(2, 2))
+    assert not settle_precision(args, nn.Linear(2, 2))
     assert args.mixed_precision == shared
     assert (args.bf16, args.fp16) == (shared == "bf16", shared == "fp16")
 

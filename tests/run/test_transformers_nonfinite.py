@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from fastrl.run.transformers_nonfinite import MOST_IN_A_ROW
+from fastrl.trainers.finite_steps import MOST_IN_A_ROW
 from tests.alignment.conftest import Make, make_trainer
 from tests.resuming import assert_same_run, resumed, straight
 from tests.trainers.conftest import make_reward, make_sft, texts, weights

@@ -131,7 +131,7 @@ def test_preference_learning_offloads_activations(
         assert wanted
         return lambda model: used.append(OffloadedActivations(model, lambda x: True)) or used[-1]
 
-    monkeypatch.setattr("fastrl.trainers.low_memory.activation_offloading", on_a_cpu)
+    monkeypatch.setattr("fastrl.trainers.base.activation_offloading", on_a_cpu)
     trainer = make_trainer(loss, max_steps=2, activation_offloading=True)
     trainer.train()
     assert len(used) >= 2

@@ -1,4 +1,5 @@
-"""Checkpoints of transformers' Trainer: written as a whole, verified, and resumed bit for bit."""
+"""The base of the trainers on transformers' Trainer: runs that are resumed bit for bit, steps that
+are finite, weights that fit, and model cards."""
 
 from __future__ import annotations
 
@@ -7,90 +8,74 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import Sampler
+from torch import nn
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from fastrl.run.checkpoints import (
-    MANIFEST,
-    OF_TRANSFORMERS,
-    BadCheckpoint,
-    Checkpoints,
-    check_identity,
-    check_weights,
-    read_manifest,
-    step_of,
-    warn_of_another_machine,
-)
+from fastrl.models.activation_offloading import activation_offloading
+from fastrl.models.optimizers import class_and_keywords, optimizer_name, steps_in_backward
+from fastrl.models.products import Products
+from fastrl.models.quantised import save_beside_adapter
+from fastrl.models.sharding import is_spread, spread
+from fastrl.plan.passes import PassSize
+from fastrl.run.checkpoints import OF_TRANSFORMERS, Checkpoints
 from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import check_found, wait_at_most
 from fastrl.run.metric_means import MetricMeans
-from fastrl.run.processes import OneProcess, processes_of
-from fastrl.run.random_state import (
-    drawing_from,
-    random_state,
-    random_state_kept,
-    restore_random_state,
-    seed_at,
+from fastrl.run.model_card import (
+    Method,
+    card_beside,
+    card_of_trainer,
+    card_settings,
+    on_the_hub,
+    warn_of_unread,
 )
-from fastrl.run.state import load_tree, save_tree
+from fastrl.run.precision import refuse_fp16_twice
+from fastrl.run.processes import OneProcess, processes_of
+from fastrl.run.processor_files import write_processor
+from fastrl.run.random_state import drawing_from, random_state, restore_random_state, seed_at
+from fastrl.run.state import save_tree
 from fastrl.run.stopping import Stopped, asked, stop_at_a_steps_end
 from fastrl.run.transformers_base import OpenTrainer
-from fastrl.run.transformers_files import (
-    check_torch_files,
-    find_trainer_checkpoint,
-    is_foreign,
-    save_state,
-    shapes_of,
-)
+from fastrl.run.transformers_callbacks import LossProgress
+from fastrl.run.transformers_files import save_state
 from fastrl.run.transformers_settings import (
-    SIZES,
     check_best_metric,
     settings_of_results,
     settings_of_steps,
-    warn_of_changes,
 )
+from fastrl.trainers.finite_steps import FiniteSteps
+from fastrl.trainers.low_memory import (
+    BY_DEFAULT,
+    drop_masters,
+    schedule_by_metric,
+    settle_precision,
+    with_kept_state,
+)
+from fastrl.trainers.resume import Resuming, check_shapes, clear_the_way, find, folder_of
+from fastrl.trainers.run_place import FirstToKnow, LastToKnow, RunPlace
+from fastrl.trainers.sharded import check_fsdp, plain_model, prepared, shares_of
 from fastrl.user_code import exits_are_errors
 
 KEPT_LOGS = 10_000  # in memory, and in each checkpoint
 
 
-@dataclass
-class _Run:
-    """Where a run is: what transformers' Trainer does not keep, or keeps in local variables."""
-
-    checkpoint: Path | None = None  # resumed from
-    resumed: Mapping[str, Any] | None = None  # what this process saved there
-    identity: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    begun: float = 0.0  # time.time(), less what earlier processes of the run took
-    epoch: int = 0
-    minibatch: int = 0  # of the epoch, the next one to be fetched
-    done: int = 0  # mini-batches of the epoch that are learned
-    passes: int = 0  # of the step that is under way
-    epoch_is_over: bool = False
-    seed: int = 0  # torch's, from which the order of the data follows
-    random: Mapping[str, Any] | None = None  # states of generators to restore for the next batch
-    random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # at its beginning
-    save_is_due: bool = False  # but waits for a place from which a run can be resumed
-    between_steps: bool = False  # False: weights may be ahead of what is saved with them
-    behind_step: bool = False  # a step is being logged, evaluated and saved
-    loss: torch.Tensor | None = None  # the sum since the last log, as the next step begins
-    last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
-    saving: bool = False  # a checkpoint is being written, or could not be
-    alone: bool = False  # the main process saves by itself: the others may have ended
-    forgets: bool = False  # old logs are dropped
-
-
-class ResumableTrainer(OpenTrainer):
+class BaseTrainer(OpenTrainer):
     """transformers' Trainer whose run goes on from a checkpoint as if it had not been interrupted.
+
+    No NaN or infinite number reaches the weights, see
+    :class:`fastrl.trainers.finite_steps.FiniteSteps` (``args.on_nonfinite``). Low-precision weights
+    have float32 masters (``args.master_weights``), optimizer state and activations may be in host
+    memory (``args.offload_optimizer``, ``args.activation_offloading``). Weights that FSDP2 spreads
+    are evaluated before training, too, and written as shares, see
+    :class:`fastrl.trainers.sharded.Shares`. Model cards are fastrl's.
 
     A checkpoint has what transformers saves and, in a folder ``process-N`` for each process, what
     later steps and logs depend on too: the loss since the last log, the place in the data, what
@@ -111,12 +96,21 @@ class ResumableTrainer(OpenTrainer):
         run_folder: the folder of a command's run, whose metrics continue those of the checkpoint.
         saves_when_it_fails: whether an exception saves a checkpoint; by default if any are saved.
         computed_columns: columns that the trainer adds to data sets, equal up to rounding.
+        method: what the model card says of how the model was trained.
+        products: the libraries by which a CPU multiplies matrices.
+
+    Raises:
+        ValueError: fp16 mixed precision of float16 weights; offload_optimizer for an optimizer that
+            does not step in host memory; either with DeepSpeed, which has its own; FSDP1; FSDP of
+            four-bit weights.
     """
 
+    args: Any
+    method: Method | None = None
     computed_columns: tuple[str, ...] = ()
     metric_differences: ClassVar[Mapping[str, tuple[str, str]]] = {}  # see MetricMeans
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *, args: Any, model: Any = None, **kwargs: Any):
         # The attribute has TRL's name; checkpoints keep the metrics of training.
         self._metrics = {
             "train": MetricMeans(self.metric_differences),
@@ -124,8 +118,11 @@ class ResumableTrainer(OpenTrainer):
         }
         self.kept: dict[str, Any] = {}
         self.run_folder: RunFolder | None = None
-        self._run = _Run()
-        super().__init__(*args, **kwargs)
+        self._run = RunPlace()
+        self._says_precision = settle_precision(args, model)
+        if isinstance(model, nn.Module):
+            refuse_fp16_twice(model, str(args.mixed_precision))
+        super().__init__(args=args, model=model, **kwargs)
         check_best_metric(self.args, self.eval_dataset)
         # A user's function may change the working directory.
         self.args.output_dir = os.path.abspath(str(self.args.output_dir))
@@ -133,13 +130,24 @@ class ResumableTrainer(OpenTrainer):
         check_found(self.accelerator)
         self.processes = processes_of(self.accelerator)
         self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO
-        self.callback_handler.callbacks.insert(0, _First(self))
-        self.add_callback(_Last(self))
+        place = lambda: self._run  # noqa: E731 - each training has one of its own
+        self.callback_handler.callbacks.insert(0, FirstToKnow(place, self._mark))
+        self.add_callback(LastToKnow(place, self._training_begins))
+        # transformers' filter of NaN losses waits for the device in each pass, and hides what we
+        # count.
+        self.args.logging_nan_inf_filter = False
+        self.finite_steps = FiniteSteps(self.args.on_nonfinite, self.accelerator)
+        if self.is_fsdp_enabled:
+            check_fsdp(type(self).__name__, self.accelerator, self.model)
+        self._offloading = activation_offloading(
+            self.args.activation_offloading, self.args.device, self.is_fsdp_enabled
+        )
+        self.products = Products(self.processes)
 
     def add_first(self, callback: TrainerCallback) -> None:
         """Adds a callback before the user's: what it does belongs to a step whose state is saved
         where one of theirs fails."""
-        self.callback_handler.callbacks.insert(1, callback)  # behind _First
+        self.callback_handler.callbacks.insert(1, callback)  # behind FirstToKnow
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -168,7 +176,8 @@ class ResumableTrainer(OpenTrainer):
 
     def own_state(self) -> dict[str, Any]:
         """A tree of tensors and plain values for a checkpoint."""
-        return {"metrics": self._metrics["train"].state()}
+        metrics = self._metrics["train"].state()
+        return {"metrics": metrics, "steps": self.finite_steps.state()}
 
     def samples_of_all(self) -> tuple[int, str]:
         """The number of samples in a step of all processes, which must stay the same when their
@@ -198,6 +207,7 @@ class ResumableTrainer(OpenTrainer):
                 "minibatches" of the "epoch" are behind. None: the run begins.
         """
         metrics = self._metrics["train"] = MetricMeans(self.metric_differences)
+        self.finite_steps.load(None if resumed is None else resumed["own"]["steps"])
         if resumed is None:
             return
         saved = resumed["own"].get("metrics", {})
@@ -246,18 +256,30 @@ class ResumableTrainer(OpenTrainer):
             KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved; the
                 second is also a SystemExit, with status 143.
         """
-        self._run = run = _Run()
+        if self._says_precision and self.is_world_process_zero():
+            tqdm.write(BY_DEFAULT)
+        self._says_precision = False
+        with self.products.on(*self.models_at_work()):
+            found = self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        return found._replace(training_loss=found.metrics.get("train_loss", found.training_loss))
+
+    def models_at_work(self) -> Sequence[nn.Module | None]:
+        """The models that training runs and that have their products measured as it begins; others
+        are as they are first run."""
+        return ()
+
+    def _train(self, resume: str | Path | bool | None, trial: Any, *rest: Any) -> Any:
+        self._run = run = RunPlace()
         if trial is not None:  # a search of hyperparameters
-            resume: Any = resume_from_checkpoint
-            return super().train(resume, trial, ignore_keys_for_eval)
-        run.checkpoint = self._find(self.processes.from_main(resume_from_checkpoint))
+            return super().train(resume, trial, *rest)  # type: ignore[arg-type]
+        run.checkpoint = find(self.processes.from_main(resume), self.checkpoints, self.processes)
         if run.checkpoint or self.saves_when_it_fails or self.processes.count > 1:
             run.identity, run.settings = self.identity(), self._all_settings()
         if self.processes.count > 1:
             self.processes.check_same("train()", self._shared_settings())
         with self.processes.together():
             if run.checkpoint is not None:
-                run.resumed = self._check(run.checkpoint)
+                run.resumed = self._resuming().read(run.checkpoint)
         if run.resumed is not None:
             torch.manual_seed(run.resumed["seed"])
         run.seed = torch.initial_seed()
@@ -269,7 +291,7 @@ class ResumableTrainer(OpenTrainer):
         with stop_at_a_steps_end():
             try:
                 with exits_are_errors():
-                    return super().train(path, trial, ignore_keys_for_eval)
+                    return super().train(path, trial, *rest)
             except Stopped as stopped:
                 if stopped.args:  # the state is saved
                     raise
@@ -281,95 +303,17 @@ class ResumableTrainer(OpenTrainer):
             finally:
                 self.args.eval_on_start = evaluates_first
 
-    def _find(self, resume: str | Path | bool | None) -> Path | None:
-        if resume is None or resume is False:
-            return None
-        found = find_trainer_checkpoint(resume, self.checkpoints, self.processes)
-        if found is None:
-            raise FileNotFoundError(
-                f"resume_from_checkpoint: there is no checkpoint in {self.args.output_dir}: name a "
-                "checkpoint's folder, or leave it out to begin anew"
-            )
-        return found
-
-    def _check(self, checkpoint: Path) -> Mapping[str, Any] | None:
-        """What this process saved in a checkpoint; None: transformers alone has written it.
-
-        Raises:
-            BadCheckpoint: a checkpoint of another run, or that cannot be read.
-        """
-        check_torch_files(checkpoint)
-        state: Mapping[str, Any] | None = None
-        if not (checkpoint / _folder_of(0)).is_dir():
-            self.check_foreign(checkpoint)
-        else:
-            there = len(list(checkpoint.glob("process-*")))
-            states = [load_tree(checkpoint / _folder_of(i)) for i in range(there)]
-            first = states[0]
-            own = {k: v for k, v in self._run.identity.items() if k != "weights"}
-            check_identity(first["identity"], own)
-            check_weights(first["identity"]["weights"], self._run.identity["weights"])
-            self._check_processes(first)
-            others = _processes_of(first) != self.processes.count
-            warn_of_changes(first["settings"], self._run.settings, but=SIZES if others else ())
-            same = there == self.processes.count == _processes_of(first)
-            state = states[self.processes.index] if same else self._of_others(states)
-        if is_foreign(checkpoint):
-            warnings.warn(
-                f"resume: {checkpoint} has no {MANIFEST}, as those of transformers alone: it is "
-                "not verified",
-                stacklevel=3,
-            )
-        else:
-            manifest = read_manifest(checkpoint)
-            self.adopt(manifest["machine"])
-            warn_of_another_machine(manifest)
-        return state
-
-    def adopt(self, machine: Mapping[str, Any]) -> None:
-        """Takes over from the run that goes on here what can be chosen, see
-        :func:`fastrl.run.machine.machine`."""
-
-    def _check_processes(self, state: Mapping[str, Any]) -> None:
-        """Raises BadCheckpoint where a run of another number of processes had another number of
-        samples in a step."""
-        count, own = _processes_of(state), self.processes.count
-        there, (here, product) = state.get("samples"), self.samples_of_all()
-        if count != own and there != here:
-            raise BadCheckpoint(
-                f"resume: the checkpoint's run had {count} process(es) and this one has {own}, so "
-                f"that {product} must be {there or 'the same'} as in that run, and is {here}: set "
-                f"the sizes so, or start {count} process(es)"
-            )
-
-    def _of_others(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """This process's state from those of other processes, as far as they are known."""
-        first, count, index = states[0], _processes_of(states[0]), self.processes.index
-        same = count == self.processes.count
-        warnings.warn(
-            f"resume: the run had {count} process(es), {len(states)} of which saved the state, and "
-            f"has {self.processes.count}: the examples of its steps are the same, what "
-            + ("your functions draw need not be" if same else "dropout draws in them is not"),
-            stacklevel=4,
+    def _resuming(self) -> Resuming:
+        return Resuming(
+            self._run.identity,
+            self._run.settings,
+            self.processes,
+            self.samples_of_all(),
+            self.args.per_device_train_batch_size,
+            self.joined_state,
+            self.check_foreign,
+            self.products.adopt,
         )
-        done, size = first["place"], first["settings"]["per_device_train_batch_size"] * count
-        now = self.args.per_device_train_batch_size * self.processes.count
-        since = torch.stack([state["losses"]["since_the_log"] for state in states]).mean(0)
-        return {
-            **first,
-            "place": {**done, "minibatches": -(-done["minibatches"] * size // now)},
-            "losses": {**first["losses"], "since_the_log": since},
-            "own": self.joined_state([state["own"] for state in states]),
-            "random": states[index]["random"] if index < len(states) else self._new_draws(first),
-        }
-
-    def _new_draws(self, first: Mapping[str, Any]) -> dict[str, Any]:
-        """Generators of a process that the run did not have."""
-        assert self._run.checkpoint is not None
-        own = (self.processes.index << 32) + step_of(self._run.checkpoint)
-        with random_state_kept():
-            torch.manual_seed(first["seed"] + own)
-            return random_state()
 
     def check_foreign(self, checkpoint: Path) -> None:
         """Checks a checkpoint that transformers alone has written.
@@ -377,16 +321,7 @@ class ResumableTrainer(OpenTrainer):
         Raises:
             BadCheckpoint: a checkpoint of another model, or that this trainer cannot resume from.
         """
-        weights = checkpoint / "model.safetensors"
-        if weights.is_file():
-            model: Any = self.model
-            own = {name: list(x.shape) for name, x in model.state_dict().items()}
-            for name, shape in shapes_of(weights).items():
-                if own.get(name, shape) != shape:
-                    raise BadCheckpoint(
-                        f"resume: {checkpoint} is of another model, whose {name} is {shape}, here "
-                        f"{own[name]}: resume with the model that the run began with"
-                    )
+        check_shapes(checkpoint, self.model)
 
     def _shared_settings(self) -> dict[str, Any]:
         """What must be the same in all processes."""
@@ -409,38 +344,9 @@ class ResumableTrainer(OpenTrainer):
         return settings_of_results(self.args, self.own_settings())
 
     def begin_at(self, epoch: int, minibatches: int, epochs: int) -> tuple[int, int]:
-        run = self._run
-        run.random = None
-        if run.resumed is not None:
-            run.random = run.resumed["random"]
-            if not self.args.ignore_data_skip:
-                place = run.resumed["place"]
-                epoch, minibatches = place["epoch"], place["minibatches"]
-        if self.state.global_step >= self.state.max_steps:  # transformers would do one step more
-            epoch = epochs
-        run.epoch, run.epoch_is_over = epoch, False
-        run.minibatch = run.done = minibatches
-        return epoch, minibatches
-
-    def _epoch_begins(self, loader: Any) -> None:
-        run = self._run
-        if run.epoch_is_over:  # else this is the first epoch, or that which the run resumes in
-            run.epoch, run.epoch_is_over = run.epoch + 1, False
-            run.minibatch = run.done = 0
-        if run.random is not None and run.minibatch:
-            assert run.resumed is not None
-            restore_random_state(run.resumed["random_at_epoch"])  # samplers may draw from it
-        else:
-            self._restore_draws()
-        run.random_at_epoch = random_state()
-        _set_epoch(loader, run.epoch)
-
-    def _restore_draws(self) -> None:
-        """Restores the generators of the checkpoint, once: at an epoch's beginning before the next
-        batch is drawn, and within an epoch after it, as the run had drawn that batch before."""
-        if self._run.random is not None:
-            restore_random_state(self._run.random)
-        self._run.random = None
+        over = self.state.global_step >= self.state.max_steps
+        skips = not self.args.ignore_data_skip
+        return self._run.begin_at(epoch, minibatches, skips=skips, last=epochs if over else None)
 
     def _training_begins(self) -> None:
         """Makes the last preparations when all of a checkpoint is loaded, before the first step."""
@@ -452,35 +358,18 @@ class ResumableTrainer(OpenTrainer):
             self.kept = dict(state["kept"])
             run.begun -= state["seconds"]
         if self.state.global_step >= self.state.max_steps:  # the run had ended
-            self._restore_draws()
-        self._clear_the_way()
+            run.restore_draws()
+        if self.args.should_save:
+            saves = self.args.save_strategy != SaveStrategy.NO
+            given = run.checkpoint, run.resumed, self.checkpoints, self.run_folder
+            clear_the_way(*given, saves=saves)
         self._mark()
 
-    def _clear_the_way(self) -> None:
-        """Moves records and checkpoints of steps that will be done again, or of another run."""
-        run = self._run
-        if not self.args.should_save:
-            return
-        if self.run_folder is not None:
-            if run.checkpoint is not None:
-                rows = None if run.resumed is None else run.resumed["rows"]
-                self.run_folder.resume(run.checkpoint, rows)
-        elif self.args.save_strategy != SaveStrategy.NO:
-            folder = self.checkpoints.folder.absolute()
-            own = run.checkpoint is not None and run.checkpoint.absolute().parent == folder
-            step = step_of(run.checkpoint) if own and run.checkpoint is not None else -1
-            moved = self.checkpoints.supersede(step)
-            if moved is not None:
-                what = f"later than {run.checkpoint}" if own else "of an earlier run"
-                warnings.warn(
-                    f"output_dir {self.args.output_dir} holds checkpoints {what}: they are now in "
-                    f"{moved}",
-                    stacklevel=2,
-                )
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs without ``model_preparation_time``, which a resumed run does not measure; the
-        runtime is the sum over the program's starts since the run began."""
+        """Logs means over the steps that were taken, without ``model_preparation_time``, which a
+        resumed run does not measure; the runtime is the sum over the program's starts since the run
+        began."""
+        self.finite_steps.correct(logs, self.state.global_step - self.begun_at_step)
         for name in [name for name in logs if name.endswith("model_preparation_time")]:
             del logs[name]
         if "train_runtime" in logs and self._run.begun:
@@ -506,8 +395,12 @@ class ResumableTrainer(OpenTrainer):
             del self.state.log_history[:older]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.own_draws():
+        with self.offloading(model), self.own_draws():
             return super().training_step(model, inputs, *args, **kwargs)
+
+    def offloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Context of a pass whose activations are kept in host memory, where that is asked for."""
+        return self._offloading(self.accelerator.unwrap_model(model))
 
     def own_draws(self) -> contextlib.AbstractContextManager[None]:
         """Context of a pass: what it draws, such as dropout's masks, depends on seed, step, pass
@@ -516,7 +409,167 @@ class ResumableTrainer(OpenTrainer):
         self._run.passes += 1
         return drawing_from(seed_at(self.args.seed, "pass", *place), self.args.device)
 
-    # Saving.
+    def before_update(self, model: nn.Module, norm: Any) -> None:
+        loss = self.loss_since_log
+        if self.finite_steps.takes(self.state.global_step + 1, loss, norm):
+            return
+        assert self._run.loss is not None
+        loss.copy_(self._run.loss)
+        if self.accelerator.scaler is None:  # which needs gradients, and leaves the step out itself
+            for parameter in model.parameters():
+                parameter.grad = None  # the optimizer passes over such weights
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.prepare_weights()
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            spread(plain_model(self.accelerator, self.model))
+
+    # Weights and optimizer.
+
+    @property
+    def of_a_command(self) -> bool:
+        """Whether a command of fastrl's shows the run: nobody wrote its settings for TRL."""
+        return any(isinstance(x, LossProgress) for x in self.callback_handler.callbacks)
+
+    def limit_passes(self, passes: PassSize) -> None:
+        """Limits how much is computed at a time, as ``micro_batch_tokens`` and
+        ``gradient_checkpointing`` do; to be called before training begins."""
+        passes.set_in(self.args)
+
+    def prepare_weights(self) -> None:
+        """Spreads the weights where FSDP2 is asked for."""
+        if self.is_fsdp_enabled and not is_spread(plain_model(self.accelerator, self.model)):
+            self.note_prepared(prepared(self.accelerator, self.model))
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        return class_and_keywords(args, model)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        # accelerate finds an optimizer's weights by addresses, which weights without memory lack
+        # before.
+        self.prepare_weights()
+        self.optimizer = super().create_optimizer(model)
+        # DeepSpeed has masters of its own; some optimizers step weights in the backward pass.
+        if not (self.is_deepspeed_enabled or steps_in_backward(optimizer_name(self.args))):
+            says = not self.of_a_command and self.is_world_process_zero()
+            spread_over = self.is_fsdp_enabled
+            self.optimizer = with_kept_state(
+                self.optimizer, self.args, spread=spread_over, says=says
+            )
+        return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        with schedule_by_metric(self.args):
+            return super().create_scheduler(*args, **kwargs)
+
+    def write_model(self, folder: Path) -> None:
+        shares = shares_of(self.accelerator, self.model)
+        if shares is None:
+            super().write_model(folder)
+        else:
+            shares.write_whole(folder, self.processing_class, self.args)
+        if self.args.should_save:
+            save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
+
+    def write_learned(self, folder: Path) -> None:
+        shares = shares_of(self.accelerator, self.model)
+        if shares is None:
+            super().write_learned(folder)
+        else:
+            shares.write(folder, self.optimizer, self.lr_scheduler, self.processes)
+
+    def load_weights(self, checkpoint: Path) -> None:
+        shares = shares_of(self.accelerator, self.model, checkpoint)
+        if shares is None:
+            super().load_weights(checkpoint)
+        else:
+            shares.load_weights(checkpoint)
+
+    def load_best_weights(self, checkpoint: Path) -> None:
+        if is_spread(plain_model(self.accelerator, self.model)):
+            self.load_weights(checkpoint)
+        else:
+            super().load_best_weights(checkpoint)
+
+    def load_optimizer(self, checkpoint: Path) -> None:
+        shares = shares_of(self.accelerator, self.model, checkpoint)
+        if shares is None:
+            super().load_optimizer(checkpoint)
+        else:
+            shares.load_optimizer(checkpoint, self.optimizer, self.lr_scheduler)
+        drop_masters(self.optimizer)
+
+    # Model and card.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves model and tokenizer, and a model card where there is none; called by users, uploads
+        them where ``push_to_hub`` asks for it."""
+        folder = Path(output_dir or self.args.output_dir)
+        with contextlib.ExitStack() as stack:
+            if self.args.should_save:
+                stack.enter_context(card_beside(folder, lambda: self.write_card(str(folder))))
+            self.write_model(folder)
+        if self.args.should_save:
+            write_processor(self.accelerator.unwrap_model(self.model), folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: Any = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: Any = None,
+        dataset_tags: Any = None,
+        dataset: Any = None,
+        dataset_args: Any = None,
+        *,
+        dataset_name: str | None = None,
+    ) -> None:
+        """Writes ``README.md`` to the output folder.
+
+        Args:
+            language: of the texts, as the Hub names it.
+            license: by default that of the base model, where it names one.
+            tags: one or several, beside fastrl's.
+            model_name: by default the folder's name; ``hub_model_id`` takes precedence.
+            finetuned_from: the base model, if the model does not name one.
+            dataset_tags, dataset_name: the data sets, by transformers' name and by TRL's; the card
+                names those that are ids of the Hub.
+            tasks, dataset, dataset_args: in transformers' cards alone; a warning says so.
+        """
+        warn_of_unread(tasks=tasks, dataset=dataset, dataset_args=dataset_args)
+        if self.accelerator.is_main_process:
+            self.write_card(
+                str(self.args.output_dir),
+                getattr(self, "hub_model_id", None) or model_name,
+                base=finetuned_from,
+                license=license,
+                language=language,
+                tags=[tags] if isinstance(tags, str) else tags or (),
+                datasets=on_the_hub(dataset_tags) + on_the_hub(dataset_name),
+            )
+
+    def card_settings(self) -> dict[str, Any]:
+        """The settings that the card names."""
+        return card_settings(self.args)
+
+    def write_card(self, folder: str, name: str | None = None, **told: Any) -> None:
+        """Writes the model card to a folder.
+
+        Args:
+            told: what else it says, see :class:`fastrl.run.model_card.Training`.
+        """
+        model, history = self.accelerator.unwrap_model(self.model), self.state.log_history
+        told = {"method": self.method, "settings": self.card_settings(), **told}
+        card_of_trainer(folder, name, model, history, told)
+
+    # Checkpoints.
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
@@ -587,7 +640,7 @@ class ResumableTrainer(OpenTrainer):
         nodes = self.args.save_on_each_node
         with self.checkpoints.new(step, best, together, on_each_node=nodes) as part:
             self.write_checkpoint(part)
-            own = part / _folder_of(self.args.process_index)
+            own = part / folder_of(self.args.process_index)
             own.mkdir(parents=True, exist_ok=True)
             save_tree(self._state(), own)
             if best is not None and (best == step or self._is_there(best)):
@@ -611,15 +664,16 @@ class ResumableTrainer(OpenTrainer):
         return self.checkpoints.path(step).is_dir()
 
     def _state(self) -> dict[str, Any]:
-        run = self._run
-        folder = self.run_folder
+        run, folder = self._run, self.run_folder
+        # A run that has all its steps also leaves its last epoch, though not at its end.
+        cut = self.control.should_training_stop and self.state.epoch % 1 != 0
         return {
             "identity": run.identity or self.identity(),
             "processes": self.processes.count,
             "samples": self.samples_of_all()[0],
             "random": random_state(),
             "settings": run.settings or self._all_settings(),
-            "place": self._place_in_data(),
+            "place": run.in_data(cut=cut),
             "seed": run.seed,
             "random_at_epoch": run.random_at_epoch,
             "losses": self.loss_state(),
@@ -628,15 +682,6 @@ class ResumableTrainer(OpenTrainer):
             "kept": self.kept,
             "own": self.own_state(),
         }
-
-    def _place_in_data(self) -> dict[str, int]:
-        """The epoch, and how many of its mini-batches are behind."""
-        run = self._run
-        # A run that has all its steps also leaves its last epoch, though not at its end.
-        cut = self.control.should_training_stop and self.state.epoch % 1 != 0
-        if run.epoch_is_over and not cut:
-            return {"epoch": run.epoch + 1, "minibatches": 0}
-        return {"epoch": run.epoch, "minibatches": run.done}
 
     # After an exception.
 
@@ -687,59 +732,3 @@ class ResumableTrainer(OpenTrainer):
                     "(resume_from_checkpoint=True) continues from there",
                     stacklevel=3,
                 )
-
-
-class _First(TrainerCallback):
-    """Tells a trainer what transformers' loop does, before other callbacks, which may draw random
-    numbers, and fail."""
-
-    def __init__(self, trainer: ResumableTrainer):
-        self.trainer = trainer
-
-    def on_epoch_begin(self, *_: Any, **told: Any) -> None:
-        self.trainer._epoch_begins(told["train_dataloader"])
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.trainer._run.passes = 0
-        self.trainer._restore_draws()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        run = self.trainer._run
-        run.done, run.behind_step = run.minibatch, True
-        self.trainer._mark()
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        self.trainer._restore_draws()  # no batch of the epoch was left
-
-
-class _Last(TrainerCallback):
-    """Tells a trainer what transformers' loop does, after other callbacks: if these fail, nothing
-    has changed."""
-
-    def __init__(self, trainer: ResumableTrainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.trainer._training_begins()
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.trainer._run.between_steps = False
-
-
-def _folder_of(process: int) -> str:
-    return f"process-{process}"
-
-
-def _processes_of(state: Mapping[str, Any]) -> int:
-    """How many processes the run had that saved a state."""
-    return state.get("processes", state["identity"].get("processes"))
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Sets the epoch of a loader's sampler, however deep it lies: with several processes accelerate
-    does not reach it."""
-    while loader is not None:
-        if isinstance(loader, Sampler) and hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)
-        batches = getattr(loader, "batch_sampler", None)  # a stream's has no length: not bool()
-        loader = getattr(loader, "sampler", None) if batches is None else batches

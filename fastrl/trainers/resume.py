@@ -1,0 +1,212 @@
+"""What a trainer on transformers' Trainer goes on from: a checkpoint that is found, checked and
+read, also one of another number of processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastrl.run.checkpoints import (
+    MANIFEST,
+    BadCheckpoint,
+    Checkpoints,
+    check_identity,
+    check_weights,
+    read_manifest,
+    step_of,
+    warn_of_another_machine,
+)
+from fastrl.run.folder import RunFolder
+from fastrl.run.processes import Processes
+from fastrl.run.random_state import random_state, random_state_kept
+from fastrl.run.state import load_tree
+from fastrl.run.transformers_files import (
+    check_torch_files,
+    find_trainer_checkpoint,
+    is_foreign,
+    shapes_of,
+)
+from fastrl.run.transformers_settings import SIZES, warn_of_changes
+
+
+@dataclass
+class Resuming:
+    """The run that resumes, as far as checkpoints are held against it.
+
+    Args:
+        identity: what must be the same.
+        settings: what gets a warning where it is not the same.
+        samples: the number of samples in a step of all processes, and the settings whose product it
+            is.
+        batch_size: of one process.
+        joined: makes one process's own state of those of another number of processes.
+        check_foreign: raises BadCheckpoint where the trainer cannot go on from a checkpoint that
+            transformers alone has written.
+        adopt: takes over from the machine of the checkpoint what can be chosen.
+    """
+
+    identity: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    processes: Processes
+    samples: tuple[int, str]
+    batch_size: int
+    joined: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+    check_foreign: Callable[[Path], None]
+    adopt: Callable[[Mapping[str, Any]], None]
+
+    def read(self, checkpoint: Path) -> Mapping[str, Any] | None:
+        """What this process saved in a checkpoint; None: transformers alone has written it.
+
+        Raises:
+            BadCheckpoint: a checkpoint of another run, or that cannot be read.
+        """
+        check_torch_files(checkpoint)
+        state: Mapping[str, Any] | None = None
+        if not (checkpoint / folder_of(0)).is_dir():
+            self.check_foreign(checkpoint)
+        else:
+            there = len(list(checkpoint.glob("process-*")))
+            states = [load_tree(checkpoint / folder_of(i)) for i in range(there)]
+            first = states[0]
+            facts = {k: v for k, v in self.identity.items() if k != "weights"}
+            check_identity(first["identity"], facts)
+            check_weights(first["identity"]["weights"], self.identity["weights"])
+            self._check_processes(first)
+            others = _processes_of(first) != self.processes.count
+            warn_of_changes(first["settings"], self.settings, but=SIZES if others else ())
+            same = there == self.processes.count == _processes_of(first)
+            step = step_of(checkpoint)
+            state = states[self.processes.index] if same else self._of_others(states, step)
+        if is_foreign(checkpoint):
+            warnings.warn(
+                f"resume: {checkpoint} has no {MANIFEST}, as those of transformers alone: it is "
+                "not verified",
+                stacklevel=4,
+            )
+        else:
+            manifest = read_manifest(checkpoint)
+            self.adopt(manifest["machine"])
+            warn_of_another_machine(manifest)
+        return state
+
+    def _check_processes(self, state: Mapping[str, Any]) -> None:
+        """Raises BadCheckpoint where a run of another number of processes had another number of
+        samples in a step."""
+        count, now = _processes_of(state), self.processes.count
+        there, (here, product) = state.get("samples"), self.samples
+        if count != now and there != here:
+            raise BadCheckpoint(
+                f"resume: the checkpoint's run had {count} process(es) and this one has {now}, so "
+                f"that {product} must be {there or 'the same'} as in that run, and is {here}: set "
+                f"the sizes so, or start {count} process(es)"
+            )
+
+    def _of_others(self, states: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
+        """This process's state from those of other processes, as far as they are known."""
+        first, count, index = states[0], _processes_of(states[0]), self.processes.index
+        same = count == self.processes.count
+        warnings.warn(
+            f"resume: the run had {count} process(es), {len(states)} of which saved the state, and "
+            f"has {self.processes.count}: the examples of its steps are the same, what "
+            + ("your functions draw need not be" if same else "dropout draws in them is not"),
+            stacklevel=5,
+        )
+        done, size = first["place"], first["settings"]["per_device_train_batch_size"] * count
+        now = self.batch_size * self.processes.count
+        since = torch.stack([state["losses"]["since_the_log"] for state in states]).mean(0)
+        known = index < len(states)
+        return {
+            **first,
+            "place": {**done, "minibatches": -(-done["minibatches"] * size // now)},
+            "losses": {**first["losses"], "since_the_log": since},
+            "own": self.joined([state["own"] for state in states]),
+            "random": states[index]["random"] if known else self._new_draws(first["seed"], step),
+        }
+
+    def _new_draws(self, seed: int, step: int) -> dict[str, Any]:
+        """Generators of a process that the run did not have."""
+        with random_state_kept():
+            torch.manual_seed(seed + (self.processes.index << 32) + step)
+            return random_state()
+
+
+def find(
+    resume: str | Path | bool | None, checkpoints: Checkpoints, processes: Processes
+) -> Path | None:
+    """The checkpoint that a trainer is told to go on from; None: it begins anew.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if resume is None or resume is False:
+        return None
+    found = find_trainer_checkpoint(resume, checkpoints, processes)
+    if found is None:
+        raise FileNotFoundError(
+            f"resume_from_checkpoint: there is no checkpoint in {checkpoints.folder}: name a "
+            "checkpoint's folder, or leave it out to begin anew"
+        )
+    return found
+
+
+def check_shapes(checkpoint: Path, model: Any) -> None:
+    """
+    Raises:
+        BadCheckpoint: the weights of a checkpoint are those of another model.
+    """
+    weights = checkpoint / "model.safetensors"
+    if weights.is_file():
+        here = {name: list(x.shape) for name, x in model.state_dict().items()}
+        for name, shape in shapes_of(weights).items():
+            if here.get(name, shape) != shape:
+                raise BadCheckpoint(
+                    f"resume: {checkpoint} is of another model, whose {name} is {shape}, here "
+                    f"{here[name]}: resume with the model that the run began with"
+                )
+
+
+def clear_the_way(
+    checkpoint: Path | None,
+    state: Mapping[str, Any] | None,
+    checkpoints: Checkpoints,
+    folder: RunFolder | None,
+    *,
+    saves: bool,
+) -> None:
+    """Moves records and checkpoints of steps that will be done again, or of another run.
+
+    Args:
+        checkpoint, state: what is gone on from; None: nothing.
+        folder: a command's, which has records.
+        saves: whether checkpoints will be written.
+    """
+    if folder is not None:
+        if checkpoint is not None:
+            folder.resume(checkpoint, None if state is None else state["rows"])
+    elif saves:
+        place = checkpoints.folder.absolute()
+        of_run = checkpoint is not None and checkpoint.absolute().parent == place
+        step = step_of(checkpoint) if of_run and checkpoint is not None else -1
+        moved = checkpoints.supersede(step)
+        if moved is not None:
+            what = f"later than {checkpoint}" if of_run else "of an earlier run"
+            warnings.warn(
+                f"output_dir {checkpoints.folder} holds checkpoints {what}: they are now in "
+                f"{moved}",
+                stacklevel=2,
+            )
+
+
+def folder_of(process: int) -> str:
+    """The folder of a process in a checkpoint."""
+    return f"process-{process}"
+
+
+def _processes_of(state: Mapping[str, Any]) -> int:
+    """How many processes the run had that saved a state."""
+    return state.get("processes", state["identity"].get("processes"))

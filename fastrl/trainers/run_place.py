@@ -1,0 +1,150 @@
+"""Where a run of transformers' Trainer is: what that does not keep, or keeps in local variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+from transformers import TrainerCallback
+
+from fastrl.run.random_state import random_state, restore_random_state
+
+
+@dataclass
+class RunPlace:
+    """The place of a run in its data and its steps, and what it was resumed from."""
+
+    checkpoint: Path | None = None  # resumed from
+    resumed: Mapping[str, Any] | None = None  # what this process saved there
+    identity: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    begun: float = 0.0  # time.time(), less what earlier processes of the run took
+    epoch: int = 0
+    minibatch: int = 0  # of the epoch, the next one to be fetched
+    done: int = 0  # mini-batches of the epoch that are learned
+    passes: int = 0  # of the step that is under way
+    epoch_is_over: bool = False
+    seed: int = 0  # torch's, from which the order of the data follows
+    random: Mapping[str, Any] | None = None  # states of generators to restore for the next batch
+    random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # at its beginning
+    save_is_due: bool = False  # but waits for a place from which a run can be resumed
+    between_steps: bool = False  # False: weights may be ahead of what is saved with them
+    behind_step: bool = False  # a step is being logged, evaluated and saved
+    loss: torch.Tensor | None = None  # the sum since the last log, as the next step begins
+    last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
+    saving: bool = False  # a checkpoint is being written, or could not be
+    alone: bool = False  # the main process saves by itself: the others may have ended
+    forgets: bool = False  # old logs are dropped
+
+    def begin_at(
+        self, epoch: int, minibatches: int, *, skips: bool, last: int | None = None
+    ) -> tuple[int, int]:
+        """The epoch in which the run begins, and how many of its mini-batches are behind.
+
+        Args:
+            epoch, minibatches: as transformers has computed them from the number of steps: wrongly
+                where a stream has ended, or other processes make other batches.
+            skips: whether a run that is resumed passes over the data that it has seen.
+            last: the epoch of a run that has all its steps; transformers would do one step more.
+        """
+        self.random = None
+        if self.resumed is not None:
+            self.random = self.resumed["random"]
+            if skips:
+                place = self.resumed["place"]
+                epoch, minibatches = place["epoch"], place["minibatches"]
+        epoch = epoch if last is None else last
+        self.epoch, self.epoch_is_over = epoch, False
+        self.minibatch = self.done = minibatches
+        return epoch, minibatches
+
+    def in_data(self, *, cut: bool) -> dict[str, int]:
+        """The epoch, and how many of its mini-batches are behind.
+
+        Args:
+            cut: whether the epoch ended because the run has all its steps.
+        """
+        if self.epoch_is_over and not cut:
+            return {"epoch": self.epoch + 1, "minibatches": 0}
+        return {"epoch": self.epoch, "minibatches": self.done}
+
+    def begin_epoch(self, loader: Any) -> None:
+        """Begins an epoch of a loader, with the random states that it had where it is resumed."""
+        if self.epoch_is_over:  # else this is the first epoch, or that which the run resumes in
+            self.epoch, self.epoch_is_over = self.epoch + 1, False
+            self.minibatch = self.done = 0
+        if self.random is not None and self.minibatch:
+            assert self.resumed is not None
+            restore_random_state(self.resumed["random_at_epoch"])  # samplers may draw from it
+        else:
+            self.restore_draws()
+        self.random_at_epoch = random_state()
+        _set_epoch(loader, self.epoch)
+
+    def restore_draws(self) -> None:
+        """Restores the generators of the checkpoint, once: at an epoch's beginning before the next
+        batch is drawn, and within an epoch after it, as the run had drawn that batch before."""
+        if self.random is not None:
+            restore_random_state(self.random)
+        self.random = None
+
+
+class FirstToKnow(TrainerCallback):
+    """Notes what transformers' loop does, before other callbacks, which may draw random numbers,
+    and fail.
+
+    Args:
+        place: returns the place of the run that is going on.
+        mark: keeps what the next step changes.
+    """
+
+    def __init__(self, place: Callable[[], RunPlace], mark: Callable[[], None]):
+        self.place, self.mark = place, mark
+
+    def on_epoch_begin(self, *_: Any, **told: Any) -> None:
+        self.place().begin_epoch(told["train_dataloader"])
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.place().passes = 0
+        self.place().restore_draws()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        place = self.place()
+        place.done, place.behind_step = place.minibatch, True
+        self.mark()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        self.place().restore_draws()  # no batch of the epoch was left
+
+
+class LastToKnow(TrainerCallback):
+    """Notes what transformers' loop does, after other callbacks: if these fail, nothing has
+    changed.
+
+    Args:
+        place: returns the place of the run that is going on.
+        begin: makes the last preparations before the first step.
+    """
+
+    def __init__(self, place: Callable[[], RunPlace], begin: Callable[[], None]):
+        self.place, self.begin = place, begin
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.begin()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.place().between_steps = False
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Sets the epoch of a loader's sampler, however deep it lies: with several processes accelerate
+    does not reach it."""
+    while loader is not None:
+        if isinstance(loader, Sampler) and hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        batches = getattr(loader, "batch_sampler", None)  # a stream's has no length: not bool()
+        loader = getattr(loader, "sampler", None) if batches is None else batches
