@@ -1,4 +1,5 @@
-"""The loaders of trainers whose batches hold the prompts of whole generations."""
+"""The loaders of trainers whose batches hold the prompts of whole generations: each prompt as often
+as it has responses, and each batch as often as it is used."""
 
 from __future__ import annotations
 
@@ -9,64 +10,47 @@ from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.prompt_data import refuse_dispatch
 
 
-class GroupLoaders:
-    """Loads each prompt as often as it has responses, and each batch as often as it is used.
+def train_loader(
+    args: Any, data: Any, group: int, uses: int, load: Callable[..., Any], sampler: Any
+) -> Any:
+    """The loader of training.
 
-    Of a trainer it needs what is declared here.
+    Args:
+        args: an :class:`fastrl.trl.online_config.OnlineConfig`.
+        group: responses to a prompt.
+        uses: batches that are learned from each generation.
+        load: makes a loader of data, a batch size and an order.
+        sampler: makes the order; not for streams.
     """
+    if not hasattr(data, "__len__"):
+        if args.shuffle_dataset:
+            data = data.shuffle(seed=args.seed)
+        data = in_groups(data, group, args.generation_batch_size // group, uses)
+    return load(data, args.train_batch_size * args.steps_per_generation, sampler, training=True)
 
-    args: Any
-    accelerator: Any
-    train_dataset: Any
-    eval_dataset: Any
-    num_generations: int
-    num_generations_eval: int
-    loader: Callable[..., Any]
-    asked_sampler: Callable[..., Any]
 
-    @property
-    def uses(self) -> int:
-        """Batches that are learned from each generation."""
-        return self.args.steps_per_generation * self.args.num_iterations
+def train_sampler(args: Any, data: Any, group: int, uses: int) -> GroupSampler:
+    """The order of a data set's rows, each as often as it has responses, and in the batches of each
+    of the steps that these serve."""
+    prompts = args.generation_batch_size // group
+    return GroupSampler(data, group, prompts, uses, bool(args.shuffle_dataset), args.seed)
 
-    def get_train_dataloader(self) -> Any:
-        args, data, uses = self.args, self.train_dataset, self.uses
-        prompts = args.generation_batch_size // self.num_generations
+
+def eval_loader(
+    args: Any, data: Any, group: int, accelerator: Any, load: Callable[..., Any]
+) -> Any:
+    """The loader of an evaluation, see :func:`train_loader`."""
+    workers = args.dataloader_num_workers
+
+    def in_order(rows: Any) -> GroupSampler:
+        return GroupSampler(rows, group, seed=args.seed)
+
+    try:
         if not hasattr(data, "__len__"):
-            if args.shuffle_dataset:
-                data = data.shuffle(seed=args.seed)
-            data = in_groups(data, self.num_generations, prompts, uses)
-
-        size = args.train_batch_size * args.steps_per_generation
-        return self.loader(data, size, self.asked_sampler, training=True)
-
-    def train_sampler(self, dataset: Any = None) -> Any:
-        """Of a data set's rows, each as often as it has responses, and in the batches of each of
-        the steps that these serve."""
-        args, data = self.args, self.train_dataset if dataset is None else dataset
-        prompts, shuffles = args.generation_batch_size // self.num_generations, args.shuffle_dataset
-        return GroupSampler(
-            data, self.num_generations, prompts, self.uses, bool(shuffles), args.seed
-        )
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(data, str):
-            data = self.eval_dataset[data]
-        if data is None:
-            raise ValueError("evaluation needs an eval_dataset")
-        args, group = self.args, self.num_generations_eval
-        workers = args.dataloader_num_workers
-
-        def in_order(rows: Any) -> GroupSampler:
-            return GroupSampler(rows, group, seed=args.seed)
-
-        try:
-            if not hasattr(data, "__len__"):
-                refuse_dispatch(args)
-                self.accelerator.dataloader_config.dispatch_batches = False
-                data = in_groups(data.shuffle(seed=args.seed), group)
-                args.dataloader_num_workers = 0
-            return self.loader(data, args.eval_batch_size, in_order)
-        finally:
-            args.dataloader_num_workers = workers
+            refuse_dispatch(args)
+            accelerator.dataloader_config.dispatch_batches = False
+            data = in_groups(data.shuffle(seed=args.seed), group)
+            args.dataloader_num_workers = 0
+        return load(data, args.eval_batch_size, in_order)
+    finally:
+        args.dataloader_num_workers = workers

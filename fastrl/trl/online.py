@@ -41,6 +41,8 @@ from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import context_length, modes_kept
 from fastrl.overrides import overridden
 from fastrl.ref_model import Follow, RefModel
+from fastrl.registry import own_functions
+from fastrl.rewards.identity import identities_of
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.generation_kwargs import neutral_kwargs
 from fastrl.rollout.sampling_params import end_tokens
@@ -54,12 +56,12 @@ from fastrl.trainers.base import BaseTrainer
 from fastrl.trainers.low_memory import warn_of_lost_updates
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.router_loss import router_loss
-from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of
-from fastrl.trl.group_loaders import GroupLoaders
+from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of, trained_identity
+from fastrl.trl.generations import Generations, between_generations
+from fastrl.trl.group_loaders import eval_loader, train_loader, train_sampler
 from fastrl.trl.judged import Judged
 from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.methods import LOGPROBS, OnlineMethods, OwnLogprobs
-from fastrl.trl.online_checkpoints import OnlineCheckpoints
 from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.planning import PlansMemory, plan_online
 from fastrl.trl.policy import (
@@ -78,8 +80,6 @@ from fastrl.trl.rollout_correction import RolloutCorrection
 
 class OnlineTrainer(
     OnlineMethods,
-    OnlineCheckpoints,
-    GroupLoaders,
     PlansMemory,
     BaseTrainer,
     ABC,
@@ -225,10 +225,8 @@ class OnlineTrainer(
             )
         # A subclass's own log-probs are of forwards of its own.
         self._routes = not by_method and follow_routers(model) > 0
-        self._step = 0  # forward and backward passes
-        self._generations = {"train": 0, "eval": 0}  # batches of responses so far
+        self._generations = Generations(args.seed, args.steps_per_generation, args.num_iterations)
         self._seconds = 0.0  # of this optimizer step's
-        self._buffer: list[Samples] | None = None
         args.remove_unused_columns = False
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         super().__init__(
@@ -427,6 +425,26 @@ class OnlineTrainer(
         """A batch that knows which of its tokens are learned, where that hangs on all of them."""
         return whole
 
+    # Data.
+
+    def get_train_dataloader(self) -> Any:
+        uses = self._generations.uses
+        given = self.args, self.train_dataset, self.num_generations, uses
+        return train_loader(*given, self.loader, self.asked_sampler)
+
+    def train_sampler(self, dataset: Any = None) -> Any:
+        data = self.train_dataset if dataset is None else dataset
+        return train_sampler(self.args, data, self.num_generations, self._generations.uses)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        data: Any = self.eval_dataset
+        if eval_dataset is not None:
+            data = data[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        if data is None:
+            raise ValueError("evaluation needs an eval_dataset")
+        given = self.args, data, self.num_generations_eval
+        return eval_loader(*given, self.accelerator, self.loader)
+
     # Steps.
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -449,7 +467,7 @@ class OnlineTrainer(
                     losses.append(super().training_step(model, each, *args, **kwargs))
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
             self._note(passes, "train")
-        self._step += 1
+        self._generations.step += 1
         self._seconds += time.perf_counter() - begin
         if self.accelerator.sync_gradients:
             self._metrics["train"].add_number("step_time", self._seconds)
@@ -457,7 +475,7 @@ class OnlineTrainer(
         return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._generations["eval"] = 0  # all evaluations draw the same random numbers
+        self._generations.made["eval"] = 0  # all evaluations draw the same random numbers
         with self.products.on(self.model, self.ref_model):
             output = super().evaluation_loop(*args, **kwargs)
         taken = self._noted.take("eval", self.state.num_input_tokens_seen)
@@ -488,15 +506,10 @@ class OnlineTrainer(
             return super().ready_batch(batch)
         if not self.model.training:
             return self.responses_to(batch, "eval")
-        steps = self.args.steps_per_generation
-        if self._buffer is None or self._step % self.uses == 0:
-            whole = self.responses_to(batch, "train")
-            generator = torch.Generator().manual_seed(self._seed_of("order"))
-            order = torch.randperm(len(whole), generator=generator).tolist()
-            size = len(whole) // steps
-            self._buffer = whole.select(order).split([size] * steps)
+        if self._generations.is_due():
+            self._generations.take(self.responses_to(batch, "train"))
             self._sampler.before_update()
-        return self._buffer[self._step % steps]
+        return self._generations.batch()
 
     def _units(self, model: nn.Module, samples: Samples, mode: str) -> list[Any]:
         """What :meth:`compute_loss` is given of a batch: passes, or the whole as TRL has it."""
@@ -622,7 +635,7 @@ class OnlineTrainer(
         learnable = replace(collected.to_learn(), learned=masks, generated=learned)
         learnable.advantages = torch.zeros(len(rows))
         args = self.args
-        behind = args.gradient_accumulation_steps % self.uses
+        behind = args.gradient_accumulation_steps % self._generations.uses
         model, size = self.model, args.eval_batch_size
         if mode == "train":
             model, size = self.model_wrapped, args.per_device_train_batch_size
@@ -659,7 +672,7 @@ class OnlineTrainer(
             self._enter(collected, masks, advantages)
         first = self.processes.index * len(rows)
         learnable.advantages = advantages[first : first + len(rows)].clone()
-        self._generations[mode] += 1
+        self._generations.made[mode] += 1
         return learnable
 
     def _enter(self, collected: Samples, masks: list[Tensor], advantages: Tensor) -> None:
@@ -668,15 +681,10 @@ class OnlineTrainer(
         every = told.gathered(self.processes)
         masks_of_all = self.processes.objects_at_main(masks)
         if self._ledger is not None:
-            generation = self._generations["train"] + 1
+            generation = self._generations.made["train"] + 1
             counts = [int(mask.sum()) for part in masks_of_all for mask in part]
             of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
             self._ledger.add(generation, every, self.state.global_step, of_tokens)
-
-    def _seed_of(self, what: str) -> int:
-        """Of the next batch of responses, the same in all processes, however many there are."""
-        mode = "train" if self.model.training else "eval"
-        return seed_at(self.args.seed, what, mode, self._generations[mode])
 
     def _of_all_or_none(self, logprobs: list[Tensor] | None) -> list[Tensor] | None:
         """
@@ -691,6 +699,9 @@ class OnlineTrainer(
             )
         return logprobs
 
+    def _seed_of_responses(self) -> int:
+        return self._generations.seed_of("responses", "train" if self.model.training else "eval")
+
     def _kl_metric(self, learnable: Samples) -> Parts:
         """What is logged as "kl" once for all responses of a generation."""
         return {}
@@ -700,7 +711,7 @@ class OnlineTrainer(
         first = self.processes.index * len(rows)
         size = 1 if len(rows) % group else group  # a group may be of several processes
         keys = range(first // size, (first + len(rows)) // size)
-        found = self._collect(Asked(asked_of(rows), size, keys, self._seed_of("responses")))
+        found = self._collect(Asked(asked_of(rows), size, keys, self._seed_of_responses()))
         assert found is not None
         return found
 
@@ -714,13 +725,76 @@ class OnlineTrainer(
             return asked_of([data[i] for i in numbers for _ in range(group)])
 
         groups = len(collected) // group * self.processes.count
-        seed = self._seed_of("responses")
+        seed = self._seed_of_responses()
         collected, _, noted = self._collect.resampled(
             collected, self._resampling, groups, further.take, prompts_of, seed
         )
         for name, value in noted.items():
             self._metrics["train"].add_number(name, value)
         return collected
+
+    # Checkpoints.
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), **trained_identity(self)}
+
+    def own_settings(self) -> dict[str, Any]:
+        code = identities_of(zip(self.reward_func_names, self.reward_funcs, strict=True))
+        return {**super().own_settings(), "reward_funcs": self.reward_func_names, **code}
+
+    def own_code(self) -> dict[str, Any]:
+        advantage = getattr(self.args, "advantage", None)
+        loss = getattr(self.args, "loss_type", None)
+        return {**super().own_code(), **identities_of(own_functions(loss, advantage))}
+
+    def own_state(self) -> dict[str, Any]:
+        if self._ledger is not None:  # what it holds is not drawn again
+            self._ledger.flush()
+        online = {
+            **self._generations.state(),
+            "table": self._logs.state() if self.log_completions else None,
+            "further": None if self._further is None else self._further.state_dict(),
+            "responder": {"rooms": self._sampler.rooms()},
+            "reuses": self._scorer.reuses,
+            "reference": self._follow.state(),
+        }
+        return {**super().own_state(), "online": online}
+
+    def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
+        super().begin_training(resumed)
+        state = None if resumed is None else resumed["own"]["online"]
+        self._generations.load(state)
+        if self._ledger is not None:
+            self._ledger.begin(self._generations.made["train"])
+        if state is None:
+            return
+        self._scorer.reuses = state["reuses"]
+        if state.get("table"):
+            self._logs.load(state["table"])
+        self._sampler.reserve(state["responder"]["rooms"])
+        if self._further is not None and state.get("further"):
+            self._further.load_state_dict(state["further"])
+        self._follow.load(state["reference"])
+
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        accumulated = self.args.gradient_accumulation_steps
+        online = between_generations(states[0]["online"], accumulated)
+        return {**super().joined_state(states), "online": online}
+
+    def own_mark(self) -> dict[str, Any]:
+        further = None if self._further is None else self._further.state_dict()
+        kept = self._generations.mark(), self._sampler.rooms(), further
+        return {**super().own_mark(), "online": kept}
+
+    def own_rewind(self, mark: Mapping[str, Any]) -> None:
+        super().own_rewind(mark)
+        generations, rooms, further = mark["online"]
+        self._generations.rewind(generations)
+        if self._further is not None:
+            self._further.load_state_dict(further)
+        self._sampler.reserve(rooms)
+
+    # Logs.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the means of what was noted since the last log, by TRL's names."""

@@ -68,7 +68,7 @@ class _GenerationPlayer(Player):
             trainer._collect, trainer._ledger, args.log_completions = own
 
     def __call__(self, asked: Asked) -> Samples:
-        generation = self.trainer._generations["train"] + 1
+        generation = self.trainer._generations.made["train"] + 1
         rows = self.rows(generation)
         if generation == self.last:
             self.samples = self._drawn(rows, len(rows) // len(asked.keys))

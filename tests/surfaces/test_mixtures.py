@@ -385,10 +385,10 @@ def test_grpo_packs_mixtures_and_reports_on_their_routers(replay, tmp_path):
     assert ("router/changed_choices" in log) == replay
     if replay:
         assert log["router/changed_choices"] == 0
-        state = trainer._buffer[0].state()
+        state = trainer._generations.buffer[0].state()
         save_tree(state, tmp_path / "state", trainer.processes)
         again = Samples.of_state(load_tree(tmp_path / "state"))
-        for x, y in zip(again.experts, trainer._buffer[0].experts, strict=True):
+        for x, y in zip(again.experts, trainer._generations.buffer[0].experts, strict=True):
             assert torch.equal(x, y)
 
 

@@ -141,7 +141,11 @@ def test_a_step_follows_the_formula(name: str, settings: dict, tmp_path: Path) -
     trainer.train()
     exact = copy.deepcopy(start).double().eval()
     loss = loss_of(
-        exact, copy.deepcopy(exact), trainer._buffer[0], name, **{"beta": 0.0, **settings}
+        exact,
+        copy.deepcopy(exact),
+        trainer._generations.buffer[0],
+        name,
+        **{"beta": 0.0, **settings},
     )
     loss.backward()
     found = dict(trainer.model.named_parameters())
@@ -345,7 +349,7 @@ def test_a_response_that_ends_at_a_stop_is_whole(
     count = sum(whole[tuple(ids)] for ids in told)
     assert {True, False} == {*whole.values()}
     assert any(whole[x] and x[-1] in (4, 5) for x in whole)
-    samples, log = trainer._buffer[0], trainer.state.log_history[0]
+    samples, log = trainer._generations.buffer[0], trainer.state.log_history[0]
     for ids, mask in zip(samples.sequences, samples.learned, strict=True):
         assert mask.all() if whole[tuple(ids.tolist())] else not mask.any()
     assert log["completions/clipped_ratio"] == 1 - count / 8
@@ -582,7 +586,7 @@ def test_another_number_of_processes_begins_with_new_responses(tmp_path: Path) -
     state = trainer.own_state()
     with pytest.raises(BadCheckpoint, match="1 of 2 batches into"):
         trainer.joined_state([state] * 2)
-    trainer._step = 4
+    trainer._generations.step = 4
     joined = trainer.joined_state([trainer.own_state()] * 2)
     assert joined["online"]["buffer"] is None
     assert joined["metrics"] == MetricMeans().state()
@@ -645,7 +649,7 @@ def test_a_rollout_function_takes_the_place_of_sampling(kind: str, tmp_path: Pat
     trainer.train()
     assert seen == [([[5, 6, 7 + i] for i in range(4)], list(range(4)))]
     assert trainer.state.log_history[0]["completions/mean_length"] == 2.0
-    assert learned_counts(trainer._buffer[0]) == [2] * 4
+    assert learned_counts(trainer._generations.buffer[0]) == [2] * 4
 
 
 def test_only_the_settings_say_how_is_sampled(tmp_path: Path) -> None:

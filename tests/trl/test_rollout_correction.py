@@ -171,8 +171,8 @@ def test_nothing_is_corrected_where_there_is_nothing_to_correct(
     given: dict[str, Any] = {"rollout_func": Engine(), **OFF} if turned_off else {}
     trainer = make(tmp_path, **given)
     trainer.train()
-    assert trainer._buffer[0].sampler_weights is None
-    assert trainer._buffer[0].old_logprobs is None
+    assert trainer._generations.buffer[0].sampler_weights is None
+    assert trainer._generations.buffer[0].old_logprobs is None
     assert not any(name.startswith("sampling/") for name in trainer.state.log_history[0])
 
 

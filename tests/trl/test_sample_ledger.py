@@ -33,7 +33,7 @@ class Watched(TrainerCallback):
         self.seen: list[Any] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        buffer = self.trainer._buffer
+        buffer = self.trainer._generations.buffer
         if not self.seen or self.seen[-1] is not buffer:
             self.seen.append(buffer)
 
@@ -59,7 +59,7 @@ def test_rows_are_what_was_learned(kind: str, tmp_path: Path) -> None:
         learned = [
             (ids.tolist(), float(a))
             for part in parts
-            for ids, a in zip(part.completion_ids, part.advantages, strict=True)
+            for ids, a in zip(part.sequences, part.advantages, strict=True)
         ]
         kept = [(x["completion_ids"], x["advantages"][0]) for x in own]
         assert sorted(kept) == sorted(learned)

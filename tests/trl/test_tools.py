@@ -283,7 +283,7 @@ def test_a_step_learns_what_the_policy_wrote(tmp_path: Path) -> None:
     says(trainer, [x + "<|end|>" for x in CALLING], ["12<|end|>", "eh<|end|>", "It is 20<|end|>"])
     start = copy.deepcopy(trainer.model)
     trainer.train()
-    of = trainer._buffer[0]
+    of = trainer._generations.buffer[0]
     assert sorted(int((~mask).sum()) > 0 for mask in of.learned) == [False, True, True, True]
     exact = copy.deepcopy(start).double()
     rewards = small_tokens([x.tolist() for x in of.sequences])
@@ -350,7 +350,7 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
     trainer.train()
     assert [ids for _, ids, _ in seeds] == [[0], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert len({seed for seed, _, _ in seeds}) == 3
-    of, found = trainer._buffer[0], kept[0]
+    of, found = trainer._generations.buffer[0], kept[0]
     order = [
         next(i for i, y in enumerate(found.sequences) if torch.equal(x, y)) for x in of.sequences
     ]
@@ -527,7 +527,7 @@ def test_rows_name_their_environment(tmp_path: Path) -> None:
     logged = trainer.state.log_history[0]
     assert logged["tools/failure_frequency"] == 0.5
     assert logged["rewards/Counter/mean"] == 1.0
-    found = [TOKENIZER.decode(x.tolist()) for x in trainer._buffer[0].prompt_ids]
+    found = [TOKENIZER.decode(x.tolist()) for x in trainer._generations.buffer[0].prompt_ids]
     assert sorted("shout" in text for text in found) == [False, False, True, True]
     assert all(("add" in text) != ("shout" in text) for text in found)
 
