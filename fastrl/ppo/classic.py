@@ -22,6 +22,7 @@ from fastrl.learn.scorer import Scorer, scored_in_parts
 from fastrl.learn.update import Update
 from fastrl.models.scoring import TokenScores
 from fastrl.models.utils import evaluating
+from fastrl.ppo.state import TrainerState
 from fastrl.ref_model.adapter import SwitchedAdapter
 from fastrl.run import metrics
 
@@ -34,13 +35,13 @@ class ClassicMethods:
     tokenizer: Any
     accelerator: Accelerator
     current_device: torch.device
-    current_step: int
     batches: BatchMaker
     aggregate: Aggregate
     nonfinite: NonFiniteNumbers
     reference: Any
     scorer: Scorer
     update: Update
+    _state: TrainerState
 
     @property
     def optional_peft_ctx(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -212,7 +213,7 @@ class ClassicMethods:
         metrics.log_stats(
             self.accelerator,
             self.config.log_with,
-            self.current_step,
+            self._state.step,
             stats,
             batch,
             rewards,

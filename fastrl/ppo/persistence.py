@@ -3,7 +3,7 @@ repository."""
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from fastrl.config import PPOConfig, json_object
 from fastrl.models.products import Products
 from fastrl.models.sharding import gathered_state_dict
 from fastrl.ppo.state import TrainerState
-from fastrl.run import hub
 from fastrl.run.checkpoints import (
     Checkpoints,
     find_checkpoint,
@@ -28,102 +27,94 @@ from fastrl.run.model_card import (
     policy_gradient,
     write_model_card,
 )
+from fastrl.run.processes import Processes
 from fastrl.run.state import load_tree, save_tree
 
 
-class Persistence(TrainerState):
-    """The methods of a ``PPOTrainer`` that write and read files; the trainer makes what they
-    read."""
+def save_checkpoint(
+    tree: Mapping[str, Any], folder: str | Path, processes: Processes, products: Products
+) -> Path:
+    """Writes a state to ``folder/checkpoint-N``, N its step; returns that path."""
+    checkpoints = Checkpoints(Path(folder))
+    new = checkpoints.new(tree["step"], processes=processes)
+    with products.on(), new as part:
+        save_tree(tree, part, processes)
+    return checkpoints.path(tree["step"])
 
-    accelerator: Accelerator
-    products: Products
-    model: Any
 
-    def save_checkpoint(self, folder: str | Path) -> Path:
-        """Writes the state to ``folder/checkpoint-N``, N the number of steps; for a loop of your
-        own, whose position in its data is not part of it. :meth:`train` saves by itself.
+def load_checkpoint(
+    load: Callable[[Mapping[str, Any]], None],
+    path: str | Path,
+    processes: Processes,
+    products: Products,
+) -> None:
+    """Hands a checkpoint's state, or that of the newest good one in a folder, to a function.
 
-        Returns:
-            the checkpoint's path; it is there as a whole, or not at all.
-        """
-        checkpoints = Checkpoints(Path(folder))
-        state, new = self.state_dict(), checkpoints.new(self.current_step, processes=self.processes)
-        with self.products.on(), new as part:
-            save_tree(state, part, self.processes)
-        return checkpoints.path(self.current_step)
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = find_checkpoint(path, Checkpoints(Path(path)), processes=processes)
+    assert found is not None
+    manifest = read_manifest(found)
+    load(load_tree(found))
+    with products.on():
+        products.adopt(manifest["machine"])
+        warn_of_another_machine(manifest)
 
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Goes on from a checkpoint, or from the newest good one in a folder of them.
 
-        Raises:
-            BadCheckpoint: a ValueError: a damaged checkpoint, whose file is named; or as
-                :meth:`load_state_dict`. Nothing has changed then.
-            FileNotFoundError: there is none.
-        """
-        found = find_checkpoint(path, Checkpoints(Path(path)), processes=self.processes)
-        assert found is not None
-        manifest = read_manifest(found)
-        self.load_state_dict(load_tree(found))
-        with self.products.on():
-            self.products.adopt(manifest["machine"])
-            warn_of_another_machine(manifest)
+class ModelFiles:
+    """The files of a PPOTrainer's model.
 
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Saves model with value head, tokenizer, and a model card where there is none; a critic of
-        its own in ``critic/``.
+    Args:
+        model: the policy as it is trained, wrapped for several processes.
+    """
 
-        Raises:
-            ValueError: layers that are shared with the reference have changed.
-        """
-        self.reference.verify()
-        state_dict = gathered_state_dict(self._unwrapped, keep=self.processes.is_main)
-        if state_dict is None:
-            state_dict = self.accelerator.get_state_dict(self.model)
-        of_critic = None
-        if self.critic is not None:
-            of_critic = self.critic.gathered(keep=self.processes.is_main)
-        if not self.accelerator.is_main_process:
-            return
-        with card_beside(save_directory, lambda: self.create_model_card(save_directory)):
-            self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
-            if self.critic is not None:
-                self.critic.save_pretrained(save_directory, of_critic, self.tokenizer)
-            self.tokenizer.save_pretrained(save_directory)
+    def __init__(self, state: TrainerState, model: Any, accelerator: Accelerator):
+        self.state, self.model, self.accelerator = state, model, accelerator
 
-    def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
-        """Writes ``README.md``: the model's kind, how it was trained, and how to load it.
-
-        The base model is the one that the model itself names, else ``PPOConfig.model_name`` where
-        that was set.
-        """
-        name = model_name or Path(path).absolute().name
-        unset = PPOConfig.__dataclass_fields__["model_name"].default
-        given = None if self.config.model_name == unset else self.config.model_name
-        settings = card_settings(self.config)
-        settings.pop("steps", None)  # a plan of samples, which no run goes by
-        training = Training(policy_gradient(self.config.method), given, settings)
-        write_model_card(path, name, self._unwrapped, training)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Uploads model, tokenizer and model card, in one commit.
+    def save(self, folder: str | Path, write_card: Callable[[str | Path], None]) -> None:
+        """See :meth:`fastrl.PPOTrainer.save_pretrained`.
 
         Args:
-            kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
-                ``commit_message``.
+            write_card: writes the model's card where there is none.
         """
-        hub.check_options(kwargs)
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            if self.accelerator.is_main_process:
-                self.create_model_card(folder, repo_id)
-                return hub.upload(folder, repo_id, **kwargs)
-        return None
+        state, accelerator = self.state, self.accelerator
+        state.reference.verify()
+        is_main = state.processes.is_main
+        weights = gathered_state_dict(state.policy, keep=is_main)
+        if weights is None:
+            weights = accelerator.get_state_dict(self.model)
+        of_critic = None if state.critic is None else state.critic.gathered(keep=is_main)
+        if not accelerator.is_main_process:
+            return
+        with card_beside(folder, lambda: write_card(folder)):
+            state.policy.save_pretrained(folder, state_dict=weights)
+            if state.critic is not None:
+                state.critic.save_pretrained(folder, of_critic, state.tokenizer)
+            state.tokenizer.save_pretrained(folder)
 
-    def _push_if_best(self, scores: Tensor) -> None:
-        where = json_object(self.config.push_to_hub_if_best_kwargs)
-        if not where or self.current_step % self.config.compare_steps:
+    def write_card(self, folder: str | Path, name: str | None = None) -> None:
+        """See :meth:`fastrl.PPOTrainer.create_model_card`."""
+        config = self.state.config
+        unset = PPOConfig.__dataclass_fields__["model_name"].default
+        base = None if config.model_name == unset else config.model_name
+        settings = card_settings(config)
+        settings.pop("steps", None)  # a plan of samples, which no run goes by
+        training = Training(policy_gradient(config.method), base, settings)
+        write_model_card(folder, name or Path(folder).absolute().name, self.state.policy, training)
+
+    def push_if_best(self, scores: Tensor, push: Callable[..., Any]) -> None:
+        """Uploads the model where ``push_to_hub_if_best_kwargs`` asks for it and the mean of a
+        step's scores is the highest so far.
+
+        Args:
+            push: uploads it.
+        """
+        state = self.state
+        where = json_object(state.config.push_to_hub_if_best_kwargs)
+        if not where or state.step % state.config.compare_steps:
             return
         mean = float(scores.nanmean())
-        if mean > self._best_mean_score:
-            self.push_to_hub(**where)
-            self._best_mean_score = mean
+        if mean > state.best_mean_score:
+            push(**where)
+            state.best_mean_score = mean

@@ -27,7 +27,10 @@ class Resumable(Protocol):
     model: Any
     processes: Processes
     products: Products
-    current_step: int
+
+    @property
+    def current_step(self) -> int:
+        """Steps that are complete."""
 
     @property
     def steps_begun(self) -> int:
@@ -49,8 +52,11 @@ class Stepping(Resumable, Protocol):
     rollouts: Rollouts
     advantages: Advantages
     nonfinite: NonFiniteNumbers
-    streams: dict[str, PromptStream]
     experience: LastExperience | None
+
+    @property
+    def streams(self) -> dict[str, PromptStream]:
+        """The orders of prompts, by the prompts' fingerprint."""
 
     @property
     def own_code(self) -> dict[str, str]:

@@ -61,50 +61,58 @@ _FREE = frozenset(
 
 
 class TrainerState:
-    """The part of a ``PPOTrainer`` that reads and replaces its state; the trainer makes what it
-    reads.
+    """All that a later step of a ``PPOTrainer`` depends on, of the objects that it is given.
 
     What is frozen, and the reference, are not in it, unless the reference follows the policy: a run
     resumes with a trainer that is made from the same model. Their checksums are.
+
+    Args:
+        policy: without wrappers.
+
+    Attributes:
+        step: steps that are complete.
+        streams: the orders of prompts, by the prompts' fingerprint.
+        best_mean_score: of all steps whose model was sent to the Hub.
     """
 
-    config: PPOConfig
-    tokenizer: Any
-    optimizer: Any
-    lr_scheduler: Any
-    processes: Processes
-    reference: RefModel
-    critic: CriticLearner | None
-    kl_ctl: AdaptiveKLController | FixedKLController
-    running: RunningMoments
-    scorer: Scorer
-    rollouts: Rollouts
-    update: Update
-    streams: dict[str, PromptStream]  # by the prompts' fingerprint
-    current_step: int
-    _unwrapped: PreTrainedModelWrapper
-    _best_mean_score: float
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        processes: Processes,
+        *,
+        policy: PreTrainedModelWrapper,
+        optimizer: Any,
+        lr_scheduler: Any,
+        reference: RefModel,
+        critic: CriticLearner | None,
+        kl_ctl: AdaptiveKLController | FixedKLController,
+        running: RunningMoments,
+        scorer: Scorer,
+        rollouts: Rollouts,
+        update: Update,
+    ):
+        self.config, self.tokenizer, self.processes = config, tokenizer, processes
+        self.policy, self.optimizer, self.lr_scheduler = policy, optimizer, lr_scheduler
+        self.reference, self.critic, self.kl_ctl = reference, critic, kl_ctl
+        self.running, self.scorer, self.rollouts, self.update = running, scorer, rollouts, update
+        self.step = 0
+        self.streams: dict[str, PromptStream] = {}
+        self.best_mean_score = -math.inf
 
-    def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """All that later steps depend on, after the last complete one: trained weights, optimizer,
-        schedule, KL coefficient, moments of scores, orders of prompts and samples, random states.
-        Tensors are the trainer's own, not copies, and spread over processes as it has them.
-
-        Args:
-            random: the random states of the processes, as far as they are known, where these cannot
-                be asked for theirs.
-        """
-        spread(self._unwrapped)
-        scheduler, best = self.lr_scheduler, self._best_mean_score
+    def tree(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """See :meth:`fastrl.PPOTrainer.state_dict`."""
+        spread(self.policy)
+        scheduler, best = self.lr_scheduler, self.best_mean_score
         critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
         return {
             **critic,
-            "identity": self._identity,
-            "config": self._settings,
-            "step": self.current_step,
+            "identity": self.identity,
+            "config": self.settings,
+            "step": self.step,
             "optimizer_steps": self.update.gradient.engine.steps,
-            "policy": trained_weights(self._unwrapped),
-            "optimizer": optimizer_state(self.optimizer, self._unwrapped),
+            "policy": trained_weights(self.policy),
+            "optimizer": optimizer_state(self.optimizer, self.policy),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "kl_coef": self.kl_ctl.value,
             "score_moments": dataclasses.asdict(self.running),
@@ -118,20 +126,14 @@ class TrainerState:
             "random": self.processes.objects(random_state()) if random is None else [*random],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another trainer was, which must have been made from the same model and
-        settings: frozen weights and a fixed reference are not in its state.
-
-        Raises:
-            BadCheckpoint: a ValueError: the state of another model, tokenizer, method, reference or
-                number of processes; nothing has changed then.
-        """
-        spread(self._unwrapped)
+    def load(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`fastrl.PPOTrainer.load_state_dict`."""
+        spread(self.policy)
         self._check_state(state)
-        copy_weights(trained_weights(self._unwrapped), state["policy"])
+        copy_weights(trained_weights(self.policy), state["policy"])
         if self._reference_moves:
             copy_weights(self.reference.own_weights(), state["reference"])
-        load_optimizer_state(self.optimizer, self._unwrapped, state["optimizer"])
+        load_optimizer_state(self.optimizer, self.policy, state["optimizer"])
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
         if self.lr_scheduler is not None:
@@ -139,7 +141,7 @@ class TrainerState:
         self.kl_ctl.value = state["kl_coef"]
         self.running.become(RunningMoments(**state["score_moments"]))
         best = state["best_mean_score"]
-        self._best_mean_score = -math.inf if best is None else best
+        self.best_mean_score = -math.inf if best is None else best
         set_numpy_state(self.update.epochs.shuffle, state["shuffle"])
         self.streams.clear()
         for name, position in state["prompts"].items():
@@ -149,7 +151,7 @@ class TrainerState:
         for each, size in zip(self._micro_batches, state["micro_batches"], strict=True):
             each.size = size
         self.rollouts.load_state_dict(state["rollouts"])
-        self.current_step = state["step"]
+        self.step = state["step"]
         self.update.gradient.engine.steps = state["optimizer_steps"]
         self._restore_random_state(_processes_of(state), state["random"])
         _apply_changed_settings(self, state["config"])
@@ -160,19 +162,19 @@ class TrainerState:
         return identities_of(own_functions(self.config.policy_loss, self.config.advantage))
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """What a run that resumes with other ones gets a warning of."""
         return {**deciding(self.config.to_dict()), **self.own_code}
 
     @cached_property
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What must be the same in the run that resumes."""
         reference = {} if self._reference_moves else self.reference.own_weights()
         critic = {} if self.critic is None else {"critic": self.critic.identity()}
         return {
             **critic,
             "method": self.config.method,
-            **model_identity(self._unwrapped, self.tokenizer),
+            **model_identity(self.policy, self.tokenizer),
             "reference": f"{self.reference.mode} {checksum(reference)}",
         }
 
@@ -230,9 +232,9 @@ class TrainerState:
                 f"resume: this is no checkpoint of PPOTrainer: it lacks {', '.join(missing)}"
             )
         check_states_critic(self.critic, state)
-        check_identity(state["identity"], self._identity)
+        check_identity(state["identity"], self.identity)
         self._check_processes(_processes_of(state), state["config"]["batch_size"])
-        policy = trained_weights(self._unwrapped)
+        policy = trained_weights(self.policy)
         check_weights(describe_weights(state["policy"]), describe_weights(policy))
         if (self.lr_scheduler is None) != (state["scheduler"] is None):
             had = "no" if state["scheduler"] is None else "a"
@@ -252,7 +254,7 @@ class TrainerState:
             [name for group in groups for name in group["params"]]
             for groups in (
                 state["optimizer"]["groups"],
-                optimizer_groups(self.optimizer, self._unwrapped),
+                optimizer_groups(self.optimizer, self.policy),
             )
         )
         if names != own_names:
@@ -279,10 +281,10 @@ def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(found, default=str))
 
 
-def _apply_changed_settings(trainer: TrainerState, before: Mapping[str, Any]) -> None:
+def _apply_changed_settings(state: TrainerState, before: Mapping[str, Any]) -> None:
     """Warns of settings that are not those of the checkpoint, and sets a new learning rate."""
-    changed = warn_of_changed_settings(before, trainer._settings)
-    if "learning_rate" in changed and trainer.lr_scheduler is None:
-        set_learning_rate(trainer.optimizer, trainer.config.learning_rate)
-    if trainer.critic is not None and {"learning_rate", "critic_learning_rate"} & {*changed}:
-        trainer.critic.follow_settings()
+    changed = warn_of_changed_settings(before, state.settings)
+    if "learning_rate" in changed and state.lr_scheduler is None:
+        set_learning_rate(state.optimizer, state.config.learning_rate)
+    if state.critic is not None and {"learning_rate", "critic_learning_rate"} & {*changed}:
+        state.critic.follow_settings()

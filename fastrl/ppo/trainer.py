@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -53,7 +54,7 @@ from fastrl.ppo import method, stats
 from fastrl.ppo.classic import ClassicMethods
 from fastrl.ppo.critic import CriticLearner, checked_critic
 from fastrl.ppo.loop import Loop, Numbers
-from fastrl.ppo.persistence import Persistence
+from fastrl.ppo.persistence import ModelFiles, load_checkpoint, save_checkpoint
 from fastrl.ppo.planning import MemoryPlanning
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
@@ -70,10 +71,11 @@ from fastrl.ppo.setup import (
     share_new_weights,
     warn_of_a_single_response,
 )
-from fastrl.ppo.state import deciding
+from fastrl.ppo.state import TrainerState, deciding
 from fastrl.ppo.step_input import StepInputs, placed_scores, sampled_tokens, without
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
+from fastrl.run import hub
 from fastrl.run.callbacks import TrainCallback, TrainResult
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
@@ -90,7 +92,7 @@ _MIXED_PRECISION = (
 _LOOP_COLUMNS = ("label", "query", "response")
 
 
-class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
+class PPOTrainer(ClassicMethods, MemoryPlanning):
     """Proximal policy optimisation of a language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
@@ -287,9 +289,22 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         self.update = Update(gradient, epochs, activations, self.critic)
         self.warmup = CriticWarmup(config.critic_warmup_steps)
         self.experience: LastExperience | None = None
-        self.current_step = 0
-        self.streams: dict[str, PromptStream] = {}
-        self._best_mean_score = -float("inf")
+        self._state = TrainerState(
+            config,
+            tokenizer,
+            self.processes,
+            policy=model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            reference=self.reference,
+            critic=self.critic,
+            kl_ctl=self.kl_ctl,
+            running=self.running,
+            scorer=self.scorer,
+            rollouts=self.rollouts,
+            update=self.update,
+        )
+        self._files = ModelFiles(self._state, self.model, self.accelerator)
         self._inputs = StepInputs(
             config.batch_size,
             masks_truncated=config.mask_truncated_completions,
@@ -306,7 +321,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
             processes=self.processes,
         )
         if self.processes.count > 1:
-            self.processes.check_same("PPOTrainer", self._identity)
+            self.processes.check_same("PPOTrainer", self._state.identity)
 
     def step(
         self,
@@ -386,7 +401,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         self._check(batch, given)
         learning = self.warmup.learning(self.current_step)
         final_scores, moments = self.transform_scores(given.scores)
-        self._push_if_best(final_scores)
+        self._files.push_if_best(final_scores, self.push_to_hub)
         final_scores = to_device(final_scores, self.current_device)
         self.rollouts.before_update()
         clock = start_clock(self.current_device)
@@ -457,7 +472,7 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
             self.kl_ctl.update(result["objective/kl"], size)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self.current_step += 1
+        self._state.step += 1
         self._move_reference()
         return result
 
@@ -765,6 +780,95 @@ class PPOTrainer(ClassicMethods, Persistence, MemoryPlanning):
         no_scores = torch.zeros(len(batch), device=self.current_device)
         _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())
+
+    # State and files.
+
+    @property
+    def current_step(self) -> int:
+        """Steps that are complete."""
+        return self._state.step
+
+    @property
+    def streams(self) -> dict[str, PromptStream]:
+        """The orders of prompts, by the prompts' fingerprint."""
+        return self._state.streams
+
+    @property
+    def own_code(self) -> dict[str, str]:
+        """Hashes of users' functions by which it learns, as they were when it was made."""
+        return self._state.own_code
+
+    def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """All that later steps depend on, after the last complete one: trained weights, optimizer,
+        schedule, KL coefficient, moments of scores, orders of prompts and samples, random states.
+        Tensors are the trainer's own, not copies, and spread over processes as it has them.
+
+        Args:
+            random: the random states of the processes, as far as they are known, where these cannot
+                be asked for theirs.
+        """
+        return self._state.tree(random)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another trainer was, which must have been made from the same model and
+        settings: frozen weights and a fixed reference are not in its state.
+
+        Raises:
+            BadCheckpoint: a ValueError: the state of another model, tokenizer, method, reference or
+                number of processes; nothing has changed then.
+        """
+        self._state.load(state)
+
+    def save_checkpoint(self, folder: str | Path) -> Path:
+        """Writes the state to ``folder/checkpoint-N``, N the number of steps; for a loop of your
+        own, whose position in its data is not part of it. :meth:`train` saves by itself.
+
+        Returns:
+            the checkpoint's path; it is there as a whole, or not at all.
+        """
+        return save_checkpoint(self.state_dict(), folder, self.processes, self.products)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Goes on from a checkpoint, or from the newest good one in a folder of them.
+
+        Raises:
+            BadCheckpoint: a ValueError: a damaged checkpoint, whose file is named; or as
+                :meth:`load_state_dict`. Nothing has changed then.
+            FileNotFoundError: there is none.
+        """
+        load_checkpoint(self.load_state_dict, path, self.processes, self.products)
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Saves model with value head, tokenizer, and a model card where there is none; a critic of
+        its own in ``critic/``.
+
+        Raises:
+            ValueError: layers that are shared with the reference have changed.
+        """
+        self._files.save(save_directory, self.create_model_card)
+
+    def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
+        """Writes ``README.md``: the model's kind, how it was trained, and how to load it.
+
+        The base model is the one that the model itself names, else ``PPOConfig.model_name`` where
+        that was set.
+        """
+        self._files.write_card(path, model_name)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Uploads model, tokenizer and model card, in one commit.
+
+        Args:
+            kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
+                ``commit_message``.
+        """
+        hub.check_options(kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            if self.accelerator.is_main_process:
+                self.create_model_card(folder, repo_id)
+                return hub.upload(folder, repo_id, **kwargs)
+        return None
 
     @property
     def steps_begun(self) -> int:
