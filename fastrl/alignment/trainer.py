@@ -53,7 +53,7 @@ from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.samples import joined_statistics
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.base import BaseTrainer
-from fastrl.trainers.low_memory import warn_of_lost_updates
+from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import DeferredGradients, check_sizes
 from fastrl.trainers.sharing import weights_of
 from fastrl.trainers.supervised import is_path, length_limit, settings_of, trained_identity
@@ -151,7 +151,7 @@ class Trainer(BaseTrainer):
                 "preference learning spreads no weights by FSDP: start without --use_fsdp; DDP has "
                 "whole weights in each process"
             )
-        warn_of_lost_updates(self.args, self.model, stacklevel=2)
+        warn_of_lost_steps(self.args, self.model, stacklevel=2)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
         self.finite_steps.warns = self.loss.backward is None
         self.learner.place(self.model, self.accelerator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fastrl.run.checkpoints import (
 )
 from fastrl.run.files import NO_PICKLE
 from fastrl.run.processes import OneProcess, Processes
+from fastrl.run.state import save_tree
 
 
 def find_trainer_checkpoint(
@@ -88,3 +90,15 @@ def save_state(state: TrainerState, path: Path) -> None:
         for i, log in enumerate(state.log_history):
             file.write(f"{',' if i else ''}\n    {json.dumps(log, sort_keys=True)}")
         file.write(f"{after}\n")
+
+
+def folder_of(process: int) -> str:
+    """The folder of a process in a checkpoint."""
+    return f"process-{process}"
+
+
+def save_process(state: Mapping[str, Any], checkpoint: Path, process: int) -> None:
+    """Writes what a process saves by itself."""
+    folder = checkpoint / folder_of(process)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tree(state, folder)

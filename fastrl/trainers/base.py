@@ -41,11 +41,10 @@ from fastrl.run.precision import refuse_fp16_twice
 from fastrl.run.processes import OneProcess, processes_of
 from fastrl.run.processor_files import write_processor
 from fastrl.run.random_state import drawing_from, random_state, restore_random_state, seed_at
-from fastrl.run.state import save_tree
 from fastrl.run.stopping import Stopped, asked, stop_at_a_steps_end
 from fastrl.run.transformers_base import OpenTrainer
 from fastrl.run.transformers_callbacks import LossProgress
-from fastrl.run.transformers_files import save_state
+from fastrl.run.transformers_files import save_process, save_state
 from fastrl.run.transformers_settings import (
     check_best_metric,
     settings_of_results,
@@ -59,9 +58,9 @@ from fastrl.trainers.low_memory import (
     settle_precision,
     with_kept_state,
 )
-from fastrl.trainers.resume import Resuming, check_shapes, clear_the_way, find, folder_of
+from fastrl.trainers.resume import Resuming, check_shapes, clear_the_way, find_to_resume
 from fastrl.trainers.run_place import FirstToKnow, LastToKnow, RunPlace
-from fastrl.trainers.sharded import check_fsdp, plain_model, prepared, shares_of
+from fastrl.trainers.sharded import check_fsdp, plain_model, spread_by_accelerate, weight_shares
 from fastrl.user_code import exits_are_errors
 
 KEPT_LOGS = 10_000  # in memory, and in each checkpoint
@@ -272,7 +271,9 @@ class BaseTrainer(OpenTrainer):
         self._run = run = RunPlace()
         if trial is not None:  # a search of hyperparameters
             return super().train(resume, trial, *rest)  # type: ignore[arg-type]
-        run.checkpoint = find(self.processes.from_main(resume), self.checkpoints, self.processes)
+        run.checkpoint = find_to_resume(
+            self.processes.from_main(resume), self.checkpoints, self.processes
+        )
         if run.checkpoint or self.saves_when_it_fails or self.processes.count > 1:
             run.identity, run.settings = self.identity(), self._all_settings()
         if self.processes.count > 1:
@@ -441,7 +442,7 @@ class BaseTrainer(OpenTrainer):
     def prepare_weights(self) -> None:
         """Spreads the weights where FSDP2 is asked for."""
         if self.is_fsdp_enabled and not is_spread(plain_model(self.accelerator, self.model)):
-            self.note_prepared(prepared(self.accelerator, self.model))
+            self.note_prepared(spread_by_accelerate(self.accelerator, self.model))
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -466,23 +467,23 @@ class BaseTrainer(OpenTrainer):
             return super().create_scheduler(*args, **kwargs)
 
     def write_model(self, folder: Path) -> None:
-        shares = shares_of(self.accelerator, self.model)
+        shares = weight_shares(self.accelerator, self.model)
         if shares is None:
             super().write_model(folder)
         else:
-            shares.write_whole(folder, self.processing_class, self.args)
+            shares.save_model(folder, self.processing_class, self.args)
         if self.args.should_save:
             save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
     def write_learned(self, folder: Path) -> None:
-        shares = shares_of(self.accelerator, self.model)
+        shares = weight_shares(self.accelerator, self.model)
         if shares is None:
             super().write_learned(folder)
         else:
             shares.write(folder, self.optimizer, self.lr_scheduler, self.processes)
 
     def load_weights(self, checkpoint: Path) -> None:
-        shares = shares_of(self.accelerator, self.model, checkpoint)
+        shares = weight_shares(self.accelerator, self.model, checkpoint)
         if shares is None:
             super().load_weights(checkpoint)
         else:
@@ -495,7 +496,7 @@ class BaseTrainer(OpenTrainer):
             super().load_best_weights(checkpoint)
 
     def load_optimizer(self, checkpoint: Path) -> None:
-        shares = shares_of(self.accelerator, self.model, checkpoint)
+        shares = weight_shares(self.accelerator, self.model, checkpoint)
         if shares is None:
             super().load_optimizer(checkpoint)
         else:
@@ -640,9 +641,7 @@ class BaseTrainer(OpenTrainer):
         nodes = self.args.save_on_each_node
         with self.checkpoints.new(step, best, together, on_each_node=nodes) as part:
             self.write_checkpoint(part)
-            own = part / folder_of(self.args.process_index)
-            own.mkdir(parents=True, exist_ok=True)
-            save_tree(self._state(), own)
+            save_process(self._state(), part, self.args.process_index)
             if best is not None and (best == step or self._is_there(best)):
                 state.best_model_checkpoint = str(self.checkpoints.path(best))
             if self.args.should_save:

@@ -13,8 +13,7 @@ from tqdm.auto import tqdm
 from fastrl.eras import MASTERS
 from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizers import keep_state, optimizer_name, steps_in_backward
-from fastrl.models.utils import warn_of_fp16
-from fastrl.models.utils import warn_of_lost_updates as warn_of_rounded_steps
+from fastrl.models.utils import warn_of_fp16, warn_of_lost_updates
 from fastrl.run.precision import precision_for, shared_precision
 from fastrl.run.transformers_settings import SCHEDULES_BY_METRIC
 
@@ -93,9 +92,9 @@ def schedule_by_metric(args: Any) -> Iterator[None]:
         args.lr_scheduler_kwargs = given
 
 
-def warn_of_lost_updates(args: Any, model: nn.Module, stacklevel: int) -> None:
+def warn_of_lost_steps(args: Any, model: nn.Module, stacklevel: int) -> None:
     """Warns where steps of low-precision weights are rounded away, or their gradients become 0;
     called at construction."""
     warn_of_fp16(model, stacklevel + 1)
     if not args.master_weights or steps_in_backward(optimizer_name(args)):
-        warn_of_rounded_steps(model, MIXED_PRECISION, stacklevel + 1)
+        warn_of_lost_updates(model, MIXED_PRECISION, stacklevel + 1)

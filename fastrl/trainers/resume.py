@@ -28,6 +28,7 @@ from fastrl.run.state import load_tree
 from fastrl.run.transformers_files import (
     check_torch_files,
     find_trainer_checkpoint,
+    folder_of,
     is_foreign,
     shapes_of,
 )
@@ -77,9 +78,9 @@ class Resuming:
             check_identity(first["identity"], facts)
             check_weights(first["identity"]["weights"], self.identity["weights"])
             self._check_processes(first)
-            others = _processes_of(first) != self.processes.count
+            others = _count_of(first) != self.processes.count
             warn_of_changes(first["settings"], self.settings, but=SIZES if others else ())
-            same = there == self.processes.count == _processes_of(first)
+            same = there == self.processes.count == _count_of(first)
             step = step_of(checkpoint)
             state = states[self.processes.index] if same else self._of_others(states, step)
         if is_foreign(checkpoint):
@@ -97,7 +98,7 @@ class Resuming:
     def _check_processes(self, state: Mapping[str, Any]) -> None:
         """Raises BadCheckpoint where a run of another number of processes had another number of
         samples in a step."""
-        count, now = _processes_of(state), self.processes.count
+        count, now = _count_of(state), self.processes.count
         there, (here, product) = state.get("samples"), self.samples
         if count != now and there != here:
             raise BadCheckpoint(
@@ -108,7 +109,7 @@ class Resuming:
 
     def _of_others(self, states: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
         """This process's state from those of other processes, as far as they are known."""
-        first, count, index = states[0], _processes_of(states[0]), self.processes.index
+        first, count, index = states[0], _count_of(states[0]), self.processes.index
         same = count == self.processes.count
         warnings.warn(
             f"resume: the run had {count} process(es), {len(states)} of which saved the state, and "
@@ -135,7 +136,7 @@ class Resuming:
             return random_state()
 
 
-def find(
+def find_to_resume(
     resume: str | Path | bool | None, checkpoints: Checkpoints, processes: Processes
 ) -> Path | None:
     """The checkpoint that a trainer is told to go on from; None: it begins anew.
@@ -202,11 +203,6 @@ def clear_the_way(
             )
 
 
-def folder_of(process: int) -> str:
-    """The folder of a process in a checkpoint."""
-    return f"process-{process}"
-
-
-def _processes_of(state: Mapping[str, Any]) -> int:
+def _count_of(state: Mapping[str, Any]) -> int:
     """How many processes the run had that saved a state."""
     return state.get("processes", state["identity"].get("processes"))

@@ -44,7 +44,7 @@ def check_fsdp(trainer: str, accelerator: Accelerator, model: Any) -> None:
     refuse_quantised(model, "a model that FSDP spreads", WITHOUT_FSDP)
 
 
-def prepared(accelerator: Accelerator, model: Any) -> Any:
+def spread_by_accelerate(accelerator: Accelerator, model: Any) -> Any:
     """A model whose weights are spread, which accelerate itself does with an optimizer only."""
     from accelerate.utils import fsdp2_prepare_model
 
@@ -82,7 +82,7 @@ class Shares:
         }
         save_tree(tree, folder / SHARES, processes)
 
-    def write_whole(self, folder: Path, tokenizer: Any, args: Any) -> None:
+    def save_model(self, folder: Path, tokenizer: Any, args: Any) -> None:
         """Writes the whole model, as ``save_model`` does; called by all processes."""
         state = gathered_state_dict(self.model, keep=args.should_save)
         if args.should_save:
@@ -144,7 +144,7 @@ class Shares:
         }
 
 
-def shares_of(
+def weight_shares(
     accelerator: Accelerator, model: Any, checkpoint: Path | None = None
 ) -> Shares | None:
     """The shares of a model's weights; None where they are spread neither here nor in the

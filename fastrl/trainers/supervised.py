@@ -47,7 +47,7 @@ from fastrl.settings import (
 )
 from fastrl.trainers.base import BaseTrainer
 from fastrl.trainers.finite_steps import ON_NONFINITE
-from fastrl.trainers.low_memory import warn_of_lost_updates
+from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import check_sizes, on_all_processes, with_synchronised_last
 from fastrl.trainers.sharing import SharedBatches, share_batches, weights_of
 from fastrl.trainers.special_tokens import settle_tokenizer
@@ -241,7 +241,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         for each in _each(train, evaluation):
             self._check_vocabulary(each)
         if self._trains:
-            warn_of_lost_updates(self.args, self.model, stacklevel=3)
+            warn_of_lost_steps(self.args, self.model, stacklevel=3)
 
     def _check_vocabulary(self, dataset: Any) -> None:
         # A stream is not read ahead: torch refuses ids that have no embedding.

@@ -53,7 +53,7 @@ from fastrl.run.random_state import seed_at
 from fastrl.samples import Samples
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.base import BaseTrainer
-from fastrl.trainers.low_memory import warn_of_lost_updates
+from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of, trained_identity
@@ -289,7 +289,7 @@ class OnlineTrainer(
             )
         self._loss = self._make_loss()
         self.model.add_model_tags([*self._tag_names, "fastrl"])
-        warn_of_lost_updates(self.args, self.model, stacklevel=3)
+        warn_of_lost_steps(self.args, self.model, stacklevel=3)
 
     def _autocast(self) -> Any:
         return self.compute_loss_context_manager()

@@ -25,12 +25,11 @@ from fastrl import (
 from fastrl.alignment import AlignmentConfig, Trainer
 from fastrl.data import columns
 from fastrl.rollout import SamplingParams
-from fastrl.run import checkpoints
+from fastrl.run import checkpoints, transformers_files
 from fastrl.run.callbacks import TrainCallback
 from fastrl.run.checkpoints import Checkpoints, find_checkpoint
 from fastrl.run.launcher import launched_accelerator
 from fastrl.run.processes import PeerFailed, processes_of
-from fastrl.trainers import base
 from tests import tiny_models
 from tests.alignment.conftest import LikesHigh, examples, make_factory
 from tests.golden import tiny
@@ -216,14 +215,14 @@ def cannot_write(folder: Path) -> None:
         train_dataset=texts(8),
         processing_class=tiny.tokenizer(),
     )  # fmt: skip
-    save = base.save_tree
+    save = transformers_files.save_tree
 
     def full(*given: Any) -> None:
         if trainer.state.global_step == 3 and trainer.processes.index == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*given)
 
-    base.save_tree = full
+    transformers_files.save_tree = full
     trainer.train()
 
 

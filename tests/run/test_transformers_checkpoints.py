@@ -28,9 +28,8 @@ from transformers import (
 )
 
 from fastrl import SFTConfig, SFTTrainer
-from fastrl.run import checkpoints
+from fastrl.run import checkpoints, transformers_files
 from fastrl.run.checkpoints import BadCheckpoint, verify, write_manifest
-from fastrl.trainers import base
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_same_run, resumed, straight, untimed, with_dropout
@@ -358,14 +357,14 @@ def test_older_ones_go_but_not_the_best(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_last_good_one(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, save = make(tmp_path / "run"), base.save_tree
+    trainer, save = make(tmp_path / "run"), transformers_files.save_tree
 
     def full(tree: Any, folder: Path) -> None:
         if trainer.state.global_step == 3:
             raise error
         save(tree, folder)
 
-    monkeypatch.setattr(base, "save_tree", full)
+    monkeypatch.setattr(transformers_files, "save_tree", full)
     said = r"checkpoint-3 could not be saved .*No space.*; the last good checkpoint is checkpoint-2"
     with pytest.raises(OSError, match=said):
         trainer.train()
@@ -545,7 +544,7 @@ def test_transformers_own_arguments_do(tmp_path: Path) -> None:
 def test_logs_are_bounded_and_a_run_resumes_with_those_that_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "KEPT_LOGS", 3)
+    monkeypatch.setattr("fastrl.trainers.base.KEPT_LOGS", 3)
     with pytest.warns(UserWarning, match="keeps the latest 3 logs: raise logging_steps"):
         trainer = straight(lambda folder: make(folder, logging_steps=1), tmp_path / "run")
     assert [log.get("step") for log in trainer.state.log_history] == [5, 5, 5]
