@@ -13,7 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastrl.registry import GROUP_ADVANTAGES, POLICY_LOSS_NAMES, learns_as_clip, own_functions
+from fastrl.registry import (
+    GROUP_ADVANTAGES,
+    POLICY_LOSS_NAMES,
+    learns_as_clip,
+    own_functions,
+    policy_loss,
+)
 from fastrl.settings import check_ranges, check_types, setting
 
 REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
@@ -644,8 +650,8 @@ class PPOConfig:
         one_step = self.ppo_epochs == 1 and self.backward_batch_size == self.batch_size
         high = self.cliprange if self.cliprange_high is None else self.cliprange_high
         if one_step and self.policy_loss != "clip":
-            if self.policy_loss == "vespo" and self.sampler_correction != "off":
-                return  # the ratio of "cispo" is to the sampler
+            if policy_loss(self.policy_loss).of_response and self.sampler_correction != "off":
+                return  # its ratio is to the sampler
             if learns_as_clip(self.policy_loss, (self.cliprange, high)):
                 warnings.warn(
                     f"policy_loss={self.policy_loss!r} makes no difference here: with ppo_epochs=1 "
@@ -666,10 +672,10 @@ class PPOConfig:
                     f"delta must be above 1 + cliprange_high = {1 + high}, got {self.delta}: the "
                     "usual value is 4"
                 )
-        if self.policy_loss == "vespo" and self.ratio_level != "token":
+        if self.ratio_level != "token" and policy_loss(self.policy_loss).of_response:
             raise ValueError(
-                f"ratio_level={self.ratio_level!r}, but policy_loss='vespo' has a ratio of whole "
-                "responses of its own: leave ratio_level at 'token'"
+                f"ratio_level={self.ratio_level!r}, but policy_loss={self.policy_loss!r} has a "
+                "ratio of whole responses of its own: leave ratio_level at 'token'"
             )
 
     def _check_sampler_correction(self) -> None:
@@ -689,10 +695,10 @@ class PPOConfig:
                 f"{asked} with old_logprobs='rollout', which takes the sampler's log-probs for the "
                 "policy's own: set old_logprobs to 'auto' or 'recompute'"
             )
-        if self.policy_loss == "vespo" and kind.startswith("sequence"):
+        if kind.startswith("sequence") and policy_loss(self.policy_loss).of_response:
             raise ValueError(
-                f"{asked} with policy_loss='vespo', whose ratio of whole responses takes the "
-                "weights of its tokens: choose token-truncate or token-mask"
+                f"{asked} with policy_loss={self.policy_loss!r}, whose ratio of whole responses "
+                "takes the weights of its tokens: choose token-truncate or token-mask"
             )
 
     def _check_groups(self) -> None:

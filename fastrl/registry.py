@@ -12,6 +12,8 @@ from fastrl.user_code import load_function
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fastrl_kernels.policy_losses import LossRow
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -177,11 +179,16 @@ def _trial(kind: str, function: Callable[..., Any], cliprange: tuple[float, floa
         )
 
 
+def policy_loss(kind: str) -> LossRow:
+    """The row of a policy loss, see ``fastrl_kernels.POLICY_LOSSES``."""
+    return _policy_losses()[kind]
+
+
 def learns_as_clip(kind: str, cliprange: tuple[float, float]) -> bool:
     """Whether a policy loss has the gradient of "clip", -A, where all ratios are 1."""
-    if kind == "cispo":  # whose ratio has a bound, which may be less
+    row = policy_loss(kind)
+    if row.bounded_above:  # the bound may be less
         return cliprange[1] >= 0
-    row = _policy_losses()[kind]
     return row.function is None or _is_clip_at_one(kind, row.function, cliprange)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.models.scoring import PolicyObjective
-from fastrl.registry import try_policy_loss
+from fastrl.registry import policy_loss, try_policy_loss
 
 _LEAST_WEIGHT = 1e-8  # of another sampler, in a ratio; as in TRL
 
@@ -36,13 +36,13 @@ class TokenObjective(NamedTuple):
 
         Args:
             kind, level: rows of ``POLICY_LOSSES`` and ``RATIO_LEVELS``.
-            cliprange: of all kinds but "cispo", whose ratio has an upper bound alone.
+            cliprange: of a kind whose ratio is bounded above alone, the upper one counts.
 
         Raises:
             ValueError: a ``delta``, temperatures, powers or decays out of range, or of another
                 kind; as :func:`fastrl.registry.try_policy_loss`.
         """
-        low = float("inf") if kind == "cispo" else cliprange[0]
+        low = float("inf") if policy_loss(kind).bounded_above else cliprange[0]
         loss = fastrl_kernels.PolicyLoss(
             kind,
             level,
@@ -64,13 +64,13 @@ class TokenObjective(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Log-probs that ratios are taken to, and weights u of the loss, each [N].
 
-        The ratio of "vespo" is that of a response to the sampler, w·Π_t u_t: weights are in it.
+        A ratio of whole responses ("vespo") is to the sampler, w·Π_t u_t: weights are in it.
 
         Args:
             old: log-probs of the policy before its update; None: of the policy that is scored.
             weights: π_old/π_sampler, where another engine has sampled.
         """
-        if weights is None or self.loss.kind != "vespo":
+        if weights is None or not self.loss.row.of_response:
             return old, weights
         assert old is not None
         return old - weights.clamp(min=_LEAST_WEIGHT).log(), None

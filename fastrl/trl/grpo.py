@@ -30,7 +30,6 @@ from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.policy_loss import GroupLoss, high_of, note_clips, ratios_of
 
 _LOGGER = logging.getLogger(__name__)
-_SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 
 
 class GRPOTrainer(OnlineTrainer):
@@ -82,20 +81,23 @@ class GRPOTrainer(OnlineTrainer):
         self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
         self._last_entropy = math.inf  # of the last step
         self._entropy_of_step: Tensor | None = None  # its sum and tokens in the step so far
-        if args.importance_sampling_level == "sequence" and args.loss_type in _SUMS_TOKENS:
+        loss, level = GroupLoss.of_grpo(args), args.importance_sampling_level
+        if level == "sequence" and loss.type.sums_tokens:
             _LOGGER.warning(
                 "importance_sampling_level='sequence' with loss_type=%r, which sums tokens, "
                 "weights each sequence by its completion length: GSPO is loss_type='grpo'",
                 args.loss_type,
             )
-        if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
-            _LOGGER.warning("loss_type='luspo' is meant for importance_sampling_level='sequence'")
-        if args.loss_type == "vespo" and args.importance_sampling_level != "token":
+        if loss.type.level not in (None, level):
+            meant = f"importance_sampling_level={loss.type.level!r}"
+            _LOGGER.warning("loss_type=%r is meant for %s", args.loss_type, meant)
+        if loss.row.of_response and level != "token":
             _LOGGER.warning(
-                "loss_type='vespo' has a ratio of whole responses of its own: "
-                "importance_sampling_level is of the KL's ratio alone, leave it at 'token'"
+                "loss_type=%r has a ratio of whole responses of its own: "
+                "importance_sampling_level is of the KL's ratio alone, leave it at 'token'",
+                args.loss_type,
             )
-        return GroupLoss.of_grpo(args)
+        return loss
 
     def advantages_of(
         self, judged: Judged, kl: Tensor | None, group: int, mode: str
@@ -246,10 +248,10 @@ class GRPOTrainer(OnlineTrainer):
         args, metrics = self.args, self._metrics[mode]
         ratios = ratios_of(part, logprobs, args.importance_sampling_level)
         rho, advantages = ratios.units, ratios.advantages
-        if args.loss_type == "cispo":
+        if self._loss.row.bounded_above:
             cut = (rho > high_of(args)) & (advantages > 0)
             metrics.add({"cispo_clip_ratio": mean_of(cut)})
-        if args.loss_type == "vespo":
+        if self._loss.row.of_response:
             gammas = part.means(self._loss.gammas(part, logprobs))[part.counts > 0]
             metrics.add({"vespo/phi_seq_mean": mean_of(gammas)})
         if not self._loss.type.clips:

@@ -652,7 +652,7 @@ class OnlineTrainer(
             learnable.old_logprobs = self._scorer.old(model, learnable, own, limit)
         if others is not None:
             if correction is not None:
-                correction(learnable, others, self._metrics[mode])
+                correction(learnable, others, self._metrics[mode], self._loss.type.kind)
             if args.off_policy_mask_threshold is not None:
                 learnable.sampler_logprobs = others
         kl = None

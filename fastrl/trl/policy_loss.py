@@ -16,10 +16,10 @@ from fastrl.learn.experience import Minibatch
 from fastrl.learn.loss import TokenLoss
 from fastrl.learn.objective import TokenObjective, loss_of_logprobs
 from fastrl.models.scoring import PolicyObjective, TokenScores
-from fastrl.registry import POLICY_LOSS_NAMES
+from fastrl.registry import POLICY_LOSS_NAMES, policy_loss
 from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.trl.passes import Pass
-from fastrl_kernels.policy_losses import POLICY_LOSSES, PolicyLoss
+from fastrl_kernels.policy_losses import POLICY_LOSSES, LossRow, PolicyLoss
 from fastrl_kernels.sequence_ratios import log_gamma_weights
 
 LEVELS = ("token", "sequence")
@@ -52,12 +52,16 @@ class LossType(NamedTuple):
         aggregate: of the ℓ_t, by its name in :class:`fastrl.learn.aggregate.Aggregate`.
         formula: for the documents.
         of_step: whether the tokens that the sum is divided by are those of the optimizer step.
+        sums_tokens: whether a ratio of whole responses would weigh each by its length.
+        level: the ``importance_sampling_level`` that it is meant for; None: any.
     """
 
     kind: str
     aggregate: str
     formula: str
     of_step: bool = False
+    sums_tokens: bool = False
+    level: str | None = None
 
     @property
     def clips(self) -> bool:
@@ -68,11 +72,15 @@ class LossType(NamedTuple):
 _MEAN, _SUM, _NORM = "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 LOSS_TYPES = {
     "grpo": LossType("clip", _MEAN, "mean over responses of mean_t ℓ_t"),
-    "bnpo": LossType("clip", "token-mean", "Σ ℓ_t / tokens of the batch"),
-    "dr_grpo": LossType("clip", _NORM, "Σ ℓ_t / (responses·max_completion_length)"),
-    "dapo": LossType("clip", "token-mean", "Σ ℓ_t / tokens of the optimizer step", True),
-    "luspo": LossType("clip", _SUM, "mean over responses of Σ_t ℓ_t"),
-    "cispo": LossType("cispo", "token-mean", "as dapo, ℓ_t = -sg[min(ρ, ε_high)]·A·log π", True),
+    "bnpo": LossType("clip", "token-mean", "Σ ℓ_t / tokens of the batch", sums_tokens=True),
+    "dr_grpo": LossType(
+        "clip", _NORM, "Σ ℓ_t / (responses·max_completion_length)", sums_tokens=True
+    ),
+    "dapo": LossType("clip", "token-mean", "Σ ℓ_t / tokens of the optimizer step", True, True),
+    "luspo": LossType("clip", _SUM, "mean over responses of Σ_t ℓ_t", level="sequence"),
+    "cispo": LossType(
+        "cispo", "token-mean", "as dapo, ℓ_t = -sg[min(ρ, ε_high)]·A·log π", True, True
+    ),
     "sapo": LossType("sapo", _MEAN, "as grpo, ℓ_t = -4·σ(τ(ρ - 1))/τ·A"),
     "vespo": LossType("vespo", "token-mean", "as dapo, ℓ_t = -sg[φ(w)]·A·log π, w = Π_t ρ_t", True),
 }
@@ -156,12 +164,13 @@ class GroupLoss(TokenLoss):
         """
         loss_type, high = ALL_LOSS_TYPES[args.loss_type], high_of(args)
         kind, level = loss_type.kind, args.importance_sampling_level
+        row = policy_loss(kind)
         objective = TokenObjective.of(
             args,
             kind,
-            "token" if kind == "vespo" else level,  # whose ratio is the response's anyway
-            # CISPO's ratios have one bound, ε_high itself.
-            (args.epsilon, high - 1 if kind == "cispo" else high),
+            "token" if row.of_response else level,
+            # A single bound is ε_high itself, not how far it lies above 1.
+            (args.epsilon, high - 1 if row.bounded_above else high),
         )
         return cls(args, loss_type, objective, args.use_bias_correction_kl)
 
@@ -170,6 +179,11 @@ class GroupLoss(TokenLoss):
         """That of a :class:`fastrl.trl.rloo_config.RLOOConfig`, whose KL is in the rewards."""
         product = PolicyLoss("clip", "product")
         return cls(args, RLOO, TokenObjective(product, (args.epsilon, high_of(args))))
+
+    @property
+    def row(self) -> LossRow:
+        """What the kernels' table says of the loss."""
+        return policy_loss(self.type.kind)
 
     def denominator(self, part: Minibatch, generated: float) -> float:
         """D of a batch.

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastrl.config import SAMPLER_CORRECTIONS
 from fastrl.learn.correction import SamplerStats, sampler_weights
 from fastrl.learn.samples import learned_counts, of_learned, to_column
+from fastrl.registry import policy_loss
 from fastrl.run.metric_means import MetricMeans
 from fastrl.samples import Samples
 
@@ -51,26 +52,27 @@ class RolloutCorrection:
     def __init__(self, args: Any):
         check_correction(args)
         mode = args.vllm_importance_sampling_mode
-        vespo = getattr(args, "loss_type", None) == "vespo"
-        self.refused = vespo and mode.startswith("sequence")
         self.kind = mode.replace("_", "-")
         self.least = args.vllm_importance_sampling_clip_min
         self.most = args.vllm_importance_sampling_clip_max
         self._has_warned = False
 
-    def __call__(self, responses: Samples, sampled: list[Tensor], metrics: MetricMeans) -> None:
+    def __call__(
+        self, responses: Samples, sampled: list[Tensor], metrics: MetricMeans, loss: str
+    ) -> None:
         """Gives responses their weights, and logs them by TRL's names.
 
         Args:
             responses: with the log-probs of the policy before its update.
             sampled: of the engine, of all tokens of each response; NaN: not known.
+            loss: the policy loss, by its name.
 
         Raises:
-            ValueError: weights of whole responses with ``loss_type="vespo"``.
+            ValueError: weights of whole responses with a loss whose ratio is of such.
         """
-        if self.refused:
+        if self.kind.startswith("sequence") and policy_loss(loss).of_response:
             raise ValueError(
-                f"{_NAME}mode='{self.kind.replace('-', '_')}' with loss_type='vespo', whose ratio "
+                f"{_NAME}mode='{self.kind.replace('-', '_')}' with loss_type={loss!r}, whose ratio "
                 "of whole responses takes the weights of its tokens: choose token_truncate or "
                 f"token_mask, or set {_NAME}correction=False"
             )

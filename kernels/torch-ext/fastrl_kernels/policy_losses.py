@@ -16,12 +16,15 @@ from .argument_types import check_takes
 
 
 class LossRow(NamedTuple):
-    """A policy loss as the documentation lists it."""
+    """A policy loss: what the documentation lists, and what others than its kernels ask of it."""
 
     formula: str  # per token, without weights and aggregation
     source: str
     arguments: tuple[str, ...]  # those of `PolicyLoss`, and `cliprange` and `dual_clip`
     function: Callable[..., Tensor] | None = None  # of a loss that was registered
+    weighs_logprobs: bool = False  # the ratio is a weight of log π, and has no gradient
+    bounded_above: bool = False  # the ratio has one bound, the upper one
+    of_response: bool = False  # the ratio is always that of a whole response
 
 
 POLICY_LOSSES = {
@@ -34,6 +37,8 @@ POLICY_LOSSES = {
         "-sg[clip(ρ, 1 - low, 1 + high)]·A·log π",
         "MiniMax-M1, 2025 (CISPO)",
         ("cliprange",),
+        weighs_logprobs=True,
+        bounded_above=True,
     ),
     "sapo": LossRow(
         "-A·σ(τ·(ρ - 1))·4/τ, τ = τ₊ where A > 0, else τ₋",
@@ -45,6 +50,8 @@ POLICY_LOSSES = {
         "sign",
         "Shen et al., 2026 (VESPO)",
         ("vespo_powers", "vespo_decays", "lengths"),
+        weighs_logprobs=True,
+        of_response=True,
     ),
 }
 RATIO_LEVELS = {
@@ -142,20 +149,23 @@ class PolicyLoss(NamedTuple):
     vespo_decays: tuple[float, float] = (3.0, 2.0)  # λ likewise
 
     @property
+    def row(self) -> LossRow:
+        return POLICY_LOSSES[self.kind]
+
+    @property
     def reads_sequences(self) -> bool:
         """Whether a token's objective depends on the log-probs of all tokens of its sequence."""
-        return self.ratio_level != "token" or self.kind == "vespo"
+        return self.ratio_level != "token" or self.row.of_response
 
     @property
     def is_registered(self) -> bool:
         """Whether it was added by :func:`register_policy_loss`."""
-        row = POLICY_LOSSES.get(self.kind)
-        return row is not None and row.function is not None
+        return self.kind in POLICY_LOSSES and self.row.function is not None
 
     @property
     def joins_slopes(self) -> bool:
         """Whether the gradient goes through a ratio that all tokens of a sequence have."""
-        return self.ratio_level in ("sequence", "product") and self.kind != "cispo"
+        return self.ratio_level in ("sequence", "product") and not self.row.weighs_logprobs
 
     def check(self, dual_clip: float | None) -> None:
         """Raises TypeError for a tensor in place of a number, and ValueError for an unknown kind or
@@ -182,12 +192,12 @@ class PolicyLoss(NamedTuple):
             raise ValueError(f"vespo_powers must be 0 or more, got {self.vespo_powers}")
         if not all(0 < x < math.inf for x in self.vespo_decays):
             raise ValueError(f"vespo_decays must be positive, got {self.vespo_decays}")
-        if self.kind == "vespo" and self.ratio_level != "token":
+        if self.row.of_response and self.ratio_level != "token":
             raise ValueError(
-                f"ratio_level={self.ratio_level!r}, but the policy loss 'vespo' has a ratio of "
-                "whole sequences of its own: leave the level at 'token'"
+                f"ratio_level={self.ratio_level!r}, but the policy loss {self.kind!r} has a ratio "
+                "of whole sequences of its own: leave the level at 'token'"
             )
-        known = POLICY_LOSSES[self.kind].arguments
+        known = self.row.arguments
         for name, given in (("delta", self.delta), ("dual_clip", dual_clip)):
             if given is not None and name not in known:
                 raise ValueError(f"{name} is for the policy loss 'clip', not {self.kind!r}")
