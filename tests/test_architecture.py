@@ -229,6 +229,32 @@ def test_the_data_room_alone_makes_token_ids_of_texts():
     assert not wrong, "\n".join(wrong)
 
 
+# Names of losses, of which a name of something else is none.
+LOSSES = {
+    "cispo",
+    "sapo",
+    "vespo",
+    "luspo",
+    "dapo",
+    "bnpo",
+    "dr_grpo",
+    "aot",
+    "exo_pair",
+    "nca_pair",
+}
+
+
+def test_no_loss_is_asked_for_by_its_name():
+    """What others than a loss need to know of it is a field of its row."""
+    wrong = []
+    for name in outside():
+        for node in ast.walk(trees()[name]):
+            if isinstance(node, ast.Compare):
+                texts = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & LOSSES
+                wrong += [f"{name}:{node.lineno} asks for {text}" for text in texts]
+    assert not wrong, "\n".join(wrong)
+
+
 WRITES = {
     *("write_text", "write_bytes", "mkdir", "makedirs", "unlink", "rmdir", "rmtree", "touch"),
     *("savefig", "save_file", "save_model", "save_pretrained", "to_json", "to_csv", "to_parquet"),

@@ -61,9 +61,9 @@ class DPOTrainer(PreferenceTrainer):
     method = DPO
 
     def own_code(self) -> dict[str, Any]:
-        rows = {name: self.args.objective(name)[0] for name in self.args.loss_type if name != "sft"}
+        rows = self.args.pair_losses.items()
         return identities_of(
-            (f"the loss {name}", row.function) for name, row in rows.items() if row.is_own
+            (f"the loss {name}", row.function) for name, (row, _) in rows if row.is_own
         )
 
     def prepare_rows(self, dataset: Any) -> Any:
@@ -108,15 +108,15 @@ class DPOTrainer(PreferenceTrainer):
 
     def _losses(self, sides: tuple[Side, ...], logprobs: Tensor, mask: Tensor) -> Tensor:
         """[B], the weighted sum of all losses; log-probs and mask are those of tokens."""
-        args, found = self.args, []
+        args, found, rows = self.args, [], self.args.pair_losses
         for name in args.loss_type:
-            if name == "sft":
+            if name in rows:
+                row, options = rows[name]
+                found.append(row(*sides, **options))
+            else:  # "sft", of tokens
                 pairs = len(mask) // 2
                 nll = -logprobs[:pairs].flatten().sum() / mask[:pairs].sum()
                 found.append(nll.expand(pairs))
-            else:
-                row, options = args.objective(name)
-                found.append(row(*sides, **options))
         weights = args.loss_weights or [1.0] * len(found)
         return torch.stack([w * x for w, x in zip(weights, found, strict=True)]).sum(0)
 
@@ -135,10 +135,12 @@ class DPOTrainer(PreferenceTrainer):
                 ref of the completions, [B] fp32.
 
         Raises:
-            ValueError: the loss "sft", which reads tokens.
+            ValueError: a loss that reads tokens.
         """
-        if "sft" in self.args.loss_type:
-            raise ValueError("loss_type='sft' reads tokens: leave it out beside a dpo_loss")
+        if of_tokens := [x for x in self.args.loss_type if x not in self.args.pair_losses]:
+            raise ValueError(
+                f"loss_type={of_tokens[0]!r} reads tokens: leave it out beside a dpo_loss"
+            )
         columns = (
             (chosen_logps, rejected_logps),
             self._lengths,

@@ -51,6 +51,7 @@ class LossTypes(Mapping[str, tuple[PairObjective, dict[str, Any]]]):
         return name in _TRLS or name in PAIR_LOSSES
 
 
+# The negative log-likelihood of the chosen completions reads tokens, and has no row.
 LOSS_TYPES: Mapping[str, Any] = ChainMap({"sft": None}, LossTypes())  # type: ignore[arg-type]
 
 
@@ -102,7 +103,7 @@ class DPOConfig(PreferenceConfig):
                 f"loss_weights has {len(self.loss_weights)} weights and loss_type "
                 f"{len(self.loss_type)} losses: give one weight for each"
             )
-        rows = {name: self.objective(name) for name in self.loss_type if name != "sft"}
+        rows = self.pair_losses
         others = [name for name, (row, _) in rows.items() if row.reads != "h"]
         if self.f_divergence_type != "reverse_kl" and others:
             raise ValueError(
@@ -126,7 +127,7 @@ class DPOConfig(PreferenceConfig):
                 stacklevel=3,
             )
         together = self.read_together
-        sorting = [name for name in together if name != "sft"]
+        sorting = [name for name in together if name in rows]
         if self.use_weighting and sorting:
             raise ValueError(
                 f"use_weighting weighs pairs, and {', '.join(sorting)} sorts them: leave one of "
@@ -141,11 +142,18 @@ class DPOConfig(PreferenceConfig):
     @property
     def read_together(self) -> list[str]:
         """Losses that read all of a batch."""
-        return [x for x in self.loss_type if x == "sft" or self.objective(x)[0].reads == "batch"]
+        alone = {name for name, (row, _) in self.pair_losses.items() if row.reads != "batch"}
+        return [name for name in self.loss_type if name not in alone]
 
-    def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
-        """The row of a loss but "sft", and its options: these settings, of which a loss of a user's
-        gets those that are not at their defaults, as its own are its defaults."""
+    @property
+    def pair_losses(self) -> dict[str, tuple[PairObjective, dict[str, Any]]]:
+        """The rows and options of the losses that read log-probs of whole completions."""
+        names = (name for name in self.loss_type if LOSS_TYPES[name] is not None)
+        return {name: self._pair_loss(name) for name in names}
+
+    def _pair_loss(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
+        """The row of a loss, and its options: these settings, of which a loss of a user's gets
+        those that are not at their defaults, as its own are its defaults."""
         row, fixed = LOSS_TYPES[loss_type]
         given: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
         if row.is_own:
