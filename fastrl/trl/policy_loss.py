@@ -19,6 +19,7 @@ from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.registry import POLICY_LOSS_NAMES, policy_loss
 from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.trl.passes import Pass
+from fastrl_kernels.kl import kl_value
 from fastrl_kernels.policy_losses import POLICY_LOSSES, LossRow, PolicyLoss
 from fastrl_kernels.sequence_ratios import log_gamma_weights
 
@@ -132,8 +133,8 @@ class GroupLoss(TokenLoss):
 
     v and D are by ``args.loss_type``'s aggregate of the batch's responses, or D is the tokens that
     were generated, so that the mean over the batches of an optimizer step is the step's loss.
-    KL_t = exp(r) - r - 1 of r = log π_ref - log π, times ρ_t where ``args.use_bias_correction_kl``
-    says so (DeepSeek-V3.2), the token's own ratio also beside ratios of sequences: by another one
+    KL_t is the estimator k3 of :func:`fastrl_kernels.kl_penalty`, times ρ_t where
+    ``args.use_bias_correction_kl`` says so (DeepSeek-V3.2), the token's own ratio also beside ratios of sequences: by another one
     its gradient would be no KL's. Weights of another sampler are factors of u, those of "vespo" of
     its ratio w in their place.
 
@@ -258,8 +259,7 @@ class GroupLoss(TokenLoss):
     def kl(self, part: Minibatch, logprobs: Tensor) -> Tensor:
         """KL_t, [N]."""
         assert part.old.kl is not None
-        r = part.old.kl.ref_logprobs - logprobs
-        kl = torch.expm1(r) - r
+        kl = kl_value(logprobs - part.old.kl.ref_logprobs, "k3")
         return kl * part.differences(logprobs).exp() if self.corrects_kl else kl
 
     def gammas(self, part: Minibatch, logprobs: Tensor) -> Tensor:
