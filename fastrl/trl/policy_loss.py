@@ -134,9 +134,9 @@ class GroupLoss(TokenLoss):
     v and D are by ``args.loss_type``'s aggregate of the batch's responses, or D is the tokens that
     were generated, so that the mean over the batches of an optimizer step is the step's loss.
     KL_t is the estimator k3 of :func:`fastrl_kernels.kl_penalty`, times ρ_t where
-    ``args.use_bias_correction_kl`` says so (DeepSeek-V3.2), the token's own ratio also beside ratios of sequences: by another one
-    its gradient would be no KL's. Weights of another sampler are factors of u, those of "vespo" of
-    its ratio w in their place.
+    ``args.use_bias_correction_kl`` says so (DeepSeek-V3.2), the token's own ratio also beside
+    ratios of sequences: by another one its gradient would be no KL's. Weights of another sampler
+    are factors of u, those of "vespo" of its ratio w in their place.
 
     Args:
         corrects_kl: ``use_bias_correction_kl``.
