@@ -27,12 +27,19 @@ from fastrl.models import (
 )
 from fastrl.models.adapters import adapter_dropout
 from fastrl.models.layout import layout_of
+from fastrl.models.master_weights import handles_rounding
 from fastrl.models.optimizer_state import optimizer_groups, set_weights
+from fastrl.models.optimizers import keep_state, make_optimizer
 from fastrl.models.quantised import WITHOUT_FSDP, compute_dtypes, refuse_quantised
 from fastrl.models.routing import refuse_dense
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.sharding import name_by_path
-from fastrl.models.utils import check_trainable, evaluating
+from fastrl.models.utils import (
+    check_trainable,
+    evaluating,
+    warn_of_fp16,
+    warn_of_lost_updates,
+)
 from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
 from fastrl.run.gradient_buckets import settle_buckets
 from fastrl.run.launcher import launched_accelerator
@@ -41,6 +48,10 @@ from fastrl.run.precision import kind_of_device, precision_for
 from fastrl.run.processes import Processes
 from fastrl.run.value_head_file import HEAD_PREFIX
 
+_MIXED_PRECISION = (
+    'set accelerator_kwargs={"mixed_precision": "bf16"} (commands: --dtype float32 '
+    """--accelerator-kwargs '{"mixed_precision": "bf16"}')"""
+)
 # Where accelerate wraps models in DDP, whether or not there are other processes.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
 
@@ -294,3 +305,27 @@ def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
         request = ScoringRequest(rows=rows.to(device), labels=tokens[4:].to(device))
         with evaluating(model):
             model(**{name: x.to(device) for name, x in inputs.items()}, scoring=request)
+
+
+def optimizer_of(
+    config: PPOConfig, model: Any, optimizer: Any, lr_scheduler: Any, accelerator: Accelerator
+) -> tuple[Any, Any]:
+    """The optimizer, by default the configuration's, with masters and its state where they are
+    kept; and the schedule of its learning rate. Warns of steps that are rounded away."""
+    if optimizer is None:
+        fused = not loads_once(accelerator)
+        optimizer = make_optimizer(
+            model, config.optim, config.learning_rate, config.optim_args, fused
+        )
+    lr_scheduler = schedule_of(lr_scheduler, optimizer)
+    warn_of_fp16(model, stacklevel=3)
+    if not config.master_weights and not handles_rounding(optimizer):
+        warn_of_lost_updates(model, _MIXED_PRECISION, stacklevel=3)
+    optimizer = keep_state(
+        optimizer,
+        master_weights=config.master_weights,
+        on_host=config.offload_optimizer,
+        device=accelerator.device,
+        spread=accelerator.is_fsdp2,
+    )
+    return optimizer, lr_scheduler

@@ -38,17 +38,14 @@ from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.critic import Critic
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.host_memory import to_device
-from fastrl.models.master_weights import handles_rounding
 from fastrl.models.optimizers import (
     check_optimizer,
-    keep_state,
     learning_rate_of,
-    make_optimizer,
 )
 from fastrl.models.products import Products
 from fastrl.models.routing import follow_routers, refuse_beside
 from fastrl.models.scoring import PassLimit
-from fastrl.models.utils import evaluating, warn_of_fp16, warn_of_lost_updates
+from fastrl.models.utils import evaluating
 from fastrl.overrides import overridden
 from fastrl.ppo import method, stats
 from fastrl.ppo.classic import ClassicMethods
@@ -65,9 +62,9 @@ from fastrl.ppo.setup import (
     fill_in_config,
     loads_once,
     make_accelerator,
+    optimizer_of,
     precision_of,
     prepared,
-    schedule_of,
     share_new_weights,
     warn_of_a_single_response,
 )
@@ -85,10 +82,6 @@ from fastrl.run.processes import processes_of
 from fastrl.samples import Samples
 from fastrl.timing import start_clock
 
-_MIXED_PRECISION = (
-    'set accelerator_kwargs={"mixed_precision": "bf16"} (commands: --dtype float32 '
-    """--accelerator-kwargs '{"mixed_precision": "bf16"}')"""
-)
 _LOOP_COLUMNS = ("label", "query", "response")
 
 
@@ -186,21 +179,8 @@ class PPOTrainer(ClassicMethods, MemoryPlanning):
             share_new_weights(self.processes, model, ref_model)
         # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
-        if optimizer is None:
-            fused = not loads_once(self.accelerator)
-            optimizer = make_optimizer(
-                model, config.optim, config.learning_rate, config.optim_args, fused
-            )
-        lr_scheduler = schedule_of(lr_scheduler, optimizer)
-        warn_of_fp16(model)
-        if not config.master_weights and not handles_rounding(optimizer):
-            warn_of_lost_updates(model, _MIXED_PRECISION)
-        optimizer = keep_state(
-            optimizer,
-            master_weights=config.master_weights,
-            on_host=config.offload_optimizer,
-            device=self.accelerator.device,
-            spread=self.accelerator.is_fsdp2,
+        optimizer, lr_scheduler = optimizer_of(
+            config, model, optimizer, lr_scheduler, self.accelerator
         )
         self.model, self.optimizer, self.dataloader, self.lr_scheduler = prepared(
             self.accelerator, model, optimizer, self.dataloader, lr_scheduler
@@ -211,6 +191,22 @@ class PPOTrainer(ClassicMethods, MemoryPlanning):
         fill_in_config(config, self.accelerator, model)
         PPODecorators.optimize_device_cache = config.optimize_device_cache
 
+        self._make_parts(model, critic_model, optimizer)
+        if self.processes.count > 1:
+            self.processes.check_same("PPOTrainer", self._state.identity)
+
+    def _make_parts(
+        self,
+        model: PreTrainedModelWrapper,
+        critic_model: Critic | None,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Makes what a step is done by, once models and optimizer are where they stay.
+
+        Args:
+            model, critic_model, optimizer: without what several processes need around them.
+        """
+        config, tokenizer = self.config, self.tokenizer
         self.kl_ctl = method.kl_controller_of(config)
         self.running = RunningMoments()
         self.transform_scores = ScoreTransform(
@@ -246,7 +242,7 @@ class PPOTrainer(ClassicMethods, MemoryPlanning):
             values_model,
             anywhere=self.processes.any,
         )
-        self.batches = make_batches(model, tokenizer, training_data_collator, self.padding)
+        self.batches = make_batches(model, tokenizer, self.training_data_collator, self.padding)
         self.scorer = Scorer(
             self.model,
             self.reference,
@@ -320,8 +316,6 @@ class PPOTrainer(ClassicMethods, MemoryPlanning):
             device=self.current_device,
             processes=self.processes,
         )
-        if self.processes.count > 1:
-            self.processes.check_same("PPOTrainer", self._state.identity)
 
     def step(
         self,

@@ -121,7 +121,6 @@ class OnlineTrainer(
         rollout_func: Any = None,
         environment_factory: Any = None,
     ):
-        name = type(self).__name__
         self.overrides = overridden(self)
         train_dataset, eval_dataset = map(list_as_dataset, (train_dataset, eval_dataset))
         interaction = Interaction(tools, environment_factory)
@@ -138,25 +137,7 @@ class OnlineTrainer(
                 train_dataset = environments.placeholder(args)
         if interaction:
             check_chats(train_dataset)
-        if args is None:
-            path = model if isinstance(model, str) else model.config.name_or_path
-            args = self.config(output_dir=f"{Path(path).name}-{name.removesuffix('Trainer')}")
-        if not isinstance(args, self.config):
-            raise TypeError(f"args must be a {self.config.__name__}, got {type(args).__name__}")
-        args = settings_of(args, self.config)
-        if args.label_smoothing_factor:
-            raise ValueError(f"{name} does not smooth labels: leave label_smoothing_factor at 0")
-        warn_of_idle(args, stacklevel=3)
-        if self.has_own_loss and args.micro_batch_tokens is not None:
-            raise ValueError(
-                f"micro_batch_tokens splits batches, and {name} computes a loss of whole ones: "
-                "leave it out, and lower per_device_train_batch_size"
-            )
-        if LOGPROBS in self.overrides and args.beta and peft_config is not None:
-            raise ValueError(
-                f"{name} overrides {LOGPROBS}, and the reference of an adapter is the model "
-                "without it, which is no model of its own: set beta=0"
-            )
+        args = self._settled(args, model, adapts=peft_config is not None)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: a data set with a column prompt")
         check_adapter(peft_config)
@@ -196,10 +177,7 @@ class OnlineTrainer(
             args.max_completion_length,
             "max_completion_length",
         )
-        self._further: PromptStream | None = None  # prompts of dynamic sampling
-        if args.dynamic_sampling_rounds:
-            seed = seed_at(args.seed, "further prompts") % 2**32
-            self._further = PromptStream(len(train_dataset), seed)
+        self._further = further_prompts(args, train_dataset)
         self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
         self.reward_processing_classes = rewards.processing_classes
         self.reward_weights = rewards.weights
@@ -240,7 +218,46 @@ class OnlineTrainer(
             optimizers=optimizers,
         )
         check_one_gpu(self.args)
-        self._noted = ResponseLog(self.args, rewards.names, self._metrics, self.processes)
+        self._make_parts(penalties, by_method=by_method)
+        self.model.add_model_tags([*self._tag_names, "fastrl"])
+        warn_of_lost_steps(self.args, self.model, stacklevel=3)
+
+    def _settled(self, args: Any, model: Any, *, adapts: bool) -> Any:
+        """The settings, by default those of the class; a copy.
+
+        Raises:
+            TypeError, ValueError: settings that the trainer cannot have.
+        """
+        name = type(self).__name__
+        if args is None:
+            path = model if isinstance(model, str) else model.config.name_or_path
+            args = self.config(output_dir=f"{Path(path).name}-{name.removesuffix('Trainer')}")
+        if not isinstance(args, self.config):
+            raise TypeError(f"args must be a {self.config.__name__}, got {type(args).__name__}")
+        args = settings_of(args, self.config)
+        if args.label_smoothing_factor:
+            raise ValueError(f"{name} does not smooth labels: leave label_smoothing_factor at 0")
+        warn_of_idle(args, stacklevel=4)
+        if self.has_own_loss and args.micro_batch_tokens is not None:
+            raise ValueError(
+                f"micro_batch_tokens splits batches, and {name} computes a loss of whole ones: "
+                "leave it out, and lower per_device_train_batch_size"
+            )
+        if LOGPROBS in self.overrides and args.beta and adapts:
+            raise ValueError(
+                f"{name} overrides {LOGPROBS}, and the reference of an adapter is the model "
+                "without it, which is no model of its own: set beta=0"
+            )
+        return args
+
+    def _make_parts(self, penalties: Penalties, *, by_method: bool) -> None:
+        """Makes what needs the Accelerator, or the model where it is.
+
+        Args:
+            by_method: whether a subclass computes the log-probs.
+        """
+        args, rewards = self.args, self.rewards
+        self._noted = ResponseLog(args, rewards.names, self._metrics, self.processes)
         self._logs = self._noted.table  # TRL's name
         # Losses are means over a batch: transformers divides them by the batches of a step.
         self.model_accepts_loss_kwargs = False
@@ -253,16 +270,16 @@ class OnlineTrainer(
         self._follow = Follow(self._reference, args)
         self.add_first(self._follow)
         pad_token = self._tokenizer.pad_token_id
-        of_scorer: Any = self.args, pad_token, self.accelerator, self._autocast, self.processes
+        of_scorer: Any = args, pad_token, self.accelerator, self._autocast, self.processes
         self._scorer = OwnLogprobs(self, *of_scorer) if by_method else ResponseScorer(*of_scorer)
-        rewards.to(self.args.device)
+        rewards.to(args.device)
         self._resampling = DynamicSampling(
             self.num_generations, args.dynamic_sampling_rounds, self.processes
         )
         policy, ends = self.accelerator.unwrap_model(self.model), args.generation_arguments
         self._end_ids = end_tokens(policy, self._tokenizer, ends.get("eos_token_id")).tolist()
         self._sampler = make_backend(
-            self.args, self._tokenizer, self._autocast, self.processes.index, self._replays
+            args, self._tokenizer, self._autocast, self.processes.index, self._replays
         )
         self._collect = Collector(
             self._respond_by(),
@@ -270,7 +287,7 @@ class OnlineTrainer(
             penalties,
             self.processes,
             self._ready,
-            NonFiniteNumbers(self.args.on_nonfinite, counts=False),
+            NonFiniteNumbers(args.on_nonfinite, counts=False),
             lambda: {
                 "trainer_state": self.state,
                 "log_extra": self._noted.note_column,
@@ -279,17 +296,15 @@ class OnlineTrainer(
             self._noted.take_columns,
         )
         self._ledger: GenerationLedger | None = None
-        if self.args.ledger and self.processes.is_main:
+        if args.ledger and self.processes.is_main:
             self._ledger = GenerationLedger(
-                RunFolder(str(self.args.output_dir)),
+                RunFolder(str(args.output_dir)),
                 self.temperature,
-                self.args.to_dict(),
-                self.args.generation_arguments,
+                args.to_dict(),
+                args.generation_arguments,
                 self.own_code(),
             )
         self._loss = self._make_loss()
-        self.model.add_model_tags([*self._tag_names, "fastrl"])
-        warn_of_lost_steps(self.args, self.model, stacklevel=3)
 
     def _autocast(self) -> Any:
         return self.compute_loss_context_manager()
@@ -808,6 +823,13 @@ class OnlineTrainer(
 def asked_of(rows: Sequence[Mapping[str, Any]]) -> Prompts:
     """The prompts of rows, whose other columns go to environments and reward functions."""
     return Prompts.of_rows(rows, [row.get("prompt") for row in rows])
+
+
+def further_prompts(args: Any, data: Any) -> PromptStream | None:
+    """The prompts of dynamic sampling; None without it."""
+    if not args.dynamic_sampling_rounds:
+        return None
+    return PromptStream(len(data), seed_at(args.seed, "further prompts") % 2**32)
 
 
 def _as_it_is(rows: list[Any]) -> list[Any]:
