@@ -158,18 +158,16 @@ class RolloutFunction:
             check_prompt(prompt, f"prompt {i}")
         given = self.function(copy.deepcopy(said), self.trainer)
         found = rolled_out(given, len(said), self.model, self.reserved)
-        texts = as_texts(self.decode, said, found.prompt_ids, found.completion_ids)
+        texts = as_texts(self.decode, said, found.prompt_ids, found.sequences)
         prompts = asked.prompts.with_ids(found.prompt_ids, self.tokenizer)
         prompts = replace(prompts, columns={**prompts.columns, **found.columns})
         return replace(
-            prompts.as_samples(),
-            sequences=found.completion_ids,
-            finish_reasons=[self._finish_reason(ids.tolist()) for ids in found.completion_ids],
-            logprobs=found.logprobs,
+            found,
+            **prompts.as_samples().known(),
+            finish_reasons=[self._finish_reason(ids.tolist()) for ids in found.sequences],
             temperature=self.temperature,
             texts=texts,
             completions=list(map(as_answer, said, texts)),
-            masks=found.masks,
         )
 
     def _finish_reason(self, ids: list[int]) -> str:
@@ -214,17 +212,8 @@ class Conversations:
         templates = prompts.templates(self.loop.chat.template)
         found = self.loop(sample, prompts.said, boxes, templates)
         prompts = prompts.with_ids(found.prompt_ids, self.loop.chat.tokenizer)
-        return replace(
-            prompts.as_samples(),
-            sequences=found.completion_ids,
-            finish_reasons=found.finish_reasons,
-            logprobs=found.logprobs,
-            temperature=self.loop.temperature,
-            texts=list(map(self.sampled.decode, found.prompt_ids, found.completion_ids)),
-            completions=found.completions,
-            masks=found.masks,
-            tool_calls=found.tool_calls,
-        )
+        texts = list(map(self.sampled.decode, found.prompt_ids, found.sequences))
+        return replace(found, **prompts.as_samples().known(), texts=texts)
 
 
 @dataclass(frozen=True)

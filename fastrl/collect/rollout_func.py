@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,25 +12,17 @@ from torch import Tensor
 from fastrl.data.columns import REWARD_ARGUMENTS
 from fastrl.data.vocabulary import embedding_rows
 from fastrl.models.layout import layout_of
+from fastrl.samples import Samples
 
 _OF_ROLLOUTS = ("prompt_ids", "completion_ids", "logprobs")
 _ROUNDING = 0.01  # by which engines' log-probs may lie above 0
 
 
-class RolledOut(NamedTuple):
-    """What a ``rollout_func`` has returned, a row for each response."""
-
-    prompt_ids: list[Tensor]
-    completion_ids: list[Tensor]
-    masks: list[Tensor] | None  # bool: the tokens that the policy wrote; None: all
-    logprobs: list[Tensor] | None
-    columns: dict[str, list[Any]]  # further ones, for reward functions
-
-
 def rolled_out(
     output: dict[str, Any], count: int, model: Any, reserved: Sequence[str] = REWARD_ARGUMENTS
-) -> RolledOut:
-    """What a ``rollout_func`` has returned for some prompts.
+) -> Samples:
+    """What a ``rollout_func`` has returned for some prompts; its columns are those that it returned
+    for reward functions.
 
     Args:
         count: of the prompts.
@@ -103,7 +95,7 @@ def rolled_out(
                 "keyword, and would replace it: return it by another name"
             )
     columns = {k: x if isinstance(x, list) else [x] * count for k, x in output.items()}
-    return RolledOut(prompts, responses, written, logprobs, columns)
+    return Samples(responses, prompt_ids=prompts, masks=written, logprobs=logprobs, columns=columns)
 
 
 def _token_ids(name: str, rows: Iterable[Any], vocabulary: int) -> list[Tensor]:

@@ -9,7 +9,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -138,18 +138,6 @@ async def _caught(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return error
 
 
-class Conversed(NamedTuple):
-    """Responses with what tools said in between. Tensors of a response are as long as that."""
-
-    prompt_ids: list[Tensor]
-    completion_ids: list[Tensor]
-    completions: list[list[dict[str, Any]]]  # messages of the assistant and of tools
-    masks: list[Tensor]  # bool: the tokens that the policy wrote
-    logprobs: list[Tensor] | None  # fp32; 0 at tokens of tools
-    finish_reasons: list[str]  # of the last turns
-    tool_calls: list[ToolCalls]  # of which those fail that are unreadable, unknown or raise
-
-
 @dataclass
 class _Conversation:
     """One response as it grows."""
@@ -219,8 +207,10 @@ class ToolLoop:
         prompts: Sequence[Any],
         boxes: Sequence[Toolbox],
         templates: Sequence[Mapping[str, Any]] = (),
-    ) -> Conversed:
-        """
+    ) -> Samples:
+        """Responses with what tools said in between: log-probs are 0 at tools' tokens, the finish
+        reasons are those of the last turns, and calls fail that are unreadable, unknown or raise.
+
         Args:
             prompts: chats.
             boxes: the tools of each, in the place of a column ``tools``.
@@ -253,14 +243,15 @@ class ToolLoop:
                 sequences = [talks[i].sequence for i in going]
                 output = sample(sequences, going, turn, list(limits.values()))
                 known = self._add([talks[i] for i in going], output) and known
-        return Conversed(
-            [talk.prompt for talk in talks],
-            [torch.tensor(talk.ids, dtype=torch.long) for talk in talks],
-            [talk.messages for talk in talks],
-            [torch.tensor(talk.mask, dtype=torch.bool) for talk in talks],
-            [torch.cat(talk.logprobs) for talk in talks] if known else None,
-            [talk.finish_reason for talk in talks],
-            [
+        return Samples(
+            prompt_ids=[talk.prompt for talk in talks],
+            sequences=[torch.tensor(talk.ids, dtype=torch.long) for talk in talks],
+            completions=[talk.messages for talk in talks],
+            masks=[torch.tensor(talk.mask, dtype=torch.bool) for talk in talks],
+            logprobs=[torch.cat(talk.logprobs) for talk in talks] if known else None,
+            temperature=self.temperature,
+            finish_reasons=[talk.finish_reason for talk in talks],
+            tool_calls=[
                 ToolCalls(talk.called + (not talk.readable), talk.failed + (not talk.readable))
                 for talk in talks
             ],

@@ -102,7 +102,7 @@ def test_a_rows_arguments_reach_its_prompt_and_what_stands_behind_results() -> N
     prompts = made.batch_decode(found.prompt_ids)
     assert [text.count("sad") for text in prompts] == [1, 0]
     assert all("multiply" in text and "elsewhere" not in text for text in prompts)
-    said = made.batch_decode(found.completion_ids)
+    said = made.batch_decode(found.sequences)
     assert [text.count("<|start|>assistant\nsad") for text in said] == [1, 0]
 
 
@@ -124,12 +124,12 @@ def test_results_stand_behind_the_calls_and_are_masked() -> None:
         {"role": "assistant", "content": "It is 12"},
     ]
     assert found.completions == [said, [{"role": "assistant", "content": "Twelve"}]]
-    whole = TOKENIZER.decode([*found.prompt_ids[0].tolist(), *found.completion_ids[0].tolist()])
+    whole = TOKENIZER.decode([*found.prompt_ids[0].tolist(), *found.sequences[0].tolist()])
     tools = {"tools": Toolbox([multiply]).schemas}
     written = render([*PROMPT, *said], TOKENIZER, template=tools).rstrip("\n")
     # What the policy wrote stays as it is: the template leaves out the blank.
     assert whole.replace("Wait: ", "Wait:") == written
-    mask, ids = found.masks[0], found.completion_ids[0]
+    mask, ids = found.masks[0], found.sequences[0]
     tail = len(TOKENIZER(text=answer)["input_ids"])
     assert TOKENIZER.decode(ids[~mask].tolist()) == (
         "\n<|start|>tool\n12<|end|>\n<|start|>assistant\n"
@@ -203,14 +203,14 @@ def test_limits_end_a_conversation() -> None:
     assert [m["role"] for m in found.completions[0]] == ["assistant", "tool"] * 2 + ["assistant"]
     assert totals(found)[0] == 2
     whole = converse(Script([again], ["Done<|end|>"]), [multiply])
-    length, answer = len(whole.completion_ids[0]), len("Done$")
+    length, answer = len(whole.sequences[0]), len("Done$")
     prompt = len(whole.prompt_ids[0])
     # A result that leaves no token for an answer is left out with its turn.
     for room, roles in ((length - answer, 1), (length - answer + 1, 3)):
         for limits in ({"most_tokens": room}, {"context": prompt + room}):
             found = converse(Script([again, again], ["Done<|end|>"] * 2), [multiply], **limits)
             assert [len(said) for said in found.completions] == [roles] * 2
-            assert len(found.completion_ids[0]) == (room if roles == 3 else len(found.masks[0]))
+            assert len(found.sequences[0]) == (room if roles == 3 else len(found.masks[0]))
             assert totals(found)[0] == 2
 
 
