@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.experience import LogprobsAndValues, Minibatch
+from fastrl.learn.experience import Minibatch
 from fastrl.models.host_memory import to_device
 from fastrl.samples import Samples
 from fastrl_kernels.policy_losses import at_tokens, sequence_sums
@@ -126,20 +126,20 @@ def _share(chosen: Tensor, mask: Tensor) -> Tensor:
 
 
 def sampler_logprobs(
-    rollout: Samples | None, known: Sequence[LogprobsAndValues] | None, temperature: float
+    rollout: Samples | None, known: list[Tensor] | None, temperature: float
 ) -> list[Tensor] | None:
     """The sampler's log-probs of each response, where they are known.
 
     Args:
         rollout: that the responses come from, where it was given.
-        known: what this trainer's own rollouts found, where these are its responses.
+        known: those of this trainer's own rollouts, where these are its responses.
         temperature: of the policy.
 
     Raises:
         ValueError: numbers that are no log-probs.
     """
     if rollout is None:
-        return None if known is None else [each.logprobs for each in known]
+        return known
     found = rollout.logprobs_at(temperature)
     if found is None:
         return None

@@ -107,13 +107,6 @@ class LastExperience(NamedTuple):
         return advantages.numpy(), self.mask.sum(-1).numpy()
 
 
-class LogprobsAndValues(NamedTuple):
-    """Log-probs and values of tokens under the policy that generated them."""
-
-    logprobs: Tensor  # [N], [L] of one response, or [B, T-1]
-    values: Tensor  # the same
-
-
 class Minibatch(NamedTuple):
     """Some samples of a batch, without the padding that none of them needs."""
 

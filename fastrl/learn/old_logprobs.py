@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.experience import LogprobsAndValues, Scored
+from fastrl.learn.experience import Scored
 from fastrl.learn.scorer import Scorer
 from fastrl.models.host_memory import to_device
 from fastrl.samples import Samples
@@ -32,41 +33,39 @@ class OldLogprobs:
     def __init__(self, kind: str, scorer: Scorer):
         self.kind, self.scorer = kind, scorer
 
-    def check(self, rollout: Sequence[LogprobsAndValues] | None) -> None:
+    def check(self, samples: Samples) -> None:
         """
         Raises:
             ValueError: log-probs of the rollout are required and not known.
         """
-        if self.kind == "rollout" and rollout is None:
+        if self.kind == "rollout" and samples.old_logprobs is None:
             raise ValueError(
                 "old_logprobs='rollout', but not all responses come from this trainer's generate() "
                 "under the current weights: pass what generated them as rollout=, or set "
                 "old_logprobs to 'auto'"
             )
 
-    def __call__(
-        self, batch: TokenBatch, rollout: Sequence[LogprobsAndValues] | None
-    ) -> tuple[Scored, dict[str, float]]:
+    def __call__(self, batch: TokenBatch, samples: Samples) -> tuple[Scored, dict[str, float]]:
         """The scored batch, and statistics.
 
         Args:
-            rollout: of each response, where they are known from its generation.
+            samples: with old log-probs and values, where they are known from the generation.
         """
-        if self.kind == "recompute" or rollout is None:
+        if self.kind == "recompute" or samples.old_logprobs is None:
             return self.scorer(batch), {"rollout/reused": 0.0}
         taken = {"rollout/reused": 1.0}
-        statistics = taken if self.kind == "rollout" else self._audit(batch, rollout)
-        reused = _joined(batch, rollout) if statistics["rollout/reused"] else None
+        statistics = taken if self.kind == "rollout" else self._audit(batch, samples)
+        reused = _joined(batch, samples) if statistics["rollout/reused"] else None
         return self.scorer(batch, reused), statistics
 
-    def _audit(self, batch: TokenBatch, rollout: Sequence[LogprobsAndValues]) -> dict[str, float]:
+    def _audit(self, batch: TokenBatch, samples: Samples) -> dict[str, float]:
         """Compares a few samples with a forward of the policy."""
         chosen = audited(batch.counting() or range(len(batch)))
         part = batch.select(chosen)
         counting = part.response_mask.flatten().nonzero()[:, 0]
         where = to_device(counting, part.input_ids.device)
         expected = torch.stack([x.flatten()[where] for x in self.scorer.policy_scores(part)])
-        difference = (torch.stack(_joined(part, [rollout[i] for i in chosen])) - expected).abs()
+        difference = (torch.stack(_joined(part, samples.select(chosen))) - expected).abs()
         kind, tolerance = TOLERANCES.get(self.scorer.precision, LOW_PRECISION)
         # Values have a scale of their own.
         relative = difference / expected.abs().clamp(min=1)
@@ -87,32 +86,25 @@ def audited(samples: Sequence[int]) -> list[int]:
     return [samples[i * len(samples) // number] for i in range(number)]
 
 
-def rollout_logprobs(
-    rollout: Samples, policy: nn.Module, temperature: float
-) -> list[LogprobsAndValues] | None:
-    """Log-probs and values of a rollout's sequences; None where it lacks one of them."""
+def known_of(rollout: Samples, policy: nn.Module, temperature: float) -> Samples:
+    """A rollout's columns that an update reads; with its log-probs and values as the old ones, or
+    neither, of a policy that is about to learn and drew the rollout."""
     logprobs, values = rollout.logprobs_at(temperature), rollout.values
     if values is None and logprobs is not None and getattr(policy, "v_head", None) is None:
         values = [torch.zeros_like(x) for x in logprobs]  # every value of such a policy
     if logprobs is None or values is None:
-        return None
-    return list(map(LogprobsAndValues, logprobs, values))
+        logprobs = values = None
+    return replace(rollout.to_learn(), old_logprobs=logprobs, values=values)
 
 
-def known_logprobs(samples: Samples) -> list[LogprobsAndValues] | None:
-    """Log-probs and values of each response by the policy that is about to learn; None where they
-    are not known."""
-    if samples.old_logprobs is None or samples.values is None:
-        return None
-    return list(map(LogprobsAndValues, samples.old_logprobs, samples.values))
-
-
-def _joined(batch: TokenBatch, rollout: Sequence[LogprobsAndValues]) -> LogprobsAndValues:
-    """Of all responses, [N], in the order of ``batch.rows()``."""
+def _joined(batch: TokenBatch, samples: Samples) -> tuple[Tensor, Tensor]:
+    """Old log-probs and values of all responses, [N], in the order of ``batch.rows()``."""
+    assert samples.old_logprobs is not None
+    assert samples.values is not None
     mask = batch.mask_of_responses()
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
         on_host = torch.cat(list(tensors)).float().to(mask.device)[mask]
         return to_device(on_host, batch.input_ids.device)
 
-    return LogprobsAndValues(*map(join, zip(*rollout, strict=True)))
+    return join(samples.old_logprobs), join(samples.values)

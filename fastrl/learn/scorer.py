@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data.token_batch import ModelPass, Padded, TokenBatch
-from fastrl.learn.experience import LogprobsAndValues, Scored, kl_operands
+from fastrl.learn.experience import Scored, kl_operands
 from fastrl.learn.kl import KLPenalty
 from fastrl.learn.memory import MicroBatches, PositionCount
 from fastrl.models.routing import without_routing
@@ -58,12 +58,18 @@ class Scorer:
         self.positions = PositionCount()
 
     @torch.no_grad()
-    def __call__(self, batch: TokenBatch, rollout: LogprobsAndValues | None = None) -> Scored:
-        """With ``rollout``, of the response tokens, the policy itself is not run."""
-        if rollout is None:
+    def __call__(self, batch: TokenBatch, known: tuple[Tensor, Tensor] | None = None) -> Scored:
+        """What policy and reference say.
+
+        Args:
+            known: log-probs and values of the response tokens, [N] each, with which the policy
+                itself is not run.
+        """
+        if known is None:
             return Scored(**self._in_passes(batch, self._score))
-        known = {name: batch.scatter(x, batch.rows()) for name, x in rollout._asdict().items()}
-        return Scored(**{**known, **self._in_passes(batch, self._score_reference)})
+        logprobs, values = (batch.scatter(x, batch.rows()) for x in known)
+        found = {"values": values, **self._in_passes(batch, self._score_reference)}
+        return Scored(logprobs, **found)
 
     @torch.no_grad()
     def kl_operands(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -94,10 +100,10 @@ class Scorer:
         columns = zip(found, every.unbind(1), strict=True)
         return {name: batch.scatter(x, rows) for name, x in columns}
 
-    def policy_scores(self, batch: TokenBatch) -> LogprobsAndValues:
-        """By the policy alone, each [B, T-1]."""
+    def policy_scores(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and values by the policy alone, each [B, T-1]."""
         found = scored_in_parts(self.policy, batch, self.limit, temperature=self.temperature)
-        return LogprobsAndValues(found["logprobs"], found["values"])
+        return found["logprobs"], found["values"]
 
     def _score_reference(self, part: TokenBatch) -> dict[str, Tensor]:
         model_pass = part.model_pass

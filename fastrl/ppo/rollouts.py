@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from fastrl.config import PPOConfig
 from fastrl.data.batch import on_host
 from fastrl.data.prompt_ids import check_tensors
-from fastrl.learn.experience import LogprobsAndValues
-from fastrl.learn.old_logprobs import rollout_logprobs
+from fastrl.learn.old_logprobs import known_of
 from fastrl.models.host_memory import to_device
 from fastrl.models.layout import layout_of
 from fastrl.models.routing import replays
@@ -177,33 +177,25 @@ class Rollouts:
         """A response as text, without special tokens."""
         return self.layout.decode(self.tokenizer, prompt, response)
 
-    def logprobs(
+    def known(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: Samples | None
-    ) -> list[LogprobsAndValues] | None:
-        """Log-probs and values of responses, from the ``rollout`` that generated them, else from
-        the memory; None where those of one response are not known.
+    ) -> Samples:
+        """What the policy has said of responses, from the ``rollout`` that generated them, else
+        from the memory: old log-probs and values, unless those of one response are not known, and
+        the experts' choices where they are replayed.
 
         Raises:
-            ValueError: the responses are not the rollout's sequences.
+            ValueError: the responses are not the rollout's sequences; choices that are to be
+                replayed are not known.
         """
         if rollout is None:
-            return self.memory.find(queries, responses)
-        _check_sequences(rollout, responses)
-        return rollout_logprobs(rollout, self.memory.policy, self.config.temperature)
-
-    def experts(
-        self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: Samples | None
-    ) -> list[Tensor] | None:
-        """The experts' choices of responses, found as :meth:`logprobs`; None where they are not
-        replayed.
-
-        Raises:
-            ValueError: they are not known.
-        """
+            found = self.memory.find(queries, responses)
+        else:
+            _check_sequences(rollout, responses)
+            found = known_of(rollout, self.memory.policy, self.config.temperature)
         if not self.replays:
-            return None
-        found = self.memory.experts(queries, responses) if rollout is None else rollout.experts
-        if found is None:
+            return found.without("experts")
+        if found.experts is None:
             raise ValueError(
                 "replay_routing: the experts' choices of these responses are not known: pass the "
                 "rollout= of an engine that keeps them (RolloutEngine(keep_experts=True)), let "
@@ -348,8 +340,8 @@ def _shown(change: Change) -> str:
 
 
 class RolloutMemory:
-    """Log-probs and values of responses of the policy, softmax(logits / temperature), until its
-    weights change."""
+    """Log-probs and values of responses of the policy, softmax(logits / temperature), and experts'
+    choices, until its weights change."""
 
     def __init__(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, temperature: float = 1.0
@@ -358,45 +350,33 @@ class RolloutMemory:
         # Fused steps change no version counter. A step may fail halfway: so the hook comes before.
         optimizer.register_step_pre_hook(lambda *_: self._forget())
         self._version: tuple[int, int] | None = None
-        self._known: dict[tuple[bytes, bytes], LogprobsAndValues] = {}
-        self._experts: dict[tuple[bytes, bytes], Tensor] = {}
+        # Samples, and the place of each response among them.
+        self._known: dict[tuple[bytes, bytes], tuple[Samples, int]] = {}
 
     def keep(self, prompts: Sequence[Tensor], output: Samples) -> None:
         """Keeps those of samples, one per prompt."""
-        known = rollout_logprobs(output, self.policy, self.temperature)
-        if known is None:
+        known = known_of(output, self.policy, self.temperature)
+        if known.old_logprobs is None:
             return
         self._forget_other_weights()
-        for prompt, sequence, found in zip(prompts, output.sequences, known, strict=True):
-            self._known[_key(prompt, sequence)] = found
-        for prompt, sequence, own in zip(
-            prompts, output.sequences, output.experts or (), strict=False
-        ):
-            self._experts[_key(prompt, sequence)] = own
+        for i, both in enumerate(zip(prompts, output.sequences, strict=True)):
+            self._known[_key(*both)] = known, i
         for oldest in list(self._known)[: max(0, len(self._known) - REMEMBERED)]:
             del self._known[oldest]
-            self._experts.pop(oldest, None)
 
-    def find(
-        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
-    ) -> list[LogprobsAndValues] | None:
-        """Those of each response; None unless all were generated here, token for token, with the
-        current weights."""
+    def find(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> Samples:
+        """Those of all responses; without columns unless all were generated here, token for token,
+        with the current weights."""
         self._forget_other_weights()
         found = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
-        return None if None in found else found  # type: ignore[return-value]
-
-    def experts(
-        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
-    ) -> list[Tensor] | None:
-        """The experts' choices of each response, likewise."""
-        self._forget_other_weights()
-        found = [self._experts.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
-        return None if any(x is None for x in found) else found  # type: ignore[return-value]
+        rows = [x for x in found if x is not None]
+        if len(rows) < len(found):
+            return Samples()
+        runs = [list(run) for _, run in itertools.groupby(rows, lambda row: id(row[0]))]
+        return Samples.joined([run[0][0].select([i for _, i in run]) for run in runs])
 
     def _forget(self) -> None:
         self._known.clear()
-        self._experts.clear()
 
     def _forget_other_weights(self) -> None:
         version = weights_version(self.policy)

@@ -120,30 +120,27 @@ class StepInputs:
         with self.processes.together():
             data.check_batch_size(queries, responses, self.size)
             queries, responses, masks = data.on_host(queries, responses, masks)
-            known = self.rollouts.logprobs(queries, responses, rollout)
-            experts = self.rollouts.experts(queries, responses, rollout)
+            known = self.rollouts.known(queries, responses, rollout)
             starts = self.batches.starts(responses)
             totals, of_tokens = data.check_scores(scores, self.size, responses, masks, starts)
             of_tokens = of_tokens if self.per_token else None
             self.scores.check(of_tokens is not None)
             sampled = None
             if self.reads_sampler:
-                sampled = sampler_logprobs(rollout, known, self.temperature)
+                sampled = sampler_logprobs(rollout, known.old_logprobs, self.temperature)
             reasons: Any = None if rollout is None else rollout.finish_reasons
             nan = self._nan_samples(queries, rollout)
-            own = Samples(
+            own = replace(
+                known,
                 prompt_ids=queries,
                 sequences=responses,
                 rewards=totals,
                 masks=masks,
                 weights=self._weights(data.check_weights(weights, self.size, self.device), rollout),
-                old_logprobs=None if known is None else [x.logprobs for x in known],
-                values=None if known is None else [x.values for x in known],
                 left_out=[i in nan for i in range(len(queries))],
                 finish_reasons=reasons,
                 sampler_logprobs=sampled,
                 token_scores=of_tokens,
-                experts=experts,
             )
         samples = own.gathered(self.processes, tokens=True)
         check_a_sample_is_left(sum(samples.left_out), len(samples))

@@ -29,7 +29,7 @@ from fastrl.learn.experience import Experience, LastExperience
 from fastrl.learn.kl import make_kl_penalty, warn_of_negative_kl
 from fastrl.learn.memory import Activations
 from fastrl.learn.nonfinite import NonFiniteExperience, NonFiniteNumbers
-from fastrl.learn.old_logprobs import OldLogprobs, known_logprobs
+from fastrl.learn.old_logprobs import OldLogprobs
 from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
 from fastrl.learn.scorer import Scorer, check_tokens
 from fastrl.learn.update import Update
@@ -401,7 +401,7 @@ class PPOTrainer(ClassicMethods, MemoryPlanning):
         clock = start_clock(self.current_device)
         with self._evaluating(), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
-                scored, reuse_stats = self.score_or_reuse(batch, known_logprobs(given))
+                scored, reuse_stats = self.score_or_reuse(batch, given)
                 sampler_weights: Tensor | None = None
                 sampler_stats: dict[str, Tensor] = {}
                 if self.sampler_correction is not None:
@@ -480,7 +480,7 @@ class PPOTrainer(ClassicMethods, MemoryPlanning):
         if self.critic is not None:
             self.critic.unwrapped.check_lengths(batch.lengths)
         self.advantages.check(given.prompt_ids)
-        self.score_or_reuse.check(known_logprobs(given))
+        self.score_or_reuse.check(given)
         if self.sampler_correction is not None:
             self.sampler_correction.check(given.sampler_logprobs)
 

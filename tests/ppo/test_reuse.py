@@ -116,8 +116,8 @@ def test_the_latest_samples_alone_are_remembered(monkeypatch):
     queries = [query + 1 for query in old]
     responses = trainer.generate(queries, return_prompt=False, **SAMPLING)
     assert len(trainer.rollouts.memory._known) == 6
-    assert trainer.rollouts.memory.find(queries, responses) is not None
-    assert trainer.rollouts.memory.find(*first[:2]) is None
+    assert trainer.rollouts.memory.find(queries, responses).old_logprobs is not None
+    assert trainer.rollouts.memory.find(*first[:2]).old_logprobs is None
 
 
 def test_a_rollout_may_be_handed_over(policy_scores):

@@ -184,7 +184,7 @@ def test_rollouts_are_forgotten_where_an_optimizer_step_fails(monkeypatch):
     with pytest.raises(Failure):
         trainer.step(queries, responses, scores)
     monkeypatch.undo()
-    assert trainer.rollouts.memory.find(queries, responses) is None
+    assert trainer.rollouts.memory.find(queries, responses).old_logprobs is None
     assert trainer.step(queries, responses, scores)["ppo/optimizer_steps"] == 1
 
 
