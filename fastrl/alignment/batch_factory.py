@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from fastrl.alignment.annotator import RESERVED
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.responses import (
-    Answered,
     ResponseSampler,
     compare_responses,
     score_responses,
@@ -23,6 +22,7 @@ from fastrl.data.columns import FEEDBACK, PAIRS, check_reserved
 from fastrl.data.examples import Example
 from fastrl.rollout import SamplingParams
 from fastrl.run.random_state import seed_at
+from fastrl.samples import Samples
 from fastrl.settings import typed_arguments
 
 
@@ -105,7 +105,6 @@ class BatchFactory:
         self.taken = 0  # batches made so far
         self.sampler: ResponseSampler | None = None
         # Online, what answers prompts and judges the responses; a replay puts itself there.
-        self.answer: Callable[[Sequence[Example], Sequence[int] | None], Answered]
         self.answer = self._sampled_and_judged
         if engine is not None and self.task.online:
             self.sample_with(engine)
@@ -223,18 +222,21 @@ class BatchFactory:
         pad = self.tokenizer.pad_token_id
         if not self.task.online:
             return Batch([replace(e, rewards=self._rewards_in_data(e)) for e in examples], pad)
-        found = self.answer(examples, ids)
-        batch, n = Batch(found.examples, pad), self.task.generations
-        batch.rollout = found.rollout
-        if found.scores is not None:  # as precise as rewards are, and as a ledger has them
-            batch.scores = [torch.tensor(side).float().tolist() for side in found.scores]
-        if found.rollout.logprobs_t1 is not None:
-            batch.rollout_logprobs = [found.rollout.logprobs_t1[i::n] for i in range(n)]
+        judged, scores, rollout = self.answer(examples, ids)
+        batch, n = Batch(judged, pad), self.task.generations
+        batch.rollout = rollout
+        if scores is not None:  # as precise as rewards are, and as a ledger has them
+            batch.scores = [torch.tensor(side).float().tolist() for side in scores]
+        if rollout.logprobs_t1 is not None:
+            batch.rollout_logprobs = [rollout.logprobs_t1[i::n] for i in range(n)]
         return batch
 
     def _sampled_and_judged(
         self, examples: Sequence[Example], ids: Sequence[int] | None
-    ) -> Answered:
+    ) -> tuple[list[Example], list[list[float]] | None, Samples]:
+        """The examples with responses and their rewards; the annotator's scores, B numbers for each
+        response to a prompt, or None where it only compares; and what the engine returned, whose
+        sequences follow the examples' order."""
         if self.sampler is None:
             raise ValueError(
                 f"no engine generates the responses of {self.task.name}: pass "
@@ -244,7 +246,7 @@ class BatchFactory:
         seed = self.draws if self.params.seed is None else None
         sampled, output = self.sampler(examples, n, seed, ids)
         judge = score_responses if n == 1 else compare_responses
-        return Answered(*judge(self.annotator, sampled), output)
+        return *judge(self.annotator, sampled), output
 
     def _rewards_in_data(self, example: Example) -> tuple[float, ...] | None:
         if not self.task.rewards:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from fastrl.alignment.records import deciding, sampling_of
-from fastrl.alignment.responses import Answered
 from fastrl.alignment.trainer import Trainer
 from fastrl.collect.replayed import Replayed, ReplayedSample, compared, recorded_rollout
 from fastrl.data.examples import Example, Response
 from fastrl.run.ledger import PER_FUNCTION
+from fastrl.samples import Samples
 from fastrl.trainers.replaying import Drawn, Player
 
 
@@ -70,7 +70,9 @@ class _BatchPlayer(Player):
         finally:
             factory.answer, args.ledger, args.log_completions = own
 
-    def __call__(self, examples: Sequence[Example], ids: Sequence[int] | None) -> Answered:
+    def __call__(
+        self, examples: Sequence[Example], ids: Sequence[int] | None
+    ) -> tuple[list[Example], list[list[float]] | None, Samples]:
         number, size = self.trainer.factory.taken + 1, self.trainer.factory.task.generations
         rows = self.rows(number)
         if [list(e.prompt_ids) for e in examples] != [row["prompt_ids"] for row in rows[::size]]:
@@ -88,7 +90,7 @@ class _BatchPlayer(Player):
         if names and not all(math.isnan(row[names[0]]) for row in rows):
             known = [0.0 if math.isnan(row[names[0]]) else row[names[0]] for row in rows]
             scores = [known[side::size] for side in range(size)]
-        return Answered(judged, scores, recorded_rollout(rows, 1.0))
+        return judged, scores, recorded_rollout(rows, 1.0)
 
     def _drawn(
         self, examples: Sequence[Example], ids: Sequence[int] | None, rows: list[dict[str, Any]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,21 +15,6 @@ from fastrl.data.examples import Example, Response
 from fastrl.models.layout import layout_of
 from fastrl.rollout import GenerateEngine, SamplingParams
 from fastrl.samples import Samples
-
-
-class Answered(NamedTuple):
-    """Examples with responses that were sampled and judged.
-
-    Attributes:
-        examples: with their rewards.
-        scores: the annotator's, B numbers for each response to a prompt; None where it only
-            compares.
-        rollout: what the engine returned; its sequences follow the examples' order.
-    """
-
-    examples: list[Example]
-    scores: list[list[float]] | None
-    rollout: Samples
 
 
 class ResponseSampler:
