@@ -181,6 +181,10 @@ class Samples:
 
     take = select
 
+    def repeated(self, times: int) -> Samples:
+        """Each sample ``times`` times in a row."""
+        return self.select([i for i in range(len(self)) for _ in range(times)])
+
     def split(self, sizes: Sequence[int]) -> list[Samples]:
         """Parts of so many samples, one after the other."""
         ends = torch.tensor(sizes).cumsum(0).tolist()

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from fastrl.collect.respond import Asked, Respond
-from fastrl.data.prompts import Prompts
 from fastrl.learn.dynamic_sampling import DynamicSampling
 from fastrl.learn.nonfinite import NonFiniteNumbers, samples_left_out
 from fastrl.learn.penalties import Penalties
@@ -110,7 +109,7 @@ class Collector:
         resampling: DynamicSampling,
         groups: int,
         take: Callable[[int], list[int]],
-        prompts_of: Callable[[list[int]], Prompts],
+        prompts_of: Callable[[list[int]], Samples],
         seed: int,
     ) -> tuple[Samples, dict[int, int], dict[str, float]]:
         """With groups of new prompts in the place of those without a spread of scores, see

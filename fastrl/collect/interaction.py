@@ -67,8 +67,8 @@ class Interaction:
             ValueError: a prompt that is no chat, named.
         """
         if self:
-            warn_of_schemas(prompts.columns)
-        for said, row in zip(prompts.said, prompts.rows, strict=True):
+            warn_of_schemas(prompts.samples.columns)
+        for said, row in zip(prompts.samples.prompts, prompts.samples.prompt_rows, strict=True):
             if self and not is_chat(said):
                 raise ValueError(
                     f"{prompts.name_of(row)} is {said!r:.80}: tools and environments need prompts "

@@ -13,8 +13,8 @@ from torch import Tensor
 from fastrl.collect.environments import Environments
 from fastrl.collect.rollout_func import rolled_out
 from fastrl.collect.tools import Toolbox, ToolLoop
-from fastrl.data.chat import TextOrMessages, as_answer, check_prompt
-from fastrl.data.prompts import Prompts
+from fastrl.data.chat import TextOrMessages, as_answer, check_prompt, templates_of
+from fastrl.data.prompts import with_prompt_ids
 from fastrl.rewards.calls import EventLoop
 from fastrl.rollout.backends import Request
 from fastrl.samples import Samples
@@ -23,7 +23,7 @@ from fastrl.samples import Samples
 class Asked(NamedTuple):
     """Prompts that are to be answered."""
 
-    prompts: Prompts  # one for each response
+    prompts: Samples  # one for each response
     size: int  # responses to a prompt, one after the other
     keys: Sequence[int]  # of the draws for each prompt, in the batch of all processes
     seed: int
@@ -74,7 +74,7 @@ class Sampled:
     run: Callable[[Request], Samples]
     arguments: Mapping[str, Any]
     decode: Callable[[Tensor, Tensor], str]
-    encode: Callable[[Prompts], Prompts] | None = None
+    encode: Callable[[Samples], Samples] | None = None
     batch_size: int | None = None  # prompts per call of ``model.generate``; None: all
 
     keeps_prompts = True
@@ -83,15 +83,15 @@ class Sampled:
         if self.encode is not None:
             asked = asked._replace(prompts=self.encode(asked.prompts))
         prompts = asked.prompts
-        output = self.sample(prompts.ids, asked.size, asked.keys, asked.seed)
+        output = self.sample(prompts.prompt_ids, asked.size, asked.keys, asked.seed)
         responses = [x.cpu() for x in output.sequences]
-        texts = as_texts(self.decode, prompts.said, prompts.ids, responses)
+        texts = as_texts(self.decode, prompts.prompts, prompts.prompt_ids, responses)
         return replace(
             output,
-            **prompts.as_samples().known(),
+            **prompts.known(),
             sequences=responses,
             texts=texts,
-            completions=list(map(as_answer, prompts.said, texts)),
+            completions=list(map(as_answer, prompts.prompts, texts)),
         )
 
     def sample(
@@ -153,17 +153,17 @@ class RolloutFunction:
     keeps_prompts = False
 
     def __call__(self, asked: Asked) -> Samples:
-        said = asked.prompts.said
+        said = asked.prompts.prompts
         for i, prompt in enumerate(said):
             check_prompt(prompt, f"prompt {i}")
         given = self.function(copy.deepcopy(said), self.trainer)
         found = rolled_out(given, len(said), self.model, self.reserved)
         texts = as_texts(self.decode, said, found.prompt_ids, found.sequences)
-        prompts = asked.prompts.with_ids(found.prompt_ids, self.tokenizer)
+        prompts = with_prompt_ids(asked.prompts, found.prompt_ids, self.tokenizer)
         prompts = replace(prompts, columns={**prompts.columns, **found.columns})
         return replace(
             found,
-            **prompts.as_samples().known(),
+            **prompts.known(),
             finish_reasons=[self._finish_reason(ids.tolist()) for ids in found.sequences],
             temperature=self.temperature,
             texts=texts,
@@ -209,11 +209,12 @@ class Conversations:
             own = asked.seed ^ turn << 32
             return self.sampled.further(ids, [numbers[i] for i in which], limits, own)
 
-        templates = prompts.templates(self.loop.chat.template)
-        found = self.loop(sample, prompts.said, boxes, templates)
-        prompts = prompts.with_ids(found.prompt_ids, self.loop.chat.tokenizer)
+        chat, said = self.loop.chat, prompts.prompts
+        templates = templates_of(said, prompts.columns, prompts.prompt_rows, chat.template)
+        found = self.loop(sample, said, boxes, templates)
+        prompts = with_prompt_ids(prompts, found.prompt_ids, chat.tokenizer)
         texts = list(map(self.sampled.decode, found.prompt_ids, found.sequences))
-        return replace(found, **prompts.as_samples().known(), texts=texts)
+        return replace(found, **prompts.known(), texts=texts)
 
 
 @dataclass(frozen=True)
@@ -232,10 +233,17 @@ class InEnvironments:
     keeps_prompts = False
 
     def __call__(self, asked: Asked) -> Samples:
-        rows = [asked.prompts.row(i) for i in range(len(asked.prompts))]
+        prompts, columns = asked.prompts, asked.prompts.columns
+        rows = [
+            {
+                **({} if prompt is None else {"prompt": prompt}),
+                **{name: values[i] for name, values in columns.items()},
+            }
+            for i, prompt in enumerate(prompts.prompts)
+        ]
         said: list[Any] = self.environments.begin(rows, self.event_loop)
-        columns = {**asked.prompts.columns, "environments": list(self.environments.current or ())}
-        prompts = replace(asked.prompts, said=said, columns=columns)
+        columns = {**columns, "environments": list(self.environments.current or ())}
+        prompts = replace(prompts, prompts=said, columns=columns)
         return self.respond(asked._replace(prompts=prompts))
 
 

@@ -29,22 +29,16 @@ _PROMPT_COLUMNS = ("prompt", "query")
 
 @dataclass
 class Prompts:
-    """Prompts as text and token ids, with the other columns of their data set.
+    """The prompts of a run, encoded.
 
     Attributes:
-        said: each prompt as it was given, a text or chat messages; token ids as their text.
-        texts: each prompt as one text, chats through the tokenizer's chat template.
-        ids: token ids of these, 1-D int64.
-        columns: the other columns, for the reward function.
-        rows: the index of each prompt in what was passed.
+        samples: a sample for each prompt, which has no response yet. Token ids that were given in
+            the place of a prompt are there as their text, too; its row is the index in what was
+            passed.
         name_of: the name of such an index, for messages.
     """
 
-    said: list[TextOrMessages]
-    texts: list[str]
-    ids: Sequence[Tensor]
-    columns: dict[str, list[Any]]
-    rows: list[int]
+    samples: Samples
     name_of: Callable[[int], str]
 
     @classmethod
@@ -108,7 +102,10 @@ class Prompts:
         for row, length in zip(rows, ids.lengths, strict=True):
             if not length:
                 raise ValueError(f"{name_of(row)} is empty: every prompt needs at least one token")
-        return cls(given, texts, ids, {}, rows, name_of)
+        samples = Samples(
+            prompts=given, prompt_texts=texts, prompt_ids=ids, prompt_rows=rows, columns={}
+        )
+        return cls(samples, name_of)
 
     @classmethod
     def from_dataset(
@@ -160,23 +157,11 @@ class Prompts:
             templates_of(said, columns, rows),
             closed=closed,
         )
-        found.columns = columns
+        found.samples.columns = columns
         return found
 
-    @classmethod
-    def of_rows(cls, rows: Sequence[Mapping[str, Any]], said: Sequence[Any]) -> Prompts:
-        """Prompts of rows that are not encoded yet, as which the columns are whatever the first
-        row has.
-
-        Args:
-            said: of each row the text or chat messages.
-        """
-        names = [name for name in (rows[0] if rows else ()) if name != _PROMPT_COLUMNS[0]]
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        return cls(list(said), [], [], columns, list(range(len(rows))), "prompt {}".format)
-
     def __len__(self) -> int:
-        return len(self.said)
+        return len(self.samples)
 
     @property
     def lengths(self) -> list[int]:
@@ -189,51 +174,8 @@ class Prompts:
 
     @property
     def _rows_of_ids(self) -> TokenRows:
-        if isinstance(self.ids, TokenRows):
-            return self.ids
-        return TokenRows.of([x.tolist() for x in self.ids])
-
-    def take(self, indices: Sequence[int]) -> Prompts:
-        return Prompts(
-            [self.said[i] for i in indices],
-            [self.texts[i] for i in indices],
-            [self.ids[i] for i in indices],
-            {name: [values[i] for i in indices] for name, values in self.columns.items()},
-            [self.rows[i] for i in indices],
-            self.name_of,
-        )
-
-    def with_ids(self, ids: Sequence[Tensor], tokenizer: Any) -> Prompts:
-        """The same with these token ids."""
-        texts = [
-            said if isinstance(said, str) else tokenizer.decode(own)
-            for said, own in zip(self.said, ids, strict=True)
-        ]
-        return dataclasses.replace(self, texts=texts, ids=ids)
-
-    def templates(self, common: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """The further arguments of the chat template for each prompt: the common ones, and those of
-        the columns ``tools`` and ``chat_template_kwargs``."""
-        return templates_of(self.said, self.columns, self.rows, common)
-
-    def row(self, i: int) -> dict[str, Any]:
-        """The columns of a prompt, its own among them, unless it has none."""
-        said = {} if self.said[i] is None else {_PROMPT_COLUMNS[0]: self.said[i]}
-        return {**said, **{name: values[i] for name, values in self.columns.items()}}
-
-    def as_samples(self) -> Samples:
-        """A sample for each prompt, which has no response yet."""
-        return Samples(
-            prompts=self.said,
-            prompt_texts=self.texts,
-            prompt_ids=self.ids,
-            prompt_rows=self.rows,
-            columns=self.columns,
-        )
-
-    def repeated(self, times: int) -> Prompts:
-        """Each prompt ``times`` times in a row."""
-        return self.take([i for i in range(len(self)) for _ in range(times)])
+        ids = self.samples.prompt_ids
+        return ids if isinstance(ids, TokenRows) else TokenRows.of([x.tolist() for x in ids])
 
     def fitting(self, layout: Layout, new_tokens: int, long_prompts: str) -> Prompts:
         """The prompts that leave room for ``new_tokens`` in the model's context.
@@ -251,8 +193,8 @@ class Prompts:
             return self
         first = next(i for i, limit in enumerate(limits) if limit is not None)
         what = (
-            f"{self.name_of(self.rows[first])} has {len(self.ids[first])} tokens; with "
-            f"{new_tokens} new ones it exceeds the {limits[first]}"
+            f"{self.name_of(self.samples.prompt_rows[first])} has {self.lengths[first]} tokens; "
+            f"with {new_tokens} new ones it exceeds the {limits[first]}"
         )
         count = len(self) - len(kept)
         if long_prompts == "refuse":
@@ -266,7 +208,7 @@ class Prompts:
         warnings.warn(
             f"long_prompts='drop' leaves out {count} of {len(self)} prompts: {what}", stacklevel=4
         )
-        return self.take(kept)
+        return dataclasses.replace(self, samples=self.samples.select(kept))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -274,9 +216,31 @@ class Prompts:
         every = self._rows_of_ids
         digest = hashlib.sha256(every.ends.numpy().tobytes())
         digest.update(every.flat.numpy().tobytes())
-        names = sorted(self.columns)
-        rows = zip(*(self.columns[name] for name in names), strict=True)
+        columns = self.samples.columns
+        names = sorted(columns)
+        rows = zip(*(columns[name] for name in names), strict=True)
         return f"{digest.hexdigest()} {hash_of(itertools.chain([names], rows))}"
+
+
+def samples_of_rows(rows: Sequence[Mapping[str, Any]], said: Sequence[Any]) -> Samples:
+    """A sample for each row, whose prompt is not encoded yet. The columns are whatever the first
+    row has.
+
+    Args:
+        said: of each row the text or chat messages.
+    """
+    names = [name for name in (rows[0] if rows else ()) if name != _PROMPT_COLUMNS[0]]
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return Samples(prompts=list(said), prompt_rows=list(range(len(rows))), columns=columns)
+
+
+def with_prompt_ids(samples: Samples, ids: Sequence[Tensor], tokenizer: Any) -> Samples:
+    """The samples with these token ids of their prompts, and their texts."""
+    texts = [
+        said if isinstance(said, str) else tokenizer.decode(own)
+        for said, own in zip(samples.prompts, ids, strict=True)
+    ]
+    return dataclasses.replace(samples, prompt_texts=texts, prompt_ids=ids)
 
 
 class PromptStream:

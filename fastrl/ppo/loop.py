@@ -19,6 +19,7 @@ from fastrl.collect.collector import Collector, tool_statistics
 from fastrl.collect.interaction import Interaction
 from fastrl.collect.ledger import recordable
 from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
+from fastrl.data.chat import templates_of
 from fastrl.data.columns import REWARD_ARGUMENTS
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
@@ -188,6 +189,7 @@ class Loop:
                 "more prompts"
             )
         self.result = TrainResult(dropped_prompts=len(given) - len(self.prompts))
+        self._name_of = self.prompts.name_of  # of prompts that are being answered
         self.eval_prompts: Prompts | None = None
         if eval_prompts is not None:
             given = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
@@ -263,13 +265,13 @@ class Loop:
             config.temperature,
         )
 
-    def _encoded(self, prompts: Prompts) -> Prompts:
+    def _encoded(self, prompts: Samples) -> Samples:
         """Prompts with what environments have said."""
-        tokenizer = self.trainer.tokenizer
-        found = Prompts.from_list(
-            prompts.said, tokenizer, prompts.name_of, prompts.rows, prompts.templates({})
-        )
-        return replace(prompts, texts=found.texts, ids=found.ids)
+        said, rows = prompts.prompts, prompts.prompt_rows
+        templates = templates_of(said, prompts.columns, rows, {})
+        found = Prompts.from_list(said, self.trainer.tokenizer, self._name_of, rows, templates)
+        ids = found.samples.prompt_ids
+        return replace(prompts, prompt_texts=found.samples.prompt_texts, prompt_ids=ids)
 
     def _check_tokens(self, prompts: Prompts, new_tokens: int) -> None:
         """
@@ -280,7 +282,9 @@ class Loop:
             self.trainer.config.micro_batch_tokens,
             prompts.lengths,
             [new_tokens] * len(prompts),
-            lambda i: f"{prompts.name_of(prompts.rows[i])} and {new_tokens} new tokens",
+            lambda i: (
+                f"{prompts.name_of(prompts.samples.prompt_rows[i])} and {new_tokens} new tokens"
+            ),
         )
 
     @property
@@ -413,7 +417,7 @@ class Loop:
         changed = [k for k in changed if not k.startswith(OF_CODE)]  # may have been mended
         if set(changed) - {"missing_eos_penalty"}:
             return
-        prompts = [] if self.eval_prompts is None else self.eval_prompts.texts
+        prompts = [] if self.eval_prompts is None else self.eval_prompts.samples.prompt_texts
         for evaluation in evaluations_from_tree(state["evaluations"], prompts):
             self.result.add_evaluation(evaluation)
 
@@ -435,11 +439,11 @@ class Loop:
         size = self.trainer.config.group_size
         seed = seed_at(self.trainer.config.seed, "responses", self.trainer.current_step)
         own, replaced, resampled = self.collector.resampled(
-            self._sampled(self.prompts.take(chosen), size, seed),
+            self._sampled(self.prompts, chosen, size, seed),
             self.resampling,
             len(chosen),
             stream.take,
-            lambda more: self.prompts.take(more).repeated(size),
+            lambda more: self.prompts.samples.select(more).repeated(size),
             seed,
         )
         own = replace(own, token_scores=self._scores_of_tokens(own))
@@ -451,7 +455,8 @@ class Loop:
             **({} if own.masks is None else {"response_masks": own.masks}),
         )
         chosen = [replaced.get(place, prompt) for place, prompt in enumerate(chosen)]
-        samples = self._of_all(own.recorded(), self.prompts.take(chosen).repeated(size))
+        prompts = self.prompts.samples.select(chosen).repeated(size)
+        samples = self._of_all(own.recorded(), prompts)
         of_samples = samples.stats
         seconds = of_samples["time/rollout"] + of_samples["time/reward"] + stats["time/ppo/total"]
         metrics = {
@@ -471,17 +476,23 @@ class Loop:
         dense = self.processes.any(any(x is not None for x in samples.token_rewards))
         return samples.scores_of_tokens() if dense else None
 
-    def _sampled(self, batch: Prompts, size: int, seed: int) -> Samples:
-        """This process's share of a batch of prompts, each with ``size`` responses, rewarded."""
-        own = self.processes.shares(range(len(batch)))[self.processes.index]
-        found = self.collector(Asked(batch.take(own).repeated(size), size, own, seed))
+    def _sampled(self, prompts: Prompts, chosen: Sequence[int], size: int, seed: int) -> Samples:
+        """This process's share of a batch of prompts, each with ``size`` responses, rewarded.
+
+        Args:
+            chosen: the places of the batch's prompts.
+        """
+        self._name_of = prompts.name_of
+        own = self.processes.shares(range(len(chosen)))[self.processes.index]
+        asked = prompts.samples.select([chosen[i] for i in own]).repeated(size)
+        found = self.collector(Asked(asked, size, own, seed))
         assert found is not None
         return found
 
-    def _of_all(self, own: Samples, prompts: Prompts, *, tokens: bool = False) -> Samples:
+    def _of_all(self, own: Samples, prompts: Samples, *, tokens: bool = False) -> Samples:
         """The responses of all processes; to these prompts, unless they answer others. What their
         rewards were computed from is not exchanged."""
-        known = prompts.as_samples() if self.collector.respond.keeps_prompts else None
+        known = prompts if self.collector.respond.keeps_prompts else None
         told = own.without("columns", "completions", "noted")
         return told.gathered(self.processes, known, tokens=tokens)
 
@@ -492,9 +503,9 @@ class Loop:
         with random_state_kept():
             torch.manual_seed(self.trainer.config.seed)  # for rewards that draw
             seed = seed_at(self.trainer.config.seed, "evaluation")
-            own = self._sampled(self.eval_prompts, 1, seed)
+            own = self._sampled(self.eval_prompts, range(len(self.eval_prompts)), 1, seed)
         told = own.recorded().without("logprobs", "logprobs_t1", "values")
-        samples = self._of_all(told, self.eval_prompts, tokens=True)
+        samples = self._of_all(told, self.eval_prompts.samples, tokens=True)
         rewards, masks, nan = samples.rewards, samples.masks, sum(samples.left_out)
         sound = (~rewards.isnan()).nonzero()[:, 0].tolist()
         check_a_sample_is_left(nan, len(samples))

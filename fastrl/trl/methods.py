@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from fastrl.data.batch import pad
-from fastrl.data.prompts import Prompts
+from fastrl.data.prompts import samples_of_rows
 from fastrl.learn.samples import minibatch_of, to_column
 from fastrl.learn.scorer import scoring_request
 from fastrl.models.scoring import PassLimit, TokenScores
@@ -141,7 +141,7 @@ class OnlineMethods:
     ) -> Tensor:
         """Rewards of all processes' responses, [B, functions] fp32; NaN where a function does not
         apply. They are summed by ``reward_weights``."""
-        columns = Prompts.of_rows(inputs, prompts).columns
+        columns = samples_of_rows(inputs, prompts).columns
         given = prompts, completions, completion_ids_list
         found = self.rewards(*given, columns, **self._judging)
         table = torch.stack([*found.by_function.values()], 1).float()

@@ -20,9 +20,10 @@ from fastrl.collect.ledger import GenerationLedger
 from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
 from fastrl.collect.tools import check_chats
 from fastrl.core import set_seed
+from fastrl.data.chat import templates_of
 from fastrl.data.columns import check_reserved
 from fastrl.data.prompt_ids import ids_of_prompts
-from fastrl.data.prompts import Prompts, PromptStream
+from fastrl.data.prompts import PromptStream, samples_of_rows, with_prompt_ids
 from fastrl.data.tables import list_as_dataset
 from fastrl.data.token_batch import Padded
 from fastrl.learn.correction import on_policy
@@ -375,16 +376,17 @@ class OnlineTrainer(
             args.max_prompt_length,
         )
 
-    def _encoded(self, prompts: Prompts) -> Prompts:
+    def _encoded(self, prompts: Samples) -> Samples:
+        said = prompts.prompts
         ids = ids_of_prompts(
-            prompts.said,
+            said,
             self._tokenizer,
-            prompts.templates(self.chat_template_kwargs),
+            templates_of(said, prompts.columns, prompts.prompt_rows, self.chat_template_kwargs),
             longest=self.args.max_prompt_length,
         )
         for i, prompt in enumerate(ids):
-            self._room.check(prompt, f"prompt {i}, {prompts.said[i]!r:.80},")
-        return prompts.with_ids(ids, self._tokenizer)
+            self._room.check(prompt, f"prompt {i}, {said[i]!r:.80},")
+        return with_prompt_ids(prompts, ids, self._tokenizer)
 
     def _ready(self) -> AbstractContextManager[None]:
         """Context in which sampling does not wait for other processes."""
@@ -735,7 +737,7 @@ class OnlineTrainer(
         ``dynamic_sampling_rounds``."""
         group = self.num_generations
 
-        def prompts_of(numbers: list[int]) -> Prompts:
+        def prompts_of(numbers: list[int]) -> Samples:
             data: Any = self.train_dataset
             return asked_of([data[i] for i in numbers for _ in range(group)])
 
@@ -820,9 +822,9 @@ class OnlineTrainer(
             self._noted.show(self.state.global_step)
 
 
-def asked_of(rows: Sequence[Mapping[str, Any]]) -> Prompts:
+def asked_of(rows: Sequence[Mapping[str, Any]]) -> Samples:
     """The prompts of rows, whose other columns go to environments and reward functions."""
-    return Prompts.of_rows(rows, [row.get("prompt") for row in rows])
+    return samples_of_rows(rows, [row.get("prompt") for row in rows])
 
 
 def further_prompts(args: Any, data: Any) -> PromptStream | None:

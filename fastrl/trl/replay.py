@@ -14,7 +14,6 @@ import torch
 from fastrl.collect.collector import Collector
 from fastrl.collect.replayed import Replayed, ReplayedSample, compared, recorded_rollout
 from fastrl.collect.respond import Asked, Sampled
-from fastrl.data.prompts import Prompts
 from fastrl.run.ledger import PER_FUNCTION
 from fastrl.samples import Samples
 from fastrl.trainers.replaying import Drawn, Player
@@ -79,7 +78,7 @@ class _GenerationPlayer(Player):
         """The ledger has what was drawn in the end."""
         return samples, {}, {}
 
-    def _recorded(self, prompts: Prompts, rows: Sequence[dict[str, Any]]) -> Samples:
+    def _recorded(self, prompts: Samples, rows: Sequence[dict[str, Any]]) -> Samples:
         rollout = recorded_rollout(list(rows), self.trainer.temperature)
         masks = None
         if any(row["written"] is not None for row in rows):
@@ -93,10 +92,10 @@ class _GenerationPlayer(Player):
         by_function = {name.removeprefix(PER_FUNCTION): column(name) for name in names}
         return replace(
             rollout,
-            prompts=prompts.said,
+            prompts=prompts.prompts,
             prompt_texts=[row["prompt"] for row in rows],
             prompt_ids=[torch.tensor(row["prompt_ids"]) for row in rows],
-            prompt_rows=prompts.rows,
+            prompt_rows=prompts.prompt_rows,
             columns={},
             texts=texts,
             completions=list(texts),

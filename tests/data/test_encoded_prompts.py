@@ -109,6 +109,6 @@ def test_a_prompt_that_is_neither_text_nor_ids_is_named(given: Any) -> None:
 def test_texts_and_ids_may_be_mixed() -> None:
     tokenizer = trained("bpe")
     ids = encode_prompt("film", tokenizer)[1]
-    found = Prompts.from_list(["The", torch.tensor(ids), ids], tokenizer)
-    assert found.texts == found.said == ["The", "film", "film"]
-    assert [x.tolist() for x in found.ids] == [encode_prompt("The", tokenizer)[1], ids, ids]
+    found = Prompts.from_list(["The", torch.tensor(ids), ids], tokenizer).samples
+    assert found.prompt_texts == found.prompts == ["The", "film", "film"]
+    assert [x.tolist() for x in found.prompt_ids] == [encode_prompt("The", tokenizer)[1], ids, ids]

@@ -19,12 +19,12 @@ from datasets import (
     load_dataset,
 )
 
-from fastrl.data.chat import render
+from fastrl.data.chat import render, templates_of
 from fastrl.data.datas_loader import DatasLoader
 from fastrl.data.preferences import prepare_completions_of_ids, prepare_pairs_of_ids
 from fastrl.data.prepare import prepare_pairs, prepare_texts
 from fastrl.data.prompt_ids import ids_of_prompts
-from fastrl.data.prompts import Prompts
+from fastrl.data.prompts import Prompts, samples_of_rows
 from fastrl.data.tables import as_dataset, is_stream, list_as_dataset, load_table
 from fastrl.data.tool_calls import as_message
 from fastrl.data.trl_rows import conversations_formatting_function, maybe_apply_chat_template
@@ -104,12 +104,12 @@ def found_at_each_door(rows: list[dict[str, Any]], hold: Any, made: Any) -> dict
         found[name] = [[*x["prompt_ids"], *x["completion_ids"]] for x in of_rows][: len(rows)]
     if is_stream(asked):
         return found
-    found["PPO"] = [
-        [*ids.tolist(), *answer] for ids in Prompts.from_dataset(asked, "prompt", made).ids
-    ]
+    encoded = Prompts.from_dataset(asked, "prompt", made).samples.prompt_ids
+    found["PPO"] = [[*ids.tolist(), *answer] for ids in encoded]
     samples = list(list_as_dataset(asked))
-    prompts = Prompts.of_rows(samples, [row["prompt"] for row in samples])
-    online = ids_of_prompts(prompts.said, made, prompts.templates({}))
+    prompts = samples_of_rows(samples, [row["prompt"] for row in samples])
+    templates = templates_of(prompts.prompts, prompts.columns, prompts.prompt_rows)
+    online = ids_of_prompts(prompts.prompts, made, templates)
     found["GRPO"] = [[*ids.tolist(), *answer] for ids in online]
     loaded = DatasLoader(labelled, made, kind="answers")
     found["alignment"] = [[*x.prompt_ids, *x.responses[0].ids] for x in loaded]

@@ -119,7 +119,8 @@ def every_door(tokenizer: Any, prompt: Any, answer: Any, limit: int) -> tuple[An
     assert scored(tokenizer, prompt, answer, True) == ids
     (trained_on,) = prepare_pairs([pair], tokenizer, None, add_eos=False)
     assert trained_on["chosen_ids"] == scored(tokenizer, prompt, answer, False)
-    assert Prompts.from_list([prompt], tokenizer).ids[0].tolist() == [*example.prompt_ids]
+    (asked,) = Prompts.from_list([prompt], tokenizer).samples.prompt_ids
+    assert asked.tolist() == [*example.prompt_ids]
     assert token_ids(prompt, tokenizer).tolist() == [*example.prompt_ids]
 
     (cut,) = DatasLoader([row], tokenizer, max_length=limit)

@@ -25,7 +25,7 @@ from fastrl.alignment import DatasLoader
 from fastrl.data.collators import IGNORED
 from fastrl.data.preferences import prepare_completions_of_ids, prepare_pairs_of_ids
 from fastrl.data.prepare import prepare_pairs, prepare_texts
-from fastrl.data.prompts import Prompts
+from fastrl.data.prompts import Prompts, samples_of_rows
 from fastrl.data.reads_eos import KEY
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.rewards.functions import ClassifierReward
@@ -290,8 +290,8 @@ def sampled_from(
         _tokenizer=made, chat_template_kwargs={}, args=SimpleNamespace(max_prompt_length=longest)
     )
     trainer._room = SimpleNamespace(check=lambda *_: None)
-    asked = Prompts.of_rows(rows, [row["prompt"] for row in rows])
-    return [ids.tolist() for ids in GRPOTrainer._encoded(trainer, asked).ids]
+    asked = samples_of_rows(rows, [row["prompt"] for row in rows])
+    return [ids.tolist() for ids in GRPOTrainer._encoded(trainer, asked).prompt_ids]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -332,7 +332,7 @@ def doors(made: Any, cases: list[Case]) -> dict[str, tuple[list[Any], list[Any]]
             [([*x.prompt_ids], [[*y.ids] for y in x.responses]) for x in DatasLoader(source, made)],
             [(prompt, x[:count]) for prompt, x in zip(prompts, both[True], strict=True)],
         )
-    read = [ids.tolist() for ids in Prompts.from_dataset(data, "prompt", made).ids]
+    read = [ids.tolist() for ids in Prompts.from_dataset(data, "prompt", made).samples.prompt_ids]
     found["PPO"] = (read, prompts)
     found["GRPO, RLOO"] = (sampled_from(made, [case.row for case in cases]), prompts)
 

@@ -132,13 +132,13 @@ def _sampled(tokenizer: Any, rows: Rows, folder: Path) -> Any:
         processing_class=tokenizer,
     )  # fmt: skip
     found = made._collect.respond(Asked(asked_of(rows), 1, range(len(rows)), 0))
-    return [x.tolist() for x in found.prompts.ids]
+    return [x.tolist() for x in found.prompt_ids]
 
 
 def _prompts(closed: bool) -> Any:
     def ids(tokenizer: Any, rows: Rows, folder: Path) -> Any:
-        found = Prompts.from_list([row["prompt"] for row in rows], tokenizer, closed=closed)
-        return [found.texts, [x.tolist() for x in found.ids]]
+        made = Prompts.from_list([row["prompt"] for row in rows], tokenizer, closed=closed)
+        return [made.samples.prompt_texts, [x.tolist() for x in made.samples.prompt_ids]]
 
     return ids
 

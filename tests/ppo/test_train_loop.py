@@ -447,7 +447,7 @@ def test_an_evaluation_shows_chats_as_text():
 
 def test_a_text_that_begins_with_bos_gets_no_other():
     prompts = Prompts.from_list(["<bos> w3", "w3"], chat_trainer().tokenizer)
-    assert [ids.tolist() for ids in prompts.ids] == [[tiny.BOS, 3], [tiny.BOS, 3]]
+    assert [ids.tolist() for ids in prompts.samples.prompt_ids] == [[tiny.BOS, 3], [tiny.BOS, 3]]
 
 
 @pytest.mark.parametrize(
