@@ -52,6 +52,7 @@ PLANTED = {
         "low/parts.py",
         "class Rows(NamedTuple):\n    texts: list[str]\n    scores: Tensor\n\n\n"
         "@dataclass\nclass More:\n    rows: Rows\n    masks: Tensor\n\n\n"
+        "@dataclass\nclass F:\n    run: Callable[[], Rows]\n    of: Callable[[Rows], int]\n\n\n"
         "@dataclass\nclass J:\n    prompts: list[str] = setting('')\n    ids: list[int] = 0\n\n\n"
         "class Sum(NamedTuple):\n    texts: int\n    scores: float\n",
         {"containers": 2, "settings": 1},

@@ -71,8 +71,9 @@ def containers(source: Source) -> list[Class]:
     """The classes that hold rows of samples: those that define two of :data:`_OPERATIONS`, and
     records (dataclasses, named tuples, dicts with attributes) of at least two columns, which no
     setting declares. A column is a field for tensors, sequences or mappings whose name has a word
-    of :data:`_COLUMNS`, or a field for another container; and a record with a container above it
-    is one. Records of one row, such as a prompt with its responses, are among them."""
+    of :data:`_COLUMNS`, or a field for another container; a field for a function is none. A record
+    with a container above it is one, too, and so are records of one row, such as a prompt with its
+    responses."""
     found: list[Class] = []
     while True:
         names = {each.node.name for each in found}
@@ -103,8 +104,9 @@ def _holds_rows(each: Class, known: set[str]) -> bool:
         if isinstance(field.value, ast.Call) and "setting" in ast.unparse(field.value.func):
             return False
         name, kind = ast.unparse(field.target).removeprefix("self."), ast.unparse(field.annotation)
-        column = set(name.split("_")) & _COLUMNS and _ROWS.search(kind) and "Callable" not in kind
-        count += bool(column or set(re.findall(r"\w+", kind)) & known)
+        column = set(name.split("_")) & _COLUMNS and _ROWS.search(kind)
+        rows = column or set(re.findall(r"\w+", kind)) & known
+        count += bool(rows) and "Callable" not in kind
     return count >= 2
 
 
