@@ -23,8 +23,9 @@ from fastrl.learn.experience import Minibatch
 from fastrl.registry import GROUP_ADVANTAGES
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import policy_gradient
+from fastrl.samples import Samples
 from fastrl.trl.grpo_config import GRPOConfig
-from fastrl.trl.judged import Judged, nanstd
+from fastrl.trl.judged import nanstd
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.passes import BatchScores, Pass
 from fastrl.trl.policy_loss import GroupLoss, high_of, note_clips, ratios_of
@@ -100,20 +101,21 @@ class GRPOTrainer(OnlineTrainer):
         return loss
 
     def advantages_of(
-        self, judged: Judged, kl: Tensor | None, group: int, mode: str
+        self, judged: Samples, kl: Tensor | None, group: int, mode: str
     ) -> tuple[Tensor, Tensor]:
         if self.args.multi_objective_aggregation == "normalize_then_sum":
-            columns = [grouped(column, group) for column in judged.by_function.t()]
+            by_function = list(judged.rewards_by_function.values())
+            columns = [grouped(column, group) for column in by_function]
             parts = torch.stack([standardised(*x).flatten() for x in columns], 1)
             equal = torch.stack([all_equal(x) for x, _ in columns]).all(0).repeat_interleave(group)
-            parts = torch.where(judged.by_function.isnan(), 0.0, parts)
+            parts = torch.where(torch.stack(by_function, 1).isnan(), 0.0, parts)
             rewards = (parts * self.reward_weights).sum(1)
-            rewards[judged.rewards.isnan()] = torch.nan
+            rewards[judged.scores.isnan()] = torch.nan
             std = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(rewards)
             advantages = (rewards - rewards.nanmean()) / (std + EPS)
             advantages = advantages.nan_to_num(nan=0.0).masked_fill(equal, 0.0)
             return advantages, torch.isclose(std, torch.zeros_like(std))
-        rewards = judged.rewards
+        rewards = judged.scores
         groups, counts = grouped(rewards, group)
         spread = deviation(groups, counts).expand_as(groups)
         if self.args.advantage is not None:

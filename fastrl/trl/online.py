@@ -60,7 +60,7 @@ from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of, trained_identity
 from fastrl.trl.generations import Generations, between_generations
 from fastrl.trl.group_loaders import eval_loader, train_loader, train_sampler
-from fastrl.trl.judged import Judged
+from fastrl.trl.judged import judged_by_all
 from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.methods import LOGPROBS, OnlineMethods, OwnLogprobs
 from fastrl.trl.passes import BatchScores, Pass
@@ -408,7 +408,7 @@ class OnlineTrainer(
 
     @abstractmethod
     def advantages_of(
-        self, judged: Judged, kl: Tensor | None, group: int, mode: str
+        self, judged: Samples, kl: Tensor | None, group: int, mode: str
     ) -> tuple[Tensor, Tensor]:
         """Advantages [B] of the responses of all processes, and which groups have no spread of
         rewards, [B] or [B / group] bool.
@@ -643,7 +643,8 @@ class OnlineTrainer(
             collected = self._collected(rows, group)
             if mode == "train" and self._further is not None:
                 collected = self._resampled(collected, self._further)
-        judged = Judged.of(collected, self.reward_func_names, self.reward_weights, self.processes)
+        names, weights = self.reward_func_names, self.reward_weights
+        judged = judged_by_all(collected, names, weights, self.processes)
         masks = list(collected.written)
         if self.args.mask_truncated_completions:
             masks = [mask & ended for mask, ended in zip(masks, collected.ended, strict=True)]

@@ -14,7 +14,7 @@ from fastrl.collect.completions_table import CompletionsTable
 from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
-from fastrl.trl.judged import Judged, nanstd
+from fastrl.trl.judged import nanstd
 
 
 class ResponseLog:
@@ -100,28 +100,28 @@ class ResponseLog:
             metrics.add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)
         return int(prompts.sum() + lengths.sum()), float(learned.sum())
 
-    def rewards(self, judged: Judged, spreadless: Tensor, mode: str) -> None:
+    def rewards(self, judged: Samples, spreadless: Tensor, mode: str) -> None:
         """
         Args:
             spreadless: bool, groups whose rewards are all the same.
         """
         metrics, values = self.metrics[mode], self._numbers
-        pairs = zip(self.names, judged.by_function.t(), strict=True)
+        pairs = zip(self.names, judged.rewards_by_function.values(), strict=True)
         columns = {f"rewards/{name}/": column for name, column in pairs}
         for name, column in columns.items():
             known = int((~column.isnan()).sum())
             metrics.add_number(f"{name}mean", float(column.nanmean()), known)
             metrics.add_number(f"{name}std", nanstd(column), known)
-        known = int((~judged.rewards.isnan()).sum())
-        metrics.add_number("reward", float(judged.rewards.nanmean()), known)
-        metrics.add_number("reward_std", nanstd(judged.rewards), known)
+        known = int((~judged.scores.isnan()).sum())
+        metrics.add_number("reward", float(judged.scores.nanmean()), known)
+        metrics.add_number("reward_std", nanstd(judged.scores), known)
         share = float(spreadless.float().mean())
         metrics.add_number("frac_reward_zero_std", share, len(spreadless))
         for name in sorted({name for names in self.processes.objects([*values]) for name in names}):
             metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
         values.clear()
 
-    def responses(self, own: Samples, judged: Judged, advantages: Tensor) -> None:
+    def responses(self, own: Samples, judged: Samples, advantages: Tensor) -> None:
         """Puts them into the table.
 
         Args:
@@ -134,8 +134,8 @@ class ResponseLog:
             table.add(asked, said, {})
             for name in names:
                 table["extra"][name].extend(extra.get(name, [None] * len(asked)))
-        columns = zip(self.names, judged.by_function.t().tolist(), strict=True)
-        table.add((), (), dict(columns), advantages.tolist())
+        columns = [x.tolist() for x in judged.rewards_by_function.values()]
+        table.add((), (), dict(zip(self.names, columns, strict=True)), advantages.tolist())
 
     # What is logged.
 

@@ -12,7 +12,7 @@ from fastrl.learn.samples import of_learned
 from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.model_card import policy_gradient
 from fastrl.samples import Samples
-from fastrl.trl.judged import Judged, nanstd
+from fastrl.trl.judged import nanstd
 from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.passes import BatchScores
 from fastrl.trl.policy_loss import GroupLoss, note_clips, ratios_of
@@ -38,9 +38,9 @@ class RLOOTrainer(OnlineTrainer):
     learns_kl: ClassVar[bool] = True
 
     def advantages_of(
-        self, judged: Judged, kl: Tensor | None, group: int, mode: str
+        self, judged: Samples, kl: Tensor | None, group: int, mode: str
     ) -> tuple[Tensor, Tensor]:
-        rewards = judged.rewards
+        rewards = judged.scores
         if self.args.reward_clip_range is not None:
             rewards = rewards.clamp(*self.args.reward_clip_range)
         if kl is not None:

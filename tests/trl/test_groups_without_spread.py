@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastrl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer
 from fastrl.ppo.method import advantages_of
-from fastrl.trl.judged import Judged
+from fastrl.samples import Samples
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trl.test_online import make
@@ -52,7 +52,8 @@ def test_by_trls_names(name: str, size: int) -> None:
         scale_rewards=args["scale_rewards"],
         reward_weights=weights,
     )
-    judged = Judged(both, (both * weights).sum(1))
+    by_function = dict(zip("ab", both.unbind(1), strict=True))
+    judged = Samples(rewards=(both * weights).sum(1), rewards_by_function=by_function)
     found, spreadless = trainer.advantages_of(own, judged, None, size, "train")
     found, spreadless = found.view(-1, size), spreadless.view(GROUPS, -1)
     assert (found[equal] == 0).all()
