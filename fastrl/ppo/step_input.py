@@ -18,7 +18,7 @@ from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
 from fastrl.models.host_memory import to_device
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.run.processes import Processes
-from fastrl.samples import Samples
+from fastrl.samples import COLUMNS, TOKEN, Samples
 
 
 def without(samples: Samples, left_out: Sequence[int]) -> Samples:
@@ -30,13 +30,13 @@ def without(samples: Samples, left_out: Sequence[int]) -> Samples:
     responses, masks = without_tokens(
         samples.prompt_ids, samples.sequences, samples.masks, left_out
     )
-    zeros = {i: torch.zeros(len(responses[i])) for i in left_out}
     columns: dict[str, Any] = {
-        name: [zeros.get(i, x) for i, x in enumerate(getattr(samples, name))]
-        for name in ("old_logprobs", "values", "sampler_logprobs", "token_scores")
-        if getattr(samples, name) is not None
+        name: [x.new_zeros(len(responses[i])) if i in left_out else x for i, x in enumerate(column)]
+        for name, column in samples.known().items()
+        if COLUMNS[name]["kind"] == TOKEN and name != "experts"
     }
-    return replace(samples, rewards=rewards, sequences=responses, masks=masks, **columns)
+    columns |= {"sequences": responses, "masks": masks}
+    return replace(samples, rewards=rewards, **columns)
 
 
 def placed_scores(

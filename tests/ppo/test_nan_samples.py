@@ -13,9 +13,11 @@ import torch
 from datasets import Dataset
 
 from fastrl import PPOConfig, PPOTrainer
+from fastrl.ppo.step_input import without
 from fastrl.rollout import RolloutOutput
 from fastrl.run.metrics import JsonlCallback, scalars
-from tests import seq2seq_models, tiny_models
+from fastrl.samples import COLUMNS, TOKEN
+from tests import seq2seq_models, test_samples, tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import make_policy, perturbed
 from tests.ppo.updates import apart, watch_gradients
@@ -291,3 +293,16 @@ def test_a_batch_of_which_no_token_counts_changes_nothing():
     assert stats["ppo/optimizer_steps"] == 0
     assert math.isnan(stats["tokens/responses_len_mean"])
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def test_every_column_of_tokens_is_as_long_as_the_response_that_is_left_out() -> None:
+    """A batch needs a token of each response, so that an empty one becomes a token long."""
+    samples = test_samples.some({*COLUMNS}, [2, 0, 1])
+    left = without(samples, [1])
+    for name, column in COLUMNS.items():
+        if column["kind"] == TOKEN and name != "experts":
+            assert [len(row) for row in getattr(left, name)] == [2, 1, 1], name
+    for i in (0, 2):
+        assert test_samples.rows(left)[i] == test_samples.rows(samples)[i]
+    assert not left.masks[1].any()
+    assert left.rewards[1].isnan()
