@@ -164,7 +164,7 @@ class Samples:
         return replace(self, **nothing)
 
     def select(self, order: Sequence[int]) -> Samples:
-        """Some of the samples, in this order; the statistics are those of all.
+        """Returns some of the samples, in this order; the statistics are those of all.
 
         Args:
             order: their places, from 0.
@@ -201,8 +201,8 @@ class Samples:
         return replace(parts[0], **columns, stats=stats)
 
     def followed_by(self, more: Samples) -> Samples:
-        """These samples with further ones behind, which were drawn after them: times and counts of
-        rewards add up, other statistics are those of the first, of the whole batch."""
+        """Returns these samples with further ones behind, which were drawn after them: times and
+        counts of rewards add up, other statistics are those of the first, of the whole batch."""
         stats = {
             name: value + more.stats.get(name, 0.0) if _adds_up(name) else value
             for name, value in self.stats.items()

@@ -137,7 +137,7 @@ class Batch(dict[str, Any]):
         return self._responses[i - 1]
 
     def all_responses(self) -> list[Tensor]:
-        """Those of all generations, one generation after the other."""
+        """Returns the responses of all generations, one generation after the other."""
         return [response for side in self._responses for response in side]
 
     def rewards(self, i: int) -> Tensor:
@@ -179,7 +179,7 @@ class Batch(dict[str, Any]):
         self[f"generation{i}_weight"] = check_weights(weights, self.size)
 
     def select(self, indices: Sequence[int]) -> Batch:
-        """Some samples, with their rewards, weights, scores and rollout log-probs."""
+        """Returns some of the samples, with rewards, weights, scores and rollout log-probs."""
         chosen = list(indices)
         part = Batch([self.examples[i] for i in chosen], self.pad_token_id)
         for name in part:

@@ -211,7 +211,7 @@ class BatchFactory:
         return batch
 
     def batch(self, examples: Sequence[Example], ids: Sequence[int] | None = None) -> Batch:
-        """These examples as a batch of the task; online, with responses that are sampled now.
+        """Makes a batch of the task from examples; online, with responses that are sampled now.
 
         Args:
             ids: of the examples: with the seed they determine the random numbers. None: 0, 1, ….

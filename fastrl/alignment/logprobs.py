@@ -81,7 +81,7 @@ class TrainedPolicy:
         self.passes = passes
 
     def logprobs(self, batch: Batch) -> tuple[Side, ...]:
-        """Those of the responses, one per generation."""
+        """Returns the responses' log-probs, one side per generation."""
         return response_logprobs(self._score, self.tokens, batch, self.passes)
 
     def _score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
@@ -97,7 +97,7 @@ class SharedPolicy:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> tuple[Side, ...]:
-        """Those of all responses, one per generation."""
+        """Returns the log-probs of all processes' responses, one side per generation."""
         processes = self.policy.processes
         shares = processes.shares(range(batch.size))
         own, lengths = shares[processes.index], list(map(len, shares))
@@ -116,7 +116,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> tuple[Side, ...]:
-        """Those of the responses, one per generation."""
+        """Returns the responses' log-probs, one side per generation."""
         return response_logprobs(self.reference.score, self.tokens, batch)
 
 
@@ -157,7 +157,7 @@ class CachedReference:
         self._compute = None
 
     def logprobs(self, batch: Batch) -> tuple[Side, ...]:
-        """Those of the responses, one per generation.
+        """Returns the responses' log-probs, one side per generation.
 
         Raises:
             ValueError: a response that was not seen before training.
@@ -213,7 +213,7 @@ class RewardModel:
         parts = self._parts([sequences[i::size] for i in range(size)])
 
         def score(samples: Sequence[int]) -> Tensor:
-            """Of each sample's generations, [samples, generations]."""
+            """Returns the rewards of each sample's generations, [samples, generations]."""
             sides = [[sequences[k * size + i] for i in samples] for k in range(generations)]
             return self._rewards(sides, batch.pad_token_id).view(generations, -1).T
 
@@ -230,7 +230,7 @@ class RewardModel:
         return fill(sizes, self.most, "sample")
 
     def _rewards(self, sides: list[list[Tensor]], pad_token_id: int | None) -> Tensor:
-        """Of all sequences of the first side, then of those of the others."""
+        """Returns rewards of all sequences of the first side, then of those of the others."""
         plain = extract_model_from_parallel(self.model)
         padding = padding_of(plain)
         if self.padding_free:

@@ -44,7 +44,7 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
 
 
 class _BatchPlayer(Player):
-    """In the place of a factory's sampler and annotator."""
+    """A player that stands in the place of a factory's sampler and annotator."""
 
     def __init__(self, trainer: Trainer, output: str | Path, last: int):
         super().__init__(trainer, output, last)

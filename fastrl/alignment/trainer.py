@@ -434,11 +434,11 @@ class Trainer(BaseTrainer):
         return self.factory.epochs if whole_passes else 1
 
     def _epoch_length(self) -> int:
-        """In mini-batches."""
+        """Returns the length of an epoch in mini-batches."""
         return len(self.factory) // self._epochs * self.loss.minibatches_per_batch
 
     def at_rest(self) -> bool:
-        """Between two batches, whose mini-batches are not saved."""
+        """Whether the trainer is between two batches, whose mini-batches are not saved."""
         return self._place.left == 0 or self._stop_batch
 
     def identity(self) -> dict[str, Any]:
@@ -566,7 +566,7 @@ class Trainer(BaseTrainer):
         return self.run_folder or RunFolder(str(self.args.output_dir))
 
     def _room(self) -> dict[str, int] | None:
-        """That of the engine, whose shapes decide the last bits of what it computes."""
+        """The size of the engine's KV cache, which decides the last bits of what it computes."""
         engine = getattr(self.factory.sampler, "engine", None)
         return engine.room()._asdict() if isinstance(engine, RolloutEngine) else None
 

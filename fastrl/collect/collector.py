@@ -1,4 +1,4 @@
-"""From prompts to rewarded responses, and from groups without spread to others."""
+"""Collects rewarded responses to prompts, and others in the place of groups without spread."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class Collector:
         prompts_of: Callable[[list[int]], Samples],
         seed: int,
     ) -> tuple[Samples, dict[int, int], dict[str, float]]:
-        """With groups of new prompts in the place of those without a spread of scores, see
-        :class:`fastrl.learn.dynamic_sampling.DynamicSampling`, whose results these are.
+        """Returns the results of :class:`fastrl.learn.dynamic_sampling.DynamicSampling`: samples
+        with groups of new prompts in the place of those without a spread of scores.
 
         Args:
             groups: of all processes.

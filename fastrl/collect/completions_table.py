@@ -89,7 +89,7 @@ class CompletionsTable(dict):
         self.report(trackers, step, args.log_unique_prompts)
 
     def state(self) -> str:
-        """As JSON; what functions noted beside numbers and texts becomes text."""
+        """Returns the table as JSON; what functions noted beside numbers and texts becomes text."""
         return json.dumps(self, default=lambda x: [*x] if isinstance(x, deque) else str(x))
 
     def load(self, state: str) -> None:
@@ -179,7 +179,7 @@ def _number(value: Any) -> str:
 
 
 def _text(name: str, value: Any, room: int) -> str:
-    """Of a long prompt its end, of a completion its beginning.
+    """Cuts a long prompt to its end, and a long completion to its beginning.
 
     Args:
         room: characters of a line, for all texts together.

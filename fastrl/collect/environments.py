@@ -83,7 +83,7 @@ class Environments:
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
-        """Those of all environments."""
+        """The tools of all environments, each once."""
         found: list[Callable[..., Any]] = []
         for box in self.boxes.values():
             found += [tool for tool in box.functions.values() if tool not in found]

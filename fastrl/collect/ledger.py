@@ -125,7 +125,7 @@ def ledger_columns(
 
 
 def recordable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that JSON can hold."""
+    """Returns the settings that JSON can hold."""
     return {name: value for name, value in settings.items() if _is_json(value)}
 
 

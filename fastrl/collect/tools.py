@@ -160,7 +160,7 @@ class _Conversation:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Those of the latest message."""
+        """The calls of tools in the latest message."""
         return self.messages[-1].get("tool_calls", [])
 
     def add(self, ids: list[int], own: bool, logprobs: Tensor | None) -> None:

@@ -111,7 +111,7 @@ class TokenBatch:
         response_lengths: list[int],
         response_masks: Sequence[Tensor] | None = None,
     ) -> TokenBatch:
-        """From model inputs [B, T] on the CPU, padded on either side."""
+        """Makes a batch from model inputs [B, T] on the CPU, padded on either side."""
         first = attention_mask.argmax(-1)
         columns = torch.arange(input_ids.shape[1])
         begin = (first + torch.tensor(query_lengths) - 1)[:, None]
@@ -137,7 +137,7 @@ class TokenBatch:
         )
 
     def with_experts(self, experts: Sequence[Tensor | None] | None) -> Self:
-        """With choices of a mixture's experts, as far as they are known."""
+        """Returns the batch with choices of a mixture's experts, as far as they are known."""
         return replace(self, experts=experts or [None] * len(self))
 
     @property
@@ -238,7 +238,7 @@ class TokenBatch:
         return to_device(rows, self.input_ids.device)
 
     def rows_of(self, samples: Iterable[int]) -> Tensor:
-        """Those of ``rows()`` that predict tokens of these samples, one after the other."""
+        """Returns the ``rows()`` that predict tokens of these samples, one after the other."""
         rows = self.rows()
         of_each = rows.split(self.response_mask.sum(-1).tolist())
         return torch.cat([rows[:0], *(of_each[i] for i in samples)])
@@ -265,7 +265,7 @@ class TokenBatch:
         return slice(width - longest, width) if self.left_padded else slice(0, longest)
 
     def select(self, indices: Sequence[int]) -> Self:
-        """Some samples, without columns that are padding in all of them."""
+        """Returns some samples, without columns that are padding in all of them."""
         columns = self.columns(indices)
         shifted = slice(columns.start, columns.stop - 1)
         index = torch.as_tensor(list(indices))

@@ -23,20 +23,15 @@ class Scored:
 
     logprobs: Tensor
     ref_logprobs: Tensor
-    values: Tensor
+    values: Any = None  # None where none were asked for
     kls: Tensor | None = None  # over the whole vocabulary; None where estimated from samples
 
     @property
     def kl_operands(self) -> tuple[Tensor, Tensor]:
         """What ``KLPenalty.rewards`` takes: both log-probs, or the KL itself and zeros."""
-        return kl_operands(self.logprobs, self.ref_logprobs, self.kls)
-
-
-def kl_operands(
-    logprobs: Tensor, ref_logprobs: Tensor, kls: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See :attr:`Scored.kl_operands`."""
-    return (logprobs, ref_logprobs) if kls is None else (kls, torch.zeros_like(kls))
+        if self.kls is None:
+            return self.logprobs, self.ref_logprobs
+        return self.kls, torch.zeros_like(self.kls)
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class Experience:
     of_responses: Tensor | None = None  # [B], advantages, where all tokens of a sample have one
 
     def of_tokens(self, samples: Sequence[int], columns: slice, mask: Tensor) -> Experience:
-        """Of some samples' response tokens, each [N].
+        """Returns what is known of some samples' response tokens, each [N].
 
         Args:
             columns: of [B, T-1], those that the samples need.
@@ -69,7 +64,7 @@ class Experience:
         return self._of(index, lambda x: x[index, columns].flatten()[where])
 
     def at(self, samples: Sequence[int], tokens: Tensor) -> Experience:
-        """Of some samples' tokens, where this is of tokens alone.
+        """Returns what is known of some samples' tokens, where each column is [N] already.
 
         Args:
             tokens: [n] int64 on the CPU, their indices among the N tokens.
@@ -108,7 +103,7 @@ class LastExperience(NamedTuple):
 
 
 class Minibatch(NamedTuple):
-    """Some samples of a batch, without the padding that none of them needs."""
+    """A mini-batch is some samples of a batch, without the padding that none of them needs."""
 
     tokens: TokenBatch
     old: Experience  # of their response tokens, [N]
@@ -139,7 +134,7 @@ class Minibatch(NamedTuple):
         return of_samples.repeat_interleave(self.counts, output_size=len(self.old.advantages))
 
     def sums(self, x: Tensor) -> Tensor:
-        """Of numbers of tokens, [N], over each sample's, [B]."""
+        """Sums numbers of tokens, [N], over the tokens of each sample, [B]."""
         of = self.at_tokens(torch.arange(self.size, device=x.device))
         return x.new_zeros(self.size).index_add(0, of, x)
 
@@ -153,7 +148,7 @@ class Minibatch(NamedTuple):
         return logprobs - (logprobs.detach() if old is None else old)
 
     def select(self, chosen: Sequence[int]) -> Minibatch:
-        """Some of its samples, by their places here, in ascending order."""
+        """Returns some of the samples, by their places here, in ascending order."""
         picked = torch.zeros(self.size, dtype=torch.bool)
         picked[list(chosen)] = True
         of_picked = picked.repeat_interleave(self.tokens.response_mask.sum(-1))

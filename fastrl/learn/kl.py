@@ -38,7 +38,7 @@ class SampledKLPenalty:
         self.kind = kind
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """From log-probs of the sampled tokens [...]."""
+        """Estimates the KL of each token [...] from log-probs of the sampled tokens."""
         return fastrl_kernels.kl_penalty(logprobs, ref_logprobs, self.kind)
 
     def rewards(
@@ -63,7 +63,7 @@ class FullKLPenalty:
     def rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
     ) -> Rewards:
-        """From log-probs of the vocabulary, [B, T-1, V], or from the KL itself and zeros."""
+        """Takes log-probs of the vocabulary, [B, T-1, V], or the KL itself and zeros."""
         if logprobs.dim() == 3:
             logprobs = self(logprobs, ref_logprobs)
             ref_logprobs = torch.zeros_like(logprobs)

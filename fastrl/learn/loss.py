@@ -118,7 +118,7 @@ class RouterTerm(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the statistics."""
+        """The names of the statistics."""
         found = ("load", "aux_loss", *(("changed_choices",) if self.replays else ()))
         return tuple(f"ppo/router/{name}" for name in found)
 
@@ -402,13 +402,13 @@ class ValueLoss:
         return MinibatchLoss(loss, stats, none, old.returns[:0], old.advantages)
 
     def joined(self, parts: Sequence[MinibatchLoss], old: Experience) -> MinibatchLoss:
-        """As :meth:`UpdateLoss.joined`."""
+        """Does what :meth:`UpdateLoss.joined` does."""
         return _joined(parts, old, has_values=True)
 
     def share(
         self, own: MinibatchLoss, old: Experience, whole: Experience, counts: float
     ) -> MinibatchLoss:
-        """As :meth:`UpdateLoss.share`."""
+        """Does what :meth:`UpdateLoss.share` does."""
         return _share(own, old, whole, counts, has_values=True)
 
 

@@ -32,7 +32,7 @@ class TokenObjective(NamedTuple):
     def of(
         cls, settings: Any, kind: str, level: str, cliprange: tuple[float, float]
     ) -> TokenObjective:
-        """With the numbers that all configurations call alike.
+        """Makes the objective with the numbers that all configurations call alike.
 
         Args:
             kind, level: rows of ``POLICY_LOSSES`` and ``RATIO_LEVELS``.

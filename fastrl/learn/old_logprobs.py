@@ -81,7 +81,7 @@ class OldLogprobs:
 
 
 def audited(samples: Sequence[int]) -> list[int]:
-    """Those of a step's samples that are scored again, evenly."""
+    """Chooses a few of a step's samples, evenly, that are scored again."""
     number = min(_AUDITED, len(samples))
     return [samples[i * len(samples) // number] for i in range(number)]
 

@@ -18,7 +18,7 @@ class OverlongPenalty(NamedTuple):
     factor: float = 1.0
 
     def __call__(self, lengths: Sequence[int]) -> Tensor:
-        """To be taken off the scores, [B] fp32."""
+        """Returns what is taken off the scores for lengths, [B] fp32."""
         over = torch.tensor(lengths, dtype=torch.float32) - (self.longest - self.buffer)
         return self.factor * (over / self.buffer).clamp(0, 1)
 
@@ -56,7 +56,7 @@ class Penalties(NamedTuple):
         return cls(missing_eos, OverlongPenalty(longest, buffer, factor))
 
     def __call__(self, ended: Sequence[bool], lengths: Sequence[int]) -> Tensor:
-        """Of responses, [B] fp32."""
+        """Returns the penalties of responses, [B] fp32."""
         found = torch.zeros(len(lengths))
         if self.missing_eos is not None:
             found += self.missing_eos * ~torch.tensor(ended, dtype=torch.bool)

@@ -54,7 +54,7 @@ class Side(NamedTuple):
         return self._replace(sums=ratio, ref_sums=torch.zeros_like(ratio))
 
     def where(self, condition: Tensor, other: Side) -> Side:
-        """These where [B] ``condition`` holds, the other's elsewhere."""
+        """Takes this side's numbers where ``condition`` [B] holds, the other's elsewhere."""
         both: Any = zip(self, other, strict=True)
         mixed: Any = (x if x is None else torch.where(condition, x, y) for x, y in both)
         return Side(*mixed)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data.token_batch import ModelPass, Padded, TokenBatch
-from fastrl.learn.experience import Scored, kl_operands
+from fastrl.learn.experience import Scored
 from fastrl.learn.kl import KLPenalty
 from fastrl.learn.memory import MicroBatches, PositionCount
 from fastrl.models.routing import without_routing
@@ -74,7 +74,7 @@ class Scorer:
     @torch.no_grad()
     def kl_operands(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """:attr:`Scored.kl_operands` alone: no values are computed, a critic is not run."""
-        return kl_operands(**self._in_passes(batch, self._score_both))
+        return Scored(**self._in_passes(batch, self._score_both)).kl_operands
 
     def _in_passes(
         self, batch: TokenBatch, score: Callable[[TokenBatch], dict[str, Tensor]]
@@ -113,7 +113,7 @@ class Scorer:
         return {**scored, **self._values(model_pass, request)}
 
     def _values(self, model_pass: ModelPass, request: ScoringRequest) -> dict[str, Tensor]:
-        """By the critic, if there is one."""
+        """Returns the critic's values, if there is a critic."""
         if self.critic is None:
             return {}
         return {"values": self.critic(**model_pass.inputs, scoring=request).values}
@@ -122,7 +122,7 @@ class Scorer:
         return self._score_both(part, values=True)
 
     def _score_both(self, part: TokenBatch, values: bool = False) -> dict[str, Tensor]:
-        """By policy and reference."""
+        """Scores a part by policy and reference."""
         model_pass = part.model_pass
         request = self._request(part, model_pass, logits=self.penalty.needs_logits, values=values)
         policy = self.policy(**model_pass.inputs, scoring=request)

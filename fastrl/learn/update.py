@@ -39,7 +39,7 @@ class Epochs:
         self.shuffle = np.random.RandomState(seed)
 
     def steps(self, counting: set[int], left_out: set[int]) -> Iterator[list[list[int]]]:
-        """Without samples that do not count, and those that are in ``left_out`` by then.
+        """Yields the steps without samples that do not count or are in ``left_out`` by then.
 
         Raises:
             FloatingPointError: none is left.
@@ -244,5 +244,5 @@ class Update:
 
     @property
     def steps_begun(self) -> int:
-        """Of all optimizers."""
+        """Counts the steps that all optimizers have begun."""
         return sum(learner.gradient.engine.steps for learner in self.learners)

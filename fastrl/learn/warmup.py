@@ -59,5 +59,5 @@ class CriticWarmup:
         return ValuesLearn() if done < self.steps else ALL_LEARNS
 
     def statistics(self, learning: Learning) -> dict[str, float]:
-        """Of a step in which ``learning`` was so; none without a warm-up."""
+        """Returns the statistics of a step with this ``learning``; none without a warm-up."""
         return {"ppo/critic_warmup": float(not learning.policy_learns)} if self.steps else {}

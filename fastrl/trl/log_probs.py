@@ -109,7 +109,7 @@ class ResponseScorer:
     def _in_passes(
         self, model: nn.Module, score: Score, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
-        """On the host, which waits once for all; 0 at tokens that are not learned."""
+        """Returns log-probs on the host, which waits once for all; 0 where nothing is learned."""
         batch = token_batch(samples, self.pad_token, self.padding(model)).to(self.args.device)
 
         def logprobs(part: TokenBatch) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ class ResponseScorer:
         return tokens.model_pass
 
     def padding(self, model: nn.Module) -> Padding:
-        """That of batches, which the processes choose together, whoever has a token."""
+        """The padding of batches, which the processes choose together, whoever has a token."""
         if self._padding is None:
             lowest = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
             with self.autocast():

@@ -45,7 +45,7 @@ def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Repla
 
 
 class _GenerationPlayer(Player):
-    """In the place of a trainer's collector."""
+    """A player that stands in the place of a trainer's collector."""
 
     def __init__(self, trainer: OnlineTrainer, output: str | Path, last: int):
         super().__init__(trainer, output, last)
