@@ -78,7 +78,7 @@ def classifier(name: str, batch_size: int, tokens: int) -> int:
 
     from fastrl.plan.rehearsal import SCORING, rehearsal
     from fastrl.plan.skeleton import Skeleton
-    from fastrl.trainers.planning import reward_model
+    from fastrl.trainers.rehearse import reward_model
 
     with tempfile.TemporaryDirectory() as folder, rehearsal("cuda") as found:
         model = reward_model(Skeleton.read(write_config(name, Path(folder)), "auto")).eval()

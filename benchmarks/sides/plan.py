@@ -114,29 +114,24 @@ def settings_of(shape: dict[str, Any], folder: str) -> Any:
 def planned(shape: dict[str, Any]) -> int:
     """The plan's peak."""
     from fastrl.plan.skeleton import Skeleton
+    from fastrl.trainers.rehearse import plan_memory
 
     skeleton = Skeleton(config_of(shape), adapter=adapter_of(shape))
     prompt, response = shape["prompt"], shape["response"]
     settings = settings_of(shape, "unused")
+    lengths = [prompt, response]
+    trainer_class: Any
     if shape["method"] == "sft":
-        from fastrl import SFTTrainer
-        from fastrl.trainers.planning import plan_sft
+        from fastrl import SFTTrainer as trainer_class
 
-        return plan_sft(SFTTrainer, skeleton, settings, prompt + response).peak
-    if shape["method"] == "DPOTrainer":
-        from fastrl import DPOTrainer
-        from fastrl.trl.planning import plan_preference
-
-        return plan_preference(DPOTrainer, skeleton, settings, prompt, response).peak
-    if shape["method"] == "dpo":
-        from fastrl.alignment import Trainer
-        from fastrl.alignment.planning import plan_alignment
-
-        return plan_alignment(Trainer, skeleton, settings, prompt, response).peak
-    from fastrl import PPOTrainer
-    from fastrl.ppo.planning import plan_ppo
-
-    return plan_ppo(PPOTrainer, skeleton, settings, prompt, response).peak
+        lengths = [sum(lengths)]
+    elif shape["method"] == "DPOTrainer":
+        from fastrl import DPOTrainer as trainer_class
+    elif shape["method"] == "dpo":
+        from fastrl.alignment import Trainer as trainer_class
+    else:
+        from fastrl import PPOTrainer as trainer_class
+    return plan_memory(trainer_class, skeleton, settings, *lengths).peak
 
 
 def measured(shape: dict[str, Any]) -> int:

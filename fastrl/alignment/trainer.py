@@ -30,16 +30,14 @@ from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
 from fastrl.alignment.losses.base import output_of
 from fastrl.alignment.losses.pairwise import RowLoss
-from fastrl.alignment.planning import plan_alignment
 from fastrl.alignment.records import deciding, joined_at_main, samples_of, sampling_of
+from fastrl.alignment.rehearse import ALIGNMENT
 from fastrl.alignment.reweighter import ByFunction
 from fastrl.collect.completions_table import CompletionsTable
 from fastrl.collect.ledger import GenerationLedger
 from fastrl.data.vocabulary import check_examples
 from fastrl.models.utils import evaluating
 from fastrl.plan.passes import PassSize
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.ref_model import Follow
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutEngine, choose_engine
@@ -52,6 +50,7 @@ from fastrl.run.random_state import random_state, restore_random_state, seed_at
 from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.samples import joined_statistics
 from fastrl.settings import warn_of_idle
+from fastrl.trainers import rehearse
 from fastrl.trainers.base import BaseTrainer
 from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import DeferredGradients, check_sizes
@@ -93,6 +92,7 @@ class Trainer(BaseTrainer):
     args: AlignmentConfig
     model: Any
     args_class: ClassVar[type] = AlignmentConfig
+    rehearsed_as, plan, tokens_of = ALIGNMENT, rehearse.plan, rehearse.tokens_of
     processing_class: Any
 
     def __init__(
@@ -318,39 +318,6 @@ class Trainer(BaseTrainer):
             )
             self._ledger.begin(self.factory.taken)
         self._show_batches()
-
-    def plan(
-        self,
-        prompt_tokens: int,
-        response_tokens: int,
-        passes: PassSize | None = None,
-        device: str | None = None,
-    ) -> Plan:
-        """What training on such prompts and responses needs of memory, phase by phase; online with
-        their rollouts, and without the annotator: from a rehearsal without memory, in which nothing
-        of this trainer is run or changed.
-
-        Args:
-            prompt_tokens, response_tokens: of the longest, at least 2.
-            passes: plans with these; by default as the settings say.
-            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
-
-        Returns:
-            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
-        """
-        skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
-        device, task = device or self.args.device.type, self.factory.task
-        args = self.args if passes is None else passes.of(self.args)
-        return plan_alignment(type(self), skeleton, args, *lengths, self.loss, device, task)
-
-    def tokens_of(self, prompt_tokens: int, response_tokens: int) -> tuple[int, int]:
-        """Tokens of a mini-batch of such texts, and of what a pass does not split: a text, for a
-        reward model the texts of an example, or the batch of a loss with its own gradient."""
-        sample, texts = prompt_tokens + response_tokens, self.factory.task.generations
-        whole = self.factory.batch_size * texts * sample
-        if self.loss.backward is not None:
-            return whole, whole
-        return whole, sample * (texts if self.loss.learns == "reward model" else 1)
 
     def limit_passes(self, passes: PassSize) -> None:
         super().limit_passes(passes)

@@ -55,29 +55,27 @@ class PlannedRun:
 
     def plan(self) -> Plan:
         """Rehearses the method's trainer."""
-        job, device = self.job, self.job.kind_of_device
-        lengths = job.prompt_tokens, job.response_tokens
+        from fastrl.trainers.rehearse import plan_memory
+
+        job = self.job
+        lengths: tuple[int, ...] = (job.prompt_tokens, job.response_tokens)
         self._check_lengths()
+        trainer_class: Any
+        parts: dict[str, Any] = {}
         if job.is_policy_gradient:
-            from fastrl.ppo import PPOTrainer
-            from fastrl.ppo.planning import plan_ppo
+            from fastrl.ppo import PPOTrainer as trainer_class
+        elif job.method == "sft":
+            from fastrl.trainers.sft import SFTTrainer as trainer_class
+        elif job.method == "reward":
+            from fastrl.trainers.reward import RewardTrainer as trainer_class
+        else:
+            from fastrl.alignment.trainer import Trainer as trainer_class
 
-            return plan_ppo(PPOTrainer, self.skeleton, self.flags, *lengths, device)
-        if job.method == "sft":
-            from fastrl.trainers.planning import plan_sft
-            from fastrl.trainers.sft import SFTTrainer
-
-            return plan_sft(SFTTrainer, self.skeleton, self.flags, sum(lengths), device)
-        if job.method == "reward":
-            from fastrl.trainers.planning import plan_reward
-            from fastrl.trainers.reward import RewardTrainer
-
-            return plan_reward(RewardTrainer, self.skeleton, self.flags, sum(lengths), device)
-        from fastrl.alignment.planning import plan_alignment
-        from fastrl.alignment.trainer import Trainer
-
-        return plan_alignment(
-            Trainer, self.skeleton, self.flags, *lengths, job.method, device, job.task
+            parts = {"loss": job.method, "task": job.task}
+        if job.method in ("sft", "reward"):
+            lengths = (sum(lengths),)
+        return plan_memory(
+            trainer_class, self.skeleton, self.flags, *lengths, device=job.kind_of_device, **parts
         )
 
     def fitted(self, gpu_gib: float) -> tuple[PlannedRun, Plan]:

@@ -204,14 +204,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             datasets.enable_progress_bars()
-
-
-__all__ = [
-    "LOADING",
-    "ROLLOUT",
-    "SCORING",
-    "STEP",
-    "UPDATE",
-    "Rehearsal",
-    "rehearsal",
-]

@@ -47,12 +47,12 @@ from fastrl.models.routing import follow_routers, refuse_beside
 from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating
 from fastrl.overrides import overridden
+from fastrl.plan.passes import PassSize
 from fastrl.ppo import method, stats
 from fastrl.ppo.classic import ClassicMethods
 from fastrl.ppo.critic import CriticLearner, checked_critic
 from fastrl.ppo.loop import Loop, Numbers
 from fastrl.ppo.persistence import ModelFiles, load_checkpoint, save_checkpoint
-from fastrl.ppo.planning import MemoryPlanning
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
 from fastrl.ppo.setup import (
@@ -81,11 +81,12 @@ from fastrl.run.precision import refuse_fp16_twice
 from fastrl.run.processes import processes_of
 from fastrl.samples import Samples
 from fastrl.timing import start_clock
+from fastrl.trainers import rehearse
 
 _LOOP_COLUMNS = ("label", "query", "response")
 
 
-class PPOTrainer(ClassicMethods, MemoryPlanning):
+class PPOTrainer(ClassicMethods):
     """Proximal policy optimisation of a language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
@@ -131,6 +132,8 @@ class PPOTrainer(ClassicMethods, MemoryPlanning):
         ValueError: a reference that the model cannot have; a policy whose language model has no
             weight to train.
     """
+
+    rehearsed_as, plan, tokens_of = rehearse.PPO, rehearse.plan, rehearse.tokens_of
 
     def __init__(
         self,
@@ -774,6 +777,15 @@ class PPOTrainer(ClassicMethods, MemoryPlanning):
         no_scores = torch.zeros(len(batch), device=self.current_device)
         _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())
+
+    def limit_passes(self, passes: PassSize) -> None:
+        """Limits how much is computed at a time, as ``micro_batch_tokens`` and
+        ``gradient_checkpointing`` do; but a sample that has more tokens gets a pass of its own."""
+        self.scorer.limit = self.scorer.limit._replace(tokens=passes.tokens)
+        for learner in self.update.learners:
+            gradient = learner.gradient
+            gradient.rules = gradient.rules._replace(micro_batch_tokens=passes.tokens)
+        self.update.activations.recomputed |= passes.recomputed
 
     # State and files.
 

@@ -1,11 +1,19 @@
-"""SFTTrainer and RewardTrainer, on transformers' Trainer."""
+"""Trainers on transformers' Trainer, and how any trainer is rehearsed and replayed.
 
-from fastrl.data.collators import (
-    DataCollatorForCompletionOnlyLM,
-    RewardDataCollatorWithPadding,
-)
-from fastrl.trainers.reward import RewardConfig, RewardTrainer, compute_accuracy
-from fastrl.trainers.sft import SFTConfig, SFTTrainer
+The names of SFTTrainer and RewardTrainer are imported at their first use: PPOTrainer, which is none
+of transformers', does without them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastrl.data.collators import (
+        DataCollatorForCompletionOnlyLM,
+        RewardDataCollatorWithPadding,
+    )
+    from fastrl.trainers.reward import RewardConfig, RewardTrainer, compute_accuracy
+    from fastrl.trainers.sft import SFTConfig, SFTTrainer
 
 __all__ = [
     "DataCollatorForCompletionOnlyLM",
@@ -16,3 +24,12 @@ __all__ = [
     "SFTTrainer",
     "compute_accuracy",
 ]
+
+
+if not TYPE_CHECKING:  # or every other name would be an object
+
+    def __getattr__(name: str) -> object:
+        for home in ("fastrl.data.collators", "fastrl.trainers.sft", "fastrl.trainers.reward"):
+            if name in __all__ and hasattr(module := import_module(home), name):
+                return getattr(module, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,13 +39,10 @@ from fastrl.models.reward_head import (
 )
 from fastrl.models.utils import evaluating, need_peft, without_dropout
 from fastrl.overrides import overridden
-from fastrl.plan.passes import PassSize
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import REWARD
+from fastrl.trainers import rehearse
 from fastrl.trainers.passes import fill
-from fastrl.trainers.planning import plan_reward
 from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import (
     SupervisedArguments,
@@ -151,6 +148,7 @@ class RewardTrainer(SupervisedTrainer):
 
     _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "reward-trainer"]  # of the model on the Hub
     args_class: ClassVar[type] = RewardConfig
+    rehearsed_as, plan, tokens_of = rehearse.REWARD, rehearse.plan_of_texts, rehearse.tokens_of
     example: ClassVar[str] = "pair"
     method = REWARD
 
@@ -231,27 +229,6 @@ class RewardTrainer(SupervisedTrainer):
             reads_eos.record(self.model, self._reads_eos)
         self.can_return_loss = True  # evaluation of pairs has a loss
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
-
-    def plan(self, tokens: int, passes: PassSize | None = None, device: str | None = None) -> Plan:
-        """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
-        without memory, in which nothing of this trainer is run or changed.
-
-        Args:
-            tokens: of the longest text of a pair, at least 2.
-            passes: plans with these; by default as the settings say.
-            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
-
-        Returns:
-            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
-        """
-        args = self.args if passes is None else passes.of(self.args)
-        device = device or self.args.device.type
-        return plan_reward(type(self), Skeleton.of(self.model), args, tokens, device)
-
-    def tokens_of(self, tokens: int) -> tuple[int, int]:
-        """Tokens of a batch of pairs of such texts, and of one pair, which a pass does not
-        split."""
-        return self.args.per_device_train_batch_size * 2 * tokens, 2 * tokens
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)

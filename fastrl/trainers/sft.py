@@ -38,13 +38,10 @@ from fastrl.models.routing import computed_aux_loss
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.overrides import overridden
-from fastrl.plan.passes import PassSize
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import SFT
+from fastrl.trainers import rehearse
 from fastrl.trainers.passes import fill
-from fastrl.trainers.planning import plan_sft
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import (
@@ -181,6 +178,7 @@ class SFTTrainer(SupervisedTrainer):
     """
 
     args_class: ClassVar[type] = SFTConfig
+    rehearsed_as, plan, tokens_of = rehearse.SFT, rehearse.plan_of_texts, rehearse.tokens_of
     _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "sft"]  # of the model on the Hub
     example: ClassVar[str] = "text"
     method = SFT
@@ -311,27 +309,6 @@ class SFTTrainer(SupervisedTrainer):
             self.data_collator = JoinedCollator(rows) if joins else rows
         self.count_learned_tokens()  # by which the loss is divided
         self.scorer = TokenScorer()
-
-    def plan(self, tokens: int, passes: PassSize | None = None, device: str | None = None) -> Plan:
-        """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
-        without memory, in which nothing of this trainer is run or changed.
-
-        Args:
-            tokens: of the longest text, at least 2.
-            passes: plans with these; by default as the settings say.
-            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
-
-        Returns:
-            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
-        """
-        args = self.args if passes is None else passes.of(self.args)
-        device = device or self.args.device.type
-        return plan_sft(type(self), Skeleton.of(self.model), args, tokens, device)
-
-    def tokens_of(self, tokens: int) -> tuple[int, int]:
-        """Tokens of a batch of texts of that length, and of one text, which a pass does not
-        split."""
-        return self.args.per_device_train_batch_size * tokens, tokens
 
     def prepare_model(self, model: Any) -> Any:
         """The model, checked, with an adapter if there is a peft_config."""

@@ -64,9 +64,6 @@ class OnlineMethods:
     _pass_loss: Callable[..., Tensor]
     _note: Callable[..., None]
 
-    def reads_whole_batches(self) -> bool:
-        return self.has_own_loss
-
     @property
     def has_own_loss(self) -> bool:
         """Whether a subclass computes the loss, or the log-probs that it is of."""

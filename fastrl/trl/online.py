@@ -53,6 +53,7 @@ from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.random_state import seed_at
 from fastrl.samples import Samples
 from fastrl.settings import warn_of_idle
+from fastrl.trainers import rehearse
 from fastrl.trainers.base import BaseTrainer
 from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
@@ -64,7 +65,6 @@ from fastrl.trl.judged import judged_by_all
 from fastrl.trl.log_probs import ResponseScorer
 from fastrl.trl.methods import LOGPROBS, OnlineMethods, OwnLogprobs
 from fastrl.trl.passes import BatchScores, Pass
-from fastrl.trl.planning import PlansMemory, plan_online
 from fastrl.trl.policy import (
     adapted_policy,
     check_adapter,
@@ -81,7 +81,6 @@ from fastrl.trl.rollout_correction import RolloutCorrection
 
 class OnlineTrainer(
     OnlineMethods,
-    PlansMemory,
     BaseTrainer,
     ABC,
 ):
@@ -100,7 +99,7 @@ class OnlineTrainer(
     processing_class: Any
     config: ClassVar[type]
     _tag_names: ClassVar[list[str]]
-    memory_plan = staticmethod(plan_online)
+    rehearsed_as, plan, tokens_of = rehearse.ONLINE, rehearse.plan, rehearse.tokens_of
     needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
     learns_kl: ClassVar[bool] = False  # whether rewards have the KL of old log-probs
     divides_loss: ClassVar[bool]  # whether TRL's _compute_loss has the part of an optimizer step

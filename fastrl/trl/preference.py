@@ -27,6 +27,7 @@ from fastrl.models.utils import evaluating, without_dropout
 from fastrl.overrides import overridden
 from fastrl.ref_model import Follow, RefModel
 from fastrl.settings import check_refused, kept_settings
+from fastrl.trainers import rehearse
 from fastrl.trainers.passes import fill
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import (
@@ -36,7 +37,6 @@ from fastrl.trainers.supervised import (
     length_limit,
     prefix_of,
 )
-from fastrl.trl.planning import PlansMemory, plan_preference
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.preference_config import PreferenceConfig
 from fastrl.trl.reference import model_of, reference_of
@@ -44,7 +44,7 @@ from fastrl.trl.reference import model_of, reference_of
 EXTRAS = ("mean_logit", "is_top1")
 
 
-class PreferenceTrainer(PlansMemory, SupervisedTrainer):
+class PreferenceTrainer(SupervisedTrainer):
     """A trainer that compares a policy's log-probs of completions with a reference's.
 
     The reference is ``ref_model``, or the policy as training begins: a frozen copy of it, or, of a
@@ -57,7 +57,7 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
     collator_class: ClassVar[type[PairCollator]]
     short_name: ClassVar[str]  # of the method
     id_columns: ClassVar[tuple[str, ...]]  # of prompts, and of each of an example's completions
-    memory_plan = staticmethod(plan_preference)
+    rehearsed_as, plan, tokens_of = rehearse.PREFERENCES, rehearse.plan, rehearse.tokens_of
     metric_differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}  # noqa: RUF012
     ref_columns: tuple[str, ...]  # of precomputed log-probs, one for each [B]
 
@@ -218,11 +218,8 @@ class PreferenceTrainer(PlansMemory, SupervisedTrainer):
         return rows
 
     @property
-    def texts_of_an_example(self) -> int:  # type: ignore[override]
+    def texts_of_an_example(self) -> int:
         return len(self.id_columns) - 1
-
-    def reads_whole_batches(self) -> bool:
-        return bool(self.args.read_together)
 
     def sizes(self, dataset: Any) -> Iterable[int]:
         if is_stream(dataset):

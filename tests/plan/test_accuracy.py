@@ -11,10 +11,9 @@ from benchmarks.sides.plan import config_of, planned
 from benchmarks.test_plan import PlanJob, ask
 from fastrl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from fastrl.plan.skeleton import Skeleton
-from fastrl.ppo import planning
-from fastrl.ppo.planning import plan_ppo
 from fastrl.rollout import rehearsed_engine
-from fastrl.trl.planning import plan_online
+from fastrl.trainers import rehearse
+from fastrl.trainers.rehearse import plan_memory
 
 _SMALL = {
     "layers": 2, "width": 128, "vocabulary": 4001, "tied": False, "batch": 8, "mini_batch": 4,
@@ -55,8 +54,8 @@ def test_grpo_takes_the_same_memory_behind_both_of_its_trainers():
         per_device_train_batch_size=4,
         gradient_checkpointing=False,
     )
-    one = plan_ppo(PPOTrainer, skeleton, stepping, *sizes).phases
-    other = plan_online(GRPOTrainer, skeleton, args, *sizes).phases
+    one = plan_memory(PPOTrainer, skeleton, stepping, *sizes).phases
+    other = plan_memory(GRPOTrainer, skeleton, args, *sizes).phases
     for phase, kinds in {
         "rollout": ("parameters", "reference", "KV cache", "activations"),
         "update": ("parameters", "reference", "KV cache", "activations"),
@@ -75,9 +74,9 @@ def test_the_passes_that_are_rehearsed_have_the_peaks_of_all(monkeypatch):
     skeleton = Skeleton(config_of({"family": "Llama", **sizes}))
     settings = PPOConfig(batch_size=32, mini_batch_size=32, micro_batch_tokens=700)
     monkeypatch.setattr(rehearsed_engine, "copied_bytes", lambda _: 4)
-    few = plan_ppo(PPOTrainer, skeleton, settings, 16, 200)
-    monkeypatch.setattr(planning, "PASSES", 100)
-    every = plan_ppo(PPOTrainer, skeleton, settings, 16, 200)
+    few = plan_memory(PPOTrainer, skeleton, settings, 16, 200)
+    monkeypatch.setattr(rehearse, "PASSES", 100)
+    every = plan_memory(PPOTrainer, skeleton, settings, 16, 200)
     for name, peak in every.phases.items():
         assert few.phases[name].total == pytest.approx(peak.total, rel=0.01), name
     assert few.phases["rollout"].by_kind["optimizer"] > 0
@@ -90,12 +89,12 @@ import json, resource, sys
 from transformers import LlamaConfig
 from fastrl import SFTConfig
 from fastrl.plan.skeleton import Skeleton
-from fastrl.trainers.planning import plan_sft
+from fastrl.trainers.rehearse import plan_memory
 from fastrl.trainers.sft import SFTTrainer
 config = LlamaConfig(hidden_size=8192, intermediate_size=22016, num_hidden_layers=8,
                      num_attention_heads=64, vocab_size=32000)
 args = SFTConfig(output_dir="x", per_device_train_batch_size=1)
-plan = plan_sft(SFTTrainer, Skeleton(config), args, 64)
+plan = plan_memory(SFTTrainer, Skeleton(config), args, 64)
 kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([plan.peak / 2**30, kib / 2**20]))
 """

@@ -1,0 +1,455 @@
+"""What a trainer will need of memory: two of its optimizer steps, rehearsed on rows of full length.
+
+How a surface is rehearsed is one entry of a table, a :class:`Surface`, which its trainers name; the
+alignment framework's, which needs its factory, is :mod:`fastrl.alignment.rehearse`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForSequenceClassification, PrinterCallback, ProgressCallback
+
+from fastrl.config import PPOConfig, json_object
+from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+from fastrl.plan.memory import ACTIVATIONS
+from fastrl.plan.passes import PassSize
+from fastrl.plan.rehearsal import (
+    CHOICES_LEFT_OUT,
+    LOADING,
+    OPTIMIZER_STEPS,
+    UPDATE,
+    Rehearsal,
+    rehearsal,
+)
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens, words
+from fastrl.rollout import SamplingParams
+from fastrl.rollout.backends import EngineBackend
+from fastrl.rollout.rehearsed_engine import RehearsedEngine
+from fastrl.rollout.self_check import UnsupportedModel
+
+# What a rehearsal does not do: it saves, evaluates and reports nothing, and runs on a CPU.
+_NOT_REHEARSED: dict[str, Any] = {
+    **{"use_cpu": True, "max_steps": OPTIMIZER_STEPS, "report_to": "none", "disable_tqdm": True},
+    **dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), "no"),
+    **dict.fromkeys(("push_to_hub", "load_best_model_at_end", "dataloader_pin_memory"), False),
+    **{"dataloader_num_workers": 0, "warmup_steps": 0, "torch_compile": False},
+    **dict.fromkeys(("resume_from_checkpoint", "dataset_num_proc", "evaluation_strategy")),
+    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # of the run's tokenizer
+}
+# What of PPO would act outside of this process, or is for several; a critic is built, not read.
+_NOT_OF_PPO: dict[str, Any] = {
+    **dict.fromkeys(("log_with", "critic", "forward_batch_size", "optimize_cuda_cache")),
+    **{"push_to_hub_if_best_kwargs": {}, "optimize_device_cache": False},
+    **{"old_logprobs": "recompute", "sampler_correction": "off"},
+    **{"critic_warmup_steps": 0, "replay_routing": False},
+}
+# Token ids, masks, and what is learned from, of each position of a sample that is not rehearsed.
+_BYTES_PER_POSITION = 60
+PASSES = 2  # of a rehearsed mini-batch: gradients and the next pass's activations are there at once
+
+
+@dataclass
+class Stage:
+    """Where a trainer is made and run without memory.
+
+    Attributes:
+        trainer_class: the class of the trainer that is rehearsed.
+        skeleton: its model.
+        settings: the settings of the run.
+        tokens: the lengths of its texts, by the names that ``plan`` has for them.
+        memory: the log of the rehearsal's memory, and notes of what it leaves out.
+    """
+
+    trainer_class: Any
+    skeleton: Skeleton
+    settings: Any
+    tokens: Mapping[str, int]
+    memory: Rehearsal
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return sum(self.tokens.values())
+
+    @property
+    def vocabulary(self) -> int:
+        return self.skeleton.config.get_text_config().vocab_size
+
+    @property
+    def size(self) -> int:
+        """Samples of a batch."""
+        return self.settings.per_device_train_batch_size
+
+    @property
+    def accumulated(self) -> int:
+        """Batches of an optimizer step that are rehearsed: from the second on there are
+        gradients."""
+        return min(self.settings.gradient_accumulation_steps, 2)
+
+    @property
+    def count(self) -> int:
+        """Samples of a rehearsal."""
+        return OPTIMIZER_STEPS * self.size * self.accumulated
+
+    def arguments(self, **changed: Any) -> Any:
+        """The arguments of a trainer on transformers': the run's, changed for a rehearsal."""
+        kind = getattr(self.trainer_class, self.trainer_class.rehearsed_as.arguments)
+        known = {f.name for f in dataclasses.fields(kind) if f.init}
+        settings = {x: getattr(self.settings, x) for x in known if hasattr(self.settings, x)}
+        settings |= {**_NOT_REHEARSED, "gradient_accumulation_steps": self.accumulated, **changed}
+        settings["output_dir"] = str(self.memory.folder)
+        return kind(**{name: x for name, x in settings.items() if name in known})
+
+    def made(self, model: Any, rows: Mapping[str, list], *others: Any, **changed: Any) -> Any:
+        """A trainer on transformers' for a model and rows, by column.
+
+        Args:
+            others: what its constructor takes between the model and the arguments.
+            changed: arguments that a rehearsal has in place of the run's.
+        """
+        from datasets import Dataset
+
+        return self.trainer_class(
+            model,
+            *others,
+            args=self.arguments(**changed),
+            train_dataset=Dataset.from_dict(dict(rows)),
+            processing_class=blank_tokenizer(),
+        )
+
+    def train(self, trainer: Any, reference: Any = None) -> None:
+        """Runs the steps of a trainer on transformers'."""
+        self.memory.notes += self.skeleton.guesses
+        for kind in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(kind)
+        trainer.create_optimizer()
+        self.memory.follow(trainer.model, trainer.optimizer)
+        self.memory.loaded(reference, trainer.model)
+        with self.memory.log.phase(UPDATE):
+            trainer.train()
+
+    def engine(self, model: Any, tokenizer: Any, **options: Any) -> RehearsedEngine | None:
+        """The rollout engine of a policy; None, with a note, for a model that it cannot run."""
+        try:
+            engine = RehearsedEngine(model, tokenizer, **options)
+        except UnsupportedModel as error:
+            self.memory.notes.append(f"the KV cache, left out: {error.cause}")
+            return None
+        engine.keeps = self.memory.keeps
+        return engine
+
+
+class Surface(NamedTuple):
+    """How a class of trainers is rehearsed.
+
+    Attributes:
+        run: makes the trainer of a :class:`Stage` and runs it; returns the plan's title, and what
+            the plan depends on beside lengths.
+        samples: for a trainer, the texts of a mini-batch, and how many a pass takes together.
+        parts: for a trainer, further arguments of ``run``, by name.
+        settings: the trainer's attribute with its settings.
+        arguments: the class's attribute with the class of its settings.
+    """
+
+    run: Callable[..., tuple[str, dict[str, Any]]]
+    samples: Callable[[Any], tuple[int, int]]
+    parts: Callable[[Any], dict[str, Any]] = lambda trainer: {}
+    settings: str = "args"
+    arguments: str = "args_class"
+
+
+def plan_memory(
+    trainer_class: Any,
+    skeleton: Skeleton,
+    settings: Any,
+    *lengths: int,
+    device: str = "cpu",
+    **parts: Any,
+) -> Plan:
+    """The memory of a trainer whose texts all have their greatest length, rollouts included.
+
+    Args:
+        trainer_class: is rehearsed.
+        settings: the run's.
+        lengths: tokens of prompt and response, or of a text.
+        device: "cpu" or "cuda", for which the memory is counted.
+        parts: what the trainer has beside its settings: of PPO the critic's skeleton, of the
+            alignment framework the loss and the task.
+
+    Raises:
+        ValueError: settings that the trainer refuses; lengths beyond the model's context.
+        FileNotFoundError: a critic without a configuration.
+    """
+    names = ("prompt_tokens", "response_tokens") if len(lengths) > 1 else ("tokens",)
+    by_name = dict(zip(names, lengths, strict=True))
+    skeleton.check_tokens(**by_name)
+    with rehearsal(device) as memory:
+        stage = Stage(trainer_class, skeleton, settings, by_name, memory)
+        title, sizes = trainer_class.rehearsed_as.run(stage, **parts)
+        return Plan.of(f"{skeleton.name}: {title}", device, memory, {**by_name, **sizes})
+
+
+def plan(
+    self: Any,
+    prompt_tokens: int,
+    response_tokens: int,
+    passes: PassSize | None = None,
+    device: str | None = None,
+) -> Plan:
+    """What training on such prompts and responses needs of memory, phase by phase, rollouts
+    included, without rewards or an annotator: from a rehearsal without memory, in which nothing of
+    this trainer is run or changed.
+
+    Args:
+        prompt_tokens, response_tokens: of the longest, at least 2.
+        passes: plans with these; by default as the settings say.
+        device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
+
+    Returns:
+        a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+    """
+    return _plan_of(self, (prompt_tokens, response_tokens), passes, device)
+
+
+def plan_of_texts(
+    self: Any, tokens: int, passes: PassSize | None = None, device: str | None = None
+) -> Plan:
+    """What training on texts of that many tokens, the longest of all, needs of memory, see
+    :func:`plan`; a reward model has two such texts in a pair."""
+    return _plan_of(self, (tokens,), passes, device)
+
+
+def _plan_of(
+    trainer: Any, lengths: Sequence[int], passes: PassSize | None, device: str | None
+) -> Plan:
+    surface: Surface = trainer.rehearsed_as
+    settings = getattr(trainer, surface.settings)
+    return plan_memory(
+        type(trainer),
+        Skeleton.of(trainer.accelerator.unwrap_model(trainer.model)),
+        settings if passes is None else passes.of(settings),
+        *lengths,
+        device=device or trainer.accelerator.device.type,
+        **surface.parts(trainer),
+    )
+
+
+def tokens_of(self: Any, *lengths: int) -> tuple[int, int]:
+    """Tokens of a mini-batch of texts of these lengths, and of what a pass does not split."""
+    whole, unsplit = self.rehearsed_as.samples(self)
+    return whole * sum(lengths), unsplit * sum(lengths)
+
+
+def reward_model(skeleton: Skeleton) -> Any:
+    """A classifier with one label; to be called within a rehearsal."""
+    skeleton = copy.copy(skeleton)
+    skeleton.config = copy.deepcopy(skeleton.config)
+    skeleton.config.num_labels, skeleton.config.get_text_config().pad_token_id = 1, 0
+    if skeleton.adapter is not None:
+        skeleton.adapter = copy.deepcopy(skeleton.adapter)
+        skeleton.adapter.task_type = "SEQ_CLS"
+    return skeleton.build(AutoModelForSequenceClassification)
+
+
+def _sft(stage: Stage) -> tuple[str, dict[str, Any]]:
+    rows = {"input_ids": [[2] * stage.length] * stage.count}
+    stage.train(stage.made(stage.skeleton.build(), rows, max_length=stage.length))
+    return "SFT", {"batch_size": stage.size}
+
+
+def _reward(stage: Stage) -> tuple[str, dict[str, Any]]:
+    sides = enumerate(("chosen", "rejected"))
+    rows = {side: [words(stage.length - 1, i)] * stage.count for i, side in sides}
+    model = reward_model(stage.skeleton)
+    stage.train(stage.made(model, rows, max_length=stage.length, append_eos=True))
+    return "reward model", {"batch_size": stage.size}
+
+
+def _preferences(stage: Stage) -> tuple[str, dict[str, Any]]:
+    prompt, response = stage.tokens.values()
+    # Each prompt is another, because those that are the same are run once.
+    starts = (2 + i % 7 for i in range(stage.count))
+    rows: dict[str, list] = {
+        "prompt_ids": [[t % stage.vocabulary for t in range(i, i + prompt)] for i in starts],
+        "label": [bool(i % 2) for i in range(stage.count)],
+    }
+    for k, side in enumerate(("chosen", "rejected", "completion", "KL_completion")):
+        rows[f"{side}_ids"] = [[2 + k] * response] * stage.count
+    changed = {"max_length": stage.length, "precompute_ref_log_probs": False}
+    trainer = stage.made(stage.skeleton.build(), rows, **changed)
+    if getattr(stage.settings, "precompute_ref_log_probs", False):
+        stage.memory.notes.append("the reference stays, as without precompute_ref_log_probs")
+    stage.train(trainer, trainer._reference)
+    return trainer.short_name, {"batch_size": stage.size}
+
+
+def alternating(completions: Sequence[Any], **_: Any) -> list[float]:
+    """Rewards of 0 and 1, one after the other."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def _online(stage: Stage) -> tuple[str, dict[str, Any]]:
+    args, memory = stage.settings, stage.memory
+    prompt, response = stage.tokens.values()
+    group = args.num_generations
+    same = args.steps_per_generation == args.gradient_accumulation_steps
+    per_generation = stage.accumulated if same else args.steps_per_generation
+    if args.replay_routing:
+        memory.notes.append(CHOICES_LEFT_OUT)
+    trainer = stage.made(
+        stage.skeleton.build(),
+        {"prompt": [f"w{i}" for i in range(max(stage.size * per_generation // group, 1))]},
+        alternating,
+        steps_per_generation=per_generation,
+        generation_batch_size=None,
+        max_completion_length=response,
+        replay_routing=False,
+    )
+    options = {"autocast": trainer.accelerator.autocast, "max_slots": args.rollout_slots}
+    engine = stage.engine(trainer.model, trainer.processing_class, **options)
+
+    def respond(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        count = len(prompts)
+        ids = [tokens(prompt, stage.vocabulary, start=i // group) for i in range(count)]
+        if engine is not None:
+            engine.rehearse(ids[::group], SamplingParams(max_new_tokens=response, n=group))
+            if args.rollout_sleep:
+                engine.sleep()
+        written = [[2 + i % 3] * response for i in range(count)]
+        return {"prompt_ids": ids, "completion_ids": written, "logprobs": None}
+
+    trainer._collect.respond = trainer.responding_by(respond)
+    memory.notes.append("the reward functions' memory: left out")
+    stage.train(trainer, trainer._reference)
+    return trainer.__class__.__name__.removesuffix("Trainer"), {"batch_size": stage.size}
+
+
+def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, Any]]:
+    """Rehearses an optimizer step of as many samples as it takes; with a trunk all samples of a
+    batch, whose boundaries are kept.
+
+    Args:
+        critic: the model of a trainer's own critic; None: as the settings say.
+    """
+    config, memory = stage.settings, stage.memory
+    if critic is None and config.critic is not None:
+        critic = Skeleton.read(config.critic, str(stage.skeleton.dtype))
+    shortened = _shortened(config, *stage.tokens.values())
+    if config.replay_routing:
+        memory.notes.append(CHOICES_LEFT_OUT)
+    base = stage.skeleton.build()
+    has_values = config.needs_values and critic is None
+    kind = AutoModelForCausalLMWithValueHead if has_values else CausalLMPolicy
+    policy = kind.from_pretrained(base)
+    values = None if critic is None else reward_model(critic)
+    trainer = stage.trainer_class(shortened, policy, tokenizer=blank_tokenizer(), critic=values)
+    memory.notes += stage.skeleton.guesses
+    memory.follow(policy, trainer.optimizer)
+    if trainer.critic is not None:
+        memory.notes += [] if critic is None else critic.guesses
+        memory.follow(trainer.critic.unwrapped, trainer.critic.optimizer)
+    memory.loaded(trainer.reference, policy)
+    generate_again = _rollouts(stage, trainer, policy)
+    for learner in (trainer, trainer.critic):
+        if learner is not None:
+            memory.give_state(learner.optimizer)
+    generate_again()  # beside that state
+    prompt, response = stage.tokens.values()
+    size, group = shortened.batch_size, shortened.group_size
+    trainer.step(
+        [tokens(prompt, stage.vocabulary, start=i // group) for i in range(size)],
+        [tokens(response, stage.vocabulary, start=3 + i) for i in range(size)],
+        [torch.tensor(float(i % max(group, 2))) for i in range(size)],
+    )
+    left = (config.batch_size - size) * stage.length * _BYTES_PER_POSITION
+    for name, phase in memory.log.peaks.items():
+        if name != LOADING:
+            phase.total += left
+            phase.by_kind[ACTIVATIONS] += left
+    return config.method, {
+        "batch_size": config.batch_size,
+        "mini_batch_size": config.mini_batch_size,
+        "reference": trainer.reference.mode,
+    }
+
+
+def _shortened(config: PPOConfig, prompt: int, response: int) -> PPOConfig:
+    """The settings of a rehearsal: an optimizer step of whole groups, whose mini-batches have no
+    more samples than some full passes."""
+    size, mini, group = config.batch_size, config.mini_batch_size, config.group_size
+    if config.num_shared_layers is None:
+        if config.micro_batch_tokens is not None:
+            least = prompt // group + response  # a group may have its prompt once
+            enough = -(-PASSES * config.micro_batch_tokens // least)
+            mini = min(mini, -(-enough // group) * group)
+        size = min(size, math.lcm(mini * config.gradient_accumulation_steps, group))
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+    changed = {
+        "batch_size": size,
+        "mini_batch_size": mini,
+        "ppo_epochs": min(config.ppo_epochs, 1),
+        "accelerator_kwargs": {**json_object(config.accelerator_kwargs), "cpu": True},
+    }
+    return PPOConfig(**fields | _NOT_OF_PPO | changed)
+
+
+def _rollouts(stage: Stage, trainer: Any, policy: Any) -> Callable[[], None]:
+    """Fills the rollout engine's slots, whose memory stays unless ``rollout_sleep`` frees it;
+    returns what does so again, and does nothing, with a note, where that is not known."""
+    config, backend = stage.settings, trainer.rollouts.backend
+    if not isinstance(backend, EngineBackend):
+        stage.memory.notes.append(
+            "the KV cache of model.generate (rollout_backend 'generate'): left out"
+        )
+        return lambda: None
+    prompt, response = stage.tokens.values()
+    group = config.group_size
+    count = min(config.batch_size // group, -(-config.rollout_slots // group))
+    prompts = [tokens(prompt, stage.vocabulary, start=i) for i in range(max(1, count))]
+    params = SamplingParams(max_new_tokens=response, n=group)
+    with trainer.computing():
+        engine = stage.engine(policy, trainer.tokenizer, **backend.options)
+        if engine is None:
+            return lambda: None
+        engine.rehearse(prompts, params)
+    backend._engines[id(policy), False] = engine  # slept before an update, where that is set
+
+    def again() -> None:
+        with trainer.computing():
+            engine.rehearse(prompts, params)
+
+    return again
+
+
+def _samples(trainer: Any, texts: int = 1, together: bool = False) -> tuple[int, int]:
+    """The samples of a trainer on transformers', with so many texts in an example; ``together``
+    where a loss reads all of a batch, so that passes cannot split it."""
+    whole = trainer.args.per_device_train_batch_size * texts
+    return whole, whole if together else texts
+
+
+def _critic_of(trainer: Any) -> dict[str, Any]:
+    return {"critic": None if trainer.critic is None else Skeleton.of(trainer.critic.unwrapped)}
+
+
+SFT = Surface(_sft, _samples)
+REWARD = Surface(_reward, lambda trainer: _samples(trainer, 2))
+PREFERENCES = Surface(
+    _preferences,
+    lambda trainer: _samples(trainer, trainer.texts_of_an_example, trainer.args.read_together),
+    arguments="config_class",
+)
+ONLINE = Surface(
+    _online, lambda trainer: _samples(trainer, 1, trainer.has_own_loss), arguments="config"
+)
+PPO = Surface(
+    _ppo, lambda trainer: (trainer.config.mini_batch_size, 1), _critic_of, settings="config"
+)
