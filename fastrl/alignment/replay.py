@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastrl.alignment.records import deciding, sampling_of
 from fastrl.alignment.trainer import Trainer
-from fastrl.collect.replayed import Replayed, ReplayedSample, compared, recorded_rollout
+from fastrl.collect.replayed import Replayed, compared, recorded_rollout, rounding
 from fastrl.data.examples import Example, Response
 from fastrl.run.ledger import PER_FUNCTION
 from fastrl.samples import Samples
-from fastrl.trainers.replaying import Drawn, Player
+from fastrl.trainers.replay import Drawn, LoopWalk
 
 
 def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
     """Draws the responses of a batch of an online run again, see
-    :meth:`fastrl.trainers.replaying.Player.replay`; the annotator is not asked. On the machine,
+    :meth:`fastrl.trainers.replay.LoopWalk.replay`; the annotator is not asked. On the machine,
     threads and versions of the run they are the recorded ones bit for bit; a warning says what
     differs. Of a run of several processes one process does the updates of all, but for the rounding
     of sums: log-probs and values are the recorded ones within √ε of their dtype.
@@ -39,36 +36,25 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
             several processes.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
-    player = _BatchPlayer(trainer, output, batch)
-    return player.replay(player.tolerance)
+    return _BatchWalk(trainer, output, batch).replay()
 
 
-class _BatchPlayer(Player):
-    """A player that stands in the place of a factory's sampler and annotator."""
+class _BatchWalk(LoopWalk):
+    """A walk that stands in the place of a factory's sampler and annotator."""
+
+    counted_as = ("batches", "taken")
 
     def __init__(self, trainer: Trainer, output: str | Path, last: int):
         super().__init__(trainer, output, last)
-        factory, recorded = trainer.factory, self.facts["settings"]
-        own = {**deciding(factory, trainer.loss), **sampling_of(factory)}
+        recorded = self.facts["settings"]
+        now = {**deciding(trainer.factory, trainer.loss), **sampling_of(trainer.factory)}
         for name in ("seed", "gradient_accumulation_steps"):
-            own[name] = getattr(trainer.args, name)
-        self.check_same(own, {**self.facts["generation_kwargs"], **recorded})
-        several = recorded["processes"] > 1
+            now[name] = getattr(trainer.args, name)
+        self.check_same(now, {**self.facts["generation_kwargs"], **recorded})
         dtype = next(trainer.model.parameters()).dtype
-        self.tolerance = math.sqrt(torch.finfo(dtype).eps) if several else 0.0
-
-    def made(self, own: Mapping[str, Any]) -> int:
-        return own["batches"]["taken"]
-
-    @contextmanager
-    def playing(self) -> Iterator[None]:
-        factory, args = self.trainer.factory, self.trainer.args
-        own = factory.answer, args.ledger, args.log_completions
-        factory.answer, args.ledger, args.log_completions = self, False, False
-        try:
-            yield
-        finally:
-            factory.answer, args.ledger, args.log_completions = own
+        self.tolerance = rounding(dtype) if recorded["processes"] > 1 else 0.0
+        silent = (trainer.args, "ledger", False), (trainer.args, "log_completions", False)
+        self.stands_in = ((trainer.factory, "answer", self), *silent)
 
     def __call__(
         self, examples: Sequence[Example], ids: Sequence[int] | None
@@ -81,7 +67,7 @@ class _BatchPlayer(Player):
                 "order"
             )
         if number == self.last:
-            self.samples = self._drawn(examples, ids, rows)
+            self._draw(examples, ids, rows)
             raise Drawn
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
         judged = [_judged(e, group) for e, group in zip(examples, groups, strict=True)]
@@ -92,9 +78,9 @@ class _BatchPlayer(Player):
             scores = [known[side::size] for side in range(size)]
         return judged, scores, recorded_rollout(rows, 1.0)
 
-    def _drawn(
+    def _draw(
         self, examples: Sequence[Example], ids: Sequence[int] | None, rows: list[dict[str, Any]]
-    ) -> list[ReplayedSample]:
+    ) -> None:
         factory, first = self.trainer.factory, rows[0]
         if first["slots"]:
             factory.sampler.engine.reserve(first["slots"], first["slot_length"])
@@ -104,7 +90,7 @@ class _BatchPlayer(Player):
                 "draws of its own: it cannot be drawn again in one"
             )
         _, drawn = factory.sampler(examples, factory.task.generations, first["seed"], ids)
-        return compared(rows, drawn, 1.0, self.tolerance)
+        self.samples = compared(rows, drawn, 1.0, self.tolerance)
 
 
 def _judged(example: Example, rows: Sequence[dict[str, Any]]) -> Example:

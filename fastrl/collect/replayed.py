@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,8 @@ class ReplayedSample:
         if reason != self.finish_reason:
             lines.append(f"finish reason: {reason} recorded, {self.finish_reason} now")
         for name in ("logprobs", "values"):
-            own = getattr(self, name)
-            lines += difference(name, self.recorded[name], own, same, self.tolerance)
+            drawn = getattr(self, name)
+            lines += difference(name, self.recorded[name], drawn, same, self.tolerance)
         return lines
 
 
@@ -71,6 +72,7 @@ class Replayed:
         tolerance: of samples and updates; above 0 where updates of several processes were done
             again, whose sums one process rounds otherwise, and where dynamic sampling replaced
             samples, which were drawn beside those that are left.
+        walked: steps of the ledger that were learned from again.
     """
 
     step: int
@@ -78,32 +80,42 @@ class Replayed:
     samples: list[ReplayedSample]
     strayed: str | None
     tolerance: float = 0.0
-    walked: int = 0  # steps of the ledger that were learned from again
+    walked: int = 0
 
     @property
     def identical(self) -> bool:
         return all(sample.identical for sample in self.samples)
 
 
-def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], own: Mapping[str, str]) -> None:
-    """Warns of users' functions that are not those that the updates of the run were done with.
+def rounding(dtype: torch.dtype) -> float:
+    """The tolerance of log-probs and values that batches of other sizes computed."""
+    return math.sqrt(torch.finfo(dtype).eps)
 
-    Args:
-        recorded: facts of a ledger.
-        own: hashes, as of :func:`fastrl.collect.ledger.note_settings`.
-    """
-    changed = {
-        f"{name}: {hash_} → {own.get(name)}": None
-        for facts in recorded
-        for name, hash_ in facts.get(CODE, {}).items()
-        if own.get(name) != hash_
-    }
-    if changed:
-        warnings.warn(
-            f"the code is not that of the run ({', '.join(changed)}): updates are not the run's, "
-            "and what is drawn after them may differ",
-            stacklevel=3,
-        )
+
+def recorded_rollout(rows: Sequence[Mapping[str, Any]], temperature: float) -> Samples:
+    """The rollout that a step learned from."""
+
+    def tensors(name: str) -> list[torch.Tensor] | None:
+        if any(row[name] is None for row in rows):
+            return None
+        return [torch.tensor(row[name], dtype=torch.float32) for row in rows]
+
+    logprobs = tensors("logprobs")
+    return Samples(
+        [torch.tensor(row["completion_ids"], dtype=torch.long) for row in rows],
+        [row["finish_reason"] for row in rows],
+        logprobs=logprobs,
+        logprobs_t1=logprobs if temperature == 1 else None,
+        values=tensors("values"),
+        temperature=temperature,
+    )
+
+
+def recorded_masks(rows: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | None:
+    """Which tokens of each sample the policy wrote, [L] bool; None where it wrote all."""
+    if all(row["written"] is None for row in rows):
+        return None
+    return [torch.tensor(row["written"], dtype=torch.bool) for row in rows]
 
 
 def compared(
@@ -132,25 +144,6 @@ def compared(
     ]
 
 
-def recorded_rollout(rows: list[dict[str, Any]], temperature: float) -> Samples:
-    """The rollout that a step learned from."""
-
-    def tensors(name: str) -> list[torch.Tensor] | None:
-        if any(row[name] is None for row in rows):
-            return None
-        return [torch.tensor(row[name], dtype=torch.float32) for row in rows]
-
-    logprobs = tensors("logprobs")
-    return Samples(
-        [torch.tensor(row["completion_ids"], dtype=torch.long) for row in rows],
-        [row["finish_reason"] for row in rows],
-        logprobs=logprobs,
-        logprobs_t1=logprobs if temperature == 1 else None,
-        values=tensors("values"),
-        temperature=temperature,
-    )
-
-
 def difference(
     name: str, recorded: Any, now: Any, common: int | None = None, tolerance: float = 0.0
 ) -> list[str]:
@@ -177,20 +170,47 @@ def difference(
     return [f"{name}: up to {worst:.1e} apart, in {count} of {length} tokens"]
 
 
-def warn_of_another_machine(recorded: list[dict[str, Any]]) -> None:
+def changes(
+    recorded: Sequence[Mapping[str, Any]],
+    of: Callable[[Mapping[str, Any]], dict[str, Any]],
+    now: dict[str, Any],
+) -> str:
+    """How what the ledger notes differs from what holds now, each difference once; empty where it
+    does not."""
+    lines = (line for facts in recorded for line in differences(of(facts), now))
+    return "; ".join(dict.fromkeys(lines))
+
+
+def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], own: Mapping[str, str]) -> None:
+    """Warns of users' functions that are not those that the updates of the run were done with.
+
+    Args:
+        recorded: facts of a ledger.
+        own: hashes, as of :func:`fastrl.collect.ledger.note_settings`.
+    """
+    changed = {
+        f"{name}: {hash_} → {own.get(name)}": None
+        for facts in recorded
+        for name, hash_ in facts.get(CODE, {}).items()
+        if own.get(name) != hash_
+    }
+    if changed:
+        warnings.warn(
+            f"the code is not that of the run ({', '.join(changed)}): updates are not the run's, "
+            "and what is drawn after them may differ",
+            stacklevel=4,
+        )
+
+
+def warn_of_another_machine(recorded: Sequence[Mapping[str, Any]]) -> None:
     here = machine()
     now = {**versions(), **here}
-    found = dict.fromkeys(
-        line
-        for facts in recorded
-        for line in differences({**facts["versions"], **facts["machine"]}, now)
-    )
-    if found:
+    if found := changes(recorded, lambda facts: {**facts["versions"], **facts["machine"]}, now):
         remedy = remedies(recorded[-1]["machine"], here)
         warnings.warn(
-            f"the run was done under other conditions ({'; '.join(found)}): the replay is the same "
+            f"the run was done under other conditions ({found}): the replay is the same "
             "computation, but its last bits may differ, and with them tokens"
             + other_draws(recorded[-1]["versions"])
             + (f"; start it with {remedy} for the run's" if remedy else ""),
-            stacklevel=3,
+            stacklevel=4,
         )

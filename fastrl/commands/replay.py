@@ -20,10 +20,10 @@ from fastrl.run.ledger import read_facts
 from fastrl.run.terminal import run_console
 
 if TYPE_CHECKING:
+    from fastrl.collect.replayed import Replayed, ReplayedSample
     from fastrl.commands.align import AlignFlags, AlignJob
     from fastrl.commands.ppo import PPOJob
     from fastrl.config import PPOConfig
-    from fastrl.ppo.replay import Replayed, ReplayedSample
 
 _JOBS = {"ppo": ("ppo", "PPOJob"), "grpo": ("ppo", "GRPOJob"), "align": ("align", "AlignJob")}
 # Modules that replay runs of trainers that have no command.

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastrl.collect.collector import Collector
-from fastrl.collect.replayed import Replayed, ReplayedSample, compared, recorded_rollout
+from fastrl.collect.replayed import Replayed, compared, recorded_masks, recorded_rollout, rounding
 from fastrl.collect.respond import Asked, Sampled
 from fastrl.run.ledger import PER_FUNCTION
 from fastrl.samples import Samples
-from fastrl.trainers.replaying import Drawn, Player
+from fastrl.trainers.replay import Drawn, LoopWalk
 from fastrl.trl.online import OnlineTrainer
 
 _DECIDING = (
@@ -27,7 +24,7 @@ _DECIDING = (
 
 def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Replayed:
     """Draws the responses of a generation of a run again, see
-    :meth:`fastrl.trainers.replaying.Player.replay`. On the machine, threads and versions of the run
+    :meth:`fastrl.trainers.replay.LoopWalk.replay`. On the machine, threads and versions of the run
     they are the recorded ones bit for bit; a warning says what differs.
 
     Args:
@@ -41,36 +38,27 @@ def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Repla
             of several processes.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
-    return _GenerationPlayer(trainer, output, generation).replay()
+    return _GenerationWalk(trainer, output, generation).replay()
 
 
-class _GenerationPlayer(Player):
-    """A player that stands in the place of a trainer's collector."""
+class _GenerationWalk(LoopWalk):
+    """A walk that stands in the place of a trainer's collector."""
+
+    counted_as = ("online", "generations")
 
     def __init__(self, trainer: OnlineTrainer, output: str | Path, last: int):
         super().__init__(trainer, output, last)
-        self.collector: Collector = trainer._collect
-        own = {name: getattr(trainer.args, name) for name in _DECIDING}
-        self.check_same(own, self.facts["settings"])
-
-    def made(self, own: Mapping[str, Any]) -> int:
-        return own["online"]["generations"]
-
-    @contextmanager
-    def playing(self) -> Iterator[None]:
-        trainer, args = self.trainer, self.trainer.args
-        own = trainer._collect, trainer._ledger, args.log_completions
-        trainer._collect, trainer._ledger, args.log_completions = self, None, False
-        try:
-            yield
-        finally:
-            trainer._collect, trainer._ledger, args.log_completions = own
+        self.collector = trainer._collect
+        now = {name: getattr(trainer.args, name) for name in _DECIDING}
+        self.check_same(now, self.facts["settings"])
+        silent = (trainer, "_ledger", None), (trainer.args, "log_completions", False)
+        self.stands_in = ((trainer, "_collect", self), *silent)
 
     def __call__(self, asked: Asked) -> Samples:
         generation = self.trainer._generations.made["train"] + 1
         rows = self.rows(generation)
         if generation == self.last:
-            self.samples = self._drawn(rows, len(rows) // len(asked.keys))
+            self._draw(rows, len(rows) // len(asked.keys))
             raise Drawn
         return self._recorded(asked.prompts, rows)
 
@@ -79,10 +67,7 @@ class _GenerationPlayer(Player):
         return samples, {}, {}
 
     def _recorded(self, prompts: Samples, rows: Sequence[dict[str, Any]]) -> Samples:
-        rollout = recorded_rollout(list(rows), self.trainer.temperature)
-        masks = None
-        if any(row["written"] is not None for row in rows):
-            masks = [torch.tensor(row["written"], dtype=torch.bool) for row in rows]
+        rollout = recorded_rollout(rows, self.trainer.temperature)
         texts = [row["completion"] for row in rows]
 
         def column(name: str) -> torch.Tensor:
@@ -99,7 +84,7 @@ class _GenerationPlayer(Player):
             columns={},
             texts=texts,
             completions=list(texts),
-            masks=masks,
+            masks=recorded_masks(rows),
             left_out=[row["finish_reason"] == "nan" for row in rows],
             rewards=column("reward"),
             rewards_by_function=by_function,
@@ -109,22 +94,14 @@ class _GenerationPlayer(Player):
             noted={},
         )
 
-    def _drawn(self, rows: list[dict[str, Any]], size: int) -> list[ReplayedSample]:
-        trainer, first = self.trainer, rows[0]
-        room = {"slots": first["slots"], "length": first["slot_length"]}
+    def _draw(self, rows: list[dict[str, Any]], size: int) -> None:
+        trainer, respond = self.trainer, self.collector.respond
+        room = {"slots": rows[0]["slots"], "length": rows[0]["slot_length"]}
         trainer._sampler.reserve({"policy": room} if room["slots"] else {})
-        respond = self.collector.respond
         assert isinstance(respond, Sampled)
         ids = [torch.tensor(row["prompt_ids"]) for row in rows]
         keys = [row["sample_id"] for row in rows[::size]]
-        resampled = keys != list(range(len(keys)))
-        if resampled and not room["slots"]:
-            raise ValueError(
-                f"generation {self.last} was drawn by model.generate, whose draws hang on all "
-                "responses of a batch, and dynamic sampling replaced some: it cannot be drawn again"
-            )
-        out = respond.sample(ids, size, keys, first["seed"])
         dtype = next(trainer.model.parameters()).dtype
-        # What dynamic sampling replaced is not there to be drawn beside the others.
-        tolerance = math.sqrt(torch.finfo(dtype).eps) if resampled else 0.0
-        return compared(rows, out, trainer.temperature, tolerance)
+        tolerance = rounding(dtype) if self.is_resampled(rows, size) else 0.0
+        drawn = respond.sample(ids, size, keys, rows[0]["seed"])
+        self.samples = compared(rows, drawn, trainer.temperature, tolerance)

@@ -1,0 +1,193 @@
+"""A run that is walked again by its ledger: what trainers have in common. What each adds is a
+:class:`Walk` of its own."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastrl.collect.replayed import (
+    Replayed,
+    ReplayedSample,
+    warn_of_another_machine,
+    warn_of_other_code,
+)
+from fastrl.run.checkpoints import CODE_DIFFERS, Checkpoints, step_of
+from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import no_step, read_facts, read_ledger
+from fastrl.run.state import load_tree
+
+
+class Drawn(Exception):
+    """The generation that was asked for has been drawn."""
+
+
+class Walk(ABC):
+    """Gives a trainer the ledger's samples and judgements in the place of new ones, up to a step
+    whose samples are drawn again.
+
+    Args:
+        trainer: made as for the run, in one process.
+        output: the run's folder, with its ledger.
+        last: the step, from 1, whose samples are drawn again.
+
+    Attributes:
+        facts: what the ledger notes of that step.
+        unit: what a step of the ledger is called in messages.
+        samples_of: what its samples are called.
+        others: who may have written samples that cannot be drawn again.
+
+    Raises:
+        ValueError: a step that the ledger does not have, or that others than the policy wrote;
+            several processes.
+    """
+
+    unit: ClassVar[str] = "generation"
+    samples_of: ClassVar[str] = "responses"
+    others: ClassVar[str] = "a rollout_func, tools, an environment or an engine of yours"
+
+    def __init__(self, trainer: Any, output: str | Path | RunFolder, last: int):
+        if trainer.processes.count > 1:
+            raise ValueError("a replay runs as one process: start it without a launcher")
+        self.trainer, self.last = trainer, last
+        self.folder = output if isinstance(output, RunFolder) else RunFolder(output)
+        self.ledger = self.folder.ledger
+        self.strayed: str | None = None
+        self.walked = 0
+        every = read_facts(self.ledger, last, last)
+        if not every:
+            raise ValueError(no_step(self.ledger, last))
+        self.facts = every[-1]
+        if read_ledger(self.ledger, ["seed"], last, last)["seed"].null_count:
+            raise ValueError(
+                f"the {self.samples_of} of {self.unit} {last} came from {self.others}, which "
+                "may say something else each time, and cannot be drawn again; what they were is in "
+                "the ledger (fastrl samples)"
+            )
+
+    @property
+    @abstractmethod
+    def weights_version(self) -> int:
+        """Optimizer steps that the trainer has taken."""
+
+    def rows(self, step: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The ledger's rows of a step.
+
+        Raises:
+            ValueError: there are none.
+        """
+        rows = read_ledger(self.ledger, columns, step, step).to_pylist()
+        if not rows:
+            raise ValueError(no_step(self.ledger, step))
+        now, then = self.weights_version, rows[0]["weights_version"]
+        if now != then and self.strayed is None:
+            self.strayed = (
+                f"{self.unit} {step}: {now} optimizer steps were taken before it, {then} in the run"
+            )
+        self.walked += step < self.last
+        return rows
+
+    def is_resampled(self, rows: Sequence[Mapping[str, Any]], size: int) -> bool:
+        """Whether dynamic sampling replaced some of a step's groups of ``size`` samples: what was
+        replaced is not there to be drawn beside the others, and log-probs are rounded otherwise.
+
+        Raises:
+            ValueError: so it did, and ``model.generate`` drew them.
+        """
+        resampled = [row["sample_id"] for row in rows[::size]] != list(range(len(rows) // size))
+        if resampled and not rows[0]["slots"]:
+            raise ValueError(
+                f"{self.unit} {self.last} was drawn by model.generate, whose draws hang on all "
+                f"{self.samples_of} of a batch, and dynamic sampling replaced some: it cannot be "
+                "drawn again"
+            )
+        return resampled
+
+
+class LoopWalk(Walk):
+    """The walk of a trainer on transformers', which runs its own loop.
+
+    Attributes:
+        counted_as: where the trainer's own state has how many generations it has made.
+        stands_in: attributes (object, name, value) that the trainer has meanwhile: this object in
+            the place of what answers prompts, and no record.
+        samples: the samples that were drawn again.
+        tolerance: the tolerance for what was computed in batches of other sizes.
+    """
+
+    counted_as: ClassVar[tuple[str, str]]
+    stands_in: tuple[tuple[Any, str, Any], ...]
+    samples: list[ReplayedSample]
+    tolerance = 0.0
+
+    def check_same(self, settings: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+        """Raises ValueError where a setting of the trainer's is not the run's."""
+        for name, value in settings.items():
+            if value != then[name]:
+                raise ValueError(
+                    f"the trainer has {name}={value}, the run {then[name]}: make it as for the run"
+                )
+
+    @property
+    def weights_version(self) -> int:
+        return self.trainer.state.global_step
+
+    def replay(self) -> Replayed:
+        """Resumes from the newest good checkpoint from before the last generation, or begins anew;
+        learns from the responses, rewards and log-probs of the ledger; and draws that generation's
+        responses. Nothing is written to the run's folder, evaluated or reported; callbacks are
+        called.
+
+        Raises:
+            ValueError: a generation between checkpoint and the last that the ledger does not have.
+            BadCheckpoint: a ValueError: a checkpoint of another model.
+        """
+        trainer, checkpoint = self.trainer, self._newest_before()
+        args, handler = trainer.args, trainer.callback_handler
+        facts, trackers = read_facts(self.ledger, 1, self.last), "transformers.integrations"
+        kept = [x for x in handler.callbacks if not type(x).__module__.startswith(trackers)]
+        silent = {"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False}
+        others = (handler, "callbacks", kept), (trainer, "saves_when_it_fails", False)
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            # Rewards are not called here; that other code has changed is seen by the ledger.
+            warnings.filterwarnings("ignore", CODE_DIFFERS)
+            of_args = ((args, name, x) for name, x in {"output_dir": folder, **silent}.items())
+            with _replaced(*of_args, *others, *self.stands_in):
+                warn_of_another_machine(facts)
+                warn_of_other_code(facts, trainer.own_code())
+                try:
+                    trainer.train(None if checkpoint is None else str(checkpoint))
+                except Drawn:
+                    begun_at = 0 if checkpoint is None else step_of(checkpoint)
+                    found = self.samples, self.strayed, self.tolerance, self.walked
+                    return Replayed(self.last, begun_at, *found)
+        raise ValueError(
+            f"the run ends before generation {self.last}: make the trainer as for the run"
+        )
+
+    def _newest_before(self) -> Path | None:
+        """The newest good checkpoint that has not made the last generation yet."""
+        of_command, (part, name) = self.folder.checkpoints, self.counted_as
+        checkpoints = Checkpoints(of_command if of_command.is_dir() else self.folder.path)
+        found = checkpoints.newest_good()
+        while found and load_tree(found / "process-0")["own"][part][name] >= self.last:
+            found = checkpoints.newest_good(before=step_of(found))
+        return found
+
+
+@contextmanager
+def _replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Context in which attributes of objects (object, name, value) have other values."""
+    kept = [(thing, name, getattr(thing, name)) for thing, name, _ in attributes]
+    try:
+        for thing, name, value in attributes:
+            setattr(thing, name, value)
+        yield
+    finally:
+        for thing, name, value in kept:
+            setattr(thing, name, value)
