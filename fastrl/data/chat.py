@@ -94,8 +94,7 @@ def _check_role(message: Mapping[str, Any], at: str) -> None:
 
 
 def check_unicode(text: str, where: str = "a text holds") -> str:
-    """Returns the text; raises ValueError where it holds half of a surrogate pair, for which no
-    tokenizer has a token."""
+    """Returns the text; raises ValueError for half a surrogate pair, which no tokenizer encodes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -145,8 +144,7 @@ def render(
     answered: bool = True,
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """Messages as the tokenizer's chat template writes them; unless ``answered``, up to where the
-    assistant's answer begins.
+    """Messages as the chat template writes them; unless ``answered``, up to the next answer.
 
     Args:
         template: further arguments of the chat template, such as ``tools``.
@@ -183,8 +181,7 @@ class Written(dict[str, Any]):
 
 
 def as_written(value: Any) -> Any:
-    """A value with each mapping, at any depth of lists, tuples and mappings, as
-    :class:`Written`."""
+    """Has each mapping in a value, at any depth of lists and mappings, be :class:`Written`."""
     if isinstance(value, Mapping):
         return Written({name: as_written(x) for name, x in value.items()})
     return type(value)(map(as_written, value)) if type(value) in (list, tuple) else value
@@ -526,8 +523,7 @@ def prompt_text(
     *,
     plain: bool = True,
 ) -> str:
-    """A prompt as one text: a text as it is, a chat by the tokenizer's template, up to where the
-    answer begins.
+    """A prompt as one text; a chat is written by the template, up to where the answer begins.
 
     Args:
         name: the prompt's name, for messages.

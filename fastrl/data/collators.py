@@ -89,8 +89,8 @@ class DataCollatorForCompletionOnlyLM:
         return [any(start <= i < stop for start, stop in spans) for i in range(len(ids))]
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Tensor]:
-        """A padded batch with labels, for training loops of your own; features are token ids, or
-        dicts with ``input_ids``. With ``padding_free`` one row [1, T] and its ``position_ids``."""
+        """A padded batch with labels, of token ids or of dicts with ``input_ids``; with
+        ``padding_free`` one row [1, T] and its ``position_ids``."""
         rows = [f["input_ids"] if isinstance(f, Mapping) else f for f in features]
         rows = [[int(token) for token in row] for row in rows]
         self._warn_of_missing_templates(rows)

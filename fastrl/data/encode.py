@@ -471,25 +471,22 @@ def closes_texts(tokenizer: Any) -> bool:
 
 
 def _with_end(ids: list[int], tokenizer: Any) -> list[int]:
-    """The ids with the end token behind them, once, if the tokenizer has one."""
+    """The ids, and the end token once behind them, if the tokenizer has one."""
     end = end_token(tokenizer)
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
 def _without_end(ids: list[int], tokenizer: Any) -> list[int]:
-    """The ids without an end token behind them."""
     return ids[:-1] if ids and ids[-1] == end_token(tokenizer) else ids
 
 
 def _shared(ids: list[int], others: list[int]) -> int:
-    """How many tokens both begin with."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(ids), len(others)))
 
 
 def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
-    """Whether a text has its special tokens already: from a chat template, or because it begins
-    with BOS."""
+    """Whether a text has its special tokens: from a chat template, or as it begins with BOS."""
     start = tokenizer.bos_token or tokenizer.cls_token
     return chat or bool(start and text.startswith(start))
 

@@ -126,8 +126,7 @@ def _progress(count: int) -> Iterator[Any]:
 def _place(
     prompts: Sequence[Any], tokenizer: Any, templates: Sequence[Any], closed: bool
 ) -> Path | None:
-    """The path of the file that keeps some prompts' ids; None where it cannot be told what the
-    tokenizer does."""
+    """The file that keeps some prompts' ids; None where the tokenizer cannot be identified."""
     import datasets
 
     template = repr(tokenizer.chat_template)

@@ -105,8 +105,7 @@ def join_texts(
 def join_sides(
     sides: Sequence[Sequence[Tensor]], device: torch.device | str, padding: int | None = None
 ) -> ModelPass:
-    """A forward over sequences, such as the two sides of pairs; what all sides of an example begin
-    with is there once.
+    """A forward over sequences, such as both sides of pairs, which shares what they begin with.
 
     Args:
         sides: 1-D token ids on the CPU, of each side's examples.

@@ -210,7 +210,7 @@ def _row_encoder(
     completion_only: bool,
     assistant_only: bool,
 ) -> Callable[[dict[str, Any], int], tuple[list[int], list[int]]]:
-    """The function that makes token ids and labels of a row and its index, chosen by the columns.
+    """Makes the function from a row and its index to token ids and labels, by the columns.
 
     Raises:
         ValueError: columns without anything to learn.
@@ -402,8 +402,7 @@ def with_new_names(dataset: Any) -> Any:
 
 
 def token_columns(dataset: Any) -> tuple[str, ...]:
-    """The columns of token ids that a data set of pairs has already; none for a data set with
-    texts."""
+    """The columns of token ids that a data set of pairs has; none for a data set with texts."""
     columns = set(_pair_columns(dataset))
     return next((names for names in (TOKEN_COLUMNS, ID_COLUMNS) if columns >= set(names)), ())
 
@@ -441,8 +440,7 @@ def _check_margin(margin: Any, name: str) -> None:
 
 
 def _has_margin(row: Mapping[str, Any]) -> bool:
-    """Checks the margin of a stream's row, if it has one. Returns True, so that it keeps the
-    row."""
+    """Checks the margin of a stream's row, if it has one; returns True, so that the row stays."""
     if "margin" in row:
         _check_margin(row["margin"], "a row's margin")
     return True

@@ -225,7 +225,6 @@ def choose_collator(
 
 
 def _name_of(model: Any) -> str:
-    """The name of a model's class; for a PEFT model, of its base's class."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     return type(base).__name__
 

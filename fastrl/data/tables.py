@@ -208,7 +208,6 @@ def open_rows(source: Any, split: str) -> Any:
 
 
 def _check_rows(rows: Iterable[Any]) -> None:
-    """Raises TypeError for a row that is no dict."""
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise TypeError(f"row {i} is a {type(row).__name__}: rows are dicts by column")
@@ -510,11 +509,8 @@ def _check_bytes(file: Path) -> None:
 
 
 def _raise_read_error(files: list[Path], error: Exception) -> NoReturn:
-    """Raises an error that names the file that could not be read, and the reason.
-
-    Raises:
-        ValueError: always, except for errors of the operating system, which are raised as they are.
-    """
+    """Raises ValueError with the file that could not be read, and why; errors of the operating
+    system are raised as they are."""
     cause = error.__cause__ or error
     if isinstance(cause, OSError):
         raise cause

@@ -50,11 +50,7 @@ def _tagged(opening: str, argument: str, guesses: bool) -> dict[str, Any]:
 
 
 def _known(guesses: bool) -> dict[str, Syntax]:
-    """The syntax of each known family of models, by its name.
-
-    Args:
-        guesses: whether the types of arguments in tags are guessed.
-    """
+    """The syntaxes of known families by name; ``guesses``: whether types in tags are guessed."""
     return {
         "Hermes, Qwen 2.5 and 3": Syntax(
             r'<tool_call>\s*{\s*"name":\s*"NAME",\s*"arguments":\s*{"KEY": "VALUE"',
@@ -293,14 +289,12 @@ def _tried(tokenizer: Any, template: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _shared(text: str, other: str) -> int:
-    """The number of characters that two texts begin with alike."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def as_message(parsed: Any) -> dict[str, Any]:
-    """A message that a response was parsed to: with a text, and with calls that each have a type,
-    a name and arguments.
+    """A parsed response as a message: with a text, and calls with type, name and arguments.
 
     Raises:
         ValueError: the message has neither a text nor such calls.

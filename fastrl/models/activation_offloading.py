@@ -106,8 +106,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 def activation_offloading(wanted: bool, device: torch.device, spread: bool = False) -> Offloading:
-    """The context of a model's forward passes, in which activations are offloaded where that is
-    wanted.
+    """The context of a model's forward passes that offloads activations where that is wanted.
 
     Args:
         wanted: the setting ``activation_offloading``. Warns where ``device`` is a CPU, which has

@@ -298,8 +298,7 @@ def _name_of(model: Any) -> str:
 
 
 def _files(name: str, base: Any) -> list[str]:
-    """The safetensors files of a model's folder, or of its Hub id where they are on this
-    machine."""
+    """The safetensors files of a model's folder, or of a Hub id's copy on this machine."""
     if not name:
         return []
     if os.path.isdir(name):

@@ -40,8 +40,8 @@ class Attention(Protocol):
         """The positions of the queries' tokens, [B, T]."""
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        """The layer's result [B, T, Hq, D] of queries [B, Hq, T, D], keys and values
-        [B, Hkv, T, D]."""
+        """The layer's result [B, T, Hq, D] of queries [B, Hq, T, D] and keys, values [B, Hkv, T,
+        D]."""
 
 
 _active: ContextVar[Attention] = ContextVar("fastrl_attention")
@@ -103,8 +103,7 @@ def _attend(
 
 
 def _chunk(module: Any) -> int | None:
-    """The tokens of a chunk, where a layer attends in chunks, which else only its mask would
-    tell."""
+    """The tokens of a chunk where a layer attends in chunks, which else only its mask shows."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
     if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
@@ -137,8 +136,7 @@ def _parts_of_row() -> PackedParts | None:
 
 @contextlib.contextmanager
 def attached(model: nn.Module) -> Iterator[None]:
-    """Context in which the model calls the attention of this module, and functions of packed rows
-    in its recurrent layers."""
+    """Context in which layers call this module's attention and functions of packed rows."""
     before = [(owner, name, getattr(owner, name), x) for owner, name, x in _attachments(model)]
     try:
         for owner, name, _, ours in before:
@@ -150,8 +148,7 @@ def attached(model: nn.Module) -> Iterator[None]:
 
 
 def _attachments(model: nn.Module) -> list[tuple[Any, str, Any]]:
-    """The functions that :func:`attached` replaces: owners, their attributes and the values
-    there."""
+    """The functions that :func:`attached` replaces: owners, attribute names and present values."""
     swaps: list[tuple[Any, str, Any]] = []
     configs: dict[int, Any] = {}
     homes = set()
@@ -202,8 +199,7 @@ def _attended(model: nn.Module, attention: Attention | None) -> Iterator[None]:
 
 
 def kept_for_recomputation(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``forward`` with the present attention and experts, whenever it is
-    called.
+    """A function that calls ``forward`` with the attention and the experts of this moment.
 
     Args:
         module: whose forward it is.

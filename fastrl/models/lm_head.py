@@ -58,7 +58,6 @@ class FusedHead:
         self.transform, self.scale = transform, scale
 
     def scoring(self, model: Any, request: ScoringRequest) -> AbstractContextManager[Results]:
-        """Context of one call of the model, see :class:`Head`."""
         head = RowHead(self.scale).scoring if request.logits else self._scoring
         return head(model, request)
 
@@ -294,8 +293,7 @@ def _unscaled(hidden: Tensor, scale: float) -> Tensor:
 
 
 def _transform_of(model: Any) -> LogitTransform:
-    """The head's transform by the configuration: Gemma's soft cap, Cohere's and Granite's
-    scales."""
+    """The head's transform by the configuration: Gemma's cap, Cohere's and Granite's scales."""
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0

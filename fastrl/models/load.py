@@ -268,8 +268,7 @@ def load_tokenizer(
 
 
 def load_weights(model: Any, folder: str | os.PathLike) -> None:
-    """Loads the weights that ``model.save_pretrained(folder)`` wrote into a model of transformers
-    or PEFT, to resume a run.
+    """Loads weights that ``model.save_pretrained(folder)`` wrote into a model, to resume a run.
 
     Raises:
         ValueError: an adapter's weights that are not those of the model's adapter.
@@ -297,8 +296,7 @@ def base_folder(path: str | os.PathLike) -> str:
 
 
 def _warn_of_other_dtype(asked: Any, saved: torch.dtype) -> None:
-    """Warns of a dtype that a four-bit base does not get, other than float32, the commands'
-    default."""
+    """Warns of a dtype, other than the commands' default, that a four-bit base does not get."""
     asked = getattr(torch, asked, asked) if isinstance(asked, str) else asked
     if asked not in (None, "auto", torch.float32, saved):
         warnings.warn(
@@ -451,8 +449,7 @@ class _Checkpoint:
         return model.eval()
 
     def load_classifier(self, trainable: bool) -> tuple[Any, list[str]]:
-        """The sequence classifier, and the names of weights that neither the checkpoint nor the
-        adapter has."""
+        """The sequence classifier, and the names of weights that no file has."""
         more: dict[str, Any] = {}
         if self.adapter is not None:
             kind = self.adapter.task_type
@@ -641,12 +638,8 @@ def _refuse_headless(path: str | os.PathLike, missing: list[str]) -> NoReturn:
 
 
 def _check_decoder(name: str, options: dict[str, Any]) -> Any:
-    """The configuration of a causal language model.
-
-    Raises:
-        ValueError: the configuration is not a causal language model's. AutoModelForCausalLM would
-            load the decoder of some encoder–decoders, such as BART.
-    """
+    """The configuration of a causal language model; raises ValueError for another model, such as
+    BART, whose decoder alone AutoModelForCausalLM would load."""
     config = _config_of(name, options)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
@@ -674,11 +667,6 @@ def _check_classifier(name: str, options: dict[str, Any]) -> None:
 
 
 def _config_of(name: str, options: dict[str, Any]) -> Any:
-    """The configuration of a model that is loaded with these options.
-
-    Raises:
-        OSError, ValueError: it cannot be loaded.
-    """
     config = options.get("config")
     if config is not None and not isinstance(config, (str, os.PathLike)):
         return config
@@ -720,5 +708,4 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _line(error: Exception) -> str:
-    """An error's message in one line."""
     return " ".join(str(error).split())

@@ -237,11 +237,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     @contextmanager
     def _lent(self, part: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Context in which the groups have masters in place of weights, as far as there are any.
-
-        Args:
-            part: the only weights to replace.
-        """
+        """Context in which groups have masters in place of weights, or of those of ``part``
+        alone."""
         lent_weights = [group["params"] for group in self.param_groups]
         chosen = None if part is None else {id(weight) for weight in part}
         try:

@@ -120,7 +120,6 @@ class MistralCommonTokenizer(MistralCommonBackend):
         pad_to_multiple_of: int | None = None,
         verbose: bool = True,
     ) -> BatchEncoding:
-        """The token ids of a text, or of several, with those fields that are asked for."""
         rows = []
         for each in [text] if isinstance(text, str) else text:
             ids = self._ids(each, split=not add_special_tokens)
@@ -252,7 +251,6 @@ class MistralCommonTokenizer(MistralCommonBackend):
 
 
 def _templates(folder: Path) -> list[tuple[str, str | None]]:
-    """The chat templates that lie in a folder, with their files' names."""
     file, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     told = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
     found = [(settings.name, told.get("chat_template"))]

@@ -120,7 +120,6 @@ def _holds_a_model(folder: Path) -> bool:
 
 
 def _is_cached(name: str) -> bool:
-    """Whether the files of a Hub id are on this machine."""
     with contextlib.suppress(ValueError):  # no id of the Hub
         files = (try_to_load_from_cache(name, x) for x in (CONFIG_NAME, ADAPTER_CONFIG))
         return any(isinstance(file, str) for file in files)

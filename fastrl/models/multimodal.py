@@ -25,8 +25,7 @@ def is_multimodal(config: Any) -> bool:
 
 
 def loader_for(config: Any, loader: Any) -> Any:
-    """transformers' class that loads a checkpoint whole, for one that is to load a language
-    model."""
+    """transformers' class that loads a checkpoint whole, where a language model is asked for."""
     whole = loader is AutoModelForCausalLM and is_multimodal(config)
     return AutoModelForImageTextToText if whole else loader
 

@@ -149,8 +149,7 @@ def make_optimizer(
     arguments: str | None = None,
     fused: bool = True,
 ) -> torch.optim.Optimizer:
-    """Makes an optimizer of a model's trainable weights, without weight decay unless ``arguments``
-    has it.
+    """Makes an optimizer of a model's trainable weights, by default without weight decay.
 
     Args:
         name: "adam", torch's Adam; or one of transformers' ``OptimizerNames``.
@@ -243,7 +242,6 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
 
 
 def _class_of(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
-    """The class of an optimizer, and its keyword arguments."""
     if name == "adam":
         return torch.optim.Adam, {"betas": (0.9, 0.999), "lr": learning_rate, "fused": None}
     from transformers import Trainer
@@ -264,24 +262,13 @@ def _class_of(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
 
 
 def _defaults(kind: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an optimizer's class, as they are without ``optim_args``.
-
-    Args:
-        keywords: the arguments that are not the class's own defaults.
-    """
+    """An optimizer class's arguments without ``optim_args``: ``keywords`` over its defaults."""
     return {k: p.default for k, p in inspect.signature(kind).parameters.items()} | dict(keywords)
 
 
 def _arguments(name: str, defaults: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    """The keyword arguments of an optimizer's class that ``optim_args`` sets.
-
-    Args:
-        defaults: all keyword arguments, as they are without ``optim_args``.
-
-    Raises:
-        ValueError: an argument that the class does not have, or that another setting says; a value
-            that is none of its.
-    """
+    """The keyword arguments that ``optim_args`` sets; raises ValueError for one that the class does
+    not have, that another setting says, or of a wrong value."""
     betas = list(defaults.get("betas") or ())
     arguments: dict[str, Any] = {}
     for argument, value in texts.items():
@@ -298,11 +285,8 @@ def _arguments(name: str, defaults: Mapping[str, Any], texts: Mapping[str, str])
 
 
 def _read(name: str, argument: str, value: str, default: Any) -> Any:
-    """A value of ``optim_args``, of the default's type.
-
-    Raises:
-        ValueError: the text is no value of that type.
-    """
+    """A value of ``optim_args``, of the default's type; raises ValueError where the text is
+    none."""
     kind = _OF_NONE.get(argument) if default is None else type(default)
     try:
         if kind is bool:
@@ -324,8 +308,7 @@ def _read(name: str, argument: str, value: str, default: Any) -> Any:
 
 
 def _decay(name: str, given: dict[str, str]) -> float:
-    """Takes weight_decay out of ``optim_args``, as it is set for groups of weights. 0 without
-    it."""
+    """Takes weight_decay, which is set for groups of weights, out of ``optim_args``; 0 without."""
     return float(_read(name, "weight_decay", given.pop("weight_decay", "0"), 0.0))
 
 
@@ -347,8 +330,7 @@ def _package(name: str) -> tuple[str | None, str | None]:
 
 
 def _parsed(arguments: str | None) -> dict[str, str]:
-    """The values of ``optim_args`` by name; raises ValueError for a text that is not
-    "name=value,…"."""
+    """The values of ``optim_args`` by name; raises ValueError for other than "name=value,…"."""
     values: dict[str, str] = {}
     for part in (arguments or "").replace(" ", "").split(","):
         name, equals, value = part.partition("=")

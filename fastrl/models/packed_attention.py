@@ -211,8 +211,7 @@ class PackedAttention:
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Pads the last dimension with zeros, which change no score: kernels have one width for keys
-    and values."""
+    """Pads the last dimension with zeros: kernels have one width for keys and values."""
     width = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
@@ -473,12 +472,7 @@ class _Slice(NamedTuple):
 
 
 class _Ragged:
-    """Runs of about one length, padded with the last token of each: never with another run's,
-    which might be NaN.
-
-    Args:
-        starts, lengths: the runs' places and lengths.
-    """
+    """Runs of about one length, padded with each one's last token: another run's might be NaN."""
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int]):
         self._slices = [slice(a, a + n) for a, n in zip(starts, lengths, strict=True)]

@@ -209,8 +209,7 @@ class PackedParts:
 
 
 def _of_about_one_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups of parts, so chosen that the least is computed: all padded tokens, and :data:`_BATCH`
-    for each group."""
+    """Groups of parts that cost the least: padded tokens, and :data:`_BATCH` for each group."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     # Groups begin only where the length falls by a step.
     steps = [-(-lengths[i] // _STEP) for i in order]

@@ -110,8 +110,6 @@ class PackedProducts:
 
 
 class _Forward:
-    """The forward of a linear layer."""
-
     def __init__(self, layer: Any):
         self.layer = layer
 

@@ -244,8 +244,7 @@ def limited_update(
     dt_softplus: bool = False,
     **more: Any,
 ) -> Tensor:
-    """Mamba-2's step of a slot with the limit of dt that scans of rows have, and models' own steps
-    have not.
+    """Mamba-2's step of a slot, with the limit of dt that models apply to whole rows alone.
 
     Args:
         limit: the bounds of dt, the same for all of the model's layers.
@@ -261,8 +260,7 @@ def limited_update(
 
 
 def _takes_lengths(rule: Any) -> bool:
-    """Whether ``rule`` is a kernel that takes sequences of any lengths in one row: torch's own code
-    refuses that."""
+    """Whether ``rule`` takes sequences of any lengths in one row, as torch's own code does not."""
     try:
         return bool(inspect.getclosurevars(rule).nonlocals.get("is_new_implementation"))
     except TypeError:  # no function of Python's

@@ -58,8 +58,7 @@ def give_padding(model: Any, tokenizer: Any) -> None:
 def rewards_of_padded(
     model: Any, inputs: Mapping[str, Tensor], side: str | None, padding: int | None
 ) -> Tensor:
-    """What a classifier says of each text of a padded batch, [B, labels], wherever the batch has
-    its padding.
+    """What a classifier says of each text, [B, labels], on whichever side the batch is padded.
 
     Classifiers know a text's end by the id of its padding, or take the first or last place for it,
     and many count positions from the first place, so that padding must be where they expect it.

@@ -121,8 +121,7 @@ def routers_of(model: nn.Module) -> list[Any]:
 
 
 def replays(model: nn.Module, asked: bool) -> bool:
-    """Whether the experts' choices of rollouts are replayed; a dense model has none, and a warning
-    says so.
+    """Whether the experts' choices of rollouts are replayed; warns of a model without experts.
 
     Raises:
         ValueError: see :func:`routers_of`.

@@ -51,8 +51,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def of_fsdp(hook: Any) -> bool:
-    """Whether FSDP2 has put this hook on a module: it gathers and spreads weights, and changes no
-    result."""
+    """Whether FSDP2 has put this hook on a module: it gathers weights, and changes no result."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
@@ -124,8 +123,8 @@ def own_share(tensor: Any) -> Tensor:
 
 
 def whole(tensor: Any) -> Tensor:
-    """A tensor that may be spread over processes, all of which must ask for it, or over files, as a
-    whole."""
+    """The whole of a tensor that may be spread over processes, which all must ask, or over
+    files."""
     if isinstance(tensor, SharedOut):
         return tensor[...]
     return tensor.full_tensor() if is_dtensor(tensor) else tensor

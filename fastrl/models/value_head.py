@@ -265,8 +265,7 @@ class PreTrainedModelWrapper(nn.Module):
                 )
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Checkpoints the language model's activations; transformers' trainers call it by its old
-        name or its new one."""
+        """Checkpoints the language model's activations: the old of two names that trainers call."""
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         name = next(name for name in names if hasattr(self.pretrained_model, name))
         getattr(self.pretrained_model, name)(*args, **kwargs)
@@ -458,8 +457,7 @@ def _split_state(state: dict[str, Any], own: tuple[str, ...]) -> tuple[dict, dic
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether fully_shard was applied to the wrapper or to a module in it, whose class it
-    changes."""
+    """Whether fully_shard was applied to the wrapper or a module in it, and changed its class."""
     classes = {base for part in module.modules() for base in type(part).__mro__}
     return any(each.__name__ == "FSDPModule" for each in classes)
 
