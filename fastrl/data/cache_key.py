@@ -27,8 +27,8 @@ def keyed(dataset: Any, *code: Any) -> Any:
         dataset: a ``datasets.Dataset``.
         code: functions, objects and tokenizers that take part; None counts nothing.
     """
-    said = [dataset._fingerprint, own_code(), user_code(*code)]
-    key = hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+    keys = [dataset._fingerprint, own_code(), user_code(*code)]
+    key = hashlib.sha256("\n".join(keys).encode()).hexdigest()[:16]
     return dataset.remove_columns([], new_fingerprint=key)
 
 
@@ -101,8 +101,8 @@ def _add(file: str | None, files: dict[str, bytes]) -> None:
     if file is None or file in files or not is_users(file) or not os.path.isfile(file):
         return
     files[file] = Path(file).read_bytes()
-    for found in _imports(file, files[file], tuple(sys.path)):
-        _add(found, files)
+    for imported in _imports(file, files[file], tuple(sys.path)):
+        _add(imported, files)
 
 
 @functools.lru_cache(maxsize=1024)

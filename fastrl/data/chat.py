@@ -84,8 +84,8 @@ def _check_role(message: Mapping[str, Any], at: str) -> None:
     if role in ROLES:
         return
     if not isinstance(role, str) or not role.strip():
-        found = f"the role {role!r:.80}" if "role" in message else "no role"
-        raise ValueError(f"{at} has {found}: a role is a text, one of {', '.join(ROLES)}")
+        problem = f"the role {role!r:.80}" if "role" in message else "no role"
+        raise ValueError(f"{at} has {problem}: a role is a text, one of {', '.join(ROLES)}")
     # Only words can be misspelt: templates may tell "user_1" from "user_2".
     word = role.strip().lower()
     close = get_close_matches(word, ROLES, 1, _MISSPELT) if word.isalpha() else []
@@ -159,11 +159,11 @@ def render(
 
 def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
     _check_template(tokenizer, "the data hold chat messages")
-    said = [as_said(message) for message in messages]
+    conversation = [as_said(message) for message in messages]
     try:
-        if any(_texts_of_arguments(said)):
-            said = _with_arguments(said, tokenizer, options)
-        made = tokenizer.apply_chat_template(said, **options)
+        if any(_texts_of_arguments(conversation)):
+            conversation = _with_arguments(conversation, tokenizer, options)
+        made = tokenizer.apply_chat_template(conversation, **options)
     except Exception as error:  # a template's code fails as it may
         raise ValueError(
             f"the chat template refuses these messages: {type(error).__name__}: {error}"
@@ -216,9 +216,9 @@ def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _arguments(call: Any) -> Any:
     """What a call's arguments say if they are a text of JSON, else None."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    given = function.get("arguments") if isinstance(function, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
     try:
-        return json.loads(given) if isinstance(given, str) else None
+        return json.loads(arguments) if isinstance(arguments, str) else None
     except json.JSONDecodeError:
         return None
 
@@ -238,10 +238,10 @@ def _with_arguments(
         return messages
 
     def read(call: Any) -> Any:
-        found = _arguments(call)
-        if not isinstance(found, Mapping):
+        arguments = _arguments(call)
+        if not isinstance(arguments, Mapping):
             return call
-        return {**call, "function": {**call["function"], "arguments": found}}
+        return {**call, "function": {**call["function"], "arguments": arguments}}
 
     return [
         {**message, "tool_calls": [read(call) for call in message["tool_calls"]]}
@@ -294,8 +294,8 @@ def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
             f"row {i}: column 'tools' must hold a list of tools (or its JSON), and "
             "'chat_template_kwargs' a dict"
         )
-    given = without_nulls(others)
-    return {"tools": tools, **given} if tools else given
+    options = without_nulls(others)
+    return {"tools": tools, **options} if tools else options
 
 
 def templates_of(
@@ -311,11 +311,11 @@ def templates_of(
         columns: the data set's columns, of which only :data:`TEMPLATE_COLUMNS` are read.
         rows: the numbers of the prompts' rows, for messages.
     """
-    given = {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
-    if not given:
+    by_column = {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
+    if not by_column:
         return [common] * len(prompts)
     return [
-        {**common, **template_arguments({name: x[i] for name, x in given.items()}, row)}
+        {**common, **template_arguments({name: x[i] for name, x in by_column.items()}, row)}
         if is_chat(prompt)
         else {}
         for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
@@ -326,10 +326,10 @@ def as_chatml(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message in ShareGPT's words (``from``, ``value``, ``human``, ``gpt``) as one with ``role``
     and ``content``."""
     names = {"from": "role", "value": "content"}
-    found = {names.get(name, name): x for name, x in message.items()}
+    renamed = {names.get(name, name): x for name, x in message.items()}
     if "from" in message:
-        found["role"] = _SHAREGPT.get(found["role"], found["role"])
-    return found
+        renamed["role"] = _SHAREGPT.get(renamed["role"], renamed["role"])
+    return renamed
 
 
 def marks_answers(tokenizer: Any) -> bool:
@@ -468,9 +468,9 @@ def _said_in(message: Mapping[str, Any]) -> str:
 
 def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:
     """The message with a sign in the place of what :func:`_said_in` finds."""
-    said = _said_in(message)
-    if not said or said == str(message.get("content") or "").strip():
-        return {**message, "content": sign} if said else message
+    text = _said_in(message)
+    if not text or text == str(message.get("content") or "").strip():
+        return {**message, "content": sign} if text else message
     first, *others = message["tool_calls"]
     named = {**_function(first), "name": sign}
     return {
@@ -480,8 +480,8 @@ def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:
 
 
 def _function(call: Any) -> Mapping[str, Any]:
-    found = call.get("function", call) if isinstance(call, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
 
 
 def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence[str]) -> int:
@@ -496,11 +496,11 @@ def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence
     if len(alone) > front and whole.startswith(alone):
         return len(alone)
     # A template may end the last turn with another token than the others.
-    said = alone.removesuffix(next(filter(alone.endswith, ends), ""))
-    if front <= len(said) < len(alone) and whole.startswith(said):
+    turn = alone.removesuffix(next(filter(alone.endswith, ends), ""))
+    if front <= len(turn) < len(alone) and whole.startswith(turn):
         for end in ends:
-            if whole.startswith(end, len(said)):
-                return len(said) + len(end)
+            if whole.startswith(end, len(turn)):
+                return len(turn) + len(end)
     place = alone.rfind(answer)
     at = whole.find(answer, front)
     if not answer or place < front or at < 0:
@@ -511,8 +511,8 @@ def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence
         return behind + len(ending)
     token = ending.lstrip()
     behind += len(ending) - len(token)
-    found = (end for end in ends if token in ends and whole.startswith(end, behind))
-    return next((behind + len(end) for end in found), -1)
+    closing = (end for end in ends if token in ends and whole.startswith(end, behind))
+    return next((behind + len(end) for end in closing), -1)
 
 
 def prompt_text(

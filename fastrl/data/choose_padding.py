@@ -50,12 +50,12 @@ def choose_padding(
         models: fastrl's wrappers, as accelerate has prepared them.
         anywhere: whether something holds in one of several processes, which choose alike.
     """
-    given = [model for model in models if model is not None]
-    if any(_language_model(model).config.is_encoder_decoder for model in given):
+    present = [model for model in models if model is not None]
+    if any(_language_model(model).config.is_encoder_decoder for model in present):
         return Padded()
-    if runs_packed(given, device, precision, asked=padding_free, anywhere=anywhere, stacklevel=3):
+    if runs_packed(present, device, precision, asked=padding_free, anywhere=anywhere, stacklevel=3):
         return PaddingFree()
-    return Padded() if anywhere(_needs_a_mask(device, precision, given)) else Padded(masked=False)
+    return Padded() if anywhere(_needs_a_mask(device, precision, present)) else Padded(masked=False)
 
 
 def runs_packed(
@@ -159,10 +159,10 @@ def why_not_padded(
         try:
             if virtual_tokens(model):
                 return None  # its rows are longer than those that are compared
-            expected, found = _alone(score, model, batch), score(model, batch)
+            expected, padded = _alone(score, model, batch), score(model, batch)
         except Exception:
             return None  # the run's first batch gives the same error
-    off = _difference(model, precision, found, expected)
+    off = _difference(model, precision, padded, expected)
     return None if off is None else f"by {off}, for samples of several lengths"
 
 
@@ -208,10 +208,10 @@ def _needs_a_mask(device: torch.device, precision: torch.dtype, models: list[nn.
         with torch.no_grad(), evaluating(model):
             expected = logprobs_and_values(model, batch)
             try:
-                found = logprobs_and_values(model, replace(batch, padding=Padded(masked=False)))
+                unmasked = logprobs_and_values(model, replace(batch, padding=Padded(masked=False)))
             except Exception:  # it wants a mask
                 return True
-        if _difference(model, precision, found, expected) is not None:
+        if _difference(model, precision, unmasked, expected) is not None:
             return True
     return False
 
@@ -321,8 +321,8 @@ def classifier_side(
             return "right"
         size = alone.abs().mean()
         for side in ("right", "left"):
-            found = rewards_of_padded(model, batch, side, padding).float()
-            off = _difference(model, precision, found / size, alone / size)
+            padded = rewards_of_padded(model, batch, side, padding).float()
+            off = _difference(model, precision, padded / size, alone / size)
             if not (anywhere or bool)(off is not None):
                 return side
     if anywhere is not None:

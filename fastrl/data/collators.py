@@ -118,12 +118,12 @@ class DataCollatorForCompletionOnlyLM:
 
     def templates(self) -> dict[str, tuple[Any, list[int]]]:
         """The templates by name: as they were given, and as token ids."""
-        given: dict[str, tuple[Any, list[int]]] = {
+        by_name: dict[str, tuple[Any, list[int]]] = {
             "response_template": (self.response_template, self._response)
         }
         if self._instruction is not None:
-            given["instruction_template"] = (self.instruction_template, self._instruction)
-        return given
+            by_name["instruction_template"] = (self.instruction_template, self._instruction)
+        return by_name
 
     def _warn_of_missing_templates(self, rows: Sequence[list[int]]) -> None:
         for name, (template, ids) in self.templates().items():

@@ -169,9 +169,11 @@ class Encoder:
         begin = len(self._rendered(prompt, answered=False))
         return self._within(whole, [(begin, len(self._rendered(whole)))])
 
-    def _within(self, said: list[dict[str, Any]], parts: Sequence[tuple[int, int]]) -> list[bool]:
+    def _within(
+        self, conversation: list[dict[str, Any]], parts: Sequence[tuple[int, int]]
+    ) -> list[bool]:
         """Which tokens of a conversation begin within parts of its text."""
-        _, _, spans = _tokens(self._exact_tokenizer, self._rendered(said))
+        _, _, spans = _tokens(self._exact_tokenizer, self._rendered(conversation))
         if spans is None:
             raise ValueError(
                 f"{type(self.tokenizer).__name__} does not tell where its tokens lie, by which the "
@@ -294,13 +296,13 @@ class Encoder:
         limit cuts them. Warns where the prompt has other tokens alone."""
         if isinstance(prompt, str):
             alone = self._opened(prompt)
-            whole = [self._opened(prompt + said) for said in answers]  # type: ignore[operator]
+            whole = [self._opened(prompt + answer) for answer in answers]  # type: ignore[operator]
             if self.add_eos:
                 whole = [_with_end(ids, self.tokenizer) for ids in whole]
         else:
             options = {"tokenizer": self.tokenizer, "template": self.template}
             alone = chat_ids(prompt, answered=False, **options)
-            whole = [chat_ids([*prompt, *said], **options) for said in answers]
+            whole = [chat_ids([*prompt, *answer], **options) for answer in answers]
         shared = min(_shared(alone, ids) for ids in whole)
         if shared < len(alone):
             warnings.warn(

@@ -153,12 +153,12 @@ def _read(place: Path) -> tuple[list[str], TokenRows] | None:
     from safetensors.torch import load_file
 
     try:
-        found = load_file(place)
+        tensors = load_file(place)
     except (OSError, SafetensorError):
         return None
-    letters, ends = found["letters"].numpy().tobytes(), found["text ends"].tolist()
+    letters, ends = tensors["letters"].numpy().tobytes(), tensors["text ends"].tolist()
     texts = [letters[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)]
-    return texts, TokenRows(found["ids"], found["ends"])
+    return texts, TokenRows(tensors["ids"], tensors["ends"])
 
 
 def _keep(place: Path, texts: list[str], rows: TokenRows) -> None:

@@ -139,8 +139,8 @@ def join_sides(
         places = np.arange(begin, begin + group.prompt)
         begin += group.prompt
         for n in group.responses:
-            own = np.arange(behind, behind + n)
-            ends.append(_read(row, np.concatenate([places, own]), padding))
+            behind_it = np.arange(behind, behind + n)
+            ends.append(_read(row, np.concatenate([places, behind_it]), padding))
             behind += n
         if not group.responses:
             ends.append(_read(row, places, padding))

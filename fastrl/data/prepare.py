@@ -139,7 +139,9 @@ def prepare_texts(
     if max_length is not None:
         why += f", or all of it lies behind max_length={max_length}"
     if completions is not None:
-        named = " or ".join(f"{k} {given!r}" for k, (given, _) in completions.templates().items())
+        named = " or ".join(
+            f"{k} {template!r}" for k, (template, _) in completions.templates().items()
+        )
         why += (
             f", or {named} does not occur in them as these tokens (pass token ids as they are "
             "inside a text)"

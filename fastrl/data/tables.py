@@ -417,13 +417,13 @@ def _check_integers(table: Dataset, files: list[Path]) -> None:
     with those beyond 64 bits, and all others in their column."""
     if not any(_LONG.search(file.read_text("utf-8-sig")) for file in files):
         return
-    for i, (said, read) in enumerate(zip(_rows_of_json(files), table, strict=False)):
-        for name, value in said.items():
-            for own, other in _integers(value, read.get(name)):
-                if own != other:
+    for i, (written, read) in enumerate(zip(_rows_of_json(files), table, strict=False)):
+        for name, value in written.items():
+            for number, other in _integers(value, read.get(name)):
+                if number != other:
                     raise ValueError(
                         f"{files[0] if len(files) == 1 else files[0].parent}, row {i}: the integer "
-                        f"{own} in column {name!r} would be read as {other!r}, as integers that "
+                        f"{number} in column {name!r} would be read as {other!r}, as integers that "
                         "need more than 64 bits are, and others beside them: write the column as "
                         "text, in quotes"
                     )

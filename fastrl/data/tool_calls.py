@@ -229,8 +229,8 @@ def find_reader(tokenizer: Any, template: Mapping[str, Any]) -> Reader:
         calls = as_message(reader(front, turn, [_TOOL])).get("tool_calls") or []
     except Exception as error:
         raise ValueError(_unread(turn)) from error
-    found = [call["function"] for call in calls]
-    if [x["name"] for x in found] != [_NAME] or found[0]["arguments"] != {_KEY: _VALUE}:
+    functions = [call["function"] for call in calls]
+    if [x["name"] for x in functions] != [_NAME] or functions[0]["arguments"] != {_KEY: _VALUE}:
         raise ValueError(_unread(turn))
     return reader
 
@@ -316,10 +316,10 @@ def _as_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{call!r:.80} names no tool")
     arguments = function.get("arguments")
-    given = {} if arguments is None else as_written(arguments)
+    mapping = {} if arguments is None else as_written(arguments)
     return {
         "type": call.get("type", "function"),
-        "function": {"name": function["name"], "arguments": given},
+        "function": {"name": function["name"], "arguments": mapping},
     }
 
 
@@ -348,10 +348,10 @@ class ToolChat:
             tools: the schemas of the tools that the prompt names.
         """
         ids = list(response)
-        said = ids[:-1] if ids and ids[-1] in self.ends else ids
+        message_ids = ids[:-1] if ids and ids[-1] in self.ends else ids
         try:
             decode: Callable[..., str] = self.tokenizer.decode
-            return as_message(self.reader(decode(list(prompt)), decode(said), tools)), True
+            return as_message(self.reader(decode(list(prompt)), decode(message_ids), tools)), True
         except Exception:  # whatever a policy writes, and a pattern or a parser makes of it
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             return {"role": "assistant", "content": text}, False

@@ -53,13 +53,13 @@ def checkpointed(layers: Iterable[nn.Module]) -> Iterator[None]:
 
     transformers' own switch acts in training mode alone, where dropout is on too.
     """
-    own = [(layer, vars(layer).get("forward")) for layer in layers]
+    forwards = [(layer, vars(layer).get("forward")) for layer in layers]
     try:
-        for layer, _ in own:
+        for layer, _ in forwards:
             vars(layer)["forward"] = _recomputed(layer, layer.forward)
         yield
     finally:
-        for layer, forward in own:
+        for layer, forward in forwards:
             if forward is None:
                 del vars(layer)["forward"]
             else:

@@ -54,11 +54,11 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, model: nn.Module, offloads: Callable[[Tensor], bool] | None = None):
         super().__init__(self._pack, self._unpack)
         self._offloads = offloads or _on_device
-        own = [*model.parameters(), *model.buffers()]
-        self._kept = {x.untyped_storage().data_ptr() for x in own}
+        weights = [*model.parameters(), *model.buffers()]
+        self._kept = {x.untyped_storage().data_ptr() for x in weights}
         # Autocast's copies of weights have their shapes, perhaps transposed.
-        self._shapes = {(tuple(sorted(x.shape)), x.dtype) for x in own if x.ndim > 1}
-        self._dtypes = {x.dtype for x in own}
+        self._shapes = {(tuple(sorted(x.shape)), x.dtype) for x in weights if x.ndim > 1}
+        self._dtypes = {x.dtype for x in weights}
         # Copies by key: a copy lives as long as a backward pass needs it.
         self._copies: weakref.WeakValueDictionary[Any, Offloaded] = weakref.WeakValueDictionary()
         self.bytes = 0  # bytes that were copied so far

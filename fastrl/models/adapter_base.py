@@ -53,9 +53,9 @@ def with_task(model: Any, peft_config: Any) -> Any:
             f"model's{head * (task == 'SEQ_CLS')}",
             stacklevel=5,
         )
-    found = copy.copy(peft_config)
-    found.task_type = task
-    return found
+    config = copy.copy(peft_config)
+    config.task_type = task
+    return config
 
 
 def resize_as_saved(base: Any, adapter_file: str) -> None:
@@ -279,8 +279,8 @@ def _plain(module: Any) -> Any:
 
 def _names_of(layers: Sequence[Any], base: Any) -> list[str]:
     """The names of layers' weights in a base, as they are without adapters."""
-    found = [name for name, x in base.named_modules() if any(x is layer for layer in layers)]
-    return [_plain_name(f"{name}.weight") for name in found]
+    names = [name for name, x in base.named_modules() if any(x is layer for layer in layers)]
+    return [_plain_name(f"{name}.weight") for name in names]
 
 
 def _plain_name(key: str) -> str:

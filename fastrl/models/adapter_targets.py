@@ -58,10 +58,10 @@ def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:
         "layers_to_transform": (".", layers),
     }
     for setting, (before, names) in known.items():
-        given = getattr(peft_config, setting, None)
-        if names is None or given is None or isinstance(given, str):
+        listed = getattr(peft_config, setting, None)
+        if names is None or listed is None or isinstance(listed, str):
             continue
-        asked = [*map(str, given if isinstance(given, Iterable) else [given])]
+        asked = [*map(str, listed if isinstance(listed, Iterable) else [listed])]
         unknown = [
             x
             for x in asked

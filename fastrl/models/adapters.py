@@ -32,13 +32,13 @@ def trainability_kept(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def acting(peft_model: Any, adapter: str) -> Iterator[None]:
     """Context in which another adapter than the policy's is active."""
-    own = peft_model.active_adapter
+    before = peft_model.active_adapter
     with trainability_kept(peft_model):
         try:
             peft_model.set_adapter(adapter)
             yield
         finally:
-            peft_model.set_adapter(own)
+            peft_model.set_adapter(before)
 
 
 def add_adapter(peft_model: Any, name: str, config: Any) -> None:

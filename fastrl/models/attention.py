@@ -143,8 +143,8 @@ def attached(model: nn.Module) -> Iterator[None]:
             setattr(owner, name, ours)
         yield
     finally:
-        for owner, name, own, _ in before:
-            setattr(owner, name, own)
+        for owner, name, value, _ in before:
+            setattr(owner, name, value)
 
 
 def _attachments(model: nn.Module) -> list[tuple[Any, str, Any]]:
@@ -262,12 +262,12 @@ def hidden_window(model: Any, windows: Iterable[int | None]) -> str | None:
 
 def implementations(model: nn.Module) -> list[tuple[Any, str | None]]:
     """The configurations of a model and its parts, each once, and the attention that it names."""
-    found: dict[int, tuple[Any, str | None]] = {}
+    by_config: dict[int, tuple[Any, str | None]] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config, config._attn_implementation_internal
-    return list(found.values())
+            by_config[id(config)] = config, config._attn_implementation_internal
+    return list(by_config.values())
 
 
 def _dynamic_rope(config: Any) -> str | None:

@@ -102,5 +102,5 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (found,) = ctx.saved_tensors
-        return -(found.mT @ grad @ found.mT).tril(-1)
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grad @ inverse.mT).tril(-1)

@@ -48,9 +48,9 @@ def replacements(
     for home in homes:
         module = sys.modules[home]
         for name in _replaceable(home):
-            own = getattr(module, name)
-            if not hasattr(own, "is_ours"):  # else a context around this one has replaced it
-                yield module, name, _replacing(name, own, limit, running, parts)
+            function = getattr(module, name)
+            if not hasattr(function, "is_ours"):  # else a context around this one has replaced it
+                yield module, name, _replacing(name, function, limit, running, parts)
 
 
 def _replacing(

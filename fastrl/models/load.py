@@ -291,8 +291,8 @@ def base_folder(path: str | os.PathLike) -> str:
         FileNotFoundError: see :func:`model_folder`; also for the base.
         ValueError: an adapter that names no base, or one that is an adapter itself.
     """
-    found = _Checkpoint(path, {})
-    return found.folder if found.adapter is None else found.base()
+    checkpoint = _Checkpoint(path, {})
+    return checkpoint.folder if checkpoint.adapter is None else checkpoint.base()
 
 
 def _warn_of_other_dtype(asked: Any, saved: torch.dtype) -> None:
@@ -513,8 +513,8 @@ class _Checkpoint:
                 warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
                 model = PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
         except (RuntimeError, KeyError, UserWarning) as error:  # weights of other shapes or names
-            said = textwrap.shorten(_line(error), 300, placeholder=" …")
-            raise ValueError(f"{unfit}{said}") from error
+            reason = textwrap.shorten(_line(error), 300, placeholder=" …")
+            raise ValueError(f"{unfit}{reason}") from error
         file = find_file(self.folder, ADAPTER_WEIGHTS, self.options)
         misfit = None if file is None else _set_adapter(model, file)
         if misfit:
@@ -530,9 +530,9 @@ def _set_adapter(model: Any, file: str) -> str | None:
     from peft import set_peft_model_state_dict
 
     name = model.active_adapter
-    found: Any = set_peft_model_state_dict(model, load_file(file), name)
-    missing = [key for key in found.missing_keys if f".{name}." in key]
-    for what, every in (("lacks", missing), ("holds", found.unexpected_keys)):
+    loaded: Any = set_peft_model_state_dict(model, load_file(file), name)
+    missing = [key for key in loaded.missing_keys if f".{name}." in key]
+    for what, every in (("lacks", missing), ("holds", loaded.unexpected_keys)):
         keys = [key for key in every if ".lora_" in key]
         if keys:
             return f"{what} {keys[0]}" + (f" and {len(keys) - 1} more" if keys[1:] else "")
@@ -680,8 +680,8 @@ def _config_of(name: str, options: dict[str, Any]) -> Any:
 
 def _processor_files(name: str, options: dict[str, Any]) -> dict[str, bytes]:
     """The contents of a checkpoint's processor files by their names."""
-    found = ((each, find_file(name, each, options)) for each in PROCESSOR_FILES)
-    return {each: Path(file).read_bytes() for each, file in found if file is not None}
+    files = ((each, find_file(name, each, options)) for each in PROCESSOR_FILES)
+    return {each: Path(file).read_bytes() for each, file in files if file is not None}
 
 
 @contextlib.contextmanager
@@ -698,13 +698,15 @@ def _quiet() -> Iterator[None]:
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     """Options by transformers' names of today: ``dtype``, and ``quantization_config`` for
     ``load_in_4bit`` and ``load_in_8bit``."""
-    found = {"dtype" if name == "torch_dtype" else name: x for name, x in options.items()}
-    four, eight = found.pop("load_in_4bit", None), found.pop("load_in_8bit", None)
+    renamed = {"dtype" if name == "torch_dtype" else name: x for name, x in options.items()}
+    four, eight = renamed.pop("load_in_4bit", None), renamed.pop("load_in_8bit", None)
     if four:
-        found["quantization_config"] = quantised.four_bit_config(found.get("dtype", torch.float32))
+        renamed["quantization_config"] = quantised.four_bit_config(
+            renamed.get("dtype", torch.float32)
+        )
     elif eight:
-        found["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    return found
+        renamed["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    return renamed
 
 
 def _line(error: Exception) -> str:

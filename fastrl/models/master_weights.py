@@ -66,12 +66,12 @@ class MasterWeights(torch.optim.Optimizer):
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """What is kept for each weight, by the weight; ``master_weight`` is its master."""
-        found: dict[Tensor, Any] = {}
+        states: dict[Tensor, Any] = {}
         for weight in self._weights():
             master = self._masters.get(weight)
-            own = self.inner.state.get(weight if master is None else master, {})
-            found[weight] = own if master is None else {**own, MASTER: master}
-        return found
+            state = self.inner.state.get(weight if master is None else master, {})
+            states[weight] = state if master is None else {**state, MASTER: master}
+        return states
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None
@@ -160,12 +160,12 @@ class MasterWeights(torch.optim.Optimizer):
     def _master(self, weight: Tensor) -> Tensor:
         """The tensor that is stepped in place of a weight, made at its first use."""
         if weight not in self._masters and self._needs_master(weight):
-            own = self.inner.state.pop(weight, None)  # of steps without masters
+            state = self.inner.state.pop(weight, None)  # of steps without masters
             self._masters[weight] = self._new(weight, weight)
-            if own is not None:
+            if state is not None:
                 self.inner.state[self._masters[weight]] = {
                     name: x.float() if isinstance(x, Tensor) and x.dtype in LOW_PRECISION else x
-                    for name, x in own.items()
+                    for name, x in state.items()
                 }
         return self._masters.get(weight, weight)
 
@@ -199,12 +199,12 @@ class MasterWeights(torch.optim.Optimizer):
         for weight in self._weights():
             if weight.grad is None:
                 continue
-            own = own_share(weight.detach()).numel()
-            if part and size + own > _PART:
+            count = own_share(weight.detach()).numel()
+            if part and size + count > _PART:
                 yield part
                 part, size = [], 0
             part.append(weight)
-            size += own
+            size += count
         yield part  # empty where no weight has a gradient: hooks run all the same
 
     def _step(self, part: Sequence[Tensor] | None) -> None:

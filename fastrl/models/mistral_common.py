@@ -96,11 +96,11 @@ class MistralCommonTokenizer(MistralCommonBackend):
         if return_assistant_tokens_mask or unknown:
             what = ", ".join(sorted(unknown)) or "return_assistant_tokens_mask"
             raise ValueError(f"mistral-common's chats have no option {what}: leave it out")
-        ids, said = self._written(
+        ids, text = self._written(
             conversation, continue_final_message, tools=tools or None, **options
         )
         if not tokenize:
-            return said
+            return text
         made = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         return BatchEncoding(made) if return_dict else ids
 
@@ -167,9 +167,9 @@ class MistralCommonTokenizer(MistralCommonBackend):
         """A stand-in for a fast tokenizer's backend: its steps, which put no blank in front of a
         text, and all that it depends on, as a text."""
         version = self.tokenizer.instruct_tokenizer.tokenizer.version
-        said = json.dumps([self.get_vocab(), version.value])
+        content = json.dumps([self.get_vocab(), version.value])
         steps = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
-        return SimpleNamespace(**steps, to_str=lambda: said)
+        return SimpleNamespace(**steps, to_str=lambda: content)
 
     def _ids(self, text: str, split: bool) -> list[int]:
         tekken = self.tokenizer.instruct_tokenizer.tokenizer
@@ -238,10 +238,10 @@ class MistralCommonTokenizer(MistralCommonBackend):
 
         names = {"bos_token": self.bos_token, "eos_token": self.eos_token}
         try:
-            said = render_jinja_template([_PROBE], chat_template=template, **names)[0]
+            texts = render_jinja_template([_PROBE], chat_template=template, **names)[0]
         except Exception:  # a template's code fails as it may
             return True
-        return list(said) != [self._written(_PROBE)[1]]
+        return list(texts) != [self._written(_PROBE)[1]]
 
     def _refuse(self, what: str) -> None:
         raise ValueError(
@@ -253,5 +253,5 @@ class MistralCommonTokenizer(MistralCommonBackend):
 def _templates(folder: Path) -> list[tuple[str, str | None]]:
     file, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     told = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
-    found = [(settings.name, told.get("chat_template"))]
-    return [*found, (file.name, file.read_text("utf-8"))] if file.is_file() else found
+    templates = [(settings.name, told.get("chat_template"))]
+    return [*templates, (file.name, file.read_text("utf-8"))] if file.is_file() else templates

@@ -39,13 +39,13 @@ def unread_modules(model: Any) -> list[str]:
     heads = [getattr(model, name, None) for name in CLASSIFIER_HEADS]
     reading = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     read = {id(p) for part in (*reading, *heads) if part is not None for p in part.parameters()}
-    found: list[str] = []
+    unread: list[str] = []
     for name, module in model.named_modules():
-        own = [id(p) for p in module.parameters()]
-        inside = name.startswith(tuple(f"{each}." for each in found))
-        if own and not inside and read.isdisjoint(own):
-            found.append(name)
-    return found
+        weights = [id(p) for p in module.parameters()]
+        inside = name.startswith(tuple(f"{each}." for each in unread))
+        if weights and not inside and read.isdisjoint(weights):
+            unread.append(name)
+    return unread
 
 
 def freeze_unread(model: Any) -> None:

@@ -64,9 +64,9 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, state: Mapping[str, A
     groups = [
         {**group, "params": [index[name] for name in group["params"]]} for group in state["groups"]
     ]
-    for group, own in zip(groups, inner.param_groups, strict=True):
+    for group, settings in zip(groups, inner.param_groups, strict=True):
         # JSON has no tuples, such as Adam's betas.
-        for name, value in own.items():
+        for name, value in settings.items():
             if isinstance(value, tuple):
                 group[name] = tuple(group[name])
             elif isinstance(value, Tensor):

@@ -104,8 +104,8 @@ def check_optimizer(
         parsed = _parsed(arguments)
         if not decay_is_a_setting:
             _decay(name, parsed)
-        own = _of_groups(name)
-        _arguments(name, _defaults(*_class_of(name, 0.0)) if own is None else own, parsed)
+        defaults = _of_groups(name)
+        _arguments(name, _defaults(*_class_of(name, 0.0)) if defaults is None else defaults, parsed)
 
 
 def optimizer_name(settings: Any) -> str:
@@ -307,9 +307,9 @@ def _read(name: str, argument: str, value: str, default: Any) -> Any:
     )
 
 
-def _decay(name: str, given: dict[str, str]) -> float:
+def _decay(name: str, texts: dict[str, str]) -> float:
     """Takes weight_decay, which is set for groups of weights, out of ``optim_args``; 0 without."""
-    return float(_read(name, "weight_decay", given.pop("weight_decay", "0"), 0.0))
+    return float(_read(name, "weight_decay", texts.pop("weight_decay", "0"), 0.0))
 
 
 def _of_groups(name: str) -> dict[str, Any] | None:

@@ -402,11 +402,11 @@ class CPUKernel:
         lse = q.new_empty(q.shape[:2])
         for queries, keys, masked in self._calls_for(runs):
             mask = _bias(masked, runs.window, q) if masked else None
-            found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 queries.of(q), keys.of(k, times), keys.of(v, times), 0.0,
                 runs.causal and mask is None, attn_mask=mask, scale=scale,
             )  # fmt: skip
-            queries.write(out, found)
+            queries.write(out, attended)
             queries.write(lse.unsqueeze(-1), sums.unsqueeze(-1))
         return Attended(out.to(dtype), lse)
 
@@ -419,15 +419,15 @@ class CPUKernel:
         dq, dk, dv = (torch.zeros_like(y, memory_format=torch.contiguous_format) for y in (q, k, v))
         for queries, keys, masked in self._calls_for(runs):
             mask = _bias(masked, runs.window, q) if masked else None
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 queries.zeroed(grad), queries.of(q), keys.of(k, times), keys.of(v, times),
                 queries.of(out), queries.of(lse).squeeze(-1), 0.0,
                 runs.causal and mask is None, attn_mask=mask, scale=scale,
             )  # fmt: skip
-            queries.write(dq, found[0])
-            for whole, part in zip((dk, dv), found[1:], strict=True):
-                own = part if times == 1 else part.unflatten(1, (-1, times)).sum(2)
-                keys.add(whole, own)
+            queries.write(dq, grads[0])
+            for whole, part in zip((dk, dv), grads[1:], strict=True):
+                summed = part if times == 1 else part.unflatten(1, (-1, times)).sum(2)
+                keys.add(whole, summed)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
@@ -462,13 +462,13 @@ class _Slice(NamedTuple):
         """The runs of x, see :meth:`of`; there is no padding to set to zero."""
         return self.of(x)
 
-    def write(self, x: Tensor, found: Tensor) -> None:
+    def write(self, x: Tensor, values: Tensor) -> None:
         """Writes [runs, heads, length, D] to where they stand in [T, heads, D]."""
-        self.of(x).copy_(found)
+        self.of(x).copy_(values)
 
-    def add(self, x: Tensor, found: Tensor) -> None:
+    def add(self, x: Tensor, values: Tensor) -> None:
         """Adds them instead; :meth:`of` is a view."""
-        self.of(x).add_(found)
+        self.of(x).add_(values)
 
 
 class _Ragged:
@@ -490,15 +490,15 @@ class _Ragged:
         """The runs of x, see :meth:`of`, with zeros for padding."""
         return self.of(x).masked_fill(~self._real[:, None, :, None], 0)
 
-    def write(self, x: Tensor, found: Tensor) -> None:
+    def write(self, x: Tensor, values: Tensor) -> None:
         """Writes [runs, heads, length, D] to where they stand in [T, heads, D]."""
-        x[self._places] = found.transpose(1, 2)[self._real]
+        x[self._places] = values.transpose(1, 2)[self._real]
 
-    def add(self, x: Tensor, found: Tensor) -> None:
+    def add(self, x: Tensor, values: Tensor) -> None:
         """Adds them instead, to places that runs may share."""
-        for places, part in zip(self._slices, found, strict=True):
-            own = x[places]
-            own += part.transpose(0, 1)[: len(own)]
+        for places, part in zip(self._slices, values, strict=True):
+            row = x[places]
+            row += part.transpose(0, 1)[: len(row)]
 
 
 # So few calls are not worth gathering for; a call's shortest run is at least this share of the
@@ -517,9 +517,9 @@ def _ragged(
     together: list[int] = []
 
     def call() -> _KernelCall:
-        own = [lengths[j] for j in together]
+        sizes = [lengths[j] for j in together]
         queries, others = (
-            None if x is None else _Ragged([x[j] for j in together], own) for x in (starts, keys)
+            None if x is None else _Ragged([x[j] for j in together], sizes) for x in (starts, keys)
         )
         assert queries is not None
         return _KernelCall(queries, others or queries)

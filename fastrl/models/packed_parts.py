@@ -39,8 +39,8 @@ class LongerRow:
 
     def gathered(self, x: Tensor) -> Tensor:
         """The tokens [n, ...] of a longer row [size, ...]."""
-        found = x.new_zeros(self.tokens + 1, *x.shape[1:])
-        return found.index_copy_(0, self.source, x)[: self.tokens]
+        row = x.new_zeros(self.tokens + 1, *x.shape[1:])
+        return row.index_copy_(0, self.source, x)[: self.tokens]
 
 
 class Batches(NamedTuple):

@@ -29,8 +29,8 @@ class Products:
     """
 
     def __init__(self, processes: Processes | None = None) -> None:
-        found = (processes or OneProcess()).from_main(gemm.as_json(gemm.choices()))
-        self.choices = gemm.checked(found, "the main process")
+        chosen = (processes or OneProcess()).from_main(gemm.as_json(gemm.choices()))
+        self.choices = gemm.checked(chosen, "the main process")
 
     @contextlib.contextmanager
     def on(self, *models: nn.Module | None) -> Iterator[None]:
@@ -100,13 +100,13 @@ class PackedProducts:
                 yield layer, _Forward(layer)
                 continue
             content = (dtype, weight.data_ptr(), weight._version)
-            found = before.get(id(weight))
+            packed = before.get(id(weight))
             # Fused optimizers write to weights without a new version.
-            if weight.requires_grad or found is None or found[0] != content:
-                found = content, gemm.Packed(_rows(layer).to(dtype), wide)
+            if weight.requires_grad or packed is None or packed[0] != content:
+                packed = content, gemm.Packed(_rows(layer).to(dtype), wide)
             if not (weight.requires_grad or wide):
-                self._kept[id(weight)] = found
-            yield layer, _PackedForward(layer, found[1])
+                self._kept[id(weight)] = packed
+            yield layer, _PackedForward(layer, packed[1])
 
 
 class _Forward:

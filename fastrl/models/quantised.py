@@ -181,10 +181,10 @@ def quantises(options: dict[str, Any]) -> bool:
     Raises:
         ImportError: they do, and bitsandbytes is not installed.
     """
-    found = _asks_for_four_bits(options.get(_CONFIG))
-    if found:
+    four_bits = _asks_for_four_bits(options.get(_CONFIG))
+    if four_bits:
         _need_bitsandbytes(_CONFIG)
-    return found
+    return four_bits
 
 
 def with_whole_heads(options: dict[str, Any], heads: tuple[str, ...]) -> dict[str, Any]:

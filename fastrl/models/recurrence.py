@@ -168,11 +168,11 @@ def mamba2_scan(
 
     def run(of: list[Tensor], initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
         # Padding has dt = 0, which leaves a state as it is.
-        found = scan(
+        scanned = scan(
             of[0], of[1], A, of[2], of[3], chunk_size=_chunk(of[0].shape[1], chunk_size),
             initial_states=initial, return_final_states=final, **others,
         )  # fmt: skip
-        return found if final else (found, None)
+        return scanned if final else (scanned, None)
 
     out, states = _in_batches(run, (x, dt, B, C), parts, return_final_states)
     return (out, states) if return_final_states else out
@@ -316,8 +316,8 @@ def _in_batches(
             out, state = run([x.unflatten(0, shape) for x in batch], begin, final)
             outs.append(out.flatten(0, 1))
             states.append(state)
-        found = torch.cat(states).index_select(0, place) if final else None
-        return row_of.gathered(torch.cat(outs)), found
+        last = torch.cat(states).index_select(0, place) if final else None
+        return row_of.gathered(torch.cat(outs)), last
 
     out, states = over(0, parts.prompts, None, final or parts.shares)
     if parts.shares:

@@ -53,8 +53,8 @@ def current_routes() -> Routes | None:
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """The modules that choose experts, in the model's order; none of a dense model."""
-    found = [m for m in model.modules() if _is_router(m)]
-    return [m for m in found if not any(_is_router(x) for x in m.modules() if x is not m)]
+    candidates = [m for m in model.modules() if _is_router(m)]
+    return [m for m in candidates if not any(_is_router(x) for x in m.modules() if x is not m)]
 
 
 def _is_router(module: Any) -> bool:
@@ -98,13 +98,13 @@ def computed_aux_loss(output: Any) -> Tensor:
     Raises:
         ValueError: there is none, as in architectures whose routers transformers does not record.
     """
-    found = getattr(output, "aux_loss", None)
-    if not isinstance(found, Tensor):
+    loss = getattr(output, "aux_loss", None)
+    if not isinstance(loss, Tensor):
         raise ValueError(
             "this version of transformers computes no load-balancing loss for the model: set "
             "router_aux_loss_coef=0"
         )
-    return found
+    return loss
 
 
 def routers_of(model: nn.Module) -> list[Any]:
@@ -144,11 +144,11 @@ def refuse_beside(**others: Any) -> None:
     Raises:
         ValueError: one of these is given.
     """
-    given = [name for name, x in others.items() if x]
-    if given:
+    conflicting = [name for name, x in others.items() if x]
+    if conflicting:
         raise ValueError(
             "replay_routing keeps the experts' choices of single responses of the engine: leave it "
-            f"out beside {', '.join(given)}"
+            f"out beside {', '.join(conflicting)}"
         )
 
 
@@ -256,9 +256,9 @@ class Routing:
         choices = None
         if known is not None:
             rows = np.full((input_ids.numel(), *known.shape[1:]), UNKNOWN, np.int16)
-            for at, n, own in zip(places.split(list(lengths)), lengths, experts, strict=True):
-                if own is not None:
-                    rows[at[: len(own)].numpy()] = own[:n].numpy()
+            for at, n, chosen in zip(places.split(list(lengths)), lengths, experts, strict=True):
+                if chosen is not None:
+                    rows[at[: len(chosen)].numpy()] = chosen[:n].numpy()
             choices = to_device(torch.from_numpy(rows), input_ids.device)
         return cls(to_device(weights, input_ids.device), choices)
 

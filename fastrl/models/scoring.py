@@ -139,10 +139,10 @@ def _policy_loss(
 def _extras(logits: Tensor, request: ScoringRequest) -> Extras:
     """The requested extras from logits [N, V], where the head cannot compute them as it goes."""
     x = logits.float() / request.temperature
-    found = {
+    formulas = {
         "log_sum_sq_probs": lambda: (2 * x.log_softmax(-1)).logsumexp(-1),
         "mean_logit": lambda: x.mean(-1),
         "is_top1": lambda: x.argmax(-1) == request.labels,
     }
-    wanted = {name: found[name]() for name in request.extras}
+    wanted = {name: formulas[name]() for name in request.extras}
     return Extras(*map(wanted.get, Extras._fields))

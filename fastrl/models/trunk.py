@@ -27,13 +27,13 @@ def layer_stack(model: Any) -> nn.ModuleList:
         LookupError: no list of modules, or several, is as long as the model is deep.
     """
     depth = model.config.get_text_config().num_hidden_layers
-    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if len(found) != 1:
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if len(stacks) != 1:
         raise LookupError(
-            f"{type(model).__name__} has {len(found)} lists of {depth} modules: which are its "
+            f"{type(model).__name__} has {len(stacks)} lists of {depth} modules: which are its "
             "layers is not clear"
         )
-    return found[0]
+    return stacks[0]
 
 
 class Trunk:
@@ -123,9 +123,9 @@ class Trunk:
         Args:
             weights: the model's weights that are saved.
         """
-        own = {name: weights[name] for name in self._names}
-        dtypes = sorted({str(x.dtype) for x in own.values()})
-        fields = {"num_shared_layers": self.layers, "dtypes": dtypes, "checksum": checksum(own)}
+        lower = {name: weights[name] for name in self._names}
+        dtypes = sorted({str(x.dtype) for x in lower.values()})
+        fields = {"num_shared_layers": self.layers, "dtypes": dtypes, "checksum": checksum(lower)}
         return json.dumps(fields, indent=2) + "\n"
 
 

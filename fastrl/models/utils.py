@@ -113,9 +113,9 @@ def evaluating(*models: nn.Module | None) -> Iterator[None]:
 @contextlib.contextmanager
 def modes_kept(*models: nn.Module | None) -> Iterator[None]:
     """Restores each module's mode at the end of a block, as code in it may change it."""
-    found = [model for model in models if model is not None]
+    present = [model for model in models if model is not None]
     # A new adapter is in training mode on a base that is not: the model has no single mode.
-    modes = [(module, module.training) for model in found for module in model.modules()]
+    modes = [(module, module.training) for model in present for module in model.modules()]
     try:
         yield
     finally:

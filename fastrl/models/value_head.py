@@ -211,9 +211,9 @@ class PreTrainedModelWrapper(nn.Module):
             self.scorer.choose(self.pretrained_model, inputs)  # runs all layers
             inputs |= {"attention": attention, "routing": routing}
             with self._starting_at(boundary):
-                found = self.scorer(self.pretrained_model, inputs, scoring)
-            values = self._values(found.hidden) if scoring.values else None
-            return found.scores._replace(values=values)
+                scored = self.scorer(self.pretrained_model, inputs, scoring)
+            values = self._values(scored.hidden) if scoring.values else None
+            return scored.scores._replace(values=values)
 
         inputs["output_hidden_states"] = True
         if past_key_values is not None:
@@ -245,10 +245,10 @@ class PreTrainedModelWrapper(nn.Module):
         if has_encoder != cls.is_encoder_decoder:
             kind = "an encoder–decoder" if has_encoder else "not an encoder–decoder"
             raise ValueError(f"{name} is {kind}: {cls.for_the_other_kind}")
-        given = getattr(model, "main_input_name", "input_ids")
-        if has_encoder and given != "input_ids":
+        main_input = getattr(model, "main_input_name", "input_ids")
+        if has_encoder and main_input != "input_ids":
             raise ValueError(
-                f"{name} reads {given}, not token ids, which PPO does not support: use an "
+                f"{name} reads {main_input}, not token ids, which PPO does not support: use an "
                 "encoder–decoder of texts"
             )
         check_causal(model)
@@ -351,8 +351,8 @@ class PreTrainedModelWrapper(nn.Module):
             **{name: kwargs.pop(name) for name in hub.OPTIONS if name in kwargs},
         }
         state = self.state_dict() if state_dict is None else state_dict
-        base, own = _split_state(state, (HEAD_PREFIX, REWARD_PREFIX))
-        head = {k: v.contiguous() for k, v in own.items() if k.startswith(HEAD_PREFIX)}
+        base, heads = _split_state(state, (HEAD_PREFIX, REWARD_PREFIX))
+        head = {k: v.contiguous() for k, v in heads.items() if k.startswith(HEAD_PREFIX)}
         if self.is_peft_model:
             # PEFT picks its own entries out of a whole state dict.
             kwargs.setdefault("selected_adapters", self.saved_adapters)
@@ -435,9 +435,9 @@ def _head_files(path: str, options: dict[str, Any]) -> Iterator[str]:
         return
     weight_map = json.loads(Path(index).read_text())["weight_map"]
     for shard in sorted({f for k, f in weight_map.items() if k.startswith(HEAD_PREFIX)}):
-        found = find_file(path, shard, options)
-        if found is not None:
-            yield found
+        file = find_file(path, shard, options)
+        if file is not None:
+            yield file
 
 
 # State dict names are the language model's own, as in TRL 0.11 (transformer.wte.weight), beside
@@ -446,10 +446,10 @@ def _head_files(path: str, options: dict[str, Any]) -> Iterator[str]:
 # own, they are module names: sharded weights are gathered by their path.
 
 
-def _split_state(state: dict[str, Any], own: tuple[str, ...]) -> tuple[dict, dict]:
-    """The language model's entries by its own names, and those of the wrapper's ``own`` modules;
-    from a state dict with either naming."""
-    of_wrapper = {name: x for name, x in state.items() if name.startswith(own)}
+def _split_state(state: dict[str, Any], prefixes: tuple[str, ...]) -> tuple[dict, dict]:
+    """The language model's entries by its own names, and those of the wrapper, which begin with
+    ``prefixes``; from a state dict with either naming."""
+    of_wrapper = {name: x for name, x in state.items() if name.startswith(prefixes)}
     of_model = {
         name.removeprefix(LANGUAGE_MODEL): x for name, x in state.items() if name not in of_wrapper
     }
@@ -471,9 +471,9 @@ def _shorten(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: A
 
 
 def _lengthen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    own = tuple(f"{prefix}{name}." for name, _child in module.named_children())
+    children = tuple(f"{prefix}{name}." for name, _child in module.named_children())
     for name in list(state):
-        if name.startswith(prefix) and not name.startswith(own):
+        if name.startswith(prefix) and not name.startswith(children):
             state[f"{prefix}{LANGUAGE_MODEL}{name.removeprefix(prefix)}"] = state.pop(name)
 
 
