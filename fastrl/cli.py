@@ -191,13 +191,13 @@ def _is_users(error: BaseException) -> bool:
 def _run(command: str, arguments: Sequence[str]) -> int:
     """Runs a command in its own module, which is imported only now."""
     module, kinds, function = COMMANDS[command]
-    found = importlib.import_module(f"fastrl.{module}")
-    run = getattr(found, function)
+    home = importlib.import_module(f"fastrl.{module}")
+    run = getattr(home, function)
     if command in _PARSE_THEMSELVES:
         return run(arguments) or 0
-    given = parse(command, [getattr(found, kind) for kind in kinds], arguments)
+    settings = parse(command, [getattr(home, kind) for kind in kinds], arguments)
     with exits_are_errors():
-        status = run(*given)
+        status = run(*settings)
     return status if command == "demo" else 0
 
 

@@ -581,8 +581,8 @@ class PPOConfig:
     @property
     def title(self) -> str:
         """The algorithm's name, and the policy loss where it is not PPO's clip."""
-        own = "" if self.policy_loss == "clip" else f" with {self.policy_loss.rpartition(':')[2]}"
-        return f"{self.method.rpartition(':')[2]}{own}"
+        loss = "" if self.policy_loss == "clip" else f" with {self.policy_loss.rpartition(':')[2]}"
+        return f"{self.method.rpartition(':')[2]}{loss}"
 
     @property
     def prompts_per_step(self) -> int:
@@ -629,21 +629,21 @@ class PPOConfig:
         """Warns of settings that were set and that nothing reads."""
         unread = []
         for names, by, values in _READ_WITH:
-            own = getattr(self, by)
-            if own not in values and not (by == "policy_loss" and own_functions(own)):
-                unread += [(name, f"{by}={own!r}, not {' or '.join(values)}") for name in names]
+            value = getattr(self, by)
+            if value not in values and not (by == "policy_loss" and own_functions(value)):
+                unread += [(name, f"{by}={value!r}, not {' or '.join(values)}") for name in names]
         if self.overlong_buffer is None:
             unread.append(("overlong_penalty", "overlong_buffer is None"))
         unread.append(("dataset_num_proc", "prompts are encoded in this process"))
         unread.append(("rollout_merge_adapter", "adapters run beside the weights"))
         defaults = type(self).__dataclass_fields__
-        given = [
+        shown = [
             f"{name}={getattr(self, name)!r} ({why})"
             for name, why in unread
             if getattr(self, name) != defaults[name].default
         ]
-        if given:
-            warnings.warn(f"settings that nothing reads: {', '.join(given)}", stacklevel=4)
+        if shown:
+            warnings.warn(f"settings that nothing reads: {', '.join(shown)}", stacklevel=4)
 
     def _warn_of_no_difference(self) -> None:
         """Warns of a policy loss that learns as the default does, as all ratios are 1."""

@@ -396,9 +396,9 @@ def todays(
                 raise ValueError(f"{name} {error}, got {value!r}") from error
             kept[name] = value
         elif era.kind == RENAMED:
-            found = era.value(value, now)
-            if found is not None:
-                now[era.today] = found
+            translated = era.value(value, now)
+            if translated is not None:
+                now[era.today] = translated
         notes.append(f"{name}={value!r} ({_note(era, now)})")
     if notes:
         told = "; ".join(notes)
@@ -438,13 +438,13 @@ _PARSED: dict[type, dict[str, Any]] = {}
 def settings_taken(configs: Sequence[type], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Context in which configurations take settings in names of other versions; yields the other
     settings. A setting that a configuration declares itself is left to it."""
-    found: dict[type, dict[str, Any]] = {}
+    by_kind: dict[type, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
     for name, value in given.items():
         config = taker_of(configs, name)
-        (rest if config is None else found.setdefault(config, {}))[name] = value
-    before = {config: _FLAGS.get(config, {}) for config in found}
-    for config, settings in found.items():
+        (rest if config is None else by_kind.setdefault(config, {}))[name] = value
+    before = {config: _FLAGS.get(config, {}) for config in by_kind}
+    for config, settings in by_kind.items():
         _FLAGS[config] = {**before[config], **settings}
         if serves_a_program():
             eras = eras_of(config)

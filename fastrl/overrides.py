@@ -107,13 +107,13 @@ def overridden(trainer: Any) -> frozenset[str]:
     definer: dict[str, type] = {}
     for each in reversed(kind.__mro__):
         definer |= dict.fromkeys(vars(each), each)
-    found = {name for name, each in definer.items() if _is_users(each)}
+    methods = {name for name, each in definer.items() if _is_users(each)}
     for name, instead in not_called(kind).items():
-        if name in found:
+        if name in methods:
             raise TypeError(
                 f"{kind.__name__} overrides {name}, which fastrl's trainer does not call: {instead}"
             )
-    return frozenset(found)
+    return frozenset(methods)
 
 
 def not_called(trainer: type) -> dict[str, str]:

@@ -116,9 +116,9 @@ def own_functions(
     words."""
     row = _policy_losses().get(policy_loss or "")
     function = _GROUPS.get(advantage or "")
-    found = [("policy loss", policy_loss, row.function if row else None)]
-    found.append(("advantage", advantage, None if advantage in _OURS else function))
-    return [(f"the {kind} {name}", own) for kind, name, own in found if own is not None]
+    entries = [("policy loss", policy_loss, row.function if row else None)]
+    entries.append(("advantage", advantage, None if advantage in _OURS else function))
+    return [(f"the {kind} {name}", code) for kind, name, code in entries if code is not None]
 
 
 def _trial_tokens() -> tuple[Tensor, Tensor]:

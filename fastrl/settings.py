@@ -89,8 +89,8 @@ def kept_setting(text: str, default: Any = None) -> Any:
 
 def kept_settings(config: Any) -> dict[str, Any]:
     """The settings by :func:`kept_setting` that were set, by name."""
-    own = (x for x in dataclasses.fields(config) if not x.init and "help" in x.metadata)
-    return {x.name: getattr(config, x.name) for x in own if getattr(config, x.name) != x.default}
+    kept = (x for x in dataclasses.fields(config) if not x.init and "help" in x.metadata)
+    return {x.name: getattr(config, x.name) for x in kept if getattr(config, x.name) != x.default}
 
 
 def setting_like(kind: Any, name: str, default: Any = dataclasses.MISSING) -> Any:
@@ -170,13 +170,13 @@ def _helped_by(config: Any, kind: type[str], begin: int, table: str) -> dict[str
 
 def warn_of_idle(config: Any, stacklevel: int) -> None:
     """Warns once of all settings that change nothing and were set, with what to use."""
-    given: dict[str, list[str]] = {}
+    by_remedy: dict[str, list[str]] = {}
     for name, (default, instead) in idle_settings(config).items():
         value = getattr(config, name)
         if value != default:
-            given.setdefault(instead, []).append(f"{name}={value!r}")
-    if given:
-        parts = [f"{', '.join(names)} ({instead})" for instead, names in given.items()]
+            by_remedy.setdefault(instead, []).append(f"{name}={value!r}")
+    if by_remedy:
+        parts = [f"{', '.join(names)} ({instead})" for instead, names in by_remedy.items()]
         text = f"settings that change nothing in {type(config).__name__}: {'; '.join(parts)}"
         warnings.warn(text, stacklevel=stacklevel + 1)
 

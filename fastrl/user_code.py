@@ -214,8 +214,8 @@ def _load_module(name: str) -> Any:
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}{did_you_mean_path(path)}")
-    found = path.stat()
-    key = path.resolve(), found.st_mtime_ns, found.st_size
+    status = path.stat()
+    key = path.resolve(), status.st_mtime_ns, status.st_size
     if key in _files:
         return _files[key]
     name = _module_name(path)
@@ -247,8 +247,8 @@ def _module_name(path: Path) -> str:
     name, whole = path.stem, path.resolve()
     known = sys.modules.get(name)
     if known is None and name.isidentifier():
-        found = importlib.util.find_spec(name)
-        origin = whole if found is None else found.origin
+        spec = importlib.util.find_spec(name)
+        origin = whole if spec is None else spec.origin
     else:
         origin = whole if known is None else getattr(known, "__file__", None)
     if origin is not None and Path(origin).resolve() == whole:

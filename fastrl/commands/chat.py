@@ -118,8 +118,8 @@ class Chat:
                 print(visible(text), end="\n" if stream_end else "", flush=True)
 
         turns, flags = [*self.turns, {"role": "user", "content": line}], self.flags
-        said = line if self.tokenizer.chat_template is None else turns
-        _, prompt = encode_prompt(said, self.tokenizer, closed=self.reads_apart)
+        message = line if self.tokenizer.chat_template is None else turns
+        _, prompt = encode_prompt(message, self.tokenizer, closed=self.reads_apart)
         ids = torch.tensor([prompt], device=self.model.device)
         room = self._room(len(prompt))
         if room < 1:

@@ -25,11 +25,11 @@ def check_call(
     try:
         signature.bind(**dict.fromkeys([*arguments, *columns]))
     except TypeError as error:
-        given = f"{', '.join(arguments)}" + (
+        passed = f"{', '.join(arguments)}" + (
             f" and the data set's other columns ({', '.join(columns)})" if columns else ""
         )
         raise ValueError(
-            f"{name} cannot be called: {error}; it is given {given} by name: let it take those it "
+            f"{name} cannot be called: {error}; it is given {passed} by name: let it take those it "
             "needs, and **columns"
         ) from None
 

@@ -106,10 +106,10 @@ def flags_by_command() -> dict[str, list[Flag]]:
 def bash(flags: dict[str, list[Flag]]) -> str:
     """The script for bash."""
     names, values = "", []
-    for command, own in flags.items():
-        every = " ".join(name for flag in own for name in flag.names)
+    for command, options in flags.items():
+        every = " ".join(name for flag in options for name in flag.names)
         names += f'    {command}) flags="{every}" ;;\n'
-        for flag in own:
+        for flag in options:
             if flag.values is not None:
                 cases = "|".join(f"{command}:{name}" for name in flag.names)
                 values.append(f"    {cases}) values={shlex.quote(' '.join(flag.values))} ;;\n")
@@ -121,9 +121,9 @@ def bash(flags: dict[str, list[Flag]]) -> str:
 def fish(flags: dict[str, list[Flag]]) -> str:
     """The script for fish."""
     lines = [f"complete -c fastrl -f -n __fish_use_subcommand -a {shlex.quote(' '.join(flags))}"]
-    for command, own in flags.items():
+    for command, options in flags.items():
         of = f"complete -c fastrl -n '__fish_seen_subcommand_from {command}'"
-        for flag in own:
+        for flag in options:
             value = (
                 " -r -F" if flag.values is None else f" -x -a {shlex.quote(' '.join(flag.values))}"
             )

@@ -250,12 +250,12 @@ def recipe_of(command: str, name: str) -> Recipe:
     known = recipes()
     if name not in known:
         raise UsageError(f"{unknown_name('recipe', name, known)} (see fastrl recipes)")
-    found = known[name]
-    if command not in (found.command, "plan"):
+    recipe = known[name]
+    if command not in (recipe.command, "plan"):
         raise UsageError(
-            f"the recipe {name} is of another command: fastrl {found.command} --recipe {name}"
+            f"the recipe {name} is of another command: fastrl {recipe.command} --recipe {name}"
         )
-    return found
+    return recipe
 
 
 def planned_method(recipe: Recipe) -> str:
@@ -334,8 +334,8 @@ class _AllFlags(argparse.HelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         also = [name for name, key in getattr(action, "also", ()) if not key and self.all_names]
-        own = [flag for flag in action.option_strings if "_" not in flag]
-        flags = ", ".join([*own, *map(_as_flag, also)])
+        spellings = [flag for flag in action.option_strings if "_" not in flag]
+        flags = ", ".join([*spellings, *map(_as_flag, also)])
         return flags if action.nargs == 0 else f"{flags} {_kind(action)}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -410,11 +410,11 @@ def _are_short(choices: Iterable[Any]) -> bool:
 
 def spellings_of(command: str, action: argparse.Action) -> list[str]:
     """A flag's names, those of other libraries too, with dashes."""
-    own = [x for x in action.option_strings if x.startswith("--") and "_" not in x]
+    names = [x for x in action.option_strings if x.startswith("--") and "_" not in x]
     also = [
-        name for name, alias in aliases_of(command).items() if own and alias.base == action.dest
+        name for name, alias in aliases_of(command).items() if names and alias.base == action.dest
     ]
-    return [*own, *map(_as_flag, also)]
+    return [*names, *map(_as_flag, also)]
 
 
 def _choices_of(action: argparse.Action) -> list[str]:

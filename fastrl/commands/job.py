@@ -20,13 +20,13 @@ from fastrl.settings import check_ranges, check_types, setting
 
 def resume_setting(aliases: Sequence[str]) -> Any:
     """The field of ``--resume``, which may stand without a value."""
-    found = setting(
+    field = setting(
         "Continue the run in --output from its newest good checkpoint; or from a checkpoint's "
         "folder, given by name.",
         None,
         aliases=aliases,
     )
-    metadata = {**found.metadata, "nargs": "?", "const": LATEST}
+    metadata = {**field.metadata, "nargs": "?", "const": LATEST}
     return dataclasses.field(default=None, metadata=metadata)
 
 

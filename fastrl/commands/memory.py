@@ -83,12 +83,12 @@ class RunMemory:
         if self.plan is None:
             return
         if self.device.type != "cuda":
-            said = "memory was not measured: torch keeps no count of a CPU's"
+            text = "memory was not measured: torch keeps no count of a CPU's"
         else:
             measured = torch.cuda.max_memory_allocated(self.device)
             off = self.plan.peak / measured - 1
-            said = f"measured memory: {gib(measured)}; planned {gib(self.plan.peak)} ({off:+.1%})"
-        _say(said)
+            text = f"measured memory: {gib(measured)}; planned {gib(self.plan.peak)} ({off:+.1%})"
+        _say(text)
 
 
 def _say(line: str) -> None:

@@ -89,13 +89,13 @@ def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
     Raises:
         UsageError: no model, an unknown flag or value.
     """
-    given = list(arguments)
-    if given and not given[0].startswith("-") and not given[0].endswith((".yaml", ".yml")):
-        given = ["--model", *given]
-    method = _method(given)
+    words = list(arguments)
+    if words and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml")):
+        words = ["--model", *words]
+    method = _method(words)
     kind = _flags_of(method)
     aliases = aliases_of("plan", method if method in FLAGS_OF else "align")
-    job, flags = parse("plan", [PlanJob, kind], given, aliases)
+    job, flags = parse("plan", [PlanJob, kind], words, aliases)
     if job.mixed_precision:
         if isinstance(flags, PPOConfig):
             given_to_accelerate = json_object(flags.accelerator_kwargs)

@@ -177,13 +177,13 @@ class PlanJob:
 
         check_adapter(self)
         adapter = None if self.lora_r == 0 else new_adapter(self.lora_r)
-        found = Skeleton.read(self.model, self.dtype, adapter)
+        skeleton = Skeleton.read(self.model, self.dtype, adapter)
         if self.load_in_4bit is not None:
-            found.four_bits = None
+            skeleton.four_bits = None
         if self.load_in_4bit:
             nested = self.use_bnb_nested_quant
-            found.four_bits = four_bit_config(found.dtype, self.bnb_4bit_quant_type, nested)
-        return found
+            skeleton.four_bits = four_bit_config(skeleton.dtype, self.bnb_4bit_quant_type, nested)
+        return skeleton
 
 
 def new_adapter(rank: int) -> Any:
@@ -206,6 +206,6 @@ def check_method(method: str) -> None:
         return
     known = (*FLAGS_OF, *losses())
     if method not in known:
-        said = unknown_name("method", method, known)
-        choices = "" if "did you mean" in said else f": choose one of {', '.join(known)}"
-        raise UsageError(said + choices)
+        message = unknown_name("method", method, known)
+        choices = "" if "did you mean" in message else f": choose one of {', '.join(known)}"
+        raise UsageError(message + choices)

@@ -116,12 +116,12 @@ class PlannedRun:
 
     def dials(self) -> list[Dial]:
         """Samples that are generated at a time, and samples or tokens of a pass."""
-        found = []
+        dials = []
         if self.samples_responses:
             slots = self.flags.rollout_slots
-            found.append(Dial(KV_CACHE, self._samples_at_once / slots, self._with_slots))
-        found.append(Dial(ACTIVATIONS, *self._passes()))
-        return found
+            dials.append(Dial(KV_CACHE, self._samples_at_once / slots, self._with_slots))
+        dials.append(Dial(ACTIVATIONS, *self._passes()))
+        return dials
 
     def changes(self) -> list[Remedy]:
         """Changes that save memory, the cheapest first: those that cost no time, then time, then
@@ -403,9 +403,9 @@ class PlannedRun:
     @property
     def _not_of_bf16(self) -> dict[str, Any]:
         """The setting of the reference's dtype, where bf16 weights need another than is set."""
-        given = getattr(self.flags, "reference_dtype", "auto")
-        wanted = "float32" if self._follows_slowly else "auto" if given == "float32" else given
-        return {"reference_dtype": wanted} if wanted != given else {}
+        dtype = getattr(self.flags, "reference_dtype", "auto")
+        wanted = "float32" if self._follows_slowly else "auto" if dtype == "float32" else dtype
+        return {"reference_dtype": wanted} if wanted != dtype else {}
 
     @property
     def _not_of_adapters(self) -> dict[str, Any]:

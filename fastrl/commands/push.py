@@ -49,8 +49,8 @@ def run_push(arguments: Sequence[str]) -> int:
         if card is not None:
             console.print(plain(f"\n{card}"), soft_wrap=True)
         return 0
-    found = upload_folder(folder, flags.repo, card, private=flags.private or None)
-    console.print(plain(f"uploaded: {found}"), soft_wrap=True)
+    address = upload_folder(folder, flags.repo, card, private=flags.private or None)
+    console.print(plain(f"uploaded: {address}"), soft_wrap=True)
     return 0
 
 

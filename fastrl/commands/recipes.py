@@ -39,8 +39,8 @@ def run_recipes(arguments: Sequence[str]) -> int:
     if Path(flags.write).exists():
         raise ValueError(f"{flags.write} is there: name a new file")
     write_file(Path(flags.write), recipe.text)
-    said = f"saved: {flags.write}; fastrl {recipe.command} {flags.write} runs it"
-    run_console().print(plain(said), soft_wrap=True)
+    message = f"saved: {flags.write}; fastrl {recipe.command} {flags.write} runs it"
+    run_console().print(plain(message), soft_wrap=True)
     return 0
 
 

@@ -137,8 +137,8 @@ def read_job(folder: RunFolder) -> PPOJob | AlignJob:
             "fastrl.alignment.replay takes a trainer made as for the run"
         )
     module, kind = _JOBS[command]
-    found = importlib.import_module(f"fastrl.commands.{module}")
-    return _made(getattr(found, kind), recorded["job"], folder)
+    home = importlib.import_module(f"fastrl.commands.{module}")
+    return _made(getattr(home, kind), recorded["job"], folder)
 
 
 def read_settings(folder: RunFolder, step: int) -> PPOConfig:
@@ -167,11 +167,11 @@ def read_flags(folder: RunFolder, step: int) -> AlignFlags:
     facts = read_facts(folder.ledger, step, step)[-1]["settings"]
     known = {field.name for field in dataclasses.fields(AlignFlags) if field.init}
     known = {name for name in known if not name.endswith("_token")}  # transformers hides these
-    given = {name: value for name, value in facts.items() if name in known}
-    given["per_device_train_batch_size"] *= facts["processes"]
+    settings = {name: value for name, value in facts.items() if name in known}
+    settings["per_device_train_batch_size"] *= facts["processes"]
     changed: dict[str, Any] = {"report_to": "none", "push_to_hub": False}
     changed |= {"resume_from_checkpoint": None, "logging_strategy": "no", "disable_tqdm": True}
-    return AlignFlags(**{**given, **changed})
+    return AlignFlags(**{**settings, **changed})
 
 
 @contextlib.contextmanager
@@ -228,10 +228,10 @@ def _of_one(number: int, sample: ReplayedSample) -> list[str]:
     return [f"sample {number} DIFFERS:", *(f"  {line}" for line in sample.differences())]
 
 
-def _of_all(found: Replayed) -> list[str]:
-    numbered = list(enumerate(found.samples))
+def _of_all(replayed: Replayed) -> list[str]:
+    numbered = list(enumerate(replayed.samples))
     other = [(number, sample) for number, sample in numbered if not sample.identical]
-    but = _but(found.tolerance)
+    but = _but(replayed.tolerance)
     lines = [f"{len(numbered) - len(other)} of {len(numbered)} samples are identical{but}"]
     return lines + [line for number, sample in other for line in _of_one(number, sample)]
 

@@ -89,11 +89,11 @@ def defaults_of(folder: RunFolder) -> dict[str, Any]:
     command = str(folder.config.get("command"))
     module, names = {**COMMANDS, **_CONFIGS}.get(command, ("", ()))[:2]
     kinds = [getattr(importlib.import_module(f"fastrl.{module}"), name) for name in names]
-    found = {}
+    defaults = {}
     for field in (field for kind in kinds for field in dataclasses.fields(kind)):
         made: Any = field.default_factory
-        found[field.name] = field.default if made is dataclasses.MISSING else made()
-    return found
+        defaults[field.name] = field.default if made is dataclasses.MISSING else made()
+    return defaults
 
 
 def _is_report(path: str) -> bool:

@@ -72,9 +72,9 @@ class Replacement:
         """
         calls = Calls()
         ours = self.build(original, calls)
-        expected, found = _parameters(ours), _parameters(original)
-        if expected != found:
-            raise self.error(f"its parameters are {_listed(found)}, not {_listed(expected)}")
+        expected, actual = _parameters(ours), _parameters(original)
+        if expected != actual:
+            raise self.error(f"its parameters are {_listed(actual)}, not {_listed(expected)}")
         with torch.autocast(device.type, enabled=False):
             cases = self.cases(device)
             for number, arguments in enumerate(cases):

@@ -139,10 +139,10 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
         factor = _power_of_two(min(dial.most, _growth(plan, dial.kind, gpu_gib)))
         while factor > 1:
             turned = _unless_refused(dial.turned, factor)
-            found = None if turned is None else _unless_refused(turned[1].plan)
-            if found is not None and found.fits(gpu_gib):
+            planned = None if turned is None else _unless_refused(turned[1].plan)
+            if planned is not None and planned.fits(gpu_gib):
                 grown.append(turned[0])
-                run, plan = turned[1], found
+                run, plan = turned[1], planned
                 break
             factor //= 2
     if grown:
@@ -180,10 +180,10 @@ def _at_best(plan: Plan, remedies: Iterable[Remedy]) -> float:
 
 
 def _power_of_two(x: float) -> int:
-    found = 1
-    while 2 * found <= x:
-        found *= 2
-    return found
+    power = 1
+    while 2 * power <= x:
+        power *= 2
+    return power
 
 
 def _flags(remedies: Iterable[Remedy]) -> str:

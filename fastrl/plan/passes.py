@@ -131,10 +131,10 @@ def choose_passes(
     for recomputed, least in ((False, max(example, _ENOUGH)), (True, example)):
         tokens, room = most, float(most)
         while room >= least:
-            found = planned(tokens, recomputed)
-            if found[1].peak <= limit:
-                return found
-            room = min(_room(found[1], tokens, limit), tokens - 1)
+            candidate = planned(tokens, recomputed)
+            if candidate[1].peak <= limit:
+                return candidate
+            room = min(_room(candidate[1], tokens, limit), tokens - 1)
             while tokens > max(room, least):
                 tokens = max(tokens // 2, least)
         if room <= 0:

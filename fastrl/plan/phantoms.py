@@ -158,9 +158,9 @@ class Phantoms(TorchDispatchMode):
             return self._written(func, args, kwargs)
         if _returns_a_number(func):
             return func(*args, **kwargs)  # read from zeros
-        own = self._summed_in_place(func, args)
-        if own is not None:
-            return own
+        summed = self._summed_in_place(func, args)
+        if summed is not None:
+            return summed
         return self._shaped(func, args, kwargs, tensors)
 
     def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -186,8 +186,8 @@ class Phantoms(TorchDispatchMode):
                 shape.size, shape.stride, source.storage_offset() + shape.offset
             )
 
-        found = _SHAPES[key]
-        return tuple(map(real, found)) if isinstance(found, tuple) else real(found)
+        shapes = _SHAPES[key]
+        return tuple(map(real, shapes)) if isinstance(shapes, tuple) else real(shapes)
 
     def _written(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What an operation returns that writes to its arguments. Numbers that would be written
@@ -201,11 +201,11 @@ class Phantoms(TorchDispatchMode):
             by_alias.update(dict.fromkeys(info.before_set, target))
             if (argument.is_out or func in _OVERWRITING) and self._holds_numbers(target):
                 target.zero_()
-        found = []
+        results = []
         for result in schema.returns:
             names = result.alias_info.before_set if result.alias_info else ()
-            found.append(next((by_alias[name] for name in names if name in by_alias), None))
-        return found[0] if len(found) == 1 else tuple(found) if found else None
+            results.append(next((by_alias[name] for name in names if name in by_alias), None))
+        return results[0] if len(results) == 1 else tuple(results) if results else None
 
     def _holds_numbers(self, x: Any) -> TypeGuard[Tensor]:
         """Whether x is a real tensor of floating-point numbers."""

@@ -70,9 +70,9 @@ class Skeleton:
                 beside = quantised.read_beside_adapter(file)
         config, guesses = _config_of(base_folder(path))
         named = dtype if dtype != "auto" else str(getattr(config, "dtype", None) or "float32")
-        found = cls(config, getattr(torch, named.removeprefix("torch.")), adapter, guesses)
-        found.four_bits = beside.get("quantization_config") or _four_bits_of(config)
-        return found
+        skeleton = cls(config, getattr(torch, named.removeprefix("torch.")), adapter, guesses)
+        skeleton.four_bits = beside.get("quantization_config") or _four_bits_of(config)
+        return skeleton
 
     @classmethod
     def of(cls, model: Any) -> Skeleton:
@@ -81,11 +81,13 @@ class Skeleton:
         peft = getattr(model, "peft_config", None)
         weights = [p for p in model.parameters() if p.is_floating_point()]
         base = next((p for p in weights if not p.requires_grad), weights[0])
-        found = cls(model.config, base.dtype, None if peft is None else peft[model.active_adapter])
-        found.four_bits = _four_bits_of(model.config)
-        if found.four_bits is not None:
-            found.dtype = getattr(torch, quantised.dtype_before(model))
-        return found
+        skeleton = cls(
+            model.config, base.dtype, None if peft is None else peft[model.active_adapter]
+        )
+        skeleton.four_bits = _four_bits_of(model.config)
+        if skeleton.four_bits is not None:
+            skeleton.dtype = getattr(torch, quantised.dtype_before(model))
+        return skeleton
 
     def build(self, kind: Any = AutoModelForCausalLM) -> Any:
         """The model; to be called within a rehearsal.
@@ -120,8 +122,8 @@ class Skeleton:
                 raise ValueError(f"{name} must be a number of 2 or more, got {number!r}")
         most, whole = context_length(self), sum(tokens.values())
         if most is not None and whole > most:
-            said = " + ".join(f"{name}={number}" for name, number in tokens.items())
-            raise ValueError(f"{said} are more than the model's context of {most}: lower them")
+            asked = " + ".join(f"{name}={number}" for name, number in tokens.items())
+            raise ValueError(f"{asked} are more than the model's context of {most}: lower them")
 
     @property
     def name(self) -> str:
@@ -162,13 +164,13 @@ def _in_four_bits(model: Any, config: Any, heads: tuple[str, ...]) -> Any:
     for name, shell in list(model.named_parameters()):
         if not shell.is_meta:
             continue
-        given = whole.pop(name).data
+        weight = whole.pop(name).data
         if quantizer.param_needs_quantization(model, name):
-            value = convert({name: given}, full_layer_name=name, model=model)[name]
+            value = convert({name: weight}, full_layer_name=name, model=model)[name]
         else:  # a bias
-            value = nn.Parameter(given, requires_grad=False)
-        layer, _, own = name.rpartition(".")
-        setattr(model.get_submodule(layer), own, value)
+            value = nn.Parameter(weight, requires_grad=False)
+        layer, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(layer), attribute, value)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
     return model

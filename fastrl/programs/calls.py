@@ -117,8 +117,8 @@ def only_named(tree: ast.Module, imported: Mapping[str, str]) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             bodies.setdefault(node.name, []).extend(_inside(node))
         elif isinstance(node, ast.Try):
-            found = (x for part in node.body for x in ast.walk(part))
-            imports = (x for x in found if isinstance(x, ast.ImportFrom))
+            nodes = (x for part in node.body for x in ast.walk(part))
+            imports = (x for x in nodes if isinstance(x, ast.ImportFrom))
             tried |= {alias.asname or alias.name for x in imports for alias in x.names}
     used: set[str] = set()
     waiting: list[ast.AST] = list(tree.body)

@@ -182,11 +182,11 @@ def _parses(source: str, findings: Sequence[Outcome]) -> bool:
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
     """TRL's names by what the program calls them, X for ``trl.X``."""
-    found = imported_names(tree)
+    names = imported_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(is_trl(alias.name) for alias in node.names):
-            found = {**{name: name for name in HOMES}, **found}
-    return {shown: name for shown, name in found.items() if name in HOMES}
+            names = {**{name: name for name in HOMES}, **names}
+    return {shown: name for shown, name in names.items() if name in HOMES}
 
 
 def _of_gone(node: ast.ImportFrom) -> Iterator[Outcome]:
@@ -221,11 +221,13 @@ def _of_import_from(
                 kind = THERE if alias.name in only_named else UNKNOWN
                 yield Outcome(node.lineno, alias.name, kind, missing(alias.name, str(node.module)))
             continue
-        module, own = home
-        kind = AS_IT_IS if own == alias.name else RENAMED
-        yield Outcome(node.lineno, alias.name, kind, "" if own == alias.name else f"now {own}")
+        module, todays = home
+        kind = AS_IT_IS if todays == alias.name else RENAMED
+        yield Outcome(
+            node.lineno, alias.name, kind, "" if todays == alias.name else f"now {todays}"
+        )
         shown = alias.asname or alias.name
-        homes[module].append(own if own == shown else f"{own} as {shown}")
+        homes[module].append(todays if todays == shown else f"{todays} as {shown}")
     if known:
         indent = " " * node.col_offset
         is_spread = node.lineno != node.end_lineno
@@ -276,12 +278,12 @@ def _of_subclass(node: ast.ClassDef, bases: list[str]) -> Iterator[Outcome]:
 
 def _of_compute_loss(node: ast.FunctionDef) -> Iterator[Outcome]:
     """What becomes of ``compute_loss``, which transformers hands one argument more than it did."""
-    given = node.args
-    names = {x.arg for x in (*given.args, *given.kwonlyargs)}
-    takes_more = given.kwarg or given.vararg or given.kwonlyargs
-    own = bool(given.args) and given.args[0].arg == "self"
-    if own and not takes_more and "num_items_in_batch" not in names:
-        edit = _behind([*given.args, *given.defaults], ", num_items_in_batch=None")
+    signature = node.args
+    names = {x.arg for x in (*signature.args, *signature.kwonlyargs)}
+    takes_more = signature.kwarg or signature.vararg or signature.kwonlyargs
+    is_method = bool(signature.args) and signature.args[0].arg == "self"
+    if is_method and not takes_more and "num_items_in_batch" not in names:
+        edit = _behind([*signature.args, *signature.defaults], ", num_items_in_batch=None")
         text = "transformers passes num_items_in_batch, too"
         yield Outcome(node.lineno, "compute_loss", RENAMED, text, edit)
 
@@ -437,13 +439,13 @@ def _behind(nodes: list[Any], text: str) -> Edit:
 def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
     """The edit that writes the keywords of bits as a quantization_config, in the place of the
     first; a quantization_config of the call comes before it."""
-    given = [x for x in node.keywords if x.arg in _BITS]
+    bits = [x for x in node.keywords if x.arg in _BITS]
     others = [x.arg for x in node.keywords if x.arg not in _BITS]
     if None in others:  # **settings may have one
         return None
-    if keyword is not given[0] or "quantization_config" in others:
+    if keyword is not bits[0] or "quantization_config" in others:
         return _without(node, keyword)
-    values = {str(x.arg): ast.unparse(x.value) for x in given}
+    values = {str(x.arg): ast.unparse(x.value) for x in bits}
     asked = {name: value for name, value in values.items() if value not in ("False", "None")}
     if not asked:
         return _without(node, keyword)
@@ -456,9 +458,9 @@ def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
     return _whole(keyword, f"quantization_config=BitsAndBytesConfig({config}){unless}")
 
 
-def _imports_of(tree: ast.Module, found: list[Outcome]) -> Iterator[Outcome]:
+def _imports_of(tree: ast.Module, findings: list[Outcome]) -> Iterator[Outcome]:
     """An import of what edits name, in front of the program's first import."""
-    if not any(x.edit and "BitsAndBytesConfig(" in x.edit[2] for x in found):
+    if not any(x.edit and "BitsAndBytesConfig(" in x.edit[2] for x in findings):
         return
     imports = [x for x in tree.body if isinstance(x, ast.Import | ast.ImportFrom)]
     known = {

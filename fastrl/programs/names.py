@@ -106,13 +106,13 @@ def of_its_time(source: str) -> dict[str, str]:
         tree = ast.parse(source)
     except SyntaxError:  # which running it will say
         return {}
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     names = {**dict(zip(_TOLD_BY, _TOLD_BY, strict=True)), **imported_names(tree)}
     for call in calls_of(tree, names):
         keywords, meant = _TOLD_BY.get(call.name, (set(), {}))
         if keywords & {keyword.arg for keyword in call.keywords}:
-            found |= meant
-    return found
+            origins |= meant
+    return origins
 
 
 def is_trl(module: str | None) -> bool:
@@ -195,8 +195,8 @@ def home_of(name: str) -> tuple[str, str] | None:
     if name in HOMES:
         return HOMES[name], name
     asked = _AVAILABLE.fullmatch(name)
-    found = _asked_of_transformers(asked[1]) if asked else None
-    return None if found is None else ("transformers.utils", found)
+    answer = _asked_of_transformers(asked[1]) if asked else None
+    return None if answer is None else ("transformers.utils", answer)
 
 
 def _asked_of_transformers(package: str) -> str | None:

@@ -58,9 +58,9 @@ def _wrapped(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], Any]:
 
     def made(now: Any) -> Any:
         @functools.wraps(now)
-        def then(*args: Any, **given: Any) -> Any:
-            change(given)
-            return now(*args, **given)
+        def then(*args: Any, **keywords: Any) -> Any:
+            change(keywords)
+            return now(*args, **keywords)
 
         return then
 
@@ -72,8 +72,8 @@ def _all_scores(now: Any) -> Any:
     are in the order of the labels; those of ``top_k=None`` are sorted."""
 
     @functools.wraps(now)
-    def then(self: Any, *args: Any, return_all_scores: bool | None = None, **given: Any) -> Any:
-        before, forward, after = now(self, *args, **given)
+    def then(self: Any, *args: Any, return_all_scores: bool | None = None, **keywords: Any) -> Any:
+        before, forward, after = now(self, *args, **keywords)
         if return_all_scores is not None:
             _say("return_all_scores", _ALL_SCORES)
             after["top_k"] = None if return_all_scores else 1
@@ -87,33 +87,33 @@ def _chat_template(now: Any) -> Any:
     without a message."""
 
     @functools.wraps(now)
-    def then(self: Any, conversation: Any, *args: Any, **given: Any) -> Any:
-        ids = given.get("tokenize", True)
+    def then(self: Any, conversation: Any, *args: Any, **keywords: Any) -> Any:
+        ids = keywords.get("tokenize", True)
         if isinstance(conversation, list) and not conversation:
             return [] if ids else ""
-        if ids and "return_dict" not in given:
-            given["return_dict"] = False
-        return now(self, conversation, *args, **given)
+        if ids and "return_dict" not in keywords:
+            keywords["return_dict"] = False
+        return now(self, conversation, *args, **keywords)
 
     return then
 
 
-def _token(given: dict[str, Any]) -> None:
-    if "use_auth_token" in given:
+def _token(keywords: dict[str, Any]) -> None:
+    if "use_auth_token" in keywords:
         _say("use_auth_token", "token")
-        given.setdefault("token", given.pop("use_auth_token"))
+        keywords.setdefault("token", keywords.pop("use_auth_token"))
 
 
-def _upload(given: dict[str, Any]) -> None:
-    _token(given)
+def _upload(keywords: dict[str, Any]) -> None:
+    _token(keywords)
     for name, today in (("use_temp_dir", _TEMPORARY), ("safe_serialization", _SAFE)):
-        if given.pop(name, None) is not None:
+        if keywords.pop(name, None) is not None:
             _say(f"push_to_hub({name}=)", today)
 
 
-def _data(given: dict[str, Any]) -> None:
-    _token(given)
-    if given.pop("trust_remote_code", None):
+def _data(keywords: dict[str, Any]) -> None:
+    _token(keywords)
+    if keywords.pop("trust_remote_code", None):
         _say("load_dataset(trust_remote_code=)", "nothing: datasets runs no code of a data set")
 
 
@@ -121,9 +121,9 @@ def _encode(name: str) -> Callable[[Any], Any]:
     """A method of tokenizers that is gone, and now calls the tokenizer."""
 
     def made(now: Any) -> Any:
-        def then(self: Any, *args: Any, **given: Any) -> Any:
+        def then(self: Any, *args: Any, **keywords: Any) -> Any:
             _say(f"tokenizer.{name}", "tokenizer(...)")
-            return self(*args, **given)
+            return self(*args, **keywords)
 
         return now or then
 
@@ -205,8 +205,8 @@ class _Shown:
         fields = kind.__dataclass_fields__.items()  # type: ignore[attr-defined]
         self.__dataclass_fields__ = {name: x for name, x in fields if name not in but}
 
-    def __call__(self, **given: Any) -> Any:
-        return self.kind(**given)
+    def __call__(self, **keywords: Any) -> Any:
+        return self.kind(**keywords)
 
 
 def _shown(kinds: Sequence[type]) -> list[Any]:
@@ -252,12 +252,12 @@ def _parse(now: Any, taken: Any, default: Callable[[], Any]) -> Any:
     """A parser's method that reads flags or settings, with those of other versions."""
 
     @functools.wraps(now)
-    def then(self: Any, args: Any = None, *rest: Any, **given: Any) -> Any:
+    def then(self: Any, args: Any = None, *rest: Any, **keywords: Any) -> Any:
         kinds = list(self.dataclass_types)
         with taken(kinds, default() if args is None else args) as todays:
             self.dataclass_types = _shown(kinds)
             try:
-                return now(self, todays, *rest, **given)
+                return now(self, todays, *rest, **keywords)
             finally:
                 self.dataclass_types = kinds
 
@@ -275,11 +275,11 @@ def _alias(home: str, name: str, old: str, but: tuple[str, ...] = ()) -> Callabl
         if now is not None:
             return now
 
-        def then(*args: Any, **given: Any) -> Any:
-            left = {key: given.pop(key) for key in but if key in given}
+        def then(*args: Any, **keywords: Any) -> Any:
+            left = {key: keywords.pop(key) for key in but if key in keywords}
             without = f", which has no {', '.join(left)}" if left else ""
             _say(old, f"{home}.{name}{without}")
-            return getattr(importlib.import_module(home), name)(*args, **given)
+            return getattr(importlib.import_module(home), name)(*args, **keywords)
 
         return then
 
@@ -404,10 +404,10 @@ def served_as_then() -> Iterator[None]:
             module, _, inner = owner.partition(":")
             place = importlib.import_module(module)
             place = getattr(place, inner) if inner else place
-            own = attribute in vars(place)
+            defined_here = attribute in vars(place)
             before = vars(place).get(attribute)
             setattr(place, attribute, made(getattr(place, attribute, None)))
-            if own:
+            if defined_here:
                 back.callback(setattr, place, attribute, before)
             else:
                 back.callback(delattr, place, attribute)

@@ -84,12 +84,12 @@ class ReportedRun:
     def settings(self) -> dict[str, Any]:
         """The command, and the settings of job and trainer that are not names of folders."""
         config = self.folder.config
-        found = {"command": config.get("command")}
+        settings = {"command": config.get("command")}
         for part in ("job", "settings", "code"):
-            found |= config.get(part, {})
-        if found["command"] == "train":  # PPOConfig's steps count samples, for plans alone
-            found.pop("steps", None)
-        return {name: value for name, value in found.items() if name not in _NOT_SETTINGS}
+            settings |= config.get(part, {})
+        if settings["command"] == "train":  # PPOConfig's steps count samples, for plans alone
+            settings.pop("steps", None)
+        return {name: value for name, value in settings.items() if name not in _NOT_SETTINGS}
 
 
 @dataclass(frozen=True)

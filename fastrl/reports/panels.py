@@ -195,13 +195,13 @@ PANELS: tuple[Panel | TimePanel, ...] = (
 def panels_of(runs: Sequence[RunCurves]) -> list[Panel | TimePanel]:
     """The panels whose metrics were recorded by any of the runs; that of the reward, if there is
     none at all."""
-    found = []
+    panels = []
     for panel in PANELS:
         if any(panel.recorded(run) for run in runs):
-            found.append(panel)
+            panels.append(panel)
         if panel is _REWARD:
-            found += _by_function(runs)
-    return found or [_REWARD]
+            panels += _by_function(runs)
+    return panels or [_REWARD]
 
 
 def _by_function(runs: Sequence[RunCurves]) -> list[Panel]:

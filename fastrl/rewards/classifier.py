@@ -189,8 +189,8 @@ class ClassifierReward:
 
     @property
     def _device(self) -> torch.device:
-        own = getattr(self.model, "device", None)  # a module of the user's may have none
-        return next(self.model.parameters()).device if own is None else own
+        device = getattr(self.model, "device", None)  # a module of the user's may have none
+        return next(self.model.parameters()).device if device is None else device
 
 
 def _label_index(config: Any, label: int | str | None) -> int:

@@ -127,13 +127,13 @@ def _runs(
     return [lambda pair=pair: float(writes(sandbox, code, *pair)) for pair in tests]  # type: ignore[misc]
 
 
-def writes(sandbox: Sandbox, code: bytes, given: str, wanted: str) -> bool:
+def writes(sandbox: Sandbox, code: bytes, stdin: str, wanted: str) -> bool:
     """Whether a program writes what is wanted for what it is given on stdin."""
     with in_memory(code) as file:
-        found, well = sandbox.run(
-            _RUN, str(file), files=[file], stdin=given.encode("utf-8", "surrogatepass")
+        stdout, well = sandbox.run(
+            _RUN, str(file), files=[file], stdin=stdin.encode("utf-8", "surrogatepass")
         )
-    return well and _lines(found) == _lines(wanted.encode("utf-8", "surrogatepass"))
+    return well and _lines(stdout) == _lines(wanted.encode("utf-8", "surrogatepass"))
 
 
 def share_passed(

@@ -49,11 +49,11 @@ def encode(value: Any, of_object: Callable[[Any], int]) -> Any:
     return ["object", of_object(value)]
 
 
-def decode(said: Any, object_of: Callable[[int], Any]) -> Any:
+def decode(value: Any, object_of: Callable[[int], Any]) -> Any:
     """The value that :func:`encode` wrote."""
-    if not isinstance(said, list):
-        return said
-    kind, content = said
+    if not isinstance(value, list):
+        return value
+    kind, content = value
     if kind in _LISTS:
         return _LISTS[kind](decode(x, object_of) for x in content)
     if kind == "dict":
@@ -148,16 +148,16 @@ class Thing:
     def __init__(self, remote: Remote, number: int):
         self.__remote, self.__number = remote, number
 
-    def _ask(self, kind: str, *given: Any, **named: Any) -> Any:
-        return self.__remote.ask(kind, self, *given, **named)
+    def _ask(self, kind: str, *arguments: Any, **named: Any) -> Any:
+        return self.__remote.ask(kind, self, *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._ask("get", name)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._ask("call", *given, **named)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._ask("call", *arguments, **named)
 
     def __getitem__(self, key: Any) -> Any:
         return self._ask("item", key)

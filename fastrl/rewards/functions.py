@@ -60,11 +60,11 @@ def load_ready(name: str) -> RewardFunction | None:
         ValueError: parameters that are no JSON object, or that the reward does not take.
         ImportError: a package that the reward needs.
     """
-    kind, _, given = name.partition(":")
-    if kind not in READY or (given and not given.lstrip().startswith("{")):  # module:function
+    kind, _, tail = name.partition(":")
+    if kind not in READY or (tail and not tail.lstrip().startswith("{")):  # module:function
         return None
     try:
-        parameters = json.loads(given or "{}")
+        parameters = json.loads(tail or "{}")
     except json.JSONDecodeError as error:
         raise ValueError(f"the parameters of the reward {name!r} are not JSON: {error}") from None
     signature = inspect.signature(READY[kind])

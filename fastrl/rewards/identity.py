@@ -24,8 +24,8 @@ def identity_of(reward: Any) -> str:
     and classes, and plain values; of an object its class, its public numbers and texts, and the
     code that it holds; of a model its weights. What other modules do, or files and servers say, is
     not in it."""
-    said = _said(unnamed(reward), set())  # the path it was loaded by does not count
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]
+    lines = _said(unnamed(reward), set())  # the path it was loaded by does not count
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 def identities_of(rewards: Iterable[tuple[str, Any]]) -> dict[str, str]:

@@ -56,14 +56,14 @@ def make_json_schema_reward(
     try:
         text_worker.validator(text).check_schema(schema)
     except (SchemaError, AttributeError, TypeError) as error:
-        said = getattr(error, "message", error)
-        raise ValueError(f"this is no JSON Schema: {said}") from None
+        reason = getattr(error, "message", error)
+        raise ValueError(f"this is no JSON Schema: {reason}") from None
 
     def is_valid(completion: str) -> bool:
-        found = last_block(completion, ("json", ""))
-        if len(found) > LONGEST:
+        block = last_block(completion, ("json", ""))
+        if len(block) > LONGEST:
             return False
-        answer = _CHILD.ask(SECONDS, kind="json_schema", schema=text, text=found)
+        answer = _CHILD.ask(SECONDS, kind="json_schema", schema=text, text=block)
         return answer is not None and answer["is"]
 
     def json_schema_reward(completions: Sequence[TextOrMessages], **_: Any) -> list[float]:

@@ -63,12 +63,12 @@ def parse_verdict(answer: str) -> float | None:
 def parse_rating(answer: str) -> float | None:
     """The last number in double brackets, or else the answer's only number, "out of 10" aside.
     None where there is no such number."""
-    found = re.findall(rf"\[\[({_NUMBER})\]\]", answer)
-    if not found:
-        found = re.findall(_NUMBER, re.sub(r"\s*(/|out of)\s*10\b", "", answer))
-        if len(found) != 1:
+    numbers = re.findall(rf"\[\[({_NUMBER})\]\]", answer)
+    if not numbers:
+        numbers = re.findall(_NUMBER, re.sub(r"\s*(/|out of)\s*10\b", "", answer))
+        if len(numbers) != 1:
             return None
-    return float(found[-1])
+    return float(numbers[-1])
 
 
 class Counts(Counter[str]):

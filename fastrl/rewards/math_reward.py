@@ -76,7 +76,7 @@ def _judge(solution: str | None, completion: TextOrMessages) -> tuple[float | No
     gold = _PROCESS.ask(SECONDS, solution=solution)
     if gold is None or not gold["parsed"]:
         return None, _LATE if gold is None else _UNPARSED, _SKIPPED
-    found = _PROCESS.ask(SECONDS, solution=solution, answer=as_text(completion))
-    if found is None:
+    verdict = _PROCESS.ask(SECONDS, solution=solution, answer=as_text(completion))
+    if verdict is None:
         return 0.0, gold["shown"], _LATE
-    return float(found["equal"]), gold["shown"], found["shown"] or _UNPARSED
+    return float(verdict["equal"]), gold["shown"], verdict["shown"] or _UNPARSED

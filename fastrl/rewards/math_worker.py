@@ -69,10 +69,10 @@ def make_judge() -> Callable[..., dict[str, Any]]:
         gold = solution_of(solution)
         if answer is None:
             return {"shown": shown(gold), "parsed": bool(gold)}
-        found = parse(
+        parsed = parse(
             answer, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=None
         )
-        return {"shown": shown(found), "equal": bool(verify(gold, found, timeout_seconds=None))}
+        return {"shown": shown(parsed), "equal": bool(verify(gold, parsed, timeout_seconds=None))}
 
     return judge
 

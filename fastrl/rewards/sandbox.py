@@ -64,8 +64,8 @@ class Sandbox:
             RuntimeError: it could not be started.
         """
         with (
-            in_memory(stdin) as given,
-            self.started(source, *arguments, files=files, stdin=given) as child,
+            in_memory(stdin) as stdin_file,
+            self.started(source, *arguments, files=files, stdin=stdin_file) as child,
         ):
             return self.output_of(child)
 
@@ -113,10 +113,10 @@ class Sandbox:
         """
         _end(child)
         assert child.stderr is not None
-        said = child.stderr.read().decode()
-        if said.startswith("failed"):
-            raise RuntimeError(f"a program could not be started in the sandbox ({said})")
-        return said == "ended: 0"
+        report = child.stderr.read().decode()
+        if report.startswith("failed"):
+            raise RuntimeError(f"a program could not be started in the sandbox ({report})")
+        return report == "ended: 0"
 
     def _start(
         self,

@@ -100,9 +100,9 @@ def isolate(job: dict[str, Any]) -> None:
         mount_point(os.path.dirname(NEW_ROOT + link))
         with suppress(FileExistsError):
             os.symlink(path, NEW_ROOT + link)
-    own = f"size={job['disk']},nr_inodes=10000,mode=0777"
+    limits = f"size={job['disk']},nr_inodes=10000,mode=0777"
     mount_point(f"{NEW_ROOT}/tmp")
-    call("mount", b"tmpfs", f"{NEW_ROOT}/tmp".encode(), b"tmpfs", NOSUID | NODEV, own.encode())
+    call("mount", b"tmpfs", f"{NEW_ROOT}/tmp".encode(), b"tmpfs", NOSUID | NODEV, limits.encode())
     os.chdir(NEW_ROOT)
     call("syscall", PIVOT_ROOT.get(platform.machine(), -1), b".", b".", name="pivot_root")
     call("umount2", b".", 2)  # MNT_DETACH, of the old root that lies above

@@ -76,8 +76,8 @@ def make_regex_reward(pattern: str, *, full: bool = False, seconds: float = 1.0)
     check_positive("seconds", seconds)
 
     def matches(text: str) -> bool:
-        found = _CHILD.ask(seconds, kind="regex", pattern=pattern, full=full, text=text)
-        return found is not None and found["is"]
+        verdict = _CHILD.ask(seconds, kind="regex", pattern=pattern, full=full, text=text)
+        return verdict is not None and verdict["is"]
 
     def regex_reward(completions: Sequence[TextOrMessages], **_: Any) -> list[float]:
         return [float(matches(as_text(completion))) for completion in completions]

@@ -53,10 +53,10 @@ def validator(schema: str) -> Any:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         raise ValueError("a key stands there twice")
-    return found
+    return table
 
 
 def _refuse(constant: str) -> Any:

@@ -57,13 +57,13 @@ class TimedChild:
                 return answer
             ended = child.wait()
             self._end()
-        said = f"the process in which {self.what} judges ended"
+        reason = f"the process in which {self.what} judges ended"
         at = f"at {json.dumps(question)[:200]}"
         if ended >= 0:
-            raise RuntimeError(f"{said} by itself (exit code {ended}) {at}")
+            raise RuntimeError(f"{reason} by itself (exit code {ended}) {at}")
         if ended != -signal.SIGALRM:
             warnings.warn(
-                f"{said} by signal {-ended}, as if it had taken too long, {at}", stacklevel=2
+                f"{reason} by signal {-ended}, as if it had taken too long, {at}", stacklevel=2
             )
         return None
 
@@ -83,8 +83,8 @@ class TimedChild:
         ready = self._read(child)
         if ready is None or "failed" in ready:
             self._end()
-            said = f": {ready['failed']}" if ready else ""
-            raise ImportError(f"{self.what} does not run in a process of its own{said}")
+            reason = f": {ready['failed']}" if ready else ""
+            raise ImportError(f"{self.what} does not run in a process of its own{reason}")
         return child
 
     @staticmethod

@@ -25,12 +25,12 @@ from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
 
 class CachedAttention(Attention, Protocol):
-    """Attention over keys and values, or latents, that are kept, and states of layers that do not
+    """Attention over cached keys and values, or latents; and states of layers that do not
     attend."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [B, Hkv, T, D] of a layer, or latents and rotated keys; returns
-        those that `attend` gets."""
+        """Stores a layer's keys and values [B, Hkv, T, D], or latents and rotated keys; returns
+        what `attend` gets."""
 
     @property
     def any_layer(self) -> int | None:
@@ -50,8 +50,7 @@ class CachedAttention(Attention, Protocol):
 
 
 class SlotCache(Cache):
-    """The model's ``past_key_values``: passes keys, values and states to the attention of the
-    current forward."""
+    """The model's ``past_key_values``: hands what it gets to the current forward's attention."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -97,8 +96,7 @@ class SlotCache(Cache):
 
 
 class _StatesOfLayers(list):
-    """The layers of a :class:`SlotCache`, in which models of transformers before 5.20 look for
-    states by themselves."""
+    """A :class:`SlotCache`'s layers, which transformers before 5.20 searches for states itself."""
 
     def __init__(self, cache: SlotCache):
         super().__init__()
@@ -400,7 +398,7 @@ def _runs_flash(device: torch.device) -> bool:
 
 def _flash_attn(from_hub: bool) -> Callable[..., Any] | None:
     """``flash_attn_with_kvcache`` where it is there and has the arguments, else None."""
-    found = flash_attn_with_kvcache(from_hub)
-    if found is None or not inspect.signature(found).parameters.keys() >= set(_ARGUMENTS):
+    kernel = flash_attn_with_kvcache(from_hub)
+    if kernel is None or not inspect.signature(kernel).parameters.keys() >= set(_ARGUMENTS):
         return None
-    return found
+    return kernel

@@ -44,8 +44,7 @@ class RolloutBackend(ABC):
     """A way of generating responses; by itself it keeps no memory between calls."""
 
     @abstractmethod
-    def __call__(self, model: Any, request: Request) -> Samples:
-        """Generates a model's responses."""
+    def __call__(self, model: Any, request: Request) -> Samples: ...
 
     def expect(self, tokens: int) -> None:  # noqa: B027 - optional, as those below
         """Says how many tokens a prompt with its response will have at most."""
@@ -153,12 +152,12 @@ class EngineBackend(RolloutBackend):
                 engine.sleep()
 
     def rooms(self) -> RoomState:
-        found = {
+        by_role = {
             _ROLES[reference]: engine.room()
             for (_, reference), engine in self._engines.items()
             if isinstance(engine, RolloutEngine)
         }
-        return {role: room._asdict() for role, room in {**self._reserved, **found}.items()}
+        return {role: room._asdict() for role, room in {**self._reserved, **by_role}.items()}
 
     def reserve(self, rooms: RoomState) -> None:
         self._reserved = {role: Room(**room) for role, room in rooms.items()}
@@ -184,10 +183,10 @@ class EngineBackend(RolloutBackend):
                 "leave one of the two out"
             )
 
-    def _warn(self, argument: str, given: bool) -> None:
+    def _warn(self, argument: str, by_the_user: bool) -> None:
         if argument not in self._warned:
             self._warned.add(argument)
-            origin = "" if given else " (here of the model's generation_config)"
+            origin = "" if by_the_user else " (here of the model's generation_config)"
             warnings.warn(
                 f"the rollout engine does not know the argument {argument} of generate{origin}: "
                 f"rollouts go through model.generate, which is slower{_INSTEAD.get(argument, '')}",
@@ -203,12 +202,11 @@ _GENERATE = GenerationMixin.generate  # as it is before a program replaces it
 
 
 def _own_generate(model: Any) -> bool:
-    """Whether a language model's ``generate`` was replaced, on it or on its class."""
     model = getattr(model, "pretrained_model", model)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     for owner in (model, inner):
-        found = vars(owner).get("generate")
-        if found is not None and not wrapped_by_fsdp(found):
+        generate = vars(owner).get("generate")
+        if generate is not None and not wrapped_by_fsdp(generate):
             return True
     return getattr(type(inner), "generate", None) is not _GENERATE
 

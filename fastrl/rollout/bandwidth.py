@@ -17,8 +17,7 @@ _TIMES = 3
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that a decode step reads, without embedding tables, of which it reads
-    rows."""
+    """Bytes of weights that a decode step reads; of embedding tables it reads rows alone."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tables -= {id(head.weight)}
@@ -26,8 +25,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
-    """Bytes of keys and values that all decode steps of some samples read, and of states that they
-    read and write.
+    """Bytes of keys, values and states that all decode steps of some samples read and write.
 
     Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads p + t tokens, or
     the last of them where a layer has a window.

@@ -36,8 +36,7 @@ class LogitsProcessors(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, ends: Tensor, vocabulary: int) -> LogitsProcessors:
-        """The processors that sampling parameters ask for, on the host. End tokens outside the
-        vocabulary never match."""
+        """The processors that parameters ask for; end tokens outside the vocabulary never match."""
         ends = ends[ends < vocabulary]
         barred = always = stops = None
         if params.min_new_tokens or params.suppress_tokens:
@@ -154,7 +153,6 @@ class DrawFromHead:
     def __call__(
         self, state: SlotState, _seen: Tensor | None, attention: DecodeAttention, keys: Tensor
     ) -> tuple[fastrl_kernels.SampledTokens, Tensor | None]:
-        """The draws of the slots' next tokens, and the values of the present ones."""
         runner = self.model_runner
         hidden, values = runner.decode_hidden(state.token, state.position, attention)
         return runner.fused_draw.draw(hidden, keys, self.temperature), values
@@ -179,12 +177,7 @@ class DecodeStep:
         self.from_head = DrawFromHead(model_runner, processors)
 
     def __call__(self, bucket: int, span: int) -> None:
-        """Generates one token in each of the first slots.
-
-        Args:
-            bucket: the number of slots.
-            span: a bound of the tokens per slot, the new one included.
-        """
+        """Generates one token in the first ``bucket`` slots, of at most ``span`` tokens with it."""
         slots, processors = self.slots, self.processors
         state = slots.state.first(bucket)
         seen, tail = (None if x is None else x[:bucket] for x in (slots.seen, slots.tail))
@@ -208,8 +201,7 @@ class DecodeStep:
 def _of_the_model(
     draw: fastrl_kernels.SampledTokens, logits: Tensor, temperature: float
 ) -> fastrl_kernels.SampledTokens:
-    """Replaces log-probs and entropies by those of the model's own distribution, from logits before
-    they were processed."""
+    """Replaces log-probs and entropies by the model's own, from logits as they were at first."""
     at = draw.tokens.clamp(min=0).unsqueeze(1)
     at_one = logits.float().log_softmax(-1)
     tempered = at_one
@@ -259,5 +251,4 @@ def _with_barred(
 
 
 def _log_of_one_plus(log_x: Tensor) -> Tensor:
-    """log(1 + x)"""
     return torch.logaddexp(log_x, torch.zeros_like(log_x))

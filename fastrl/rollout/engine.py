@@ -121,10 +121,7 @@ class RolloutEngine:
         self.model_runner.fuse_draw(self._shapes())
 
     def _check(self) -> None:
-        """
-        Raises:
-            UnsupportedModel: results differ from those of plain forwards.
-        """
+        """Raises UnsupportedModel where results differ from those of plain forwards."""
         check_numbers(self._trial())
 
     def _trial(self) -> RolloutEngine:
@@ -212,8 +209,7 @@ class RolloutEngine:
         self._reserved = Room()
 
     def room(self) -> Room:
-        """The room that the next call of ``generate`` finds: that of the calls so far, or what was
-        reserved."""
+        """The room that the next ``generate`` finds: of the calls so far, or what was reserved."""
         kv_cache = self._kv_cache
         return self._reserved if kv_cache is None else Room(kv_cache.slots, kv_cache.length)
 
@@ -405,20 +401,19 @@ def _of_responses(
     Raises:
         RuntimeError: a router of a token that was run has said nothing.
     """
-    found = []
+    choices = []
     for i, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
-        own = kept[i][: len(prompt) + len(sequence) - 1].cpu()
-        if (own[len(prompt) - 1 :] == UNKNOWN).any() or (own[:, :-1] == UNKNOWN).any():
+        chosen = kept[i][: len(prompt) + len(sequence) - 1].cpu()
+        if (chosen[len(prompt) - 1 :] == UNKNOWN).any() or (chosen[:, :-1] == UNKNOWN).any():
             raise RuntimeError(
                 "a router's choices were not kept, as its layer does not call it: leave out "
                 "replay_routing"
             )
-        found.append(own)
-    return found
+        choices.append(chosen)
+    return choices
 
 
 def _passes(by_prompt: dict[int, list[int]], lengths: list[int]) -> list[list[int]]:
-    """Groups prompts into prefill passes of a bounded number of tokens; empty ones need none."""
     passes: list[list[int]] = []
     room = 0
     for prompt in by_prompt:

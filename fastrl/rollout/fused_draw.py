@@ -71,10 +71,10 @@ class FusedDraw:
             return
         keys = torch.arange(len(hidden), device=hidden.device)
         try:
-            found = self.draw(hidden, keys, 1.0)
-            at = found.tokens.clamp(min=0).unsqueeze(1)
+            drawn = self.draw(hidden, keys, 1.0)
+            at = drawn.tokens.clamp(min=0).unsqueeze(1)
             expected = logits.float().log_softmax(-1).gather(1, at).squeeze(1)
-            difference = (found.logprobs - expected).abs().max() / logits.abs().max().float()
+            difference = (drawn.logprobs - expected).abs().max() / logits.abs().max().float()
             cause = f"differs from the model's own way by {difference:.1e} of the largest logit"
             self.active = bool(difference <= _TOLERANCE[product.dtype])
         except Exception as error:  # such as a compiler's

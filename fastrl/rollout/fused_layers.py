@@ -70,9 +70,9 @@ class JoinedProducts:
 
     def _together(self, name: str, layers: list[Any]) -> Tensor | None:
         parameters = [getattr(layer, name) for layer in layers]
-        found = joined_view(parameters)  # casts of weights, say
-        if found is not None:
-            return found
+        joined = joined_view(parameters)  # casts of weights, say
+        if joined is not None:
+            return joined
         whole = self._whole.pop(name, None)
         if whole is None or not _lie_in(whole, parameters):
             whole = side_by_side(parameters)
@@ -155,8 +155,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 class FusedDecoderLayer:
-    """A decoder layer's forward for the tokens of a decode step; other forwards stay the layer's
-    own.
+    """A decoder layer's forward of a decode step's tokens; all other forwards are the layer's own.
 
     Eight launches beside those of attention: four products (or seven: :class:`JoinedProducts`), two
     norms with the additions before them, the rotation that stores keys and values, the gate.
@@ -169,9 +168,9 @@ class FusedDecoderLayer:
         self.layer, self.stream, self.first, self.last = layer, stream, first, last
         self.own_forward: Callable[..., Tensor] = layer.forward
         self.variant = Variant(None, None, None)
-        own, mlp = layer.self_attn, layer.mlp
-        self.head_norm_eps = _eps(own.q_norm) if hasattr(own, "q_norm") else None
-        self.attention_products = JoinedProducts(own, "q_proj", "k_proj", "v_proj")
+        attention, mlp = layer.self_attn, layer.mlp
+        self.head_norm_eps = _eps(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.attention_products = JoinedProducts(attention, "q_proj", "k_proj", "v_proj")
         self.mlp_products = JoinedProducts(mlp, "gate_proj", "up_proj")
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -212,10 +211,10 @@ class FusedNorm:
         if not isinstance(current_attention(), DecodeAttention):
             return self.own_forward(hidden_states, *args, **kwargs)
         norm = self.module
-        found: Any = fastrl_kernels.rms_norm(
+        normed: Any = fastrl_kernels.rms_norm(
             hidden_states, norm.weight, residual=self.stream.sum, eps=_eps(norm)
         )
-        return found[0]
+        return normed[0]
 
     def renew(self) -> None:
         """There is nothing to renew."""
@@ -234,7 +233,7 @@ class TabulatedRotary:
         self._table: Tensor | None = None  # [2, length, R]
 
     def renew(self) -> None:
-        """Computes the table again for a new rollout, at its address, which captured steps
+        """Computes the table again for a new rollout, at the address that captured steps
         contain."""
         table = self._table
         if table is not None and table.device == self.module.inv_freq.device:
@@ -257,8 +256,7 @@ class TabulatedRotary:
         return cos, sin
 
     def _computed(self, x: Tensor, length: int) -> Tensor:
-        """Cosines and sines of ``length`` positions, computed in rows of one position, as decode
-        steps have them."""
+        """Cosines and sines of ``length`` positions, in rows of one, as decode steps have them."""
         with torch.inference_mode(False), torch.no_grad():  # or it could not be renewed
             positions = torch.arange(length, device=x.device).unsqueeze(1)
             return torch.stack(self.own_forward(x, positions)).squeeze(2)
@@ -270,8 +268,8 @@ def _add_and_norm(x: Tensor, stream: Tensor | None, norm: Any) -> tuple[Tensor, 
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     eps = _eps(norm)
-    found: Any = fastrl_kernels.rms_norm(x, norm.weight, residual=stream, eps=eps, dtype=dtype)
-    return (found, x) if stream is None else found
+    normed: Any = fastrl_kernels.rms_norm(x, norm.weight, residual=stream, eps=eps, dtype=dtype)
+    return (normed, x) if stream is None else normed
 
 
 def _eps(norm: Any) -> float:
@@ -287,13 +285,13 @@ class FusedLayers:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        found = _decoder_layers(model)
-        self.stream, end = _Stream(), len(found) - 1
+        layers = _decoder_layers(model)
+        self.stream, end = _Stream(), len(layers) - 1
         self.layers = [
             FusedDecoderLayer(layer, self.stream, first=i == 0, last=i == end)
-            for i, layer in enumerate(found)
+            for i, layer in enumerate(layers)
         ]
-        norm, rotary = _around(model, found)
+        norm, rotary = _around(model, layers)
         self.around: list[FusedNorm | TabulatedRotary] = []
         self.around += [] if norm is None else [FusedNorm(norm, self.stream)]
         self.around += [] if rotary is None else [TabulatedRotary(rotary)]
@@ -333,10 +331,10 @@ class FusedLayers:
         """Why the layers cannot run fused; switches them on where they can."""
         self.active = True
         try:
-            found, _ = decode()
-            difference = float((found - expected).abs().max() / expected.abs().max())
+            fused, _ = decode()
+            difference = float((fused - expected).abs().max() / expected.abs().max())
             cause = f"differ from the model's own by {difference:.1e} of the largest logit"
-            self.active = difference <= _tolerance(found)
+            self.active = difference <= _tolerance(fused)
         except Exception as error:  # a model may only look like Llama
             cause = f"cannot run it ({type(error).__name__}: {error})"
             self.active = False
@@ -344,8 +342,7 @@ class FusedLayers:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the model's layers run fused, unless somebody looks into them or has put
-        others in their place."""
+        """Context in which the layers run fused, unless they are watched or were replaced."""
         layers = self.layers if self.active and self._are_there() else []
         now = _around(self.model, [x.layer for x in layers])
         around = [x for x in self.around if any(x.module is y for y in now)]
@@ -400,7 +397,7 @@ class VariantsOf(DecodeAttention):
 
 
 def _decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
-    """All decoder layers, in their order; none where one of them has another structure."""
+    """All decoder layers in order; none where one has another structure."""
     lists = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x)]
     fitting = [x for x in lists if all(map(_fits, x))]
     return list(fitting[0]) if len(fitting) == 1 else []
@@ -466,13 +463,12 @@ def _is_norm(module: nn.Module) -> bool:
 def _is_watched(layer: Any) -> bool:
     """Whether hooks wait for the layer's output, which lacks the residual stream then, or for a
     module that would not be called; or whether it is compiled."""
-    own, mlp = layer.self_attn, layer.mlp
-    replaced = [own, mlp, mlp.act_fn, layer.input_layernorm, layer.post_attention_layernorm]
-    replaced += [getattr(own, name) for name in _HEAD_NORMS if hasattr(own, name)]
+    attention, mlp = layer.self_attn, layer.mlp
+    replaced = [attention, mlp, mlp.act_fn, layer.input_layernorm, layer.post_attention_layernorm]
+    replaced += [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]
     return any(map(_is_hooked, (layer, *replaced)))
 
 
 def _is_hooked(module: Any) -> bool:
-    """Whether hooks wait for a module's call, or it is compiled."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or module._compiled_call_impl is not None

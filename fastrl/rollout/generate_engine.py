@@ -180,7 +180,6 @@ class GenerateEngine:
         stopping: _Stopping,
         limits: Sequence[int] | None = None,
     ) -> None:
-        """Appends the responses to prompts that share a call of ``generate``."""
         rows, device = len(prompts), self.model.device
         front = self._layout.in_front(max(map(len, prompts)))
         stops = _RecordedStops(stopping.criteria(front, device), front, rows, device)
@@ -196,8 +195,8 @@ class GenerateEngine:
         if criteria:
             kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
         if _num_beams(kwargs, self.model) == 1:  # with beams, rows are not those of prompts
-            given = kwargs.get("logits_processor") or ()
-            kwargs["logits_processor"] = LogitsProcessorList([*given, nans])
+            processors = kwargs.get("logits_processor") or ()
+            kwargs["logits_processor"] = LogitsProcessorList([*processors, nans])
         generated = self._continued(prompts, kwargs)
         most: Sequence[int | None] = limits or [None] * rows
         cuts = zip(most, stops.lengths(), nans.lengths(), strict=True)
@@ -222,7 +221,6 @@ class GenerateEngine:
 
     @torch.no_grad()
     def _continued(self, prompts: Sequence[Tensor], kwargs: dict[str, Any]) -> Iterable[Tensor]:
-        """The tokens that ``generate`` appends to each prompt, with padding at their end."""
         padded = pad(prompts, kwargs["pad_token_id"], self._layout.prompts_padded)
         inputs = {name: x.to(self.model.device) for name, x in padded.items()}
         generate = self.model.generate
@@ -237,13 +235,8 @@ class GenerateEngine:
 def _end(
     tokens: list[int], ends: Sequence[int], stopped: int | None, lost: int | None
 ) -> tuple[int, str]:
-    """The length of a response, and its finish reason.
-
-    Args:
-        tokens: up to the response's limit.
-        stopped: the number of tokens after which it was stopped, if it was.
-        lost: the number of tokens before the first with NaN logits, if there is one.
-    """
+    """The length and finish reason of a response of ``tokens``: where it was ``stopped``, or NaN
+    logits began (``lost``), if anywhere."""
     length = min(x for x in (len(tokens), stopped, lost) if x is not None)
     for i, token in enumerate(tokens[:length], start=1):
         if token in ends:
@@ -289,23 +282,23 @@ class _Stopping(NamedTuple):
                 list of token sequences.
         """
         config = _generation_config(model)
-        found = {
+        settings = {
             name: kwargs.pop(name) if name in kwargs else getattr(config, name, None)
             for name in cls._fields[:4]
         }
         for name in ("stop_strings", "max_time"):  # of the model's generation_config
             if getattr(config, name, None) is not None:
                 kwargs[name] = None
-        check_stop(found["stop"] or ())
+        check_stop(settings["stop"] or ())
         reader = kwargs.pop("tokenizer", None) or tokenizer
-        asked = [name for name, value in found.items() if value]
+        asked = [name for name, value in settings.items() if value]
         beams = _num_beams(kwargs, model)
         if asked and beams > 1:
             raise ValueError(
                 f"{asked[0]} with num_beams={beams} is not supported: where a beam was stopped is "
                 "not known; leave one of the two out"
             )
-        return cls(**found, tokenizer=reader)
+        return cls(**settings, tokenizer=reader)
 
     def criteria(self, front: int, device: torch.device) -> StoppingCriteriaList:
         """Criteria of one call of ``generate`` with ``front`` tokens before the new ones."""
@@ -344,15 +337,9 @@ class _Limits(StoppingCriteria):
 
 
 class _RecordedStops(StoppingCriteria):
-    """Several criteria, with a record of where each row was stopped: ``generate`` pads the row from
-    there on, perhaps with EOS.
-
-    Args:
-        criteria: that stop a row.
-        front: tokens in front of the new ones.
-        rows: prompts of the call.
-        device: of the model.
-    """
+    """Several criteria, with a record of where each of ``rows`` prompts was stopped: ``generate``
+    pads the row from there on, perhaps with EOS. ``front`` tokens stand in front of the new
+    ones."""
 
     def __init__(self, criteria: StoppingCriteriaList, front: int, rows: int, device: torch.device):
         self.criteria, self.front = criteria, front
@@ -372,12 +359,7 @@ class _RecordedStops(StoppingCriteria):
 class _RecordedNaN(LogitsProcessor):
     """Replaces logits that are no distribution (a NaN or inf among them, or all -inf), at which
     ``generate`` would fail for all rows, and records where; tokens from there on are to be cut off.
-
-    Args:
-        front: tokens in front of the new ones.
-        rows: prompts of the call.
-        device: of the model.
-    """
+    ``front`` tokens stand in front of the new ones."""
 
     def __init__(self, front: int, rows: int, device: torch.device):
         self.front = front

@@ -104,12 +104,12 @@ def _differs(model: Any, plain: Any, layout: Layout, padded: bool, first: bool) 
     return off is not None
 
 
-def _off(plain: Any, expected: Tensor, found: Tensor) -> float | None:
+def _off(plain: Any, expected: Tensor, drawn: Tensor) -> float | None:
     """The amount by which log-probs differ; None where it is no more than rounding."""
-    same = torch.isfinite(expected) & torch.isfinite(found)
+    same = torch.isfinite(expected) & torch.isfinite(drawn)
     if not same.any():
         return None
-    off = (expected - found).abs()[same]
+    off = (expected - drawn).abs()[same]
     device = next(plain.parameters()).device
     dtypes = {p.dtype for p in plain.parameters() if p.is_floating_point()}
     exact = dtypes <= {torch.float32, torch.float64} and not computes_in_tf32(device)
@@ -133,8 +133,7 @@ def _of_forward(plain: Any, prompt: Tensor) -> Tensor:
 
 
 def _log_probs(model: Any, layout: Layout, prompts: list[Tensor]) -> Tensor:
-    """Log-probs [B, steps, V] of every next token, where each prompt goes on with the same
-    tokens."""
+    """Log-probs [B, steps, V] of the next tokens, where each prompt goes on with the same ones."""
     padded = pad(prompts, 0, layout.prompts_padded)
     inputs = {name: x.to(model.device) for name, x in padded.items()}
     front = layout.in_front(inputs["input_ids"].shape[1])

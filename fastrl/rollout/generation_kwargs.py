@@ -125,8 +125,7 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
 
 
 def check_names(generation_kwargs: Mapping[str, Any], model: Any) -> None:
-    """Raises ValueError for an argument that ``model.generate`` does not take, which it would say
-    itself as it generates."""
+    """Raises ValueError for an argument that ``model.generate`` does not take, before it runs."""
     model = getattr(model, "pretrained_model", model)
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     known = {*_SUPPORTED, *_WITHOUT_EFFECT, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING}
@@ -155,8 +154,7 @@ def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def neutral_kwargs(model: Any) -> dict[str, Any]:
-    """Arguments that switch off what the model's generation_config does to tokens; the tokens that
-    end a response stay."""
+    """Arguments that undo what generation_config does to tokens, but for the end tokens."""
     config = _settings(model)
     off = _UNSUPPORTED | _UNSUPPORTED_SAMPLING | dict.fromkeys(_SUPPORTED) | _NEUTRAL
     kept = ("eos_token_id", "do_sample")
@@ -325,8 +323,7 @@ class _EffectiveKwargs:
         return otherwise if self[name] is None else self[name]
 
     def _bad_words(self) -> list[int] | None:
-        """Single tokens that are barred, without those that end a response; None where longer words
-        are barred."""
+        """Barred single tokens that end no response; None where longer words are barred."""
         words = self["bad_words_ids"] or []
         if not all(len(word) == 1 and 0 <= word[0] < self.vocabulary for word in words):
             return None
@@ -363,7 +360,7 @@ def _settings(model: Any) -> dict[str, Any]:
 
 
 def _ids(ids: Any) -> list[int]:
-    """Ids as a list, from a number, a list or a tensor of them, or None."""
+    """Ids as a list, from a number, a list or a tensor; None stays None."""
     if ids is None:
         return []
     if isinstance(ids, torch.Tensor):

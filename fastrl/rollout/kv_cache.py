@@ -32,8 +32,7 @@ CONVOLUTION, RECURRENT = "convolution", "recurrent"
 
 
 class LayerShape(NamedTuple):
-    """Shape of one token's keys and values in one layer, none where it does not attend; and of the
-    states that it keeps."""
+    """Shape of one token's keys and values in a layer, none without attention; and its states'."""
 
     heads: int
     key_width: int
@@ -151,8 +150,8 @@ class KVCache:
         device = self.keys[0].device
         where = [to_device(torch.tensor(copy.targets), device) for copy in copies]
         for x in (*self._of_tokens, *self.experts):
-            found = [x[copy.source, : copy.tokens].clone() for copy in copies]
-            for targets, prompt in zip(where, found, strict=True):
+            copied = [x[copy.source, : copy.tokens].clone() for copy in copies]
+            for targets, prompt in zip(where, copied, strict=True):
                 x.index_fill_(0, targets, UNKNOWN if x.dtype == torch.int16 else 0)
                 x[targets, : len(prompt)] = prompt
         for key, x in self.of_prompts.items():

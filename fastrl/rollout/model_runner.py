@@ -111,8 +111,7 @@ class ModelRunner:
             return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def prefill(self, tokens: Tensor, positions: Tensor, attention: CachedAttention) -> None:
-        """Computes keys and values of tokens [T] at positions [T], and nothing after the last
-        layer's."""
+        """Computes keys and values of tokens [T] at positions [T], up to the last layer's."""
         self._hidden = None
         with contextlib.suppress(PrefillDone):
             self._run(tokens.unsqueeze(0), positions.unsqueeze(0), attention, head=False)
@@ -171,8 +170,7 @@ class ModelRunner:
         return out if logits is None else logits
 
     def fuse_layers(self, layers: list[LayerShape]) -> None:
-        """Has decode steps run the model's layers with few launches, where kernels are launched and
-        the layers can be fused.
+        """Has decode steps run the layers with few launches, where kernels launch and layers fuse.
 
         Args:
             layers: as :meth:`layer_shapes` gives them.
@@ -245,7 +243,6 @@ class ModelRunner:
 
 
 def _attends(layer: Any) -> bool:
-    """Whether a layer of the model's cache has keys and values."""
     return getattr(layer, "keys", None) is not None
 
 

@@ -24,8 +24,7 @@ class RehearsedEngine(RolloutEngine):
     has_copied = False
     keeps: Callable[[list[Any], list[Any]], None] | None = None  # is told what stays after a call
 
-    def _check(self) -> None:
-        """There is nothing to compare."""
+    def _check(self) -> None: ...
 
     def rehearse(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
         """Takes up the memory of ``generate(prompts, params)``: fills the slots, and runs one

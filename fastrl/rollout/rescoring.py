@@ -36,7 +36,7 @@ class Rescorer:
     def __call__(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float
     ) -> dict[str, list[Tensor]]:
-        """Fields of :class:`Samples`: a tensor per response, fp32 on the host."""
+        """Columns of :class:`Samples`: a tensor per response, fp32 on the host."""
         names = ["logprobs", "logprobs_t1", "entropies", *["values"] * self._has_values]
         fields = {name: [torch.zeros(0)] * len(responses) for name in names}
         for part in self._parts(prompts, responses):

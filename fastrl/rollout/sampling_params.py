@@ -114,8 +114,7 @@ class SamplingParams:
         return list(most)
 
     def changes_of_the_draw(self) -> dict[str, Any]:
-        """Fields because of which tokens are not drawn from softmax(logits / temperature), with
-        their values."""
+        """Fields, with values, that change a draw from softmax(logits / temperature)."""
         fields = {name: getattr(self, name) for name in TRUNCATIONS | PROCESSORS}
         fields["suppress_tokens"] = list(self.suppress_tokens)
         neutral = TRUNCATIONS | PROCESSORS
@@ -167,10 +166,7 @@ def check_stop(stop: Any) -> None:
 
 
 def _check_ids(name: str, ids: Any, least: int = 0) -> None:
-    """
-    Raises:
-        ValueError: no list of token ids.
-    """
+    """Raises ValueError for anything but a list of token ids."""
     listed = ids.tolist() if hasattr(ids, "tolist") else ids
     if (
         isinstance(listed, str | Mapping)
@@ -182,8 +178,7 @@ def _check_ids(name: str, ids: Any, least: int = 0) -> None:
 
 
 def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
-    """Ids that end a response: those asked for, by default those of the model's generation_config;
-    and the tokenizer's EOS.
+    """Ids that end a response: those asked for, or else generation_config's; and the EOS.
 
     Raises:
         ValueError: there is no tokenizer, and nothing else says which they are.
@@ -196,8 +191,8 @@ def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
             "model's generation_config no eos_token_id: pass the engine a tokenizer, or "
             "SamplingParams(eos_token_ids=[...]), [] where each runs to its limit"
         )
-    own = getattr(tokenizer, "eos_token_id", None)
-    ids = [*(asked if isinstance(asked, Sequence) else [asked]), own]
+    eos = getattr(tokenizer, "eos_token_id", None)
+    ids = [*(asked if isinstance(asked, Sequence) else [asked]), eos]
     return torch.tensor(sorted({int(i) for i in ids if i is not None and i >= 0}), dtype=torch.long)
 
 

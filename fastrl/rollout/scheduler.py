@@ -46,8 +46,7 @@ def bucket_sizes(slots: int) -> list[int]:
 
 
 class Scheduler:
-    """Queue and slots. Running samples lie in the first slots; :meth:`pack` moves one only where
-    fewer rows are run for it.
+    """Queue and slots. Running samples lie in the first slots; :meth:`pack` moves as few as it can.
 
     The samples of a prompt follow each other in the queue, so that each but the first finds its
         prompt in the slot of another that runs or has just ended: every prompt is run once. A

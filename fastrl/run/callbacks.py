@@ -42,13 +42,13 @@ class Evaluation:
 
     def _of_rewards(self) -> dict[str, float]:
         """Means of each function's rewards, if there are several; counts of rewards not finite."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self.nonfinite_rewards:
-            found["eval/nonfinite_rewards"] = self.nonfinite_rewards
+            metrics["eval/nonfinite_rewards"] = self.nonfinite_rewards
         if len(self.by_function) > 1:
             for name, rewards in self.by_function.items():
-                found[f"eval/reward/{name}/mean"] = _mean_of_known(rewards)
-        return found
+                metrics[f"eval/reward/{name}/mean"] = _mean_of_known(rewards)
+        return metrics
 
     def without_samples(self) -> Evaluation:
         """The evaluation without texts and rewards, but with each function's mean reward."""

@@ -95,8 +95,8 @@ class Checkpoints:
         """All checkpoints' folders, in ascending order of steps."""
         if not self.folder.is_dir():
             return []
-        found = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
-        return sorted(found, key=step_of)
+        folders = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+        return sorted(folders, key=step_of)
 
     @contextmanager
     def new(
@@ -122,8 +122,8 @@ class Checkpoints:
         with ExitStack() as stack:
             makes = processes.of_machine[0] == 0 if on_each_node else processes.is_main
             with processes.together():
-                own = stack.enter_context(self._new(step, best)) if makes else Path()
-            part = part_of(self.path(step)) if on_each_node else processes.from_main(own)
+                made = stack.enter_context(self._new(step, best)) if makes else Path()
+            part = part_of(self.path(step)) if on_each_node else processes.from_main(made)
             with processes.together():
                 yield part
             if not on_each_node:
@@ -141,15 +141,15 @@ class Checkpoints:
         if processes.count == 1:
             return
         with processes.together():
-            own = _sizes(part) if processes.is_main else {}
-        sizes = processes.from_main(own)
-        names, found = list(sizes), {}
+            seen = _sizes(part) if processes.is_main else {}
+        sizes = processes.from_main(seen)
+        names, sums = list(sizes), {}
         for i in processes.balanced(list(sizes.values()))[processes.index]:
             # A file that this machine does not see, or not yet whole, is left to the main process.
             with suppress(OSError):
                 if (part / names[i]).stat().st_size == sizes[names[i]]:
-                    found[names[i]] = _sha256(part / names[i])
-        self._checksums = {k: v for each in processes.objects(found) for k, v in each.items()}
+                    sums[names[i]] = _sha256(part / names[i])
+        self._checksums = {k: v for each in processes.objects(sums) for k, v in each.items()}
 
     @contextmanager
     def _new(self, step: int, best: int | None) -> Iterator[Path]:
@@ -226,15 +226,15 @@ def find_checkpoint(
     """
     processes = processes or OneProcess()
     with processes.together():
-        own = _candidates(resume, checkpoints, kind) if processes.is_main else ([], False)
-    paths, only = processes.from_main(own)
-    found = _first_whole(paths, processes, only)
-    if found is None and paths:
+        candidates = _candidates(resume, checkpoints, kind) if processes.is_main else ([], False)
+    paths, only = processes.from_main(candidates)
+    checkpoint = _first_whole(paths, processes, only)
+    if checkpoint is None and paths:
         raise BadCheckpoint(
             f"no checkpoint in {paths[0].parent} is whole: pass --overwrite (overwrite=True) to "
             "begin anew, or another checkpoint's folder to resume from that"
         )
-    return found
+    return checkpoint
 
 
 def names_a_folder(resume: Any) -> bool:
@@ -245,8 +245,7 @@ def names_a_folder(resume: Any) -> bool:
 def _candidates(
     resume: bool | str | Path, checkpoints: Checkpoints, kind: Kind
 ) -> tuple[list[Path], bool]:
-    """Checkpoints to resume from, the best first, and whether it is the only one that was asked
-    for."""
+    """Checkpoints to resume from, the best first, and whether a single one was asked for."""
     named = names_a_folder(resume)
     if named:
         path = Path(str(resume))
@@ -268,12 +267,8 @@ def _candidates(
 
 
 def _first_whole(paths: Sequence[Path], processes: Processes, only: bool = False) -> Path | None:
-    """The first checkpoint that is whole, for all processes; None if there is none. A warning names
-    each one before it, which is damaged.
-
-    Args:
-        only: a damaged one is an error.
-    """
+    """The first checkpoint that is whole for all processes, or None; warns of damaged ones before
+    it, which are an error with ``only``."""
     for path in paths:
         wrong = None
         with processes.together():
@@ -345,8 +340,8 @@ def check_weights(theirs: Mapping[str, str], own: Mapping[str, str], what: str =
 
 def step_of(path: Path) -> int:
     """The number of steps in a checkpoint's name; -1 for another name."""
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else -1
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
 
 
 def write_manifest(folder: Path, step: int, known: Mapping[str, str] | None = None) -> None:
@@ -383,13 +378,13 @@ def verify(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     files = manifest["files"]
-    for name, said in files.items():
+    for name, recorded in files.items():
         path = folder / name
         if not path.is_file():
             raise BadCheckpoint(f"{path} is missing")
-        if path.stat().st_size != said["size"]:
+        if path.stat().st_size != recorded["size"]:
             raise BadCheckpoint(
-                f"{path} is damaged: it has {path.stat().st_size} bytes, not {said['size']}"
+                f"{path} is damaged: it has {path.stat().st_size} bytes, not {recorded['size']}"
             )
     first, step = share
     for name in sorted(files, key=lambda name: (-files[name]["size"], name))[first::step]:
@@ -399,8 +394,7 @@ def verify(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """A checkpoint's manifest; raises BadCheckpoint where there is none, or a damaged one, or one
-    of a newer fastrl."""
+    """A checkpoint's manifest; raises BadCheckpoint where it is missing, damaged or too new."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         number, files = int(manifest["format"]), dict(manifest["files"])
@@ -421,11 +415,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def warn_of_another_machine(manifest: dict[str, Any]) -> None:
     """Warns where results may differ in their last bits from those of the run so far."""
     before, now = manifest["machine"], machine()
-    found = [*differences(manifest["versions"], versions()), *differences(before, now)]
-    if found:
+    changes = [*differences(manifest["versions"], versions()), *differences(before, now)]
+    if changes:
         remedy = remedies(before, now)
         warnings.warn(
-            f"the checkpoint was saved under other conditions ({'; '.join(found)}): what follows "
+            f"the checkpoint was saved under other conditions ({'; '.join(changes)}): what follows "
             "is the same computation, but its last bits may differ from those of an uninterrupted "
             "run"
             + other_draws(manifest["versions"])
@@ -464,7 +458,6 @@ def _is_of_writing(error: Exception) -> bool:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of a folder's files, but for its manifest."""
     return {
         str(path.relative_to(folder)): path.stat().st_size
         for path in sorted(folder.rglob("*"))

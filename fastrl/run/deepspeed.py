@@ -36,12 +36,12 @@ def refuse_zero3(asked: Mapping[str, Any] | str | None, precision: str = "no") -
     Raises:
         ValueError: ZeRO-3; the message has the file for FSDP2 that does the same.
     """
-    found = _launched() if asked is None else _read(asked)
-    zero = found.get("zero_optimization", {})
+    config = _launched() if asked is None else _read(asked)
+    zero = config.get("zero_optimization", {})
     if zero.get("stage") != 3:
         return
     for name in ("bf16", "fp16"):
-        precision = name if found.get(name, {}).get("enabled") is True else precision
+        precision = name if config.get(name, {}).get("enabled") is True else precision
     offload = any(
         zero.get(name, {}).get("device", "none") not in ("none", None)
         for name in ("offload_param", "offload_optimizer")
@@ -78,13 +78,13 @@ def _launched() -> dict[str, Any]:
     return {"zero_optimization": zero, precision: {"enabled": True}}
 
 
-def _read(given: Mapping[str, Any] | str) -> dict[str, Any]:
+def _read(config: Mapping[str, Any] | str) -> dict[str, Any]:
     """A configuration as a dict; {} for anything else, about which DeepSpeed has its own error."""
-    if isinstance(given, Mapping):
-        return dict(given)
+    if isinstance(config, Mapping):
+        return dict(config)
     try:
-        path = Path(given)
-        found = json.loads(path.read_text(encoding="utf-8") if path.is_file() else given)
+        path = Path(config)
+        parsed = json.loads(path.read_text(encoding="utf-8") if path.is_file() else config)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def write_rows(rows: pa.Table, path: Path) -> None:
-    """Writes rows to a file, by its ending: .jsonl, .csv (lists as JSON) or .parquet. NaN is null,
-    or empty."""
+    """Writes rows to a file, as its ending says: .jsonl, .csv (lists as JSON) or .parquet; NaN
+    becomes null, or empty."""
     KINDS[path.suffix](rows, path)
 
 
@@ -43,7 +43,6 @@ KINDS = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it."""
     if isinstance(value, dict):
         return {name: _plain(x) for name, x in value.items()}
     if isinstance(value, list):

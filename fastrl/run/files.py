@@ -51,11 +51,11 @@ def write_files(folder: Path, contents: Mapping[str, str]) -> None:
 def cache_file(path: Path, content: bytes) -> None:
     """Writes a file that saves time alone, with its folder; where it cannot be written, there is no
     file. Several processes may write the same file."""
-    own = path.with_name(f"{path.stem}-{os.getpid()}{path.suffix}")
+    unfinished = path.with_name(f"{path.stem}-{os.getpid()}{path.suffix}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(own, content)
-        own.replace(path)
+        write_file(unfinished, content)
+        unfinished.replace(path)
 
 
 @contextlib.contextmanager
@@ -128,7 +128,6 @@ def lacks_function(error: OSError) -> bool:
 
 @functools.cache
 def _warn_of_folders() -> None:
-    """Warns, once, that folders are not synced."""
     warnings.warn(
         "the output's file system does not sync folders: after a power failure the newest "
         "checkpoint may be missing",
@@ -139,6 +138,6 @@ def _warn_of_folders() -> None:
 def free_name(path: Path, kind: str) -> Path:
     """``name.kind-N.ext`` beside ``name.ext``, with the first N from 1 that is not taken."""
     number = 1
-    while (found := path.with_name(f"{path.stem}.{kind}-{number}{path.suffix}")).exists():
+    while (candidate := path.with_name(f"{path.stem}.{kind}-{number}{path.suffix}")).exists():
         number += 1
-    return found
+    return candidate

@@ -14,8 +14,7 @@ _OF_A_STREAM = 64  # rows
 
 
 def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
-    """The number of examples, and a hash of all of their columns in their order; of a stream, the
-    hash of its first rows.
+    """The number of examples, and a hash of all columns in order; for a stream, of its first rows.
 
     The same rows give the same, from whichever file, and in whatever order of columns. An object
     with a ``fingerprint`` of its own has that.
@@ -26,9 +25,9 @@ def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
     """
     if data is None:
         return "none"
-    own = getattr(data, "fingerprint", None)
-    if isinstance(own, str):
-        return own
+    known = getattr(data, "fingerprint", None)
+    if isinstance(known, str):
+        return known
     if not hasattr(data, "__len__"):
         # Another stream than one of datasets may be there to be read once.
         first = itertools.islice(data, _OF_A_STREAM) if hasattr(data, "take") else ()

@@ -158,10 +158,10 @@ class RunFolder:
                 f"output {self.name} holds files that are not a run's ({shown}): name a new or "
                 "empty folder"
             )
-        theirs, own = (x.get("command") for x in (self.read("run.json"), self.config))
-        if resume and theirs and own and theirs != own:
+        theirs, ours = (x.get("command") for x in (self.read("run.json"), self.config))
+        if resume and theirs and ours and theirs != ours:
             raise ValueError(
-                f"output {self.name} holds a run of {theirs}, which {own} cannot resume: name "
+                f"output {self.name} holds a run of {theirs}, which {ours} cannot resume: name "
                 "another folder"
             )
         if not resume and not overwrite:
@@ -173,11 +173,10 @@ class RunFolder:
             )
 
     def _entries(self) -> list[Path]:
-        """The folder's contents, other than hidden files and an empty folder of checkpoints."""
         if not self.path.is_dir():
             return []
-        found = sorted(p for p in self.path.iterdir() if not p.name.startswith("."))
-        return [p for p in found if p != self.checkpoints or not _is_empty(p)]
+        entries = sorted(p for p in self.path.iterdir() if not p.name.startswith("."))
+        return [p for p in entries if p != self.checkpoints or not _is_empty(p)]
 
     def holds(self, command: str) -> bool:
         """Whether a run of this command is there."""
@@ -231,8 +230,7 @@ class RunFolder:
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def count_rows(self) -> int:
-        """The number of lines of the metrics. They only grow, so that what was counted before is
-        not read again."""
+        """Counts the lines of the metrics. They only grow, so nothing is read twice."""
         if not self.metrics.is_file():
             return 0
         with self.metrics.open("rb") as file:
@@ -242,8 +240,7 @@ class RunFolder:
         return lines
 
     def _supersede_metrics(self, step: int, rows: int | None) -> None:
-        """Moves metrics' lines of later steps, those behind the first ``rows``, and an unfinished
-        one."""
+        """Moves metrics of later steps, those behind the first ``rows``, and an unfinished line."""
         text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
         kept: list[str] = []
         later: list[str] = []
@@ -364,7 +361,6 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _step_in(line: str) -> float:
-    """The step of a line of metrics; infinity for half a line."""
     try:
         return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
     except (ValueError, KeyError, TypeError):

@@ -38,7 +38,7 @@ def settle_buckets(model: Any) -> None:
 
 
 class _NoLoss(nn.Module):
-    """A loss of 0, whose backward pass has the last parameter's gradient ready first."""
+    """A loss of 0 whose backward pass has the last parameter's gradient ready first."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         super().__init__()

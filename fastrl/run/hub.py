@@ -33,10 +33,10 @@ _NOT_UPLOADED = (
 
 def uploaded_files(folder: str | Path) -> dict[str, int]:
     """The files of a model's folder that :func:`upload_folder` uploads, and their bytes."""
-    found = {x.relative_to(folder): x for x in sorted(Path(folder).rglob("*")) if x.is_file()}
+    files = {x.relative_to(folder): x for x in sorted(Path(folder).rglob("*")) if x.is_file()}
     return {
         name.as_posix(): file.stat().st_size
-        for name, file in found.items()
+        for name, file in files.items()
         if not any(fnmatch(part, x) for part in name.parts for x in _NOT_UPLOADED)
     }
 

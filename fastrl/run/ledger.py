@@ -210,8 +210,8 @@ def read_ledger(
     for file in asked:
         _, table = _read(file.path, names)
         tables.append(_of_steps(table, first, file.last if last is None else last))
-    found = pa.concat_tables(tables, promote_options="default")
-    return found if names is None else found.select(names)
+    rows = pa.concat_tables(tables, promote_options="default")
+    return rows if names is None else rows.select(names)
 
 
 def read_facts(folder: str | Path, first: int, last: int) -> list[dict[str, Any]]:
@@ -221,12 +221,12 @@ def read_facts(folder: str | Path, first: int, last: int) -> list[dict[str, Any]
     Raises:
         ValueError: a file that is damaged, or of a newer fastrl.
     """
-    found = []
+    by_file = []
     for file in _files(Path(folder)):
         if file.last >= first and file.first <= last:
             with _open(file.path) as (_, facts):
-                found.append(facts)
-    return found
+                by_file.append(facts)
+    return by_file
 
 
 def no_step(folder: str | Path, step: int) -> str:
@@ -243,12 +243,11 @@ class _File(NamedTuple):
 
 
 def _files(folder: Path) -> list[_File]:
-    """Files by their steps, without those whose steps are all in another, as they may be after an
-    interruption."""
+    """Files by their steps, without those that another holds whole, after an interruption."""
     if not folder.is_dir():
         return []
-    named = [(path, found) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))]
-    files = [_File(path, int(found[1]), int(found[2])) for path, found in named]
+    named = [(path, match) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    files = [_File(path, int(match[1]), int(match[2])) for path, match in named]
     kept: list[_File] = []
     for file in sorted(files, key=lambda file: (file.first, -file.last)):
         if not kept or file.last > kept[-1].last:
@@ -270,11 +269,7 @@ def _read(path: Path, names: Iterable[str] | None = None) -> tuple[dict[str, Any
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[tuple[ParquetFile, dict[str, Any]]]:
-    """A file, and its metadata.
-
-    Raises:
-        ValueError: a damaged file, also where that shows in the block, or one of a newer fastrl.
-    """
+    """A file, and its metadata; raises ValueError for a damaged file, or one of a newer fastrl."""
     import pyarrow as pa
     from pyarrow import parquet
 

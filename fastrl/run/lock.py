@@ -36,8 +36,7 @@ class FolderLock:
         return self._file is not None
 
     def acquire(self) -> None:
-        """Takes the lock; raises FolderInUse, which names the process, where another one holds
-        it."""
+        """Takes the lock; raises FolderInUse, naming the process, where another holds it."""
         while not self.held:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -61,8 +60,8 @@ class FolderLock:
                 os.close(file)
         assert self._file is not None
         os.ftruncate(self._file, 0)
-        said = {"process": os.getpid(), "host": platform.node()}
-        os.write(self._file, json.dumps(said).encode())
+        this = {"process": os.getpid(), "host": platform.node()}
+        os.write(self._file, json.dumps(this).encode())
 
     def release(self) -> None:
         """Frees the lock and removes its file."""
@@ -91,7 +90,7 @@ def _warn_of_no_locks() -> None:
 def _holder(file: int) -> str:
     """The process that holds the lock, in words for a message."""
     try:
-        said = json.loads(os.read(file, 4096))
-        return f" (process {said['process']} on {said['host']})"
+        holder = json.loads(os.read(file, 4096))
+        return f" (process {holder['process']} on {holder['host']})"
     except (ValueError, KeyError, TypeError):
         return ""

@@ -30,13 +30,13 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
     of the draws, which decides which tokens a key draws."""
     from fastrl_kernels.race import DRAWS
 
-    found = {"python": platform.python_version(), "draws": str(DRAWS)}
+    by_package = {"python": platform.python_version(), "draws": str(DRAWS)}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            by_package[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            by_package[package] = "not installed"
+    return by_package
 
 
 def machine() -> dict[str, Any]:
@@ -57,8 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def other_draws(before: dict[str, str]) -> str:
-    """What to say, after a semicolon, of recorded versions whose keys drew other tokens; "" where
-    they drew the same."""
+    """Says, after a semicolon, which recorded versions drew other tokens; "" where none did."""
     from fastrl_kernels.race import DRAWS
 
     if before.get("draws", "1") == str(DRAWS):
@@ -96,8 +95,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The environment variables that make :func:`machine` here what it was, as "NAME=value"; ""
-    where there are none."""
+    """Environment variables that make :func:`machine` what it was, as "NAME=value"; or ""."""
     variables = []
     if before.get("threads") != now.get("threads") and before.get("threads"):
         variables.append(f"OMP_NUM_THREADS={before['threads']}")

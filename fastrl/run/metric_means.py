@@ -132,10 +132,10 @@ class MetricMeans:
 
     def totals(self, processes: Processes) -> dict[str, float]:
         """The sums of all processes' counts."""
-        found: dict[str, float] = {}
-        for own in processes.objects(self._counted()):
-            found |= {name: found.get(name, 0.0) + number for name, number in own.items()}
-        return found
+        summed: dict[str, float] = {}
+        for counted in processes.objects(self._counted()):
+            summed |= {name: summed.get(name, 0.0) + number for name, number in counted.items()}
+        return summed
 
     def take(self, processes: Processes, sem_of: Sequence[str] = ()) -> dict[str, float | None]:
         """The means since the last call; None of those that no batch has.
@@ -250,12 +250,12 @@ def _table(*columns: Sequence[Tensor | float]) -> Tensor:
 
 
 def _greatest(values: Tensor) -> Tensor:
-    """The greatest value that is not NaN, and 1, as [1, 2]; -inf and 0 where all are NaN."""
+    """The greatest value that is not NaN, and 1, as [1, 2]; -inf and 0 without one."""
     values = values.detach().float()
     known = ~values.isnan()
-    found = torch.where(known, values, -torch.inf)
+    candidates = torch.where(known, values, -torch.inf)
     # One more, so that there always is one.
-    best = torch.cat([found, found.new_full((1,), -torch.inf)]).max()
+    best = torch.cat([candidates, candidates.new_full((1,), -torch.inf)]).max()
     return torch.stack([best, known.any().float()])[None]
 
 

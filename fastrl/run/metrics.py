@@ -216,7 +216,6 @@ def log_table(accelerator: Accelerator, name: str, samples: ShownSamples, step: 
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table in Markdown, which tensorboard shows."""
     escaped = (
         [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row]
         for row in (columns, ["---"] * len(columns), *rows)

@@ -42,22 +42,19 @@ def precision_for(model: nn.Module, device: str, said: str | None) -> str | None
 
 
 def said_outside() -> str | None:
-    """The mixed precision that a launcher, or an Accelerator of this process, has chosen; None:
-    neither has."""
+    """The mixed precision that a launcher or an Accelerator of this process has chosen, or None."""
     return shared_precision() or os.environ.get(_VARIABLE)
 
 
 def shared_precision() -> str | None:
-    """The mixed precision of an earlier Accelerator of this process, which all later ones have;
-    None: there is none."""
+    """The mixed precision of an earlier Accelerator, which all later ones get; None without one."""
     from accelerate.state import AcceleratorState, is_initialized
 
     return str(AcceleratorState().mixed_precision) if is_initialized() else None
 
 
 def refuse_fp16_twice(model: nn.Module, mixed_precision: str) -> None:
-    """Raises ValueError for trainable float16 weights, whose gradients the scaler of fp16 mixed
-    precision cannot unscale."""
+    """Raises ValueError for trainable float16 weights, whose gradients fp16's scaler refuses."""
     low = any(p.requires_grad and p.dtype == torch.float16 for p in model.parameters())
     if low and mixed_precision == "fp16":
         raise ValueError(
@@ -69,5 +66,5 @@ def refuse_fp16_twice(model: nn.Module, mixed_precision: str) -> None:
 def kind_of_device(settings: dict[str, Any]) -> str:
     """The kind of the device that an Accelerator with these settings takes."""
     told = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")
-    found = torch.accelerator.current_accelerator()
-    return "cpu" if found is None or told or settings.get("cpu") else found.type
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None or told or settings.get("cpu") else accelerator.type

@@ -89,8 +89,7 @@ class Processes:
         return own
 
     def one_first(self) -> AbstractContextManager[None]:
-        """Context of work that one process of each machine does before the others, which then find
-        what it has kept there."""
+        """Context of work that one process of each machine does first, and keeps for the others."""
         return nullcontext()
 
     def together(self) -> AbstractContextManager[None]:
@@ -215,8 +214,8 @@ class SeveralProcesses(Processes):
         from accelerate.utils import reduce
 
         with _answers():
-            found: Any = reduce(own.to(self.accelerator.device), reduction="sum")
-        return found.to(own.device)
+            summed: Any = reduce(own.to(self.accelerator.device), reduction="sum")
+        return summed.to(own.device)
 
     def any(self, own: bool) -> bool:
         import torch
@@ -292,11 +291,7 @@ class SeveralProcesses(Processes):
 
 
 class _News:
-    """A note for all processes that a part of their work has failed, or is to stop.
-
-    Args:
-        number: the part's number.
-    """
+    """A note for all processes that part ``number`` of their work has failed, or is to stop."""
 
     def __init__(self, number: int):
         from torch.distributed import distributed_c10d

@@ -21,8 +21,7 @@ def keep_processor(model: Any, files: Mapping[str, bytes]) -> None:
 
 
 def write_processor(model: Any, folder: str | Path) -> None:
-    """Writes the processor's files beside a model's weights, byte for byte; nothing where the model
-    has none.
+    """Writes a model's processor files, if it has any, beside its weights, byte for byte.
 
     Args:
         model: a model of transformers or PEFT. One that fastrl has not loaded has the files of the

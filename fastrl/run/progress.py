@@ -88,7 +88,6 @@ def line_start(stream: TextIO) -> str:
 
 
 def _open_bars() -> list[Any]:
-    """All open bars of tqdm, of any library."""
     tqdm = sys.modules.get("tqdm")
     # tqdm has no public name for them.
     return [] if tqdm is None else list(getattr(tqdm.tqdm, "_instances", ()))

@@ -50,12 +50,14 @@ def save_tree(tree: Mapping[str, Any], folder: Path, processes: Processes | None
         if tensors and processes.is_main:
             _save(folder / f"{name}.safetensors", tensors)
         if shares:
-            own = {place: share for place, share in shares.items() if _writes(share)}
+            written = {place: share for place, share in shares.items() if _writes(share)}
             places = {
                 place: json.dumps([[x.start, x.stop] for x in region_of(share)])
-                for place, share in own.items()
+                for place, share in written.items()
             }
-            parts = {place: x.to_local().detach().cpu().contiguous() for place, x in own.items()}
+            parts = {
+                place: x.to_local().detach().cpu().contiguous() for place, x in written.items()
+            }
             _save(_share(folder, name, processes.index, processes.count), parts, places)
     if processes.is_main:
         if any(map(_has_shares, tree.values())):
@@ -64,8 +66,7 @@ def save_tree(tree: Mapping[str, Any], folder: Path, processes: Processes | None
 
 
 def load_tree(folder: Path) -> dict[str, Any]:
-    """Reads what :func:`save_tree` wrote; tensors are on the CPU, but those that were spread are
-    :class:`SharedOut`.
+    """Reads what :func:`save_tree` wrote, to the CPU; spread tensors are :class:`SharedOut`.
 
     Raises:
         ValueError: a tensor, which it names, of which a share is missing.
@@ -148,10 +149,10 @@ class _Shares:
     def of(self, place: str, shape: list[int], dtype: str) -> SharedOut:
         """The tensor of that name; raises ValueError where some of its elements are in no file."""
         parts = self._parts.get(place, [])
-        found = sum(math.prod(x.stop - x.start for x in region) for _, region in parts)
-        if found != math.prod(shape):
+        held = sum(math.prod(x.stop - x.start for x in region) for _, region in parts)
+        if held != math.prod(shape):
             raise ValueError(
-                f"{place} has {math.prod(shape)} elements, and the shares that are there {found}: "
+                f"{place} has {math.prod(shape)} elements, and the shares that are there {held}: "
                 "take another checkpoint"
             )
         return SharedOut(place, tuple(shape), getattr(torch, dtype), parts)
@@ -178,8 +179,7 @@ def _has_shares(value: Any) -> bool:
 
 
 def _writes(tensor: Any) -> bool:
-    """Whether this process writes its share: it has elements, and of those that have the same one
-    it is the first."""
+    """Whether this process writes its share: it has elements, and is the first that has them."""
     place = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
     first = all(index == 0 for index, placement in place if placement.is_replicate())
     return first and tensor.to_local().numel() > 0

@@ -58,7 +58,7 @@ def stop_at_a_steps_end() -> Iterator[None]:
     usual = (signal.SIG_DFL, signal.default_int_handler)
     taken = {}
     if threading.current_thread() is threading.main_thread():
-        taken = {x: found for x in _SIGNALS if (found := signal.getsignal(x)) in usual}
+        taken = {x: present for x in _SIGNALS if (present := signal.getsignal(x)) in usual}
     if not taken:
         yield
         return
@@ -122,7 +122,7 @@ def uninterrupted() -> Iterator[None]:
 
     # Ignored signals stay ignored; handlers that Python did not set (None) cannot be restored.
     others = (signal.SIG_IGN, None)
-    before = {int(x): found for x in _SIGNALS if (found := signal.getsignal(x)) not in others}
+    before = {int(x): present for x in _SIGNALS if (present := signal.getsignal(x)) not in others}
     for number in before:
         signal.signal(number, keep)
     try:

@@ -24,8 +24,7 @@ def forget_index(folder: Path) -> None:
 
 
 def write_value_head(folder: Path, head: dict[str, Tensor], *, of_adapter: bool) -> None:
-    """Writes a value head beside weights that were just saved; removes the head that an earlier
-    save has left.
+    """Writes a value head beside weights just saved, or removes the one of an earlier save.
 
     Args:
         head: the head's weights, whose names begin with :data:`HEAD_PREFIX`; {} for no head.

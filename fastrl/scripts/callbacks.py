@@ -105,13 +105,13 @@ class LogCompletionsCallback(TrainerCallback):
             return
         trainer = self.trainer
         asked = list(zip(self.prompts, self._templates, strict=True))
-        with trainer.accelerator.split_between_processes(asked) as own:
-            said = self._complete(own, args.per_device_eval_batch_size)
-        said = gather_object(said)
+        with trainer.accelerator.split_between_processes(asked) as share:
+            completions = self._complete(share, args.per_device_eval_batch_size)
+        completions = gather_object(completions)
         if not state.is_world_process_zero:
             return
-        table = CompletionsTable(len(said))
-        table.add([prompt for prompt, _ in said], [text for _, text in said], {})
+        table = CompletionsTable(len(completions))
+        table.add([prompt for prompt, _ in completions], [text for _, text in completions], {})
         table.save(Path(args.output_dir), state.global_step)
         table.report(args.report_to, state.global_step, unique=False)
 

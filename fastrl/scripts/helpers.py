@@ -53,11 +53,11 @@ def pad(
         raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}")
     length, *rest = (max(sizes) for sizes in zip(*(x.shape for x in tensors), strict=True))
     length = -(-length // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
-    found = tensors[0].new_full((len(tensors), length, *rest), padding_value)
-    for row, x in zip(found, tensors, strict=True):
+    padded = tensors[0].new_full((len(tensors), length, *rest), padding_value)
+    for row, x in zip(padded, tensors, strict=True):
         begin = length - len(x) if padding_side == "left" else 0
         row[(slice(begin, begin + len(x)), *map(slice, x.shape[1:]))] = x
-    return found
+    return padded
 
 
 def listify_batch(tensor: Tensor) -> list[Tensor]:

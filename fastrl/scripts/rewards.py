@@ -44,5 +44,5 @@ def reasoning_accuracy_reward(
     texts = [as_text(completion) for completion in completions]
     cuts = [max((t.rfind(end) + len(end) for end in ends if end in t), default=None) for t in texts]
     answers = ["" if cut is None else t[cut:] for t, cut in zip(texts, cuts, strict=True)]
-    found = accuracy_reward(answers, solution, **columns)
-    return [0.0 if cut is None else reward for reward, cut in zip(found, cuts, strict=True)]
+    rewards = accuracy_reward(answers, solution, **columns)
+    return [0.0 if cut is None else reward for reward, cut in zip(rewards, cuts, strict=True)]

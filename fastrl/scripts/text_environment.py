@@ -172,10 +172,10 @@ class TextEnvironment:
         self.tasks_end_check([history])
         if history.completed:
             return history
-        said = history.last_text_segment
-        tool, query = self.parse_tool_call(said)
+        turn = history.last_text_segment
+        tool, query = self.parse_tool_call(turn)
         if tool is None:
-            answer = f"Unknown tool call: {said}"
+            answer = f"Unknown tool call: {turn}"
         elif tool not in self.tools:
             answer = f"Unknown tool {tool}."
         else:
@@ -192,8 +192,8 @@ class TextEnvironment:
 
     def parse_tool_call(self, text: str) -> tuple[Any, Any]:
         """A tool's name and what it is asked; None and None where no tool is called."""
-        found = _TOOL.search(text)
-        return (None, None) if found is None else (found[1], found[2])
+        match = _TOOL.search(text)
+        return (None, None) if match is None else (match[1], match[2])
 
     def compute_reward(self, histories: list[TextHistory], **kwargs: Any) -> list[TextHistory]:
         assert self.reward_fn is not None
@@ -205,8 +205,8 @@ class TextEnvironment:
     def generate(self, histories: list[TextHistory]) -> list[TextHistory]:
         """Appends a turn of the model to the histories that are not over."""
         active = [history for history in histories if not history.completed]
-        said = self._generate_batched([history.tokens for history in active])
-        for history, ids in zip(active, said, strict=True):
+        responses = self._generate_batched([history.tokens for history in active])
+        for history, ids in zip(active, responses, strict=True):
             history.append_segment(self.tokenizer.decode(ids), ids, system=False)
         return histories
 
@@ -224,12 +224,12 @@ class TextEnvironment:
         """Whether a history that is not over yet is too long, and whether it is over now."""
         if history.completed:
             return False, False
-        said = history.last_text_segment
+        turn = history.last_text_segment
         if self.max_length is not None and len(history.tokens) > self.max_length:
             return True, True
-        calls = self.request_token in said and self.call_token in said
+        calls = self.request_token in turn and self.call_token in turn
         eos = self.tokenizer.eos_token
-        over = self.submit_token in said or (model_turn and not calls)
+        over = self.submit_token in turn or (model_turn and not calls)
         return False, over or bool(eos and eos in history.text)
 
     def _on_device(self, ids: list[int]) -> Tensor:
@@ -249,8 +249,8 @@ class TextEnvironment:
                 inputs = pad(some, eos if pad_token is None else pad_token, "left")
                 padded = {name: x.to(self.current_device) for name, x in inputs.items()}
                 made = self._unwrapped.generate(**padded, **options)
-                said = made[:, padded["input_ids"].shape[1] :]
-                responses += map(self._until_stop, said)
+                generated = made[:, padded["input_ids"].shape[1] :]
+                responses += map(self._until_stop, generated)
         return responses
 
     def _until_stop(self, ids: Tensor) -> Tensor:
