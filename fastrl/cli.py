@@ -142,8 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_messages_to_the_main_process() -> None:
-    """Silences this process's warnings, and bars and notices of libraries that are imported
-    later."""
+    """Silences this process's warnings, and bars and notices of libraries imported later."""
     warnings.simplefilter("ignore", UserWarning)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -166,7 +165,7 @@ def _warning_line(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """A warning as a line of its own; warnings for programmers, of other categories, have file and
+    """A warning as a line of its own; one for programmers, of another category, has file and
     line."""
     text, start = visible(" ".join(str(message).split())), line_start(sys.stderr)
     if category is UserWarning:
@@ -189,7 +188,6 @@ def _is_users(error: BaseException) -> bool:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
-    """Runs a command in its own module, which is imported only now."""
     module, kinds, function = COMMANDS[command]
     home = importlib.import_module(f"fastrl.{module}")
     run = getattr(home, function)

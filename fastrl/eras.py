@@ -242,8 +242,8 @@ def other_defaults(config: Any) -> str:
 
 @contextmanager
 def with_defaults_of_trl(configs: Sequence[type]) -> Iterator[None]:
-    """Context in which configurations have TRL 1.16's defaults, as flags and in subclasses that
-    are made in it, too."""
+    """Context with TRL 1.16's defaults of configurations, of flags and subclasses made in it,
+    too."""
     with ExitStack() as back:
         for config in configs:
             fields: dict[str, Any] = config.__dataclass_fields__  # type: ignore[attr-defined]
@@ -337,15 +337,8 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
 
 
 def _check_names(config: type, taken: Collection[str], given: Mapping[str, Any]) -> None:
-    """Checks the names of settings that a configuration is given.
-
-    Args:
-        taken: the names that the configuration's ``__init__`` has.
-
-    Raises:
-        TypeError: a setting that no version has, with the nearest.
-        ValueError: two values, by an old name and by today's.
-    """
+    """Raises TypeError for a setting that no version has, and ValueError for two values, by an old
+    name and today's. ``taken``: the names that the configuration's ``__init__`` has."""
     eras, shown = eras_of(config), _name_of(config)
     for name, value in given.items():
         era = eras.get(name)

@@ -14,8 +14,8 @@ def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 
 def did_you_mean_path(path: Path) -> str:
-    """``: did you mean 'that'?`` for a path that is not there, with one that is there and differs
-    in one name."""
+    """``: did you mean 'that'?`` for a missing path that differs in one name from one that
+    exists."""
     missing = next((x for x in (*path.parents[::-1], path) if not x.exists()), path)
     if not missing.parent.is_dir():
         return ""

@@ -112,7 +112,7 @@ POLICY_LOSS_NAMES = Registry(_policy_losses, _add_policy_loss)
 def own_functions(
     policy_loss: str | None = None, advantage: str | None = None
 ) -> list[tuple[str, Callable[..., Any]]]:
-    """The user's own functions among the entries that settings name, each behind what it is in
+    """The user's own functions among the entries that settings name, each with its name in
     words."""
     row = _policy_losses().get(policy_loss or "")
     function = _GROUPS.get(advantage or "")
@@ -122,8 +122,7 @@ def own_functions(
 
 
 def _trial_tokens() -> tuple[Tensor, Tensor]:
-    """The log-ratios of tokens within clip ranges and beyond, and advantages of both signs, [32]
-    each."""
+    """Log-ratios within clip ranges and beyond, and advantages of both signs, [32] each."""
     import torch
 
     log_ratios = torch.linspace(-0.8, 0.9, 8).repeat(4)

@@ -94,8 +94,7 @@ def kept_settings(config: Any) -> dict[str, Any]:
 
 
 def setting_like(kind: Any, name: str, default: Any = dataclasses.MISSING) -> Any:
-    """A field with the help of field ``name`` of the dataclass ``kind``, and its default unless
-    another is given."""
+    """A field with the help, and by default the default, of ``kind``'s field ``name``."""
     like = kind.__dataclass_fields__[name]
     default = like.default if default is dataclasses.MISSING else default
     return setting(like.metadata["help"], default)
@@ -241,8 +240,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 def check_ranges(
     config: Any, kind: type, of_others: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Checks that numbers lie in the intervals of their settings, and so are no NaN, and that texts
-    are among their choices.
+    """Checks that numbers lie in their settings' intervals, NaN in none, and texts among choices.
 
     Args:
         config: an instance of a dataclass, whose types were checked.

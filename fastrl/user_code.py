@@ -149,8 +149,7 @@ def fault_of(error: BaseException) -> Fault | None:
 
 
 def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames below the last one of this file that are not in a library; all of them if the
-    function itself is in one."""
+    """Frames behind this file's last one that are in no library; all, if the function is in one."""
     ours = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
     below = [frame for frame in frames[ours + 1 :] if not frame.filename.startswith("<")]
     return [frame for frame in below if not frame.filename.startswith(_LIBRARIES)] or below

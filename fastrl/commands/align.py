@@ -307,7 +307,6 @@ def _factories(
     tokenizer: Any,
     annotator: Annotator | None,
 ) -> tuple[BatchFactory, BatchFactory | None]:
-    """The factories of training and of evaluation, with one annotator."""
     from fastrl.alignment import BatchFactory, DatasLoader
 
     def of(rows: Any, batch_size: int) -> BatchFactory:

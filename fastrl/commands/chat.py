@@ -50,7 +50,6 @@ def run_chat(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command's flags."""
     parser = own_parser("chat", __doc__)
     parser.add_argument("model", metavar="MODEL", help="A model's folder, a run's, or a Hub id.")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="Length of a reply [512].")
@@ -160,7 +159,6 @@ class Chat:
 
 
 def _lines() -> Iterator[str]:
-    """Lines of the input, up to ``/exit``; in a terminal behind a prompt."""
     shown = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -176,7 +174,6 @@ def _lines() -> Iterator[str]:
 
 
 def _on_device(model: Any) -> Any:
-    """Moves the model to the fastest device and readies it to generate."""
     import torch
 
     if torch.cuda.is_available() and not hasattr(model, "hf_device_map"):

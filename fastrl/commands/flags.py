@@ -132,8 +132,7 @@ def make_parser(command: str, kinds: Sequence[Any]) -> Any:
 
 
 def own_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of a command on run folders, which has no settings; its errors are
-    :class:`UsageError`.
+    """The parser of a command without settings, on run folders; its errors are :class:`UsageError`.
 
     Args:
         description: the docstring of the command's module, "``fastrl COMMAND``: what it does."
@@ -156,8 +155,7 @@ def own_parser(command: str, description: str | None) -> argparse.ArgumentParser
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The parser's actions by setting. A boolean that is on by default has a second action,
-    --no-...: the first is kept."""
+    """The parser's actions by setting; of a boolean's two, the one without --no-."""
     return {action.dest: action for action in reversed(parser._actions)}
 
 
@@ -266,11 +264,8 @@ def planned_method(recipe: Recipe) -> str:
 def _flags_of(
     path: Path, settings: Mapping[Any, Any], known: Mapping[str, argparse.Action | None]
 ) -> list[str]:
-    """A YAML file's settings as flags, so that both are parsed and checked by the same code.
-
-    Args:
-        known: the action of each name; None for a setting of another version of TRL.
-    """
+    """A YAML file's settings as flags, so that both are parsed alike. ``known`` has each name's
+    action; None for a setting of another version of TRL."""
     flags = []
     for key, value in settings.items():
         name = str(key).replace("-", "_")
@@ -297,8 +292,6 @@ def _flag(path: Path, name: str, action: argparse.Action, value: Any) -> list[st
 
 
 class _Help(argparse.Action):
-    """Prints help and exits."""
-
     def __init__(self, *, essentials: Any = None, **settings: Any):
         super().__init__(nargs=0, default=argparse.SUPPRESS, **settings)
         self.essentials = essentials
@@ -423,8 +416,7 @@ def _choices_of(action: argparse.Action) -> list[str]:
 
 
 def values_of(action: argparse.Action) -> list[str] | None:
-    """The values that may stand behind a flag: [] for a number; None for a text, which may be a
-    path."""
+    """The values that may follow a flag: [] for a number; None for a text, which may be a path."""
     if choices := _choices_of(action):
         return choices
     if action.nargs == 0:

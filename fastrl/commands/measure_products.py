@@ -41,8 +41,7 @@ def measure() -> list[Measured]:
 
 
 def chosen(speeds: dict[int, dict[str, float]]) -> gemm.Choice:
-    """The library that is fastest for the largest weights, from the size on from which it is
-    fastest throughout."""
+    """The library that is fastest from some size on, up to the largest weights; and that size."""
     widths = sorted(speeds)
     best = max(speeds[widths[-1]], key=speeds[widths[-1]].__getitem__)
     smallest = widths[-1]
@@ -67,8 +66,7 @@ def _speeds(dtype: str, width: int, libraries: dict[str, type[gemm.Library]]) ->
 
 
 def _products(library: type[gemm.Library], x: Tensor, weight: Tensor) -> Callable[[], None]:
-    """A function that does a fused head's products: logits, and the fp32 gradients of weight and
-    input."""
+    """A fused head's products as a function: logits, and fp32 gradients of weight and input."""
     logits = torch.empty(len(x), len(weight))
     by_weight, by_input = torch.empty_like(weight), torch.zeros(x.shape)
 

@@ -26,8 +26,7 @@ def most_in_a_pass(tokens: int, micro_batch_tokens: int | None, texts: int) -> i
 
 
 class RunMemory:
-    """Fits a run's passes to its GPU where nobody has said how large they are; prints its plan and,
-    on a GPU, what it took.
+    """Fits a run's passes to its GPU unless these are set; prints its plan and what it took there.
 
     Args:
         asked: whether to print; None: on a GPU.

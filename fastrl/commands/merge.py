@@ -48,7 +48,6 @@ def run_merge(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command's flags."""
     parser = own_parser("merge", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="An adapter's folder, or that of its run.")
     parser.add_argument("out", metavar="OUT", help="A new folder, for the whole model.")

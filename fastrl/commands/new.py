@@ -56,7 +56,6 @@ def run_new(arguments: Sequence[str]) -> None:
 
 
 def _files(name: str) -> dict[str, str]:
-    """The template's files, by their paths in the folder."""
     files = {}
     for path in sorted(x for x in _TEMPLATE.rglob("*") if x.is_file()):
         text = path.read_text(encoding="utf-8").replace("$name", name)

@@ -106,8 +106,7 @@ def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
 
 
 def _method(arguments: Sequence[str]) -> str:
-    """The method that is asked for. It determines the flags, and is looked for before they are
-    parsed."""
+    """The method that is asked for, which determines the flags, before these are parsed."""
     if (method := early_value("method", arguments)) is not None:
         return method
     recipe = early_value("recipe", arguments)
@@ -115,11 +114,7 @@ def _method(arguments: Sequence[str]) -> str:
 
 
 def _flags_of(method: str) -> Any:
-    """The dataclass of a method's flags.
-
-    Raises:
-        UsageError: an unknown method.
-    """
+    """The dataclass of a method's flags; raises UsageError for an unknown method."""
     import importlib
 
     check_method(method)

@@ -134,8 +134,7 @@ class PlanJob:
 
     @property
     def learns_a_reward_model(self) -> bool:
-        """Whether the model that is trained is a classifier, which reads all texts of an example
-        at once."""
+        """Whether a classifier is trained, which reads all texts of an example at once."""
         from fastrl.alignment.losses import LOSSES
 
         if self.method in FLAGS_OF:

@@ -152,7 +152,6 @@ class PlannedRun:
 
     @property
     def _sample(self) -> int:
-        """Tokens of a sample."""
         return self.job.prompt_tokens + self.job.response_tokens
 
     @property
@@ -344,8 +343,7 @@ class PlannedRun:
         return None if getattr(self.flags, name) else self._with(**{name: True})
 
     def _checkpointed(self) -> PlannedRun | None:
-        """The run with activation checkpointing, set by each of its names that the flags have; None
-        where it is on already."""
+        """The run with activation checkpointing, by each of the flags' names for it, or None."""
         if self.flags.gradient_checkpointing:
             return None
         names = ("gradient_checkpointing", "activation_checkpointing")

@@ -265,8 +265,7 @@ class PPOFlags(PPOConfig):
     def _warn_of_unread(self) -> None:
         """Warns of nothing: the trainer's settings, made of these, warn."""
 
-    def _warn_of_no_difference(self) -> None:
-        """Warns of nothing, as :meth:`_warn_of_unread`."""
+    def _warn_of_no_difference(self) -> None: ...
 
     def config_for(self, job: PPOJob) -> PPOConfig:
         """The trainer's settings; names and lengths that are not given come from the job."""
@@ -310,8 +309,8 @@ class GRPOJob(PPOJob):
 
 @dataclass
 class GRPOFlags(PPOFlags):
-    """PPOFlags with GRPO's defaults: no value function, a fixed KL coefficient in the loss,
-    one pass over each batch."""
+    """PPOFlags with GRPO's defaults: no value function, a fixed KL coefficient in the loss, one
+    pass over each batch."""
 
     _argument_group_name: ClassVar[str] = "GRPO"
 
@@ -325,8 +324,7 @@ class GRPOFlags(PPOFlags):
 
 
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
-    """Trains, saves and reports; returns the change in held-out reward, None without evaluation
-    prompts."""
+    """Trains, saves and reports; returns the change in held-out reward, None without evaluation."""
     from fastrl.models.optimizers import check_optimizer
 
     config = flags.config_for(job)

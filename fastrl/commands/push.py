@@ -55,7 +55,6 @@ def run_push(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command's flags."""
     parser = own_parser("push", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="A model's folder, or that of a run.")
     parser.add_argument("repo", metavar="REPO", help="Where to, such as me/my-model.")

@@ -45,7 +45,6 @@ def run_recipes(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command's flags."""
     parser = own_parser("recipes", __doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="Print the YAML of this one.")
     parser.add_argument("--write", metavar="FILE", help="Copy it to a new file.")

@@ -81,11 +81,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: no run, or an unknown flag or value.
-    """
     return make_parser().parse_args(list(arguments))
 
 

@@ -84,8 +84,7 @@ def run_report(arguments: Sequence[str]) -> int:
 
 
 def defaults_of(folder: RunFolder) -> dict[str, Any]:
-    """The defaults of the settings that a run has in its ``run.json``, or a trainer in its
-    checkpoint."""
+    """The defaults of the settings in a run's ``run.json``, or a trainer's checkpoint."""
     command = str(folder.config.get("command"))
     module, names = {**COMMANDS, **_CONFIGS}.get(command, ("", ()))[:2]
     kinds = [getattr(importlib.import_module(f"fastrl.{module}"), name) for name in names]
@@ -108,7 +107,6 @@ def _is_report(path: str) -> bool:
 
 
 def _target(runs: Sequence[RunFolder], output: str | None) -> RunFolder:
-    """The folder that the page is written to."""
     if output is None and len(runs) == 1:
         return runs[0]
     target = RunFolder(runs[0].path.parent / "report" if output is None else output)

@@ -92,11 +92,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: no run, or an unknown flag or value.
-    """
     flags = make_parser().parse_args(list(arguments))
     if flags.top is not None and flags.top < 1:
         raise UsageError(f"--top must be at least 1, got {flags.top}")
@@ -190,7 +185,6 @@ def _with_length(
 
 
 def _table(rows: pa.Table) -> Table:
-    """A table with a line per sample."""
     from rich import box
     from rich.table import Table
 

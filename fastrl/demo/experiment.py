@@ -114,7 +114,7 @@ class Models:
 
 
 def run_demo(demo: Demo) -> int:
-    """Runs all stages and reports; returns 0 if the reward rose enough under the KL ceiling, else
+    """Runs and reports all stages; returns 0 if the reward rose enough under the KL ceiling, else
     1."""
     size = QUICK if demo.quick else FULL
     folder = RunFolder(
@@ -251,8 +251,8 @@ def _verdict(missed: list[str], console: Console, seconds: float) -> int:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Runs the block on one thread: such small models gain little from a second one, and lose much
-    when cores are shared."""
+    """Runs the block on one thread: a second one helps small models little, and hurts much when
+    cores are shared."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

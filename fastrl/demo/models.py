@@ -76,8 +76,7 @@ def train_reward_model(
     steps: int,
     folder: RunFolder,
 ) -> tuple[GPT2ForSequenceClassification, float]:
-    """A reward model trained on pairs, the preferred one first; and its accuracy on held-out
-    pairs."""
+    """Trains a reward model on (better, worse) pairs; returns it and its held-out accuracy."""
     model = GPT2ForSequenceClassification(_gpt2_config(tokenizer, num_labels=1))
     trainer = RewardTrainer(
         model,
@@ -95,8 +94,6 @@ def train_reward_model(
 
 
 def _save(trainer: Any, folder: RunFolder) -> None:
-    """Saves model and tokenizer, for use by other commands."""
-
     def save(model: Path) -> None:
         trainer.model.save_pretrained(model)
         trainer.processing_class.save_pretrained(model)

@@ -86,8 +86,7 @@ class Replacement:
 
 
 def delegating(covers: Callable[..., bool]) -> Callable[[Callable[..., Any]], Build]:
-    """Decorates a function that replaces one of TRL's, whose arguments it has: calls that it does
-    not cover go to TRL's own."""
+    """Decorates a replacement of TRL's function: calls that it does not cover go to TRL's own."""
 
     def decorate(ours: Callable[..., Any]) -> Build:
         def build(original: Callable[..., Any], calls: Calls) -> Callable[..., Any]:

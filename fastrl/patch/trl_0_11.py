@@ -58,8 +58,7 @@ def _masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Ten
 
 
 def _whiten(values: Tensor, mask: Tensor, shift_mean: bool) -> Tensor:
-    """Whitens all elements, also those that do not count, by the moments of those that do: as TRL
-    does."""
+    """Whitens all elements by the moments of those that count, as TRL does."""
     moments = fastrl_kernels.masked_moments(values, mask.bool())
     everywhere = torch.ones_like(values, dtype=torch.bool)
     whitened = fastrl_kernels.masked_whiten(values, everywhere, shift_mean, moments=moments)

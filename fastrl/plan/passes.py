@@ -61,8 +61,7 @@ class LimitedTrainer(Protocol):
 
     @property
     def tokens_of(self) -> Callable[..., tuple[int, int]]:
-        """The function that gives, from the lengths of texts, the tokens of a mini-batch and of
-        what is not split."""
+        """Makes, of texts' lengths, the tokens of a mini-batch and of what is not split."""
 
     def limit_passes(self, passes: PassSize) -> None:
         """Sets the passes."""

@@ -50,11 +50,8 @@ class _Pages(mmap.mmap):
 
 @dataclass(frozen=True)
 class _Shape:
-    """The shape, strides and dtype of a result.
-
-    ``source`` is the number of the argument whose memory the result shares, and ``offset`` counts
-    from that argument's own.
-    """
+    """The shape, strides and dtype of a result. It shares the memory of argument number ``source``,
+    if set, from ``offset`` on."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -190,8 +187,8 @@ class Phantoms(TorchDispatchMode):
         return tuple(map(real, shapes)) if isinstance(shapes, tuple) else real(shapes)
 
     def _written(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What an operation returns that writes to its arguments. Numbers that would be written
-        over are zeros then."""
+        """What an operation that writes to its arguments returns; real numbers there become
+        zeros."""
         schema, by_alias = func._schema, dict[str, Any]()
         for i, argument in enumerate(schema.arguments):
             info = argument.alias_info
@@ -208,12 +205,10 @@ class Phantoms(TorchDispatchMode):
         return results[0] if len(results) == 1 else tuple(results) if results else None
 
     def _holds_numbers(self, x: Any) -> TypeGuard[Tensor]:
-        """Whether x is a real tensor of floating-point numbers."""
         return isinstance(x, Tensor) and x.is_floating_point() and not self.is_phantom(x)
 
     def _summed_in_place(self, func: Any, args: tuple) -> Tensor | None:
-        """The sum of two gradients, added in place where autograd's engine would do so without a
-        mode."""
+        """The sum of two gradients, added in place where autograd's engine would do so itself."""
         if func is not aten.add.Tensor or torch.is_grad_enabled():
             return None
         if torch._C._current_autograd_node() is None or not isinstance(args[1], Tensor):
@@ -338,11 +333,8 @@ def _key(x: Any) -> Any:
 
 
 def _shapes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Shapes of an operation's results: of one, or a tuple of several.
-
-    Raises:
-        NotImplementedError, RuntimeError: there is no rule for them.
-    """
+    """Shapes of an operation's results; raises NotImplementedError or RuntimeError without a
+    rule."""
     numbers: dict[int, int] = {}
 
     def meta(x: Tensor) -> Tensor:

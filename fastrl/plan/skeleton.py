@@ -146,11 +146,8 @@ def _four_bits_of(config: Any) -> Any:
 
 
 def _in_four_bits(model: Any, config: Any, heads: tuple[str, ...]) -> Any:
-    """The model as from_pretrained quantises it, but for modules of these names.
-
-    Raises:
-        ImportError: bitsandbytes is not installed.
-    """
+    """The model as from_pretrained quantises it, but for modules of these names; raises ImportError
+    without bitsandbytes."""
     from transformers.quantizers import AutoHfQuantizer
 
     options = {"quantization_config": config}

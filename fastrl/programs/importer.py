@@ -50,12 +50,8 @@ class TRLImporter(MetaPathFinder, Loader):
 
 
 def _found(module: ModuleType, renamed: Mapping[str, str], name: str) -> Any:
-    """The object of fastrl's that a name of TRL's means, or a stand-in where the importing file
-    only names it.
-
-    Raises:
-        AttributeError: there is neither.
-    """
+    """fastrl's object for a name of TRL's, or a stand-in where the importing file only names it;
+    raises AttributeError without either."""
     try:
         return find(name, renamed)
     except AttributeError:
@@ -70,8 +66,7 @@ def _found(module: ModuleType, renamed: Mapping[str, str], name: str) -> Any:
 
 @contextmanager
 def importing_fastrl(renamed: Mapping[str, str]) -> Iterator[None]:
-    """Context in which ``import trl`` is fastrl. Modules that were imported before are put back
-    behind it.
+    """Context in which ``import trl`` is fastrl; modules imported before come back behind it.
 
     Args:
         renamed: names of TRL that mean another name here, and that name.

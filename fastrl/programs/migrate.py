@@ -97,8 +97,7 @@ def read_program(source: str) -> list[Outcome]:
 
 
 def read_config(settings: str, program: str) -> list[Outcome]:
-    """Findings of a YAML file of settings that a program's parser reads, by the configurations that
-    the program names.
+    """Findings of a YAML file of settings, by the configurations that the program names.
 
     Args:
         settings: the file's text, a mapping.
@@ -206,8 +205,7 @@ def _of_gone(node: ast.ImportFrom) -> Iterator[Outcome]:
 def _of_import_from(
     node: ast.ImportFrom, renamed: dict[str, str], only_named: set[str]
 ) -> Iterator[Outcome]:
-    """The new lines for ``from trl import …``, one for each of fastrl's modules, where all names
-    are there."""
+    """Replaces ``from trl import …`` by a line for each module of fastrl's, if all names exist."""
     homes: dict[str, list[str]] = defaultdict(list)
     known = True
     for alias in node.names:
@@ -301,8 +299,8 @@ def _of_two_results(node: ast.Assign) -> Iterator[Outcome]:
 
 
 def _of_trainer(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
-    """What becomes of a trainer's own keywords, and of settings that trainers took before their
-    configurations did."""
+    """What becomes of a trainer's keywords, and of settings that trainers took in earlier
+    versions."""
     parameters = inspect.signature(kind).parameters
     config = find(name.removesuffix("Trainer") + "Config")
     settings = {x.name: Era(KEPT, "") for x in dataclasses.fields(config)} | eras_of(config)
@@ -393,8 +391,7 @@ def _of_training_arguments(call: Call) -> Iterator[Outcome]:
 
 
 def _of_value(node: ast.Call, keyword: ast.keyword, era: Era) -> Edit | None:
-    """The edit to today's setting and its value; None where that depends on what the
-    program computes."""
+    """The edit to today's setting and its value; None where the program computes it."""
     if era.is_plain:
         return _renamed(keyword, era.today)
     if not isinstance(keyword.value, ast.Constant):

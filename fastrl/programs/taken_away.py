@@ -83,8 +83,7 @@ def _all_scores(now: Any) -> Any:
 
 
 def _chat_template(now: Any) -> Any:
-    """``apply_chat_template`` as it was: it returned token ids, not a dict of them, and took chats
-    without a message."""
+    """``apply_chat_template`` as it was, with token ids, not a dict, and chats without messages."""
 
     @functools.wraps(now)
     def then(self: Any, conversation: Any, *args: Any, **keywords: Any) -> Any:
@@ -131,8 +130,7 @@ def _encode(name: str) -> Callable[[Any], Any]:
 
 
 def _trainer(now: Any) -> Any:
-    """``Trainer.__init__`` with ``tokenizer=``, and for losses that know no
-    ``num_items_in_batch``."""
+    """``Trainer.__init__`` with ``tokenizer=``, for losses without ``num_items_in_batch``."""
 
     @functools.wraps(now)
     def then(self: Any, *args: Any, **keywords: Any) -> None:
@@ -174,8 +172,7 @@ def _from_pretrained(now: Any) -> Any:
 
 
 def _init(name: str, now: Any) -> Any:
-    """The ``__init__`` of transformers' arguments of a name, with the settings of other
-    versions."""
+    """An ``__init__`` of transformers' arguments, with the settings of other versions."""
     return of_every_era(getattr(importlib.import_module("transformers"), name), now)
 
 
@@ -265,11 +262,8 @@ def _parse(now: Any, taken: Any, default: Callable[[], Any]) -> Any:
 
 
 def _alias(home: str, name: str, old: str, but: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """A function or class that is served in the place of one that is gone, if it is gone.
-
-    Args:
-        but: keywords that are dropped.
-    """
+    """A function or class in the place of one that is gone, if it is; keywords ``but`` are
+    dropped."""
 
     def made(now: Any) -> Any:
         if now is not None:

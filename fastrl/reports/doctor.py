@@ -172,7 +172,6 @@ def _steps(curve: Series) -> str:
 
 
 def _change(curve: Series) -> str:
-    """The means of a curve's first and last quarter."""
     start, end = curve.start(), curve.end()
     return f"{start.mean:.3g} in {_steps(start)}, {end.mean:.3g} in {_steps(end)}"
 
@@ -506,7 +505,6 @@ def _samples(run: RunCurves) -> bool:
 
 
 def _where(curve: Series) -> str:
-    """The steps at which a count is not 0."""
     steps = [step for step, value in zip(curve.steps, curve.values, strict=True) if value]
     shown = ", ".join(f"{step:g}" for step in steps[:5])
     more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""

@@ -36,8 +36,7 @@ class Name(NamedTuple):
 
 
 def draw(runs: Sequence[RunCurves], *, title: str) -> Figure:
-    """Draws all panels that the runs have metrics for, each run in a colour of its own, or, of a
-    single run, each metric."""
+    """Draws all panels that the runs have metrics for: a colour per run, or per metric of one."""
     panels = panels_of(runs)
     columns = 2 if len(panels) == 4 else min(_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
@@ -209,8 +208,7 @@ def _cut_slow_steps(axes: Axes, points: list[tuple[float, float]]) -> list[Name]
 
 
 def _plain_numbers() -> Any:
-    """A formatter of ticks as plain numbers with the digits that they need, without an offset or a
-    power of ten that applies to all of them."""
+    """A formatter of ticks as plain numbers with as many digits as they need, and no offset."""
     from matplotlib.ticker import Formatter
 
     class PlainNumbers(Formatter):
@@ -243,8 +241,7 @@ def _legend_rows(names: Sequence[Name], width: int = _LEGEND_WIDTH) -> list[list
 
 
 def _set_heading(axes: Axes, title: str, legend: list[list[Name]]) -> None:
-    """Draws the panel's title, and below it each line's name in its colour, in place of a
-    legend."""
+    """Draws a panel's title, and below it each line's name in its colour: the legend."""
     pad = 9 + 72 * LEGEND_ROW * max(len(legend), 1)
     axes.set_title(title, loc="left", fontweight="bold", fontsize=11, pad=pad)
     if legend:
@@ -311,8 +308,7 @@ def _place(figure: Figure, rows: int, columns: int, above: float, heading: float
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Context in which the style of texts and axes is ours. Names of runs and of reward functions
-    are plain text: a $ in one does not begin a formula."""
+    """Context of our style of texts and axes; a $ in a name begins no formula."""
     import matplotlib
 
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")

@@ -111,7 +111,6 @@ def _pair(
 
 
 def _one(title: str, unit: str, *keys: str, colour: str = GREEN) -> Panel:
-    """One metric."""
     return Panel(title, unit, (Line(keys, "", colour),))
 
 
@@ -193,8 +192,7 @@ PANELS: tuple[Panel | TimePanel, ...] = (
 
 
 def panels_of(runs: Sequence[RunCurves]) -> list[Panel | TimePanel]:
-    """The panels whose metrics were recorded by any of the runs; that of the reward, if there is
-    none at all."""
+    """The panels of which any run recorded a metric; that of the reward, if there is none."""
     panels = []
     for panel in PANELS:
         if any(panel.recorded(run) for run in runs):

@@ -47,7 +47,6 @@ class TrainerFolder(RunFolder):
         self.config = {"command": name, "settings": last.get("settings", {})}
 
     def _state(self, name: str) -> tuple[int, list[dict[str, Any]]]:
-        """The number of steps, and the logs up to there."""
         state = self.read(name)
         try:
             return int(state["global_step"]), [dict(row) for row in state["log_history"]]

@@ -66,8 +66,7 @@ def call_within(seconds: float, function: Callable[[], Any], name: str) -> Any:
 async def await_within(
     seconds: float | None, function: Callable[[], Coroutine[Any, Any, Any]]
 ) -> Any:
-    """Awaits what a function returns, and cancels it where it is late; to be run by an
-    :class:`EventLoop`.
+    """Awaits what a function returns, on an :class:`EventLoop`, and cancels it where it is late.
 
     Args:
         seconds: None: no limit.

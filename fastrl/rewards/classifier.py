@@ -182,8 +182,7 @@ class ClassifierReward:
 
     @cached_property
     def _side(self) -> str | None:
-        """The side of padding, determined at the first padded batch, with the model on its
-        device."""
+        """The side of padding, found at the first padded batch, with the model on its device."""
         dtype = next(self.model.parameters()).dtype
         return classifier_side(self.model, self._device, dtype, stacklevel=4)
 
@@ -208,7 +207,6 @@ def _label_index(config: Any, label: int | str | None) -> int:
 
 
 def _max_length(model: Any, tokenizer: Any) -> int | None:
-    """The longest input of model and tokenizer; None where neither states a limit."""
     stated = (context_length(model), tokenizer.model_max_length)
     limits = [limit for limit in stated if limit is not None and 0 < limit < NO_LIMIT]
     return min(limits) if limits else None

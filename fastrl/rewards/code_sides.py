@@ -31,8 +31,7 @@ _BY_TEXT: dict[str, Any] = {
 
 
 def encode(value: Any, of_object: Callable[[Any], int]) -> Any:
-    """A value for JSON: plain ones as they are or as what they hold, others as a number that
-    ``of_object`` gives them."""
+    """A value for JSON: plain ones as what they hold, others as numbers from ``of_object``."""
     if value is None or isinstance(value, bool | str | int | float):
         return value
     if isinstance(value, bytes | bytearray):

@@ -53,8 +53,7 @@ READY: dict[str, Callable[..., RewardFunction]] = {
 
 
 def load_ready(name: str) -> RewardFunction | None:
-    """The ready reward of a name, ``length:{"target": 200}`` or, without parameters, ``format``;
-    None for any other name.
+    """The ready reward that a name such as ``format`` or ``length:{"target": 200}`` means, or None.
 
     Raises:
         ValueError: parameters that are no JSON object, or that the reward does not take.

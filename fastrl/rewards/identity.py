@@ -101,7 +101,6 @@ def _decides(attribute: Any) -> bool:
 
 
 def _names(code: CodeType) -> list[str]:
-    """The names that code reads, in order, those read by functions within it too."""
     inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 

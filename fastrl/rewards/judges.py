@@ -131,8 +131,8 @@ class JudgeAnnotator:
     def score(
         self, prompts: list[TextOrMessages], responses: list[TextOrMessages], **columns: Any
     ) -> list[float]:
-        """The judge's numbers; raises ValueError for an answer without one where there is no
-        ``unparsed_score``."""
+        """The judge's numbers; raises ValueError for an answer without one, unless
+        ``unparsed_score`` is set."""
         questions = _filled(self.score_template, columns, prompt=prompts, response=responses)
         refused = self.unparsed == "refuse" or self.unparsed_score is None
         hint = "set unparsed='skip' with an unparsed_score" if refused else ""
@@ -150,8 +150,8 @@ class JudgeAnnotator:
         seconds: list[TextOrMessages],
         **columns: Any,
     ) -> list[float | None]:
-        """The judge's preferences; raises ValueError for an answer that cannot be parsed, unless
-        ``unparsed`` allows it."""
+        """The judge's preferences; raises ValueError for other answers, unless ``unparsed`` is
+        set."""
         questions = _filled(self.template, columns, prompt=prompts, first=firsts, second=seconds)
         if self.swap:
             questions += _filled(
@@ -272,8 +272,7 @@ def _check_template(name: str, template: str, places: Sequence[str]) -> None:
 
 
 def _filled(template: str, columns: dict[str, Any], **texts: list[TextOrMessages]) -> list[str]:
-    """The template filled with each row's texts, which may contain braces, or with the text of
-    messages."""
+    """The template filled with each row's texts, which may hold braces, or messages' text."""
     rows = zip(*(map(as_text, column) for column in texts.values()), strict=True)
     filled = []
     for i, row in enumerate(rows):

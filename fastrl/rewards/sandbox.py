@@ -57,8 +57,7 @@ class Sandbox:
     def run(
         self, source: str, *arguments: str, files: Sequence[int] = (), stdin: bytes = b""
     ) -> tuple[bytes, bool]:
-        """What a program writes to stdout, and whether it ended by itself, in time and with exit
-        status 0.
+        """What a program wrote to stdout, and whether it ended in time by itself with status 0.
 
         Raises:
             RuntimeError: it could not be started.
@@ -105,8 +104,7 @@ class Sandbox:
         return output, self.end(child)
 
     def end(self, child: subprocess.Popen[bytes]) -> bool:
-        """Ends a program that was started, if it has not ended yet; returns whether it had, with
-        exit status 0.
+        """Ends a program if it still runs; returns whether it had ended by itself with status 0.
 
         Raises:
             RuntimeError: it could not be started.
@@ -222,7 +220,6 @@ def _read(child: subprocess.Popen[bytes], most: int, end: float) -> tuple[bytes,
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends a child and what it started."""
     if child.poll() is None:
         child.terminate()
         try:

@@ -19,8 +19,7 @@ _CHILD = TimedChild(text_worker.__file__, "a pattern")
 
 
 def think_format_reward(completions: Sequence[TextOrMessages], **_: Any) -> list[float]:
-    """Rewards of 1 where a response begins with thoughts in one ``<think>`` … ``</think>``, else
-    0."""
+    """Rewards of 1 where a response begins with one ``<think>`` … ``</think>``, else 0."""
     return [1.0 if _THOUGHT.match(as_text(completion)) else 0.0 for completion in completions]
 
 

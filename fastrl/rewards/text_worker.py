@@ -64,7 +64,7 @@ def _refuse(constant: str) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """How many lists and objects are within each other, counted up to one too many."""
+    """How deep lists and objects nest, counted up to one too many."""
     level, depth = [value], 0
     while depth <= DEEPEST:
         level = [x for x in level if isinstance(x, list | dict)]

@@ -352,7 +352,7 @@ class _RecordedStops(StoppingCriteria):
         return done
 
     def lengths(self) -> list[int | None]:
-        """After how many new tokens each row was stopped; None where it was not."""
+        """The number of new tokens after which each row was stopped; None where it was not."""
         return [length or None for length in self.stopped.tolist()]
 
 

@@ -117,7 +117,6 @@ class LogCompletionsCallback(TrainerCallback):
 
     @torch.no_grad()
     def _complete(self, asked: list[tuple[Any, Any]], size: int) -> list[tuple[str, str]]:
-        """Prompts and their completions."""
         trainer = self.trainer
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
         prompts, templates = [prompt for prompt, _ in asked], [template for _, template in asked]

@@ -90,7 +90,7 @@ def get_peft_config(model_args: Any) -> Any:
 
 
 def get_quantization_config(model_args: Any) -> Any:
-    """``from_pretrained``'s ``quantization_config`` of a :class:`ModelConfig`; None for whole
+    """A :class:`ModelConfig`'s ``quantization_config`` of from_pretrained; None for whole
     weights."""
     if model_args.load_in_4bit:
         config = four_bit_config(

@@ -237,7 +237,6 @@ class TextEnvironment:
 
     @torch.no_grad()
     def _generate_batched(self, query_tensors: list[Tensor], batch_size: int = 16) -> list[Tensor]:
-        """The responses to prompts, each up to its stop."""
         eos, pad_token = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         stops = [self.call_token, self.submit_token]
         responses: list[Tensor] = []
