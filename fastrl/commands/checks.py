@@ -35,10 +35,7 @@ def check_call(
 
 
 def check_label(name: str, label: str | None, rewards: Iterable[Any]) -> None:
-    """
-    Args:
-        name: of the setting that names a classifier's label.
-        rewards: for which it was loaded.
+    """Checks that a setting that names a label has a classifier among the rewards.
 
     Raises:
         ValueError: a label, and none of the rewards is a classifier.

@@ -145,7 +145,7 @@ class TextCollator:
     without labels learn all their tokens.
 
     Args:
-        pad_to_multiple_of: of the width T.
+        pad_to_multiple_of: a number that the width T is to be a multiple of.
     """
 
     tokenizer: Any
@@ -196,7 +196,7 @@ class RewardDataCollatorWithPadding:
         tokenizer: gives the pad token.
         padding: the argument of ``tokenizer.pad``; "max_length" pads to ``max_length``.
         max_length: the width for ``padding="max_length"``.
-        pad_to_multiple_of: of the width.
+        pad_to_multiple_of: a number that the width is to be a multiple of.
         return_tensors: "pt".
     """
 
@@ -211,7 +211,7 @@ class RewardDataCollatorWithPadding:
         [B] fp32, or [B, 1] if the rows hold lists of one number.
 
         Raises:
-            ValueError: columns that are missing.
+            ValueError: a row without one of the columns.
         """
         missing = [name for name in TOKEN_COLUMNS if name not in features[0]]
         if all(name in features[0] for name in ID_COLUMNS):

@@ -28,8 +28,8 @@ _OF_OTHERS = {
     "lomo": ("lomo_optim", "lomo-optim"),
     "adalomo": ("lomo_optim", "lomo-optim"),
 }
-# Optimizers of groups of weights that transformers makes of the model: their arguments, with one
-# value of each's type.
+# Optimizers that need the groups of weights that transformers' Trainer makes: the names of their
+# arguments, each with a value of the right type.
 _LOW_RANK = {"rank": 128, "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}
 _OF_GROUPS: dict[str, dict[str, Any]] = {
     "galore_": _LOW_RANK,
@@ -73,13 +73,13 @@ def check_optimizer(
 
     Args:
         name: one of transformers' ``OptimizerNames``, or "adam".
-        given: an optimizer that is there already.
+        given: an optimizer that the user has made; then there may be no name and no arguments.
         arguments: the setting ``optim_args``.
         decay_is_a_setting: whether ``weight_decay`` is a setting beside it, as of transformers'
             TrainingArguments.
 
     Raises:
-        ValueError: a name or arguments beside an optimizer; what :func:`make_optimizer` refuses.
+        ValueError: a name or arguments beside ``given``; what :func:`make_optimizer` refuses.
         ImportError: its package is not installed; says how to install it.
     """
     if given is not None and name != "adam":
@@ -155,11 +155,11 @@ def make_optimizer(
         name: "adam", torch's Adam; or one of transformers' ``OptimizerNames``.
         arguments: as transformers' ``optim_args``: "name=number,…". All
             optimizers have weight_decay, Adam and its kin beta1 and beta2.
-        fused: False where one process has weights, and others have them without memory: all are to
-            compute alike. Adam's else where torch can.
+        fused: whether "adam" runs torch's fused kernel where there is one. False where one process
+            has the weights, and others have them on the meta device: all are to compute alike.
 
     Raises:
-        ValueError: an argument that the optimizer does not have, or a value that is none of its.
+        ValueError: an argument that the optimizer does not have, or a value that it cannot read.
     """
     values = _parsed(arguments)
     weights = [p for p in model.parameters() if p.requires_grad]

@@ -18,9 +18,9 @@ class Sample:
     """A prompt and its completion.
 
     Args:
-        score: what it was learned from, or its reward; NaN if there is none.
+        score: the score that was learned from, or the reward; NaN if there is none.
         length: of the completion, in ``unit``.
-        place: where it is from, such as "step 3, sample 12".
+        place: its place in the run, such as "step 3, sample 12".
         before: the completion before training, and its reward; None where it is not known.
     """
 
@@ -62,7 +62,8 @@ def notable_samples(folder: RunFolder, count: int = 3) -> NotableSamples | None:
     return None
 
 
-# The smaller, the more notable; None: not of the kind.
+# Functions that rank a sample within a kind: the most notable has the smallest number, and samples
+# with None are left out.
 _KINDS: dict[str, Callable[[Sample], float | None]] = {
     "first": lambda sample: 0.0,
     "best": lambda sample: None if math.isnan(sample.score) else -sample.score,

@@ -19,7 +19,7 @@ _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 def is_main_process() -> bool:
-    """Whether this process is the main one, or the only one, before accelerate is there to ask."""
+    """Whether this process is the main or only one, by the launcher's variables alone."""
     return process_index() == 0
 
 
@@ -44,8 +44,8 @@ def check_one_process(what: str) -> None:
 
 
 def connect_cpus() -> None:
-    """Has accelerate connect several processes on a machine without GPUs, too; it would take each
-    for a run of its own. To be called before accelerate looks."""
+    """Has accelerate connect several processes on a machine without GPUs, where it would take each
+    for a run of its own. Call it before the first Accelerator is made."""
     if process_count() == 1:
         return
     import torch
@@ -132,11 +132,12 @@ def launched_accelerator(*, timeout: float | None = None, **settings: Any) -> Ac
     """accelerate's view of the processes; on a machine without GPUs they talk by gloo.
 
     Args:
-        timeout: seconds that a process waits for the others, by its first call; None: torch's.
-        settings: of the Accelerator.
+        timeout: seconds that a process waits for the others; None: torch's. The first Accelerator
+            of a program decides it.
+        settings: keyword arguments of the Accelerator.
 
     Raises:
-        ValueError: DeepSpeed; what :func:`check_found` refuses.
+        ValueError: DeepSpeed was asked for; :func:`check_found` refuses the processes.
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import DistributedType

@@ -42,7 +42,7 @@ class Processes:
 
     @property
     def of_machine(self) -> tuple[int, int]:
-        """This process's number among those of its machine, and how many these are."""
+        """This process's number among those on its machine, and how many these are."""
         return 0, 1
 
     @property
@@ -81,7 +81,7 @@ class Processes:
         return own
 
     def sums(self, own: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """The sum of ``own`` over all processes."""
         return own
 
     def any(self, own: bool) -> bool:
@@ -101,7 +101,7 @@ class Processes:
         return nullcontext()
 
     def shared_work(self) -> AbstractContextManager[None]:
-        """Context as :meth:`together` of work that may take long: it is broken off where another
+        """Context like :meth:`together` for work that may take long: it is broken off where another
         process has failed and, where there are several, where a signal asks the run to stop.
 
         Raises:
