@@ -35,11 +35,8 @@ def check_call(
 
 
 def check_label(name: str, label: str | None, rewards: Iterable[Any]) -> None:
-    """Checks that a setting that names a label has a classifier among the rewards.
-
-    Raises:
-        ValueError: a label, and none of the rewards is a classifier.
-    """
+    """Raises ValueError where the setting ``name`` has a ``label``, and none of the rewards is a
+    classifier."""
     from fastrl.rewards.classifier import ClassifierReward
 
     if label is not None and not any(isinstance(each, ClassifierReward) for each in rewards):

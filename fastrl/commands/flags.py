@@ -23,7 +23,7 @@ from fastrl.recipes import Recipe, recipes
 _KINDS = {int: "int", float: "float", str: "text", dict: "JSON"}
 _FIRST = {"plan": "MODEL|CONFIG.yaml"}  # what a command takes before its flags, beside a YAML file
 _LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
-_LINES = 2  # of a flag in --help
+_LINES = 2  # that a flag's text may take in --help
 _RAGGED = 8  # characters that a line may lose because it breaks at words
 _HELP_FLAGS = ("help", "help_all")
 # Argparse takes a number with an exponent for a flag.
@@ -180,10 +180,10 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def yaml_settings(path: Path) -> dict[Any, Any]:
-    """What a YAML file sets.
+    """The settings that a YAML file holds, by name.
 
     Raises:
-        UsageError: another file, or one that is no YAML of settings.
+        UsageError: a file of another kind, or one that is no YAML of settings.
     """
     import yaml
 

@@ -31,7 +31,7 @@ from fastrl.data.tables import (
     stream_columns,
 )
 
-_FORMATTED, _USEFUL, _CUT = "_text", "_useful", "_cut"  # columns in between
+_FORMATTED, _USEFUL, _CUT = "_text", "_useful", "_cut"  # columns that are dropped again
 _DEFAULT_FIELD = "text"
 _MASKS = ("completion_mask", "assistant_masks")  # columns beside input_ids: 1 where it is learned
 _SHAREGPT = "conversations"
@@ -54,10 +54,10 @@ def prepare_texts(
     assistant_only: bool = False,
     truncation: str = KEEP_START,
 ) -> Any:
-    """A data set with ``input_ids`` and ``labels``. Longer texts are cut at their ends; a prompt
-    with a completion loses the prompt's beginning first, see :class:`Encoder`. Texts without a
-    token to learn are dropped. Warnings count those that are cut, and those that are dropped; those
-    of a stream, which is prepared as it is read, are not known.
+    """A data set with ``input_ids`` and ``labels``. Texts of more than ``max_length`` tokens lose
+    their ends; a prompt with a completion loses the prompt's beginning first, see :class:`Encoder`.
+    Texts without a token to learn are dropped. Warnings count the texts that are cut, and those
+    that are dropped, but not in a stream, which is prepared as it is read.
 
     Args:
         dataset: see :func:`fastrl.data.tables.as_dataset`, or a stream (``IterableDataset``). Rows
@@ -153,8 +153,8 @@ def prepare_texts(
 
 
 def check_ready(dataset: Any) -> None:
-    """Raises ValueError for rows that are taken as they are and have no ``input_ids``, or that have
-    masks without the labels that would be made of them."""
+    """Raises ValueError for rows that ``skip_prepare_dataset`` takes as they are and that have no
+    ``input_ids``, or masks but not the labels that would be made of these."""
     columns = stream_columns(dataset) if is_stream(dataset) else list(dataset[0])
     if "input_ids" not in columns:
         raise ValueError(
@@ -326,9 +326,8 @@ def prepare_pairs(
     add_eos: bool = False,
 ) -> Any:
     """A data set with ``chosen_ids`` and ``rejected_ids``, or the token columns that it had, and
-    ``margin`` if there is one. Pairs with an empty side, with
-    equal sides, or with a side of more than ``max_length`` tokens are dropped, and counted in a
-    warning.
+    ``margin`` if there is one. Pairs with an empty side, with equal sides, or with a side of more
+    than ``max_length`` tokens are dropped, and counted in a warning.
 
     Args:
         dataset: rows with ``chosen`` and ``rejected``, texts or lists of chat messages, which may

@@ -1,4 +1,4 @@
-"""Checks that are asked once of each kind of model, where one run is rehearsed again and again."""
+"""Checks of models, asked once of each kind of model while a run is rehearsed again and again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ _answers: ContextVar[dict[Any, Any] | None] = ContextVar("fastrl_answers", defau
 def asked_once(
     check: Callable[Concatenate[Any, P], T],
 ) -> Callable[Concatenate[Any, P], T]:
-    """A check of a model, whose answer stands for all models of that kind within
-    :func:`answers_kept`. Models of a kind have the same class, configuration and shapes of
-    weights."""
+    """Decorates a check of a model: within :func:`answers_kept` one answer stands for all models of
+    a kind, which have the same class, configuration and shapes of weights."""
 
     @wraps(check)
     def asked(model: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,7 +35,7 @@ def asked_once(
 
 @contextmanager
 def answers_kept() -> Iterator[None]:
-    """Context in which a check's answers are kept, also those of contexts within. What they depend
+    """Context in which a check's answers are kept, also by nested contexts. What they depend
     on beside the model, such as autocast, has to be the same throughout."""
     before = _answers.get()
     token = _answers.set({} if before is None else before)

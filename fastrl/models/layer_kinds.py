@@ -1,7 +1,7 @@
 """The kinds of layers that packed rows and slots of rollouts run: one table.
 
-A model runs packed, and in the rollout engine, where each of its layers is of a kind that stands
-here, and results are those of plain forwards: both are found out by running it, see
+A model runs packed, and in the rollout engine, if each of its layers is of a kind in this table and
+its results are those of plain forwards. Both are found out by running it, see
 :mod:`fastrl.rollout.self_check` and :mod:`fastrl.data.choose_padding`.
 """
 
@@ -22,7 +22,7 @@ class LayerKind(NamedTuple):
     Attributes:
         called: a function that the forwards of this kind's modules call, and those of no kind
             listed before.
-        keeps: what a slot of a rollout keeps of it.
+        keeps: what a slot of a rollout keeps of such a layer.
         packed: how texts are kept apart in a row, and how responses continue from their prompt.
         models: families that have it.
     """

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fastrl.models.host_memory import to_device
 
-# The cost of a batch beside its tokens, in tokens, and the step by which lengths count as
-# different.
+# The cost of a batch beside its tokens, in tokens; and the least difference of lengths that counts
+# as one.
 _BATCH, _STEP = 512, 16
 
 
@@ -44,12 +44,12 @@ class LongerRow:
 
 
 class Batches(NamedTuple):
-    """Parts of a row, sorted by length into batches [N, L] that are padded behind each part; and
-    these one after the other, as a longer row.
+    """The parts of a row, sorted by length into batches [N, L] with padding behind each part. The
+    batches, one after the other, are a longer row.
 
     Attributes:
-        order: [parts], which of them stands where.
-        place: [parts], where each of them stands.
+        order: [parts], the part that stands at each place.
+        place: [parts], the place at which each part stands.
     """
 
     row: LongerRow
@@ -59,13 +59,13 @@ class Batches(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Parts of a row, cut into chunks of one size, of which the last is padded: the first of all
-    parts, then the second of those that have one, …, as a longer row.
+    """The parts of a row, cut into chunks of one size; each part's last chunk is padded. A longer
+    row has the first chunk of all parts, then the second of those that have one, and so on.
 
     Attributes:
-        counts: parts that have a first chunk, a second, …
-        order: [parts], which of them stands where: the longest first.
-        place: [parts], where each of them stands.
+        counts: how many parts have a first chunk, a second, …
+        order: [parts], the part that stands at each place: the longest first.
+        place: [parts], the place at which each part stands.
     """
 
     row: LongerRow
@@ -81,7 +81,7 @@ class Halos(NamedTuple):
     Attributes:
         places: the places, in the longer row, for the last tokens of prompts before their
             responses.
-        sources: these tokens, in the row.
+        sources: the places of these tokens in the row.
     """
 
     row: LongerRow
@@ -93,7 +93,7 @@ class Parts:
     """Parts that stand one after the other.
 
     Args:
-        lengths: tokens of each.
+        lengths: the number of tokens of each part.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device):

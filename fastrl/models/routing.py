@@ -139,10 +139,10 @@ def replays(model: nn.Module, asked: bool) -> bool:
 
 
 def refuse_beside(**others: Any) -> None:
-    """Refuses ``replay_routing`` beside what has other responses than the engine's.
+    """Refuses ``replay_routing`` beside settings whose responses are not the engine's own.
 
     Raises:
-        ValueError: one of these is given.
+        ValueError: one of these settings is set.
     """
     conflicting = [name for name, x in others.items() if x]
     if conflicting:
@@ -201,7 +201,7 @@ def why_not_followed(model: nn.Module) -> str | None:
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces the choice of experts [T, k] among the numbers [T, E] of all."""
+    """Replaces a router's choice of k experts, among the scores [T, E] of all, by others [T, k]."""
 
     def __init__(self, experts: Tensor, count: int):
         super().__init__()
@@ -223,9 +223,9 @@ class Routing:
     """The routing of one forward.
 
     Args:
-        weights: [T] fp32, how many sequences have each of its tokens; 0 for padding.
-        choices: [T, L, k] of another forward, ``UNKNOWN`` where the router chooses; None: it
-            chooses all.
+        weights: [T] fp32, how many sequences have each of the forward's tokens; 0 for padding.
+        choices: [T, L, k], the experts that another forward chose, ``UNKNOWN`` where the router
+            chooses; None: it chooses all.
     """
 
     def __init__(self, weights: Tensor, choices: Tensor | None = None):

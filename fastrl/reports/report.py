@@ -43,7 +43,8 @@ class Comparison:
 
     @property
     def gain_sem(self) -> float:
-        """√(s.e.² + s.e.²), as if the means were independent: an upper bound for paired prompts."""
+        """The gain's standard error √(s.e.² + s.e.²), as if the means were independent: an upper
+        bound for paired prompts."""
         return math.hypot(self.before_sem, self.after_sem)
 
     @property
@@ -117,9 +118,9 @@ def finish_run(
 
     Args:
         save: writes the model to a folder, in the main process.
-        results: for ``summary.json``.
-        lines: to print.
-        samples: from :func:`pair_samples`.
+        results: the entries of ``summary.json``.
+        lines: further lines to print.
+        samples: rows as :func:`pair_samples` makes them.
         show: how many samples to print.
 
     Returns:

@@ -1,4 +1,5 @@
-"""Self-check of ``model.generate``: does a prompt go on as it does alone, and in a forward?"""
+"""A check of ``model.generate``: has a prompt the same log-probs beside others, alone and in a
+forward?"""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from fastrl.rollout.self_check import why_sharded
 
 _LENGTHS, _ALIKE = (7, 3, 5), (5, 5)  # lengths of prompts with padding, and without
 _STEPS = 4
-_EXACT, _ROUNDED = 1e-3, 0.1  # allowed differences of log-probs: largest in fp32, mean in less
-# Whether prompts are to be run one at a time, by whether they are padded.
+# Allowed differences of log-probs: in fp32 the largest, in lower precision the mean.
+_EXACT, _ROUNDED = 1e-3, 0.1
+# The answers of by_itself for each model, by its argument ``padded``.
 _answers: WeakKeyDictionary[Any, dict[bool, bool]] = WeakKeyDictionary()
 
 
