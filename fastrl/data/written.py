@@ -28,11 +28,11 @@ class WrittenJson(Json):
 
 
 def with_written(dataset: Any) -> Any:
-    """The same rows, with what columns of JSON hold as :class:`fastrl.data.chat.Written`.
+    """The same data set, whose columns of JSON give mappings as :class:`fastrl.data.chat.Written`.
 
     Args:
         dataset: a ``Dataset``, an ``IterableDataset``, of which columns without a known type are
-            left as they are, or a dict of such; anything else is returned.
+            left as they are, or a dict of such; anything else is returned as it is.
     """
     if isinstance(dataset, dict):
         return type(dataset)({name: with_written(part) for name, part in dataset.items()})

@@ -32,7 +32,7 @@ def optimizer_groups(optimizer: Any, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def set_weights(optimizer: Any, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Has some groups of an optimizer train the weights that a model has now by their names."""
+    """Puts a model's present weights into an optimizer's groups, by name; other groups stay."""
     weights = dict(model.named_parameters())
     for group, named in zip(_inner(optimizer).param_groups, groups, strict=True):
         pairs = zip(group["params"], named["params"], strict=True)

@@ -95,8 +95,9 @@ def settle(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def peft_hushed() -> Iterator[None]:
-    """Context in which PEFT's use of names that newer versions of transformers have renamed is not
-    warned of, as users cannot change it, nor adapters on tied weights, which are untied here."""
+    """Context that hides two kinds of warnings: of PEFT's use of names that newer versions of
+    transformers have renamed, which users cannot change, and of adapters on tied weights, which
+    fastrl unties."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         for name in ("is_gradient_checkpointing", "gradient_checkpointing_enable"):
@@ -188,8 +189,8 @@ def quantises(options: dict[str, Any]) -> bool:
 
 
 def with_whole_heads(options: dict[str, Any], heads: tuple[str, ...]) -> dict[str, Any]:
-    """Options whose ``quantization_config`` leaves out modules of these names beside its own, as
-    transformers does by itself with the heads of language models alone."""
+    """Options whose ``quantization_config`` leaves modules of these names whole, besides those that
+    it names itself. transformers does so by itself with the heads of language models alone."""
     config, name = copy.deepcopy(options[_CONFIG]), "llm_int8_skip_modules"
     if isinstance(config, dict):
         config[name] = list(dict.fromkeys([*(config.get(name) or ()), *heads]))

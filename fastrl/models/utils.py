@@ -26,8 +26,8 @@ from fastrl.models.quantised import (
 )
 from fastrl.models.sharding import whole
 
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
-_CHUNK = 1 << 20  # weights at a time
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor of 64 bits, as int64
+_CHUNK = 1 << 20  # weights that a checksum takes at a time
 NO_LIMIT = 10**9  # tokens; a larger limit is none: tokenizers without one say 10^30
 
 
@@ -93,8 +93,8 @@ def hidden_width(config: Any) -> int:
 def computes_in_tf32(device: torch.device) -> bool:
     """Whether a device computes matrix products of fp32 in TF32, with ten bits of a number.
 
-    ``torch.get_float32_matmul_precision()`` fails where ``torch.backends.fp32_precision`` said so,
-    by which transformers' ``tf32=True`` does.
+    ``torch.get_float32_matmul_precision()`` is not asked: it fails where TF32 was chosen by
+    ``torch.backends.fp32_precision``, as transformers' ``tf32=True`` does.
     """
     return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
@@ -125,8 +125,8 @@ def modes_kept(*models: nn.Module | None) -> Iterator[None]:
 
 def without_dropout(model: nn.Module | None) -> None:
     """Sets all dropout of a model to 0, an adapter's too: that of modules, the probabilities that
-    layers hold themselves, and those that they read in their configuration. They read a copy of it:
-    the model's own, which is saved with it, stays as it is."""
+    layers hold themselves, and those that they read in their configuration. They then read a copy
+    of the configuration: the model's own, which is saved with it, stays as it is."""
     quiet: dict[int, Any] = {}
     whole = None
     for module in () if model is None else model.modules():
@@ -138,7 +138,10 @@ def without_dropout(model: nn.Module | None) -> None:
         elif isinstance(module.__dict__.get("config"), PreTrainedConfig):
             config: Any = module.config
             if id(config) not in quiet:
-                quiet[id(config)] = (config, copy.copy(config))  # both, so that ids stay theirs
+                quiet[id(config)] = (
+                    config,
+                    copy.copy(config),
+                )  # the original lives on, and keeps its id
                 _drop_nothing(quiet[id(config)][1])
             module.config = quiet[id(config)][1]
 
@@ -214,8 +217,8 @@ def warn_of_fp16(model: nn.Module, stacklevel: int = 2) -> None:
 
 @torch.no_grad()
 def checksum(weights: Mapping[str, Tensor]) -> str:
-    """A checksum of the names, shapes and bits of weights, the same on every device; every process
-    must ask for that of weights that are spread over them."""
+    """A checksum of the names, shapes and bits of weights, the same on every device. Where weights
+    are spread over processes, every process must call this function."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {tuple(weight.shape)} {_bits(whole(weight))}".encode())

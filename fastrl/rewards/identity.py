@@ -20,10 +20,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def identity_of(reward: Any) -> str:
-    """A hash of a function's code, and of what it reads by name of its own module: other functions
-    and classes, and plain values; of an object its class, its public numbers and texts, and the
-    code that it holds; of a model its weights. What other modules do, or files and servers say, is
-    not in it."""
+    """A hash of what a reward computes. For a function it covers the code, and what the code reads
+    by name from its own module: other functions, classes and plain values. For an object it covers
+    the class, its public numbers and texts, and the code that it holds; for a model its weights.
+    What other modules do, or files and servers say, is not in it."""
     lines = _said(unnamed(reward), set())  # the path it was loaded by does not count
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 

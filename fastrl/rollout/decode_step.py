@@ -29,8 +29,8 @@ class LogitsProcessors(NamedTuple):
     min_p: float
     min_new_tokens: int
     repetition_penalty: float
-    barred: Tensor | None  # [n] ids that are not drawn: ends while it is early, suppressed
-    always: Tensor | None  # [n] bool, which of them are suppressed
+    barred: Tensor | None  # [n] ids that are not drawn: suppressed ones, and ends while it is early
+    always: Tensor | None  # [n] bool, which of the barred ids are suppressed throughout
     ends: Tensor  # [n] ids of tokens that end a response
     stops: Tensor | None  # [n, W] ids, -1 in front of shorter sequences
 

@@ -57,7 +57,7 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restores the states; those of devices only where there are as many."""
+    """Restores the states; those of devices only where there are as many devices as then."""
     python = state["python"]
     random.setstate((python["version"], tuple(map(int, python["words"])), python["gauss"]))
     set_numpy_state(np.random.mtrand._rand, state["numpy"])
