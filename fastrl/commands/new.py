@@ -64,7 +64,7 @@ def _files(name: str) -> dict[str, str]:
 
 
 def _save(folder: Path) -> None:
-    """A GPT-2 of two layers that has learned nothing, with a token for each ASCII character."""
+    """Saves a GPT-2 of two layers that has learned nothing, with a token per ASCII character."""
     from tokenizers import Tokenizer, models
     from tokenizers.decoders import Fuse
     from tokenizers.pre_tokenizers import Split

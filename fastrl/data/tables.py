@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastrl.data.chat import TextOrMessages
 
 PROMPT = "prompt"
-_NEW = "__new__"  # a column that is about to be called otherwise
+_NEW = "__new__"  # a column until it is renamed
 ROW = "__row__"  # a column with the number of a row in its file, for messages
 LONG_PROMPTS = ("refuse", "drop")  # how to treat prompts longer than a model's context
 USUAL_COLUMNS = (PROMPT, "query", "text")
@@ -81,7 +81,7 @@ def load_table(source: str, split: str = "train") -> Dataset:
 
 @contextlib.contextmanager
 def errors_name(which: str) -> Iterator[None]:
-    """Context whose errors name the data set, of several that may be meant."""
+    """Context whose errors name the data set ``which``, one of several that may be meant."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -442,9 +442,10 @@ def _integers(written: Any, read: Any) -> Iterator[tuple[int, int | float]]:
 
 
 def _as_in_files(table: Dataset, files: list[Path]) -> Dataset:
-    """The table of JSON files with some columns as they stand there: texts such as "2024-01-01",
-    of which ``datasets`` makes dates; mappings in which a key is null, maybe since it stands in
-    other rows alone; and what it keeps as JSON, with rounded numbers."""
+    """The table of JSON files, in which three kinds of columns are read again from the files: texts
+    such as "2024-01-01", which ``datasets`` turns into dates; mappings in which a key is null,
+    perhaps because it occurs in other rows alone; and columns that ``datasets`` keeps as JSON, with
+    rounded numbers."""
     from fastrl.data.chat import without_nulls
 
     names = [

@@ -23,7 +23,8 @@ class Syntax(NamedTuple):
 
     Attributes:
         written: a pattern of a call of the tool NAME with KEY=VALUE.
-        fields: the fields of a transformers' response template; without the token that ends a turn.
+        fields: the fields of a response template of transformers, without the token that ends a
+            turn.
         thinks: what begins a thought, which some templates write in front of the response.
     """
 
@@ -194,8 +195,8 @@ class _BySyntax:
 
 
 def find_reader(tokenizer: Any, template: Mapping[str, Any]) -> Reader:
-    """What reads the calls of tools in the responses of a tokenizer's model: by the tokenizer's
-    ``response_template``, else by how its chat template writes a call.
+    """A reader of the calls of tools in the responses of a tokenizer's model. It reads by the
+    tokenizer's ``response_template``, or else as the chat template writes calls.
 
     Args:
         template: further arguments of the chat template.

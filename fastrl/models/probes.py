@@ -1,4 +1,4 @@
-"""Texts of self-checks reach further than a token of a model looks at a time."""
+"""How long the texts of self-checks are: longer than what a token of the model sees at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 from fastrl.models.utils import context_length, text_config
 
-# Attributes of configurations and layers that say how far attention looks back, and to how much
-# they are shortened, so that short texts are longer.
+# Attributes of configurations and layers that say how far attention looks back, and the number that
+# they are set to in a check, so that even short texts are longer.
 _WINDOWS, _NARROW = ("sliding_window", "attention_window_size", "attention_chunk_size"), 4
 # What else reads tokens by blocks: convolutions, chunks of recurrent layers, compressed blocks.
 _BLOCKS, _MOST = re.compile("conv|chunk|window|kernel|compress"), 64
@@ -46,8 +46,8 @@ def narrowed(model: nn.Module) -> Iterator[None]:
 
 
 def reach(model: Any, used: int = 0) -> int:
-    """The number of tokens by which a check's text has to be longer, for the widest block in which
-    the model reads tokens, beside the windows of :func:`narrowed`; at most 64.
+    """The number of tokens to add to a check's text, so that it is longer than the widest block in
+    which the model reads tokens, other than the windows of :func:`narrowed`. It is at most 64.
 
     Args:
         used: tokens that the text has anyhow, which with these have to fit in the context.

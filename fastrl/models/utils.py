@@ -138,10 +138,7 @@ def without_dropout(model: nn.Module | None) -> None:
         elif isinstance(module.__dict__.get("config"), PreTrainedConfig):
             config: Any = module.config
             if id(config) not in quiet:
-                quiet[id(config)] = (
-                    config,
-                    copy.copy(config),
-                )  # the original lives on, and keeps its id
+                quiet[id(config)] = config, copy.copy(config)  # the original, so that its id stays
                 _drop_nothing(quiet[id(config)][1])
             module.config = quiet[id(config)][1]
 
@@ -243,7 +240,7 @@ def model_identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
     and the weights that are not trained, which checkpoints of adapters do not have.
 
     Args:
-        model: of transformers or PEFT, or a wrapper of fastrl around one.
+        model: a model of transformers or PEFT, or a wrapper of fastrl around one.
         tokenizer: None where there is none.
     """
     plain = {name: p for name, p in model.named_parameters() if not p.requires_grad}

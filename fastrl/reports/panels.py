@@ -103,7 +103,7 @@ def _pair(
     level: tuple[float, str] | None = None,
     stage: str | None = None,
 ) -> Panel:
-    """A metric of the training batches, and of held-out data."""
+    """A panel of a metric of the training batches, and of the same one of held-out data."""
     lines = [Line((held_out,), "held out", VERMILION, held_out=True, sem=(f"{held_out}_sem",))]
     if training:
         lines.insert(0, Line(training, "training batches", BLUE))
@@ -203,7 +203,7 @@ def panels_of(runs: Sequence[RunCurves]) -> list[Panel | TimePanel]:
 
 
 def _by_function(runs: Sequence[RunCurves]) -> list[Panel]:
-    """The mean of each reward function, where there are several."""
+    """A panel of each reward function's mean reward, where there are several functions."""
     keys = dict.fromkeys(key for run in runs for key in run.metrics())
     names = [key[len("reward/") : -len("/mean")] for key in keys if _is_of_function(key)]
     if len(names) < 2:

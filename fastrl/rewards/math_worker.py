@@ -29,9 +29,10 @@ _PIECE = re.compile(r"\\[a-zA-Z]|[\^_]\{")
 def delimited(solution: str) -> str:
     r"""A solution with its LaTeX in delimiters, as math-verify reads it.
 
-    One that has none is an expression, read as if it stood in ``\boxed{}``, with the functions of
-    plain text (``2*sqrt(3)``, ``sin(x)``) as LaTeX's; or a sentence, of which the numbers alone are
-    read, and nothing ("") where it has LaTeX, of which a number may be a piece.
+    A solution without delimiters may be an expression: it is read as if it stood in ``\boxed{}``,
+    and functions in plain text (``2*sqrt(3)``, ``sin(x)``) are read as LaTeX's. Or it is a
+    sentence, of which only the numbers are read; of a sentence with LaTeX nothing is read (""),
+    since a number may be a piece of a formula.
     """
     text = solution.rpartition("####")[2].strip()  # GSM8K's mark of the answer
     text = re.sub(r"(?<=[^.])\.$", "", text)
@@ -49,8 +50,9 @@ def delimited(solution: str) -> str:
 
 
 def make_judge() -> Callable[..., dict[str, Any]]:
-    """The function of a line's fields: of ``solution`` alone, whether that parses; with
-    ``answer``, whether both are equal. No time limits of math-verify's, which need signals."""
+    """Makes the function that judges a line's fields: a ``solution`` alone by whether it parses; a
+    solution and an ``answer`` by whether they are equal. math-verify's own time limits are off,
+    since they need signals."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 

@@ -144,7 +144,7 @@ def open_trackers(
     Args:
         trackers: a name that accelerate knows, one of its trackers, or a list of these.
         project: the project name that they show.
-        settings: of the run; the numbers among them are shown.
+        settings: the run's settings; trackers show the numbers among them.
         options: keyword arguments by tracker name.
         folder: for files of trackers; None: that of the accelerator's configuration.
 
