@@ -174,8 +174,8 @@ class PlannedRun:
         return f"--rollout-slots {slots}", self._with(rollout_slots=slots)
 
     def _passes(self) -> tuple[float, Callable[[int], tuple[str, PlannedRun]]]:
-        """The factor by which passes can grow, and how they do: with the same result where there is
-        a way, else mini-batches are larger."""
+        """The factor by which passes can grow, and the function that makes them grow: by the limit
+        of their tokens where there is one, which changes no result; else by larger mini-batches."""
         flags, most = self.flags, self.flags.micro_batch_tokens
         if most is not None:
             return self._tokens / most, self._with_tokens

@@ -64,7 +64,7 @@ _STEPS = (
     "gradient_accumulation_steps",
     "learning_rate",
 )
-_PLANNED_PROMPTS = 256  # whose lengths a plan is made of
+_PLANNED_PROMPTS = 256  # that are read to plan memory by their lengths
 _RUN = ("resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
 
 
@@ -448,7 +448,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
 
 def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
-    """Tokens of the longest prompt, for a plan; without a limit only the first few are counted."""
+    """The tokens of the longest prompt, for a plan; without a limit only the first are counted."""
     from fastrl.data.prompt_ids import token_ids
 
     if job.max_prompt_tokens is not None:

@@ -47,7 +47,7 @@ def in_host_memory() -> AbstractContextManager[None]:
 
 @contextmanager
 def counted_by(listener: Listener) -> Iterator[None]:
-    """Context in which tensors for the host's memory are made in the listener's context."""
+    """Context in which each :func:`in_host_memory` also enters the listener's context."""
     token = _listener.set(listener)
     try:
         yield

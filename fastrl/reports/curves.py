@@ -59,7 +59,7 @@ class Series:
 
 
 def series(rows: Sequence[Mapping[str, Any]], *keys: str) -> Series:
-    """The finite values and their steps of the first of these metrics that was recorded."""
+    """The steps and the finite values of the first of these metrics that was recorded."""
     for key in keys:
         steps, values = [], []
         for index, row in enumerate(rows):

@@ -38,7 +38,7 @@ def reasoning_accuracy_reward(
     """:func:`accuracy_reward` of what stands behind the thoughts; 0 where these do not end.
 
     Args:
-        reasoning_delimiters: what ends them; by default ``</think>``.
+        reasoning_delimiters: texts that end thoughts; by default ``</think>``.
     """
     ends = ["</think>"] if reasoning_delimiters is None else list(reasoning_delimiters)
     texts = [as_text(completion) for completion in completions]
