@@ -85,7 +85,7 @@ class Chat:
     """A conversation.
 
     Args:
-        model: that generates; on its device.
+        model: the model that generates, on its device.
         flags: from :func:`parse_flags`.
     """
 

@@ -1,7 +1,7 @@
 """The key of prepared rows in the cache of ``datasets``.
 
-``datasets`` keys what a function made of rows by the function's name where it stands in a module:
-an edited function, or another version of fastrl, would read what the one before it wrote.
+``datasets`` knows a function that stands in a module by its name alone: an edited function, or
+another version of fastrl, would read the rows that the one before it wrote.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def keyed(dataset: Any, *code: Any) -> Any:
 
     Args:
         dataset: a ``datasets.Dataset``.
-        code: functions, objects and tokenizers that take part; None counts nothing.
+        code: functions, objects and tokenizers that take part; None is passed over.
     """
     keys = [dataset._fingerprint, own_code(), user_code(*code)]
     key = hashlib.sha256("\n".join(keys).encode()).hexdigest()[:16]

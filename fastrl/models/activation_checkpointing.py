@@ -15,7 +15,7 @@ from fastrl.models.trunk import layer_stack
 
 
 def _recomputed(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward that keeps its inputs alone, and the attention."""
+    """A layer's forward that keeps only its inputs and the attention for the backward pass."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -49,7 +49,7 @@ def all_layers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def checkpointed(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which each of the layers is a checkpoint.
+    """Context in which each of the layers keeps its inputs alone, and runs again in the backward.
 
     transformers' own switch acts in training mode alone, where dropout is on too.
     """

@@ -33,13 +33,13 @@ _SMALLEST_OF_INTEGERS = 1 << 24
 _LARGE_PRODUCT = 1 << 20
 # Linux then lets addresses be had for more than all memory; older Pythons do not name it.
 _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# What autograd's engine holds of a gradient that it alone has: of the tensor and of its storage,
-# with what a call of Python adds.
+# The numbers of references to a gradient that autograd's engine alone has: to the tensor and to its
+# storage, with those that a call of Python adds.
 _OWN_TENSOR, _OWN_STORAGE = 4, 2
 
 
 class _Pages(mmap.mmap):
-    """Memory that is never touched; says when it is freed."""
+    """Memory that is never touched, and that calls a function when it is freed."""
 
     on_free: Callable[[], None] | None = None
 
@@ -74,7 +74,7 @@ class Phantoms(TorchDispatchMode):
     """Context in which large tensors are phantoms, in this thread.
 
     Args:
-        log: is told of each tensor's memory, that of real ones too.
+        log: the log that is told of each tensor's memory, that of real ones too.
 
     Attributes:
         run_for_real: operations on phantoms that have no rule for shapes, and were run on zeros.

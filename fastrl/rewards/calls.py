@@ -17,11 +17,11 @@ _CLOSING_SECONDS = 1.0  # for the tasks of a loop as it is closed
 
 
 class TimeLimitExceeded(Exception):
-    """A call that did not return in time, and may be running still."""
+    """A call did not return in time; it may be running still."""
 
 
 class LoopBlocked(Exception):
-    """An event loop in which a call does not return, and that can end none because of it."""
+    """A call does not return and blocks its event loop, which can therefore end no other call."""
 
 
 class _Stopped(BaseException):
@@ -69,7 +69,7 @@ async def await_within(
     """Awaits what a function returns, on an :class:`EventLoop`, and cancels it where it is late.
 
     Args:
-        seconds: None: no limit.
+        seconds: the limit; None: there is none.
 
     Raises:
         TimeLimitExceeded: it did not return in time.

@@ -40,7 +40,7 @@ class CachedAttention(Attention, Protocol):
         """The state [B, ...] with which a layer goes on; None where texts begin."""
 
     def write_inputs(self, layer: int, index: int, inputs: Tensor) -> None:
-        """Stores the last inputs of a convolution, of inputs [B, C, T]."""
+        """Stores the last ones of a convolution's inputs [B, C, T]."""
 
     def write_state(self, layer: int, index: int, state: Tensor) -> None:
         """Stores the state [B, ...] of a recurrent layer."""
@@ -121,8 +121,9 @@ class _StatesOfLayer:
         return {0: self.cache.get_recurrent_state(self.index)}
 
 
-# [B, 1, Hq, D] of queries [B, Hq, 1, D]; keys and values [S, M, Hkv, D], row i attending slot i;
-# live tokens of the rows, their lengths int32; a span that no length exceeds.
+# A kernel's arguments: queries [B, Hq, 1, D]; keys and values [S, M, Hkv, D], where row i attends
+# slot i; the rows' live tokens, with int32 lengths; a span that no length exceeds; the variant. It
+# returns [B, 1, Hq, D].
 DecodeKernel = Callable[[Tensor, Tensor, Tensor, LiveTokens, int, Variant], Tensor]
 
 

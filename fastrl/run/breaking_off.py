@@ -14,7 +14,7 @@ _SIGNAL = getattr(signal, "SIGURG", None)
 
 
 class BrokenOff(BaseException):
-    """The work is not wanted any more; no Exception, which functions of users may catch."""
+    """The work is not wanted any more. This is no Exception, which users' functions may catch."""
 
 
 @contextmanager

@@ -26,7 +26,8 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = False) -> None:
     """Writes a file under another name, and renames it.
 
     Args:
-        sync: also wait until the disk has both; for what must survive a power failure.
+        sync: also wait until the disk has the file and its name, which must survive a power
+            failure.
     """
     part = path.with_name(f".{path.name}")
     if isinstance(content, bytes):
@@ -61,9 +62,8 @@ def cache_file(path: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty folder of the same name elsewhere, which takes the place of ``path`` at the end of
-    the block; by then the disk has all of it. Removed after an exception. Ctrl-C and SIGTERM wait
-    for it.
-    """
+    the block; by then the disk has all of it. It is removed after an exception. Ctrl-C and SIGTERM
+    wait for it."""
     new = part_of(path)
     around = new.parent
     with uninterrupted():
