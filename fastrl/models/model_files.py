@@ -93,8 +93,8 @@ def hub_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_weights(folder: str, subfolder: str | None) -> None:
-    """Raises ValueError for a file of weights in a local folder that is cut short or something
-    else, and OSError where there are pickles alone."""
+    """Raises ValueError for a file of weights in a local folder that is cut short or holds no
+    weights, and OSError where there are pickles alone."""
     files = sorted((Path(folder) / (subfolder or "")).glob("*.safetensors"))
     pickled = [] if files else sorted((Path(folder) / (subfolder or "")).glob("*model*.bin"))
     if pickled:

@@ -85,7 +85,7 @@ def _is_super_init(node: ast.Call) -> bool:
 
 
 def _written(keyword: ast.keyword, dicts: Mapping[str, list[ast.keyword]]) -> Iterator[ast.keyword]:
-    """A keyword; of ``**settings`` those that the program writes out, and itself."""
+    """The keyword itself; before ``**settings`` also those that the program writes out in it."""
     yield keyword
     if keyword.arg is None:
         yield from dicts.get(_last(keyword.value), ()) or _entries(keyword.value)
@@ -105,8 +105,9 @@ def _entries(node: ast.expr) -> list[ast.keyword]:
 
 
 def only_named(tree: ast.Module, imported: Mapping[str, str]) -> set[str]:
-    """Imported names that annotate, or stand in functions and classes that nothing uses: a program
-    runs without them. One that a ``try`` imports is none: the program knows what to do without.
+    """Imported names without which a program runs: they stand in annotations, or in functions and
+    classes that nothing uses. A name that a ``try`` imports is none of them, since the program
+    knows what to do without it.
 
     Args:
         imported: the names, by what the program imports them as.

@@ -41,8 +41,8 @@ class RunFolder:
     one.
 
     Args:
-        path: of the folder; nothing is written before :meth:`begin`.
-        config: for ``run.json``; values that JSON cannot hold are written as text.
+        path: the folder's path; nothing is written before :meth:`begin`.
+        config: the contents of ``run.json``; values that JSON cannot hold are written as text.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any] | None = None):
@@ -207,8 +207,8 @@ class RunFolder:
         self._counted = (0, 0)
 
     def resume(self, checkpoint: Path | None, rows: int | None = None) -> None:
-        """Makes the files those of a run that has just written ``checkpoint``; None: that has not
-        begun. Later records and checkpoints are moved, not removed.
+        """Makes the files those of a run that has just written ``checkpoint``, or that has not
+        begun, if it is None. Later records and checkpoints are moved, not removed.
 
         Args:
             rows: the number of metrics' lines when the checkpoint was written; later ones may have
@@ -368,7 +368,7 @@ def _step_in(line: str) -> float:
 
 
 def _is_other(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a run.json is of other settings, wherever the run was resumed from."""
+    """Whether a run.json has other settings, apart from where the run was started and resumed."""
     one, other = ({k: v for k, v in x.items() if k != STARTED_IN} for x in (before, now))
     return bool(before) and one != other
 
