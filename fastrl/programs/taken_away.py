@@ -30,7 +30,7 @@ _ALL_SCORES = "top_k=None, which sorts by score: pick what is meant by its label
 
 
 class Served(NamedTuple):
-    """A place where something was.
+    """An attribute that is gone, or has changed, and is served as it was.
 
     Attributes:
         owner: what has the attribute: a module, or "module:Class".
@@ -54,7 +54,7 @@ def _say_once(about: str, text: str) -> None:
 
 
 def _wrapped(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], Any]:
-    """A call whose keywords are changed before it."""
+    """Wraps a function, so that ``change`` is applied to the keywords of each call."""
 
     def made(now: Any) -> Any:
         @functools.wraps(now)
@@ -148,8 +148,8 @@ def _trainer(now: Any) -> Any:
 
 
 def _bits(keywords: dict[str, Any]) -> None:
-    """``use_auth_token=``, ``load_in_8bit=`` and ``load_in_4bit=`` of from_pretrained, beside which
-    a ``quantization_config=`` came first."""
+    """Translates ``use_auth_token=``, ``load_in_8bit=`` and ``load_in_4bit=`` of from_pretrained; a
+    ``quantization_config=`` beside the last two wins, as it did."""
     _token(keywords)
     if keywords.pop("use_flash_attention_2", None):
         _say("from_pretrained(use_flash_attention_2=)", "attn_implementation='flash_attention_2'")

@@ -215,7 +215,7 @@ class RolloutEngine:
 
     def reserve(self, slots: int, length: int) -> None:
         """Gives the engine the :meth:`room` of another, so that it computes with the same shapes,
-        and hence to the same bits; at most ``max_slots`` and ``max_length``. Zeros: none.
+        and hence to the same bits; at most ``max_slots`` and ``max_length``. Zeros reserve nothing.
 
         Raises:
             ValueError: a number below 0.
@@ -239,7 +239,7 @@ class RolloutEngine:
         self._runner.free()
 
     def _scheduler(self, samples: list[RolloutSample], kv_cache: KVCache) -> Scheduler:
-        """Where decode steps are replayed, a pass over prompts takes the time of several."""
+        """The call's scheduler: a pass over prompts takes the time of several replayed steps."""
         return Scheduler(
             samples,
             kv_cache.slots,
