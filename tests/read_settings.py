@@ -86,8 +86,20 @@ def _methods(kind: type) -> Iterator[Any]:
                 break
             yield found
             tree = _tree(inspect.unwrap(found))
-            if tree is None or "super()" not in ast.unparse(tree):
+            if tree is None or not ("super()" in ast.unparse(tree) or name in _called_above(base)):
                 break
+
+
+@cache
+def _called_above(kind: type) -> set[str]:
+    """The methods that a class calls on ``super()``, in whichever of its own."""
+    trees = [_tree(x) for x in vars(kind).values() if isinstance(x, types.FunctionType)]
+    calls = [node for tree in trees if tree is not None for node in ast.walk(tree)]
+    return {
+        node.attr
+        for node in calls
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
+    }
 
 
 def _functions(found: Any) -> Iterator[Any]:
