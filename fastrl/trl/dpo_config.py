@@ -149,9 +149,9 @@ class DPOConfig(PreferenceConfig):
     def pair_losses(self) -> dict[str, tuple[PairObjective, dict[str, Any]]]:
         """The rows and options of the losses that read log-probs of whole completions."""
         names = (name for name in self.loss_type if LOSS_TYPES[name] is not None)
-        return {name: self._pair_loss(name) for name in names}
+        return {name: self.objective(name) for name in names}
 
-    def _pair_loss(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
+    def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
         """The row of a loss, and its options: these settings, of which a loss of a user's gets
         those that are not at their defaults, as its own are its defaults."""
         row, fixed = LOSS_TYPES[loss_type]
