@@ -50,7 +50,6 @@ from fastrl.run.random_state import random_state, restore_random_state, seed_at
 from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.samples import joined_statistics
 from fastrl.settings import warn_of_idle
-from fastrl.trainers import rehearse
 from fastrl.trainers.base import BaseTrainer
 from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import DeferredGradients, check_sizes
@@ -92,7 +91,7 @@ class Trainer(BaseTrainer):
     args: AlignmentConfig
     model: Any
     args_class: ClassVar[type] = AlignmentConfig
-    rehearsed_as, plan, tokens_of = ALIGNMENT, rehearse.plan, rehearse.tokens_of
+    rehearsed_as = ALIGNMENT
     processing_class: Any
 
     def __init__(

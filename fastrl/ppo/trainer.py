@@ -48,6 +48,7 @@ from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating
 from fastrl.overrides import overridden
 from fastrl.plan.passes import PassSize
+from fastrl.plan.report import Plan
 from fastrl.ppo import method, stats
 from fastrl.ppo.classic import ClassicMethods
 from fastrl.ppo.critic import CriticLearner, checked_critic
@@ -133,7 +134,7 @@ class PPOTrainer(ClassicMethods):
             weight to train.
     """
 
-    rehearsed_as, plan, tokens_of = rehearse.PPO, rehearse.plan, rehearse.tokens_of
+    rehearsed_as = rehearse.PPO
 
     def __init__(
         self,
@@ -777,6 +778,21 @@ class PPOTrainer(ClassicMethods):
         no_scores = torch.zeros(len(batch), device=self.current_device)
         _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())
+
+    def plan(
+        self,
+        prompt_tokens: int,
+        response_tokens: int,
+        passes: PassSize | None = None,
+        device: str | None = None,
+    ) -> Plan:
+        """What a step with such prompts and responses needs of memory, phase by phase, rollouts
+        included: see :meth:`fastrl.trainers.base.BaseTrainer.plan`."""
+        return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
+
+    def tokens_of(self, *lengths: int) -> tuple[int, int]:
+        """Tokens of a mini-batch of texts of these lengths, and of what a pass does not split."""
+        return rehearse.tokens_of(self, lengths)
 
     def limit_passes(self, passes: PassSize) -> None:
         """Limits how much is computed at a time, as ``micro_batch_tokens`` and

@@ -23,6 +23,7 @@ from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import is_spread, spread
 from fastrl.plan.passes import PassSize
+from fastrl.plan.report import Plan
 from fastrl.run.checkpoints import OF_TRANSFORMERS, Checkpoints
 from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
@@ -50,6 +51,7 @@ from fastrl.run.transformers_settings import (
     settings_of_results,
     settings_of_steps,
 )
+from fastrl.trainers import rehearse
 from fastrl.trainers.finite_steps import FiniteSteps
 from fastrl.trainers.low_memory import (
     BY_DEFAULT,
@@ -107,6 +109,7 @@ class BaseTrainer(OpenTrainer):
     args: Any
     method: Method | None = None
     computed_columns: tuple[str, ...] = ()
+    rehearsed_as: ClassVar[rehearse.Surface]
     metric_differences: ClassVar[Mapping[str, tuple[str, str]]] = {}  # see MetricMeans
 
     def __init__(self, *, args: Any, model: Any = None, **kwargs: Any):
@@ -129,9 +132,8 @@ class BaseTrainer(OpenTrainer):
         check_found(self.accelerator)
         self.processes = processes_of(self.accelerator)
         self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO
-        place = lambda: self._run  # noqa: E731 - each training has one of its own
-        self.callback_handler.callbacks.insert(0, FirstToKnow(place, self._mark))
-        self.add_callback(LastToKnow(place, self._training_begins))
+        self.callback_handler.callbacks.insert(0, FirstToKnow(self._place_of_run, self._mark))
+        self.add_callback(LastToKnow(self._place_of_run, self._training_begins))
         # transformers' filter of NaN losses waits for the device in each pass, and hides what we
         # count.
         self.args.logging_nan_inf_filter = False
@@ -142,6 +144,10 @@ class BaseTrainer(OpenTrainer):
             self.args.activation_offloading, self.args.device, self.is_fsdp_enabled
         )
         self.products = Products(self.processes)
+
+    def _place_of_run(self) -> RunPlace:
+        """Where the training that is going on is; each has a place of its own."""
+        return self._run
 
     def add_first(self, callback: TrainerCallback) -> None:
         """Adds a callback before the user's: what it does belongs to a step whose state is saved
@@ -433,6 +439,31 @@ class BaseTrainer(OpenTrainer):
     def of_a_command(self) -> bool:
         """Whether a command of fastrl's shows the run: nobody wrote its settings for TRL."""
         return any(isinstance(x, LossProgress) for x in self.callback_handler.callbacks)
+
+    def plan(
+        self,
+        prompt_tokens: int,
+        response_tokens: int,
+        passes: PassSize | None = None,
+        device: str | None = None,
+    ) -> Plan:
+        """What training on such prompts and responses needs of memory, phase by phase, rollouts
+        included, without rewards or an annotator: from a rehearsal without memory, in which nothing
+        of this trainer is run or changed.
+
+        Args:
+            prompt_tokens, response_tokens: of the longest, at least 2.
+            passes: plans with these; by default as the settings say.
+            device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
+
+    def tokens_of(self, *lengths: int) -> tuple[int, int]:
+        """Tokens of a mini-batch of texts of these lengths, and of what a pass does not split."""
+        return rehearse.tokens_of(self, lengths)
 
     def limit_passes(self, passes: PassSize) -> None:
         """Limits how much is computed at a time, as ``micro_batch_tokens`` and

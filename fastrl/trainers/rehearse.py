@@ -197,39 +197,14 @@ def plan_memory(
         return Plan.of(f"{skeleton.name}: {title}", device, memory, {**by_name, **sizes})
 
 
-def plan(
-    self: Any,
-    prompt_tokens: int,
-    response_tokens: int,
-    passes: PassSize | None = None,
-    device: str | None = None,
-) -> Plan:
-    """What training on such prompts and responses needs of memory, phase by phase, rollouts
-    included, without rewards or an annotator: from a rehearsal without memory, in which nothing of
-    this trainer is run or changed.
-
-    Args:
-        prompt_tokens, response_tokens: of the longest, at least 2.
-        passes: plans with these; by default as the settings say.
-        device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
-
-    Returns:
-        a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
-    """
-    return _plan_of(self, (prompt_tokens, response_tokens), passes, device)
-
-
-def plan_of_texts(
-    self: Any, tokens: int, passes: PassSize | None = None, device: str | None = None
-) -> Plan:
-    """What training on texts of that many tokens, the longest of all, needs of memory, see
-    :func:`plan`; a reward model has two such texts in a pair."""
-    return _plan_of(self, (tokens,), passes, device)
-
-
-def _plan_of(
+def plan_of(
     trainer: Any, lengths: Sequence[int], passes: PassSize | None, device: str | None
 ) -> Plan:
+    """The plan of a trainer, see :meth:`fastrl.trainers.base.BaseTrainer.plan`.
+
+    Args:
+        lengths: tokens of prompt and response, or of a text.
+    """
     surface: Surface = trainer.rehearsed_as
     settings = getattr(trainer, surface.settings)
     return plan_memory(
@@ -242,9 +217,9 @@ def _plan_of(
     )
 
 
-def tokens_of(self: Any, *lengths: int) -> tuple[int, int]:
+def tokens_of(trainer: Any, lengths: Sequence[int]) -> tuple[int, int]:
     """Tokens of a mini-batch of texts of these lengths, and of what a pass does not split."""
-    whole, unsplit = self.rehearsed_as.samples(self)
+    whole, unsplit = trainer.rehearsed_as.samples(trainer)
     return whole * sum(lengths), unsplit * sum(lengths)
 
 

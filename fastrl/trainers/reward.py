@@ -39,6 +39,8 @@ from fastrl.models.reward_head import (
 )
 from fastrl.models.utils import evaluating, need_peft, without_dropout
 from fastrl.overrides import overridden
+from fastrl.plan.passes import PassSize
+from fastrl.plan.report import Plan
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import REWARD
 from fastrl.trainers import rehearse
@@ -148,7 +150,7 @@ class RewardTrainer(SupervisedTrainer):
 
     _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "reward-trainer"]  # of the model on the Hub
     args_class: ClassVar[type] = RewardConfig
-    rehearsed_as, plan, tokens_of = rehearse.REWARD, rehearse.plan_of_texts, rehearse.tokens_of
+    rehearsed_as = rehearse.REWARD
     example: ClassVar[str] = "pair"
     method = REWARD
 
@@ -229,6 +231,14 @@ class RewardTrainer(SupervisedTrainer):
             reads_eos.record(self.model, self._reads_eos)
         self.can_return_loss = True  # evaluation of pairs has a loss
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    def plan(  # type: ignore[override]
+        self, tokens: int, passes: PassSize | None = None, device: str | None = None
+    ) -> Plan:
+        """What training on texts of that many tokens, the longest of all, needs of memory, see
+        :meth:`fastrl.trainers.base.BaseTrainer.plan`; a pair has two such texts.
+        """
+        return rehearse.plan_of(self, (tokens,), passes, device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)

@@ -38,6 +38,8 @@ from fastrl.models.routing import computed_aux_loss
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.overrides import overridden
+from fastrl.plan.passes import PassSize
+from fastrl.plan.report import Plan
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import SFT
 from fastrl.trainers import rehearse
@@ -178,7 +180,7 @@ class SFTTrainer(SupervisedTrainer):
     """
 
     args_class: ClassVar[type] = SFTConfig
-    rehearsed_as, plan, tokens_of = rehearse.SFT, rehearse.plan_of_texts, rehearse.tokens_of
+    rehearsed_as = rehearse.SFT
     _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "sft"]  # of the model on the Hub
     example: ClassVar[str] = "text"
     method = SFT
@@ -309,6 +311,14 @@ class SFTTrainer(SupervisedTrainer):
             self.data_collator = JoinedCollator(rows) if joins else rows
         self.count_learned_tokens()  # by which the loss is divided
         self.scorer = TokenScorer()
+
+    def plan(  # type: ignore[override]
+        self, tokens: int, passes: PassSize | None = None, device: str | None = None
+    ) -> Plan:
+        """What training on texts of that many tokens, the longest of all, needs of memory, see
+        :meth:`fastrl.trainers.base.BaseTrainer.plan`.
+        """
+        return rehearse.plan_of(self, (tokens,), passes, device)
 
     def prepare_model(self, model: Any) -> Any:
         """The model, checked, with an adapter if there is a peft_config."""

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from fastrl.collect.collector import Collector
 from fastrl.collect.interaction import Interaction
 from fastrl.collect.ledger import GenerationLedger
-from fastrl.collect.respond import Asked, Respond, RolloutFunction, Sampled
+from fastrl.collect.respond import Asked, Respond, RolloutFunction
 from fastrl.collect.tools import check_chats
 from fastrl.core import set_seed
-from fastrl.data.chat import templates_of
 from fastrl.data.columns import check_reserved
-from fastrl.data.prompt_ids import ids_of_prompts
-from fastrl.data.prompts import PromptStream, samples_of_rows, with_prompt_ids
+from fastrl.data.prompts import PromptStream, samples_of_rows
 from fastrl.data.tables import list_as_dataset
 from fastrl.data.token_batch import Padded
 from fastrl.learn.correction import on_policy
@@ -34,23 +32,19 @@ from fastrl.learn.penalties import Penalties
 from fastrl.learn.samples import minibatch_of
 from fastrl.learn.scorer import check_tokens, scoring_request
 from fastrl.models import CausalLMPolicy
-from fastrl.models.layout import layout_of
 from fastrl.models.routing import follow_routers, refuse_beside, replays
 from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
-from fastrl.models.utils import context_length, modes_kept
+from fastrl.models.utils import modes_kept
 from fastrl.overrides import overridden
 from fastrl.ref_model import Follow, RefModel
 from fastrl.registry import own_functions
 from fastrl.rewards.identity import identities_of
-from fastrl.rollout.backends import Request, make_backend
-from fastrl.rollout.generation_kwargs import neutral_kwargs
-from fastrl.rollout.sampling_params import end_tokens
+from fastrl.rollout.backends import make_backend
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Lists
 from fastrl.run.metric_means import Parts, mean_of
-from fastrl.run.random_state import seed_at
 from fastrl.samples import Samples
 from fastrl.settings import warn_of_idle
 from fastrl.trainers import rehearse
@@ -72,11 +66,18 @@ from fastrl.trl.policy import (
     padding_tokenizer,
 )
 from fastrl.trl.policy_loss import GroupLoss
-from fastrl.trl.prompt_data import PromptRoom, check_data, check_resampling, reserved_of
+from fastrl.trl.prompt_data import (
+    PromptRoom,
+    check_data,
+    check_resampling,
+    further_prompts,
+    reserved_of,
+)
 from fastrl.trl.reference import model_of, reference_of
 from fastrl.trl.response_log import ResponseLog
 from fastrl.trl.reward_functions import RewardFunctions
-from fastrl.trl.rollout_correction import RolloutCorrection
+from fastrl.trl.rollout_correction import RolloutCorrection, of_all_or_none
+from fastrl.trl.rollouts import GroupRollouts
 
 
 class OnlineTrainer(
@@ -99,7 +100,7 @@ class OnlineTrainer(
     processing_class: Any
     config: ClassVar[type]
     _tag_names: ClassVar[list[str]]
-    rehearsed_as, plan, tokens_of = rehearse.ONLINE, rehearse.plan, rehearse.tokens_of
+    rehearsed_as = rehearse.ONLINE
     needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
     learns_kl: ClassVar[bool] = False  # whether rewards have the KL of old log-probs
     divides_loss: ClassVar[bool]  # whether TRL's _compute_loss has the part of an optimizer step
@@ -276,10 +277,18 @@ class OnlineTrainer(
         self._resampling = DynamicSampling(
             self.num_generations, args.dynamic_sampling_rounds, self.processes
         )
-        policy, ends = self.accelerator.unwrap_model(self.model), args.generation_arguments
-        self._end_ids = end_tokens(policy, self._tokenizer, ends.get("eos_token_id")).tolist()
-        self._sampler = make_backend(
+        backend = make_backend(
             args, self._tokenizer, self._autocast, self.processes.index, self._replays
+        )
+        self._rollouts = GroupRollouts(
+            args,
+            self._tokenizer,
+            backend,
+            self._interaction,
+            self._room,
+            rewards.event_loop,
+            lambda: self.accelerator.unwrap_model(self.model),
+            self.chat_template_kwargs,
         )
         self._collect = Collector(
             self._respond_by(),
@@ -315,23 +324,9 @@ class OnlineTrainer(
         it."""
         return model_of(self._reference, self.accelerator)
 
-    def _decode(self, prompt: Tensor, response: Tensor) -> str:
-        layout = layout_of(self.accelerator.unwrap_model(self.model))
-        return layout.decode(self._tokenizer, prompt, response)
-
     def responding_by(self, function: Any) -> RolloutFunction:
         """What answers prompts by a ``rollout_func``."""
-        return RolloutFunction(
-            function,
-            self,
-            self.accelerator.unwrap_model(self.model),
-            self._tokenizer,
-            self._decode,
-            {*self._end_ids, self._tokenizer.pad_token_id},
-            self.args.generation_arguments.get("stop") or (),
-            reserved_of(environments=False),
-            self.temperature,
-        )
+        return self._rollouts.by_function(function, self)
 
     def card_settings(self) -> dict[str, Any]:
         return {"reward_funcs": ", ".join(self.reward_func_names), **super().card_settings()}
@@ -349,43 +344,9 @@ class OnlineTrainer(
         self._collect.respond = self._respond_by()
 
     def _respond_by(self) -> Respond:
-        """What answers prompts."""
         if self.rollout_func is not None:
             return self.responding_by(self.rollout_func)
-        args, tokenizer, ends = self.args, self._tokenizer, self._end_ids
-        policy = self.accelerator.unwrap_model(self.model)
-        # The settings say how is sampled, not what a model was saved with.
-        arguments = {**neutral_kwargs(policy), **args.generation_arguments}
-        arguments["pad_token_id"] = tokenizer.pad_token_id
-        arguments.setdefault("eos_token_id", ends)
-
-        def run(request: Request) -> Samples:
-            return self._sampler(self.accelerator.unwrap_model(self.model), request)
-
-        return self._interaction.respond(
-            Sampled(run, arguments, self._decode, self._encoded),
-            tokenizer,
-            self.chat_template_kwargs,
-            ends,
-            self.rewards.event_loop,
-            args.max_tool_calling_iterations,
-            args.max_completion_length,
-            context_length(policy),
-            args.temperature,
-            args.max_prompt_length,
-        )
-
-    def _encoded(self, prompts: Samples) -> Samples:
-        said = prompts.prompts
-        ids = ids_of_prompts(
-            said,
-            self._tokenizer,
-            templates_of(said, prompts.columns, prompts.prompt_rows, self.chat_template_kwargs),
-            longest=self.args.max_prompt_length,
-        )
-        for i, prompt in enumerate(ids):
-            self._room.check(prompt, f"prompt {i}, {said[i]!r:.80},")
-        return with_prompt_ids(prompts, ids, self._tokenizer)
+        return self._rollouts.by_policy()
 
     def _ready(self) -> AbstractContextManager[None]:
         """Context in which sampling does not wait for other processes."""
@@ -524,7 +485,7 @@ class OnlineTrainer(
             return self.responses_to(batch, "eval")
         if self._generations.is_due():
             self._generations.take(self.responses_to(batch, "train"))
-            self._sampler.before_update()
+            self._rollouts.backend.before_update()
         return self._generations.batch()
 
     def _units(self, model: nn.Module, samples: Samples, mode: str) -> list[Any]:
@@ -660,7 +621,7 @@ class OnlineTrainer(
         # Those of a rollout_func may be another policy's.
         own, others = collected.logprobs_at(self.temperature), None
         if self.rollout_func is not None:
-            own, others = None, self._of_all_or_none(own)
+            own, others = None, of_all_or_none(own, self.processes)
         if self.learns_kl and self._reference is not None:
             own = None  # scored as the reference is: else rounding would be a KL, and learned
         correction = None if others is None else self._correction
@@ -702,19 +663,6 @@ class OnlineTrainer(
             counts = [int(mask.sum()) for part in masks_of_all for mask in part]
             of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
             self._ledger.add(generation, every, self.state.global_step, of_tokens)
-
-    def _of_all_or_none(self, logprobs: list[Tensor] | None) -> list[Tensor] | None:
-        """
-        Raises:
-            ValueError: a ``rollout_func`` gave log-probs in one process and none in another.
-        """
-        given = logprobs is not None
-        if self.processes.any(given) and self.processes.any(not given):
-            raise ValueError(
-                "rollout_func returned logprobs in one process and None in another: return them in "
-                "all, or in none"
-            )
-        return logprobs
 
     def _seed_of_responses(self) -> int:
         return self._generations.seed_of("responses", "train" if self.model.training else "eval")
@@ -771,7 +719,7 @@ class OnlineTrainer(
             **self._generations.state(),
             "table": self._logs.state() if self.log_completions else None,
             "further": None if self._further is None else self._further.state_dict(),
-            "responder": {"rooms": self._sampler.rooms()},
+            "responder": {"rooms": self._rollouts.backend.rooms()},
             "reuses": self._scorer.reuses,
             "reference": self._follow.state(),
         }
@@ -788,7 +736,7 @@ class OnlineTrainer(
         self._scorer.reuses = state["reuses"]
         if state.get("table"):
             self._logs.load(state["table"])
-        self._sampler.reserve(state["responder"]["rooms"])
+        self._rollouts.backend.reserve(state["responder"]["rooms"])
         if self._further is not None and state.get("further"):
             self._further.load_state_dict(state["further"])
         self._follow.load(state["reference"])
@@ -800,7 +748,7 @@ class OnlineTrainer(
 
     def own_mark(self) -> dict[str, Any]:
         further = None if self._further is None else self._further.state_dict()
-        kept = self._generations.mark(), self._sampler.rooms(), further
+        kept = self._generations.mark(), self._rollouts.backend.rooms(), further
         return {**super().own_mark(), "online": kept}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
@@ -809,7 +757,7 @@ class OnlineTrainer(
         self._generations.rewind(generations)
         if self._further is not None:
             self._further.load_state_dict(further)
-        self._sampler.reserve(rooms)
+        self._rollouts.backend.reserve(rooms)
 
     # Logs.
 
@@ -825,13 +773,6 @@ class OnlineTrainer(
 def asked_of(rows: Sequence[Mapping[str, Any]]) -> Samples:
     """The prompts of rows, whose other columns go to environments and reward functions."""
     return samples_of_rows(rows, [row.get("prompt") for row in rows])
-
-
-def further_prompts(args: Any, data: Any) -> PromptStream | None:
-    """The prompts of dynamic sampling; None without it."""
-    if not args.dynamic_sampling_rounds:
-        return None
-    return PromptStream(len(data), seed_at(args.seed, "further prompts") % 2**32)
 
 
 def _as_it_is(rows: list[Any]) -> list[Any]:

@@ -184,7 +184,7 @@ class GroupLoss(TokenLoss):
     @property
     def row(self) -> LossRow:
         """What the kernels' table says of the loss."""
-        return policy_loss(self.type.kind)
+        return self.objective.loss.row
 
     def denominator(self, part: Minibatch, generated: float) -> float:
         """D of a batch.

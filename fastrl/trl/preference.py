@@ -57,7 +57,7 @@ class PreferenceTrainer(SupervisedTrainer):
     collator_class: ClassVar[type[PairCollator]]
     short_name: ClassVar[str]  # of the method
     id_columns: ClassVar[tuple[str, ...]]  # of prompts, and of each of an example's completions
-    rehearsed_as, plan, tokens_of = rehearse.PREFERENCES, rehearse.plan, rehearse.tokens_of
+    rehearsed_as = rehearse.PREFERENCES
     metric_differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}  # noqa: RUF012
     ref_columns: tuple[str, ...]  # of precomputed log-probs, one for each [B]
 

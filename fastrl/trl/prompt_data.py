@@ -10,8 +10,10 @@ from typing import Any
 from fastrl.data.chat import TEMPLATE_COLUMNS, check_prompt, is_blank, template_arguments
 from fastrl.data.columns import REWARD_ARGUMENTS, check_reserved
 from fastrl.data.prompt_ids import ids_of_prompts
+from fastrl.data.prompts import PromptStream
 from fastrl.data.tables import each_row, is_stream
 from fastrl.models.layout import layout_of
+from fastrl.run.random_state import seed_at
 
 _OF_TRAINERS = ("trainer_state", "log_extra", "log_metric")
 _AT_A_TIME = 1 << 10  # prompts
@@ -102,6 +104,13 @@ def check_resampling(args: Any, data: Any, rollout_func: Any) -> None:
             f"dynamic_sampling_rounds draws single prompts anew, which goes not with {what}: leave "
             "dynamic_sampling_rounds at 0"
         )
+
+
+def further_prompts(args: Any, data: Any) -> PromptStream | None:
+    """The prompts of dynamic sampling; None without it."""
+    if not args.dynamic_sampling_rounds:
+        return None
+    return PromptStream(len(data), seed_at(args.seed, "further prompts") % 2**32)
 
 
 class PromptRoom:

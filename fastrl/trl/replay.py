@@ -97,7 +97,7 @@ class _GenerationWalk(LoopWalk):
     def _draw(self, rows: list[dict[str, Any]], size: int) -> None:
         trainer, respond = self.trainer, self.collector.respond
         room = {"slots": rows[0]["slots"], "length": rows[0]["slot_length"]}
-        trainer._sampler.reserve({"policy": room} if room["slots"] else {})
+        trainer._rollouts.backend.reserve({"policy": room} if room["slots"] else {})
         assert isinstance(respond, Sampled)
         ids = [torch.tensor(row["prompt_ids"]) for row in rows]
         keys = [row["sample_id"] for row in rows[::size]]

@@ -13,6 +13,7 @@ from fastrl.learn.correction import SamplerStats, sampler_weights
 from fastrl.learn.samples import learned_counts, of_learned, to_column
 from fastrl.registry import policy_loss
 from fastrl.run.metric_means import MetricMeans
+from fastrl.run.processes import Processes
 from fastrl.samples import Samples
 
 # TRL's names.
@@ -36,6 +37,21 @@ def check_correction(args: Any) -> None:
     corrects = args.vllm_importance_sampling_correction
     if corrects and mode.endswith("truncate") and least is None and most is None:
         raise ValueError(f"{_NAME}mode={mode!r} without a bound: set {_NAME}clip_max (3 is usual)")
+
+
+def of_all_or_none(logprobs: list[Tensor] | None, processes: Processes) -> list[Tensor] | None:
+    """A sampler's log-probs.
+
+    Raises:
+        ValueError: a ``rollout_func`` gave log-probs in one process and none in another.
+    """
+    given = logprobs is not None
+    if processes.any(given) and processes.any(not given):
+        raise ValueError(
+            "rollout_func returned logprobs in one process and None in another: return them in "
+            "all, or in none"
+        )
+    return logprobs
 
 
 class RolloutCorrection:

@@ -335,7 +335,7 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
     trainer = make(tmp_path, **TURNS)
     always_calls(trainer)
     start, kept = copy.deepcopy(trainer.model), []
-    seeds, run, respond = [], trainer._sampler, trainer._collect.respond
+    seeds, run, respond = [], trainer._rollouts.backend, trainer._collect.respond
 
     def noted(policy: Any, request: Any) -> Samples:
         seeds.append((request.seed, list(request.sample_ids), request.samples))
@@ -346,7 +346,7 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
         return kept[-1]
 
     noted.before_update, noted.rooms = run.before_update, run.rooms  # type: ignore[attr-defined]
-    trainer._sampler, trainer._collect.respond = noted, keeping
+    trainer._rollouts.backend, trainer._collect.respond = noted, keeping
     trainer.train()
     assert [ids for _, ids, _ in seeds] == [[0], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert len({seed for seed, _, _ in seeds}) == 3
