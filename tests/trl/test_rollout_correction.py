@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer
+from fastrl.trl.rollout_correction import of_all_or_none
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_resumes
@@ -255,9 +256,9 @@ def test_zeros_in_the_place_of_log_probs_are_warned_of_once(tmp_path: Path) -> N
 
 
 def test_log_probs_of_some_processes_alone_are_refused() -> None:
-    several: Any = SimpleNamespace(processes=SimpleNamespace(any=lambda own: True))
+    several: Any = SimpleNamespace(any=lambda own: True)
     with pytest.raises(ValueError, match="return them in all, or in none"):
-        GRPOTrainer._of_all_or_none(several, None)
+        of_all_or_none(None, several)
 
 
 def test_the_old_name_of_the_bound_is_the_bound(tmp_path: Path) -> None:
