@@ -66,7 +66,7 @@ class GroupRollouts:
             return self.backend(self.policy(), request)
 
         return self.interaction.respond(
-            Sampled(run, arguments, self._decode, self._encoded),
+            Sampled(run, arguments, self._decode, self.encoded),
             self.tokenizer,
             self.template,
             self.end_ids,
@@ -95,7 +95,9 @@ class GroupRollouts:
     def _decode(self, prompt: Tensor, response: Tensor) -> str:
         return layout_of(self.policy()).decode(self.tokenizer, prompt, response)
 
-    def _encoded(self, prompts: Samples) -> Samples:
+    def encoded(self, prompts: Samples) -> Samples:
+        """Prompts with the ids that the policy goes on from; raises ValueError for one that leaves
+        no room for a response."""
         asked = prompts.prompts
         ids = ids_of_prompts(
             asked,

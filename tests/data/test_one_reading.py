@@ -29,8 +29,8 @@ from fastrl.data.prompts import Prompts, samples_of_rows
 from fastrl.data.reads_eos import KEY
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.rewards.functions import ClassifierReward
-from fastrl.trl.grpo import GRPOTrainer
 from fastrl.trl.reward_functions import RewardFunctions
+from fastrl.trl.rollouts import GroupRollouts
 from tests import mistral_folders
 
 # A prompt's end may have other tokens in front of its completion than alone.
@@ -286,12 +286,12 @@ def sampled_from(
     made: Any, rows: list[dict[str, Any]], longest: int | None = None
 ) -> list[list[int]]:
     """The ids that GRPOTrainer and RLOOTrainer go on from."""
-    trainer: Any = SimpleNamespace(
-        _tokenizer=made, chat_template_kwargs={}, args=SimpleNamespace(max_prompt_length=longest)
+    rollouts: Any = SimpleNamespace(
+        tokenizer=made, template={}, args=SimpleNamespace(max_prompt_length=longest)
     )
-    trainer._room = SimpleNamespace(check=lambda *_: None)
+    rollouts.room = SimpleNamespace(check=lambda *_: None)
     asked = samples_of_rows(rows, [row["prompt"] for row in rows])
-    return [ids.tolist() for ids in GRPOTrainer._encoded(trainer, asked).prompt_ids]
+    return [ids.tolist() for ids in GroupRollouts.encoded(rollouts, asked).prompt_ids]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
