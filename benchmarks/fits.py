@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 def planned(command: str) -> list[str]:
     """A row of the table."""
-    from fastrl.commands.plan import planned_run
-    from fastrl.plan.advice import what_to_change
-    from fastrl.plan.report import gib
+    from fastrl.tools.commands.plan import planned_run
+    from fastrl.trainers.plan.advice import what_to_change
+    from fastrl.trainers.plan.report import gib
 
     name, *flags = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:

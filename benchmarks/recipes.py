@@ -1,8 +1,9 @@
 """`python -m benchmarks recipes`: what the recipes need, and what comes of those for a CPU.
 
-The memory of each is planned on its model's shape, and written to `fastrl/recipes/plans.json`. With
-`--runs` those of the demo's world are run, which takes minutes, and their held-out rewards written
-to `benchmarks/results/recipes.json`. `docs/recipes.md` and its picture are rendered from both.
+The memory of each is planned on its model's shape, and written to
+`fastrl/tools/recipes/plans.json`. With `--runs` those of the demo's world are run, which takes
+minutes, and their held-out rewards written to `benchmarks/results/recipes.json`. `docs/recipes.md`
+and its picture are rendered from both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.markdown import table
 from benchmarks.public_models import MODELS, write_config
-from fastrl.recipes import PLANS, Recipe, recipes
+from fastrl.tools.recipes import PLANS, Recipe, recipes
 
 PAGE, PICTURE = ROOT / "docs" / "recipes.md", ROOT / "docs" / "recipes.svg"
 RUNS = ROOT / "benchmarks" / "results" / "recipes.json"
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans, runs and writes what is asked for."""
-    from fastrl.plan.report import gib
+    from fastrl.trainers.plan.report import gib
 
     plans = {} if args.only is None else json.loads(PLANS.read_text())
     on_gpus = {name: recipe for name, recipe in recipes().items() if recipe.gpu_gib is not None}
@@ -54,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 def planned(recipe: Recipe) -> dict[str, int]:
     """What a recipe needs, in bytes: "peak", by ``fastrl plan``, and "judge", the peak of a reward
     model or a judge beside it."""
-    from fastrl.commands.flags import yaml_settings
-    from fastrl.commands.plan import planned_run
+    from fastrl.tools.commands.flags import yaml_settings
+    from fastrl.tools.commands.plan import planned_run
 
     settings = yaml_settings(recipe.path)
     with tempfile.TemporaryDirectory() as folder:
@@ -76,8 +77,8 @@ def classifier(name: str, batch_size: int, tokens: int) -> int:
     """The most memory of a reward model that scores texts of so many tokens."""
     import torch
 
-    from fastrl.plan.rehearsal import SCORING, rehearsal
-    from fastrl.plan.skeleton import Skeleton
+    from fastrl.trainers.plan.rehearsal import SCORING, rehearsal
+    from fastrl.trainers.plan.skeleton import Skeleton
     from fastrl.trainers.rehearse import reward_model
 
     with tempfile.TemporaryDirectory() as folder, rehearsal("cuda") as found:
@@ -92,10 +93,10 @@ def judge(name: str, questions: int, tokens: int) -> int:
     """The most memory of a model that answers questions of so many tokens."""
     import torch
 
-    from fastrl.plan import skeleton
-    from fastrl.plan.rehearsal import ROLLOUT, rehearsal
     from fastrl.rollout import SamplingParams
     from fastrl.rollout.rehearsed_engine import RehearsedEngine
+    from fastrl.trainers.plan import skeleton
+    from fastrl.trainers.plan.rehearsal import ROLLOUT, rehearsal
 
     answer = SamplingParams(max_new_tokens=64, temperature=0)
     with tempfile.TemporaryDirectory() as folder, rehearsal("cuda") as found:
@@ -164,9 +165,9 @@ def rendered(page: str) -> str:
 
 def on_gpus() -> str:
     """The table of the recipes for GPUs."""
-    from fastrl.commands.flags import yaml_settings
-    from fastrl.commands.recipes import method_of
-    from fastrl.plan.report import gib
+    from fastrl.tools.commands.flags import yaml_settings
+    from fastrl.tools.commands.recipes import method_of
+    from fastrl.trainers.plan.report import gib
 
     rows = []
     for name, recipe in recipes().items():

@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser
 
 from fastrl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, set_seed  # was: from trl
-from fastrl.demo.models import build_tokenizer
-from fastrl.demo.text import OPENERS, preference_pairs, reviews
+from fastrl.tools.demo.models import build_tokenizer
+from fastrl.tools.demo.text import OPENERS, preference_pairs, reviews
 
 QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 DEFAULTS = {"output_dir": "tuned", "per_device_train_batch_size": 32, "learning_rate": 1e-3}

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import fastrl
-from fastrl.demo.models import build_tokenizer
+from fastrl.tools.demo.models import build_tokenizer
 
 WORDS = ["red", "green", "blue", "white", "black", "grey"]
 DEFAULTS = {"per_device_train_batch_size": 48, "num_generations": 8, "learning_rate": 5e-3}

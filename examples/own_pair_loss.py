@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import fastrl
 from fastrl.alignment import loss_of_pairs
-from fastrl.demo.models import build_tokenizer
+from fastrl.tools.demo.models import build_tokenizer
 
 WORDS = ["red", "green", "blue", "white", "black", "grey"]
 DEFAULTS = {"per_device_train_batch_size": 6, "learning_rate": 3e-3, "beta": 0.5}

@@ -12,7 +12,7 @@ from statistics import mean
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import fastrl
-from fastrl.demo.models import build_tokenizer
+from fastrl.tools.demo.models import build_tokenizer
 
 WORDS = ["red", "green", "blue", "white", "black", "grey"]
 

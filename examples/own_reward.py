@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import fastrl
-from fastrl.demo.models import build_tokenizer
+from fastrl.tools.demo.models import build_tokenizer
 
 COLOURS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "?": ""}
 WORDS = [*COLOURS, *COLOURS.values()]

@@ -7,14 +7,58 @@ are older than what the trainers need.
 
 import importlib
 import logging
+import sys
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from fastrl.moved import MovedModules, new_name
+
 if TYPE_CHECKING:
     from fastrl import alignment as alignment
     from fastrl import core as core
-    from fastrl import patch as patch
+    from fastrl.compat import patch as patch
+    from fastrl.compat.older.ppo import PPOv2Trainer as PPOv2Trainer
+    from fastrl.compat.older.ppo_config import PPOv2Config as PPOv2Config
+    from fastrl.compat.older.rloo_v1 import RLOOv1Config as RLOOv1Config
+    from fastrl.compat.older.rloo_v1 import RLOOv1Trainer as RLOOv1Trainer
+    from fastrl.compat.patch import TRLPatch as TRLPatch
+    from fastrl.compat.patch import patch_trl as patch_trl
+    from fastrl.compat.patch import unpatch_trl as unpatch_trl
+    from fastrl.compat.rollout_func import TRLRollouts as TRLRollouts
+    from fastrl.compat.scripts.arguments import DatasetConfig as DatasetConfig
+    from fastrl.compat.scripts.arguments import DatasetMixtureConfig as DatasetMixtureConfig
+    from fastrl.compat.scripts.arguments import DPOScriptArguments as DPOScriptArguments
+    from fastrl.compat.scripts.arguments import RewardScriptArguments as RewardScriptArguments
+    from fastrl.compat.scripts.arguments import ScriptArguments as ScriptArguments
+    from fastrl.compat.scripts.arguments import SFTScriptArguments as SFTScriptArguments
+    from fastrl.compat.scripts.arguments import get_dataset as get_dataset
+    from fastrl.compat.scripts.best_of_n import BestOfNSampler as BestOfNSampler
+    from fastrl.compat.scripts.callbacks import LogCompletionsCallback as LogCompletionsCallback
+    from fastrl.compat.scripts.callbacks import RichProgressCallback as RichProgressCallback
+    from fastrl.compat.scripts.callbacks import SyncRefModelCallback as SyncRefModelCallback
+    from fastrl.compat.scripts.chat_format import SIMPLE_CHAT_TEMPLATE as SIMPLE_CHAT_TEMPLATE
+    from fastrl.compat.scripts.chat_format import (
+        SIMPLE_SFT_CHAT_TEMPLATE as SIMPLE_SFT_CHAT_TEMPLATE,
+    )
+    from fastrl.compat.scripts.chat_format import clone_chat_template as clone_chat_template
+    from fastrl.compat.scripts.chat_format import setup_chat_format as setup_chat_format
+    from fastrl.compat.scripts.model_config import ModelConfig as ModelConfig
+    from fastrl.compat.scripts.model_config import get_kbit_device_map as get_kbit_device_map
+    from fastrl.compat.scripts.model_config import get_peft_config as get_peft_config
+    from fastrl.compat.scripts.model_config import (
+        get_quantization_config as get_quantization_config,
+    )
+    from fastrl.compat.scripts.parser import TrlParser as TrlParser
+    from fastrl.compat.scripts.parser import init_zero_verbose as init_zero_verbose
+    from fastrl.compat.scripts.rewards import accuracy_reward as accuracy_reward
+    from fastrl.compat.scripts.rewards import (
+        get_soft_overlong_punishment as get_soft_overlong_punishment,
+    )
+    from fastrl.compat.scripts.rewards import reasoning_accuracy_reward as reasoning_accuracy_reward
+    from fastrl.compat.scripts.rewards import think_format_reward as think_format_reward
+    from fastrl.compat.scripts.text_environment import TextEnvironment as TextEnvironment
+    from fastrl.compat.scripts.text_environment import TextHistory as TextHistory
     from fastrl.config import PPOConfig as PPOConfig
     from fastrl.core import LengthSampler as LengthSampler
     from fastrl.core import set_seed as set_seed
@@ -33,18 +77,13 @@ if TYPE_CHECKING:
     )
     from fastrl.data.trl_rows import pack_dataset as pack_dataset
     from fastrl.data.trl_rows import unpair_preference_dataset as unpair_preference_dataset
+    from fastrl.learn.ref_model import create_reference_model as create_reference_model
     from fastrl.models import AutoModelForCausalLMWithValueHead as AutoModelForCausalLMWithValueHead
     from fastrl.models import (
         AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead,
     )
     from fastrl.models import CausalLMPolicy as CausalLMPolicy
     from fastrl.models import PreTrainedModelWrapper as PreTrainedModelWrapper
-    from fastrl.patch import TRLPatch as TRLPatch
-    from fastrl.patch import patch_trl as patch_trl
-    from fastrl.patch import unpatch_trl as unpatch_trl
-    from fastrl.ppo import PPOTrainer as PPOTrainer
-    from fastrl.ppo.guards import TrainingDiverged as TrainingDiverged
-    from fastrl.ref_model import create_reference_model as create_reference_model
     from fastrl.registry import group_advantage as group_advantage
     from fastrl.rollout import GenerateEngine as GenerateEngine
     from fastrl.rollout import RolloutEngine as RolloutEngine
@@ -55,33 +94,6 @@ if TYPE_CHECKING:
     from fastrl.run.callbacks import TrainResult as TrainResult
     from fastrl.run.metrics import JsonlCallback as JsonlCallback
     from fastrl.run.progress import ProgressCallback as ProgressCallback
-    from fastrl.scripts.arguments import DatasetConfig as DatasetConfig
-    from fastrl.scripts.arguments import DatasetMixtureConfig as DatasetMixtureConfig
-    from fastrl.scripts.arguments import DPOScriptArguments as DPOScriptArguments
-    from fastrl.scripts.arguments import RewardScriptArguments as RewardScriptArguments
-    from fastrl.scripts.arguments import ScriptArguments as ScriptArguments
-    from fastrl.scripts.arguments import SFTScriptArguments as SFTScriptArguments
-    from fastrl.scripts.arguments import get_dataset as get_dataset
-    from fastrl.scripts.best_of_n import BestOfNSampler as BestOfNSampler
-    from fastrl.scripts.callbacks import LogCompletionsCallback as LogCompletionsCallback
-    from fastrl.scripts.callbacks import RichProgressCallback as RichProgressCallback
-    from fastrl.scripts.callbacks import SyncRefModelCallback as SyncRefModelCallback
-    from fastrl.scripts.chat_format import SIMPLE_CHAT_TEMPLATE as SIMPLE_CHAT_TEMPLATE
-    from fastrl.scripts.chat_format import SIMPLE_SFT_CHAT_TEMPLATE as SIMPLE_SFT_CHAT_TEMPLATE
-    from fastrl.scripts.chat_format import clone_chat_template as clone_chat_template
-    from fastrl.scripts.chat_format import setup_chat_format as setup_chat_format
-    from fastrl.scripts.model_config import ModelConfig as ModelConfig
-    from fastrl.scripts.model_config import get_kbit_device_map as get_kbit_device_map
-    from fastrl.scripts.model_config import get_peft_config as get_peft_config
-    from fastrl.scripts.model_config import get_quantization_config as get_quantization_config
-    from fastrl.scripts.parser import TrlParser as TrlParser
-    from fastrl.scripts.parser import init_zero_verbose as init_zero_verbose
-    from fastrl.scripts.rewards import accuracy_reward as accuracy_reward
-    from fastrl.scripts.rewards import get_soft_overlong_punishment as get_soft_overlong_punishment
-    from fastrl.scripts.rewards import reasoning_accuracy_reward as reasoning_accuracy_reward
-    from fastrl.scripts.rewards import think_format_reward as think_format_reward
-    from fastrl.scripts.text_environment import TextEnvironment as TextEnvironment
-    from fastrl.scripts.text_environment import TextHistory as TextHistory
     from fastrl.trainers import DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM
     from fastrl.trainers import RewardConfig as RewardConfig
     from fastrl.trainers import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
@@ -89,19 +101,16 @@ if TYPE_CHECKING:
     from fastrl.trainers import SFTConfig as SFTConfig
     from fastrl.trainers import SFTTrainer as SFTTrainer
     from fastrl.trainers import compute_accuracy as compute_accuracy
-    from fastrl.trl.dpo import DPOTrainer as DPOTrainer
-    from fastrl.trl.dpo_config import DPOConfig as DPOConfig
-    from fastrl.trl.grpo import GRPOConfig as GRPOConfig
-    from fastrl.trl.grpo import GRPOTrainer as GRPOTrainer
-    from fastrl.trl.kto import KTOTrainer as KTOTrainer
-    from fastrl.trl.kto_config import KTOConfig as KTOConfig
-    from fastrl.trl.ppo import PPOv2Trainer as PPOv2Trainer
-    from fastrl.trl.ppo_config import PPOv2Config as PPOv2Config
-    from fastrl.trl.rloo import RLOOConfig as RLOOConfig
-    from fastrl.trl.rloo import RLOOTrainer as RLOOTrainer
-    from fastrl.trl.rloo_v1 import RLOOv1Config as RLOOv1Config
-    from fastrl.trl.rloo_v1 import RLOOv1Trainer as RLOOv1Trainer
-    from fastrl.trl.rollout_func import TRLRollouts as TRLRollouts
+    from fastrl.trainers.groups.grpo import GRPOConfig as GRPOConfig
+    from fastrl.trainers.groups.grpo import GRPOTrainer as GRPOTrainer
+    from fastrl.trainers.groups.rloo import RLOOConfig as RLOOConfig
+    from fastrl.trainers.groups.rloo import RLOOTrainer as RLOOTrainer
+    from fastrl.trainers.pairs.dpo import DPOTrainer as DPOTrainer
+    from fastrl.trainers.pairs.dpo_config import DPOConfig as DPOConfig
+    from fastrl.trainers.pairs.kto import KTOTrainer as KTOTrainer
+    from fastrl.trainers.pairs.kto_config import KTOConfig as KTOConfig
+    from fastrl.trainers.ppo import PPOTrainer as PPOTrainer
+    from fastrl.trainers.ppo.guards import TrainingDiverged as TrainingDiverged
     from fastrl_kernels.policy_losses import register_policy_loss as register_policy_loss
 
 try:
@@ -123,6 +132,8 @@ for _name, _said in (
 ):
     logging.getLogger(_name).addFilter(partial(_is_not_about, _said))
 
+sys.meta_path.insert(0, MovedModules())
+
 _HOMES = {
     "fastrl.alignment": (),
     "fastrl.config": ("PPOConfig",),
@@ -134,8 +145,8 @@ _HOMES = {
         "CausalLMPolicy",
         "PreTrainedModelWrapper",
     ),
-    "fastrl.ref_model": ("create_reference_model",),
-    "fastrl.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
+    "fastrl.learn.ref_model": ("create_reference_model",),
+    "fastrl.compat.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
     "fastrl.rollout": ("GenerateEngine", "RolloutEngine", "RolloutOutput", "SamplingParams"),
     "fastrl.trainers": (
         "DataCollatorForCompletionOnlyLM",
@@ -146,7 +157,7 @@ _HOMES = {
         "SFTTrainer",
         "compute_accuracy",
     ),
-    "fastrl.scripts.arguments": (
+    "fastrl.compat.scripts.arguments": (
         "DPOScriptArguments",
         "DatasetConfig",
         "DatasetMixtureConfig",
@@ -155,27 +166,27 @@ _HOMES = {
         "ScriptArguments",
         "get_dataset",
     ),
-    "fastrl.scripts.best_of_n": ("BestOfNSampler",),
-    "fastrl.scripts.callbacks": (
+    "fastrl.compat.scripts.best_of_n": ("BestOfNSampler",),
+    "fastrl.compat.scripts.callbacks": (
         "LogCompletionsCallback",
         "RichProgressCallback",
         "SyncRefModelCallback",
     ),
-    "fastrl.scripts.text_environment": ("TextEnvironment", "TextHistory"),
-    "fastrl.scripts.chat_format": (
+    "fastrl.compat.scripts.text_environment": ("TextEnvironment", "TextHistory"),
+    "fastrl.compat.scripts.chat_format": (
         "SIMPLE_CHAT_TEMPLATE",
         "SIMPLE_SFT_CHAT_TEMPLATE",
         "clone_chat_template",
         "setup_chat_format",
     ),
-    "fastrl.scripts.model_config": (
+    "fastrl.compat.scripts.model_config": (
         "ModelConfig",
         "get_kbit_device_map",
         "get_peft_config",
         "get_quantization_config",
     ),
-    "fastrl.scripts.parser": ("TrlParser", "init_zero_verbose"),
-    "fastrl.scripts.rewards": (
+    "fastrl.compat.scripts.parser": ("TrlParser", "init_zero_verbose"),
+    "fastrl.compat.scripts.rewards": (
         "accuracy_reward",
         "get_soft_overlong_punishment",
         "reasoning_accuracy_reward",
@@ -194,21 +205,21 @@ _HOMES = {
         "pack_dataset",
         "unpair_preference_dataset",
     ),
-    "fastrl.trl.ppo": ("PPOv2Trainer",),
-    "fastrl.trl.ppo_config": ("PPOv2Config",),
-    "fastrl.trl.rloo_v1": ("RLOOv1Config", "RLOOv1Trainer"),
-    "fastrl.trl.grpo": ("GRPOConfig", "GRPOTrainer"),
-    "fastrl.trl.rloo": ("RLOOConfig", "RLOOTrainer"),
-    "fastrl.trl.rollout_func": ("TRLRollouts",),
-    "fastrl.ppo": ("PPOTrainer",),
-    "fastrl.ppo.guards": ("TrainingDiverged",),
+    "fastrl.compat.older.ppo": ("PPOv2Trainer",),
+    "fastrl.compat.older.ppo_config": ("PPOv2Config",),
+    "fastrl.compat.older.rloo_v1": ("RLOOv1Config", "RLOOv1Trainer"),
+    "fastrl.trainers.groups.grpo": ("GRPOConfig", "GRPOTrainer"),
+    "fastrl.trainers.groups.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "fastrl.compat.rollout_func": ("TRLRollouts",),
+    "fastrl.trainers.ppo": ("PPOTrainer",),
+    "fastrl.trainers.ppo.guards": ("TrainingDiverged",),
     "fastrl.run.callbacks": ("Evaluation", "TrainCallback", "TrainResult"),
     "fastrl.run.metrics": ("JsonlCallback",),
     "fastrl.run.progress": ("ProgressCallback",),
-    "fastrl.trl.dpo": ("DPOTrainer",),
-    "fastrl.trl.dpo_config": ("DPOConfig",),
-    "fastrl.trl.kto": ("KTOTrainer",),
-    "fastrl.trl.kto_config": ("KTOConfig",),
+    "fastrl.trainers.pairs.dpo": ("DPOTrainer",),
+    "fastrl.trainers.pairs.dpo_config": ("DPOConfig",),
+    "fastrl.trainers.pairs.kto": ("KTOTrainer",),
+    "fastrl.trainers.pairs.kto_config": ("KTOConfig",),
     "fastrl_kernels.policy_losses": ("register_policy_loss",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -217,7 +228,7 @@ __all__ = ["__version__", "alignment", "core", "patch", *_HOME_OF]
 if not TYPE_CHECKING:  # or a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        if f"fastrl.{name}" in _HOMES:
+        if f"fastrl.{name}" in _HOMES or new_name(f"fastrl.{name}"):
             return importlib.import_module(f"fastrl.{name}")
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

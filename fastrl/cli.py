@@ -9,8 +9,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from fastrl.commands import COMMANDS
-from fastrl.commands.flags import UsageError, parse, unknown_name
 from fastrl.run.launcher import (
     check_one_process,
     connect_cpus,
@@ -22,6 +20,8 @@ from fastrl.run.launcher import (
 from fastrl.run.progress import drop_bars, line_start
 from fastrl.run.stopping import Stopped, Terminated
 from fastrl.run.terminal import visible
+from fastrl.tools.commands import COMMANDS
+from fastrl.tools.commands.flags import UsageError, parse, unknown_name
 from fastrl.user_code import exits_are_errors, fault_of, forget_files
 
 USAGE = """\

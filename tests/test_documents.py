@@ -57,8 +57,8 @@ from fastrl.alignment import (
     JudgeAnnotator,
     Trainer,
 )
-from fastrl.commands import completion
 from fastrl.learn.preferences import PAIR_LOSSES
+from fastrl.tools.commands import completion
 from tests import tables, tiny_models
 from tests.golden import tiny
 
@@ -314,23 +314,23 @@ def test_shell_lines_are_what_the_tools_take(
                 case ["vllm", "serve", *_] | ["export" | "source", _] | ["head", *_]:
                     pass  # programs of others
                 case ["fastrl", "chat" | "merge" | "push" | "recipes" as command, *arguments]:
-                    home = importlib.import_module(f"fastrl.commands.{command}")
+                    home = importlib.import_module(f"fastrl.tools.commands.{command}")
                     home.make_parser().parse_args(list(arguments))
                 case ["fastrl", "samples" | "replay" as command, folder, *arguments]:
                     assert folder.startswith("runs/"), folder
-                    importlib.import_module(f"fastrl.commands.{command}").parse_flags(
+                    importlib.import_module(f"fastrl.tools.commands.{command}").parse_flags(
                         [folder, *arguments]
                     )
                 case ["fastrl", "run-trl", script, *_] | ["fastrl.run_trl", script, *_]:
                     assert script.endswith(".py")
                 case ["fastrl", "new", *arguments]:
-                    importlib.import_module("fastrl.commands.new").make_parser().parse_args(
+                    importlib.import_module("fastrl.tools.commands.new").make_parser().parse_args(
                         arguments
                     )
                 case ["fastrl", "migrate", *arguments]:
-                    importlib.import_module("fastrl.commands.migrate").parse_flags(arguments)
+                    importlib.import_module("fastrl.tools.commands.migrate").parse_flags(arguments)
                 case ["fastrl", "plan", *arguments]:
-                    importlib.import_module("fastrl.commands.plan").parse_plan(arguments)
+                    importlib.import_module("fastrl.tools.commands.plan").parse_plan(arguments)
                 case ["fastrl", "completion", shell, ">", _]:
                     assert shell in completion.SHELLS
                 case ["fastrl", *arguments]:

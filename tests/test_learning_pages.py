@@ -15,7 +15,7 @@ import pytest
 
 import fastrl
 import fastrl.alignment
-from fastrl.commands.completion import flags_by_command
+from fastrl.tools.commands.completion import flags_by_command
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

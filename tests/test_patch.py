@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fastrl
-import fastrl.patch
-from fastrl.patch import Calls
+import fastrl.compat.patch
+from fastrl.compat.patch import Calls
 from tests import fake_trl
 
 KINDS = ("modern", "classic")
@@ -61,7 +61,7 @@ def test_every_public_name_is_there_and_no_other():
     for name in fastrl.__all__:
         assert getattr(fastrl, name) is not None
         assert name in dir(fastrl)
-    assert fastrl.PPOTrainer.__module__ == "fastrl.ppo.trainer"
+    assert fastrl.PPOTrainer.__module__ == "fastrl.trainers.ppo.trainer"
     assert fastrl.core.__name__ == "fastrl.core"
     with pytest.raises(AttributeError, match="no attribute 'PPOTrainr'"):
         _ = fastrl.PPOTrainr
@@ -212,7 +212,7 @@ def test_a_trl_that_differs_is_left_untouched(change, message, monkeypatch):
     assert "trl.trainer.utils.selective_log_softmax" in str(error.value)
     assert "Nothing was changed" in str(error.value)
     assert state(modules) == before
-    assert fastrl.patch.call_counts() == {}
+    assert fastrl.compat.patch.call_counts() == {}
 
 
 def test_a_method_that_differs_leaves_trl_untouched(monkeypatch):
@@ -233,7 +233,7 @@ def test_a_method_that_differs_leaves_trl_untouched(monkeypatch):
 def test_an_interrupted_rebinding_is_taken_back(monkeypatch):
     modules = fake_trl.install(monkeypatch, "modern")
     before = state(modules)
-    rebind, calls = fastrl.patch.rebind, []
+    rebind, calls = fastrl.compat.patch.rebind, []
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(rebind(*arguments))
@@ -241,11 +241,11 @@ def test_an_interrupted_rebinding_is_taken_back(monkeypatch):
             raise KeyboardInterrupt
         return calls[-1]
 
-    monkeypatch.setattr(fastrl.patch, "rebind", interrupted)
+    monkeypatch.setattr(fastrl.compat.patch, "rebind", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fastrl.patch_trl()
     assert state(modules) == before
-    assert fastrl.patch.call_counts() == {}
+    assert fastrl.compat.patch.call_counts() == {}
 
 
 def test_the_check_draws_no_random_number_and_is_not_counted(monkeypatch):
@@ -265,11 +265,11 @@ def test_calls_are_counted_by_replacement(monkeypatch):
     utils.selective_log_softmax(logits, index.unsqueeze(-1))
     expected = Calls(ours=3, delegated=1)
     assert patch.call_counts()["selective_log_softmax"] == expected
-    assert fastrl.patch.call_counts()["selective_log_softmax"] == expected
+    assert fastrl.compat.patch.call_counts()["selective_log_softmax"] == expected
     assert patch.call_counts()["entropy_from_logits"] == Calls()
     fastrl.unpatch_trl()
     assert patch.call_counts()["selective_log_softmax"] == expected
-    assert fastrl.patch.call_counts() == {}
+    assert fastrl.compat.patch.call_counts() == {}
     assert fastrl.patch_trl().call_counts()["selective_log_softmax"] == Calls()
 
 

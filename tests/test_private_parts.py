@@ -80,7 +80,7 @@ USED = (
     Reason("_models", BASE, _ACCELERATOR, "FSDP2 without an optimizer, in an evaluation"),
     Reason(
         "_is_accelerate_prepared",
-        f"{BASE} fastrl/trl/rollout_func.py",
+        f"{BASE} fastrl/compat/rollout_func.py",
         *(_ACCELERATOR, "after an evaluation training would not wrap the model"),
     ),
     Reason(
@@ -105,16 +105,24 @@ USED = (
     ),
     Reason(
         "_VALID_DICT_FIELDS",
-        "fastrl/trainers/supervised.py fastrl/trainers/sft.py fastrl/trl/online_config.py",
+        "fastrl/trainers/supervised.py fastrl/trainers/sft.py "
+        "fastrl/trainers/groups/online_config.py",
         *(_ARGUMENTS, "settings of ours that are JSON, too"),
     ),
-    Reason("_shared_state", "fastrl/plan/rehearsal.py", _STATE, "a rehearsal's own accelerators"),
-    Reason("_is_vlm", "fastrl/trl/rollout_func.py", "", "of TRL's trainer, to refuse images"),
+    Reason(
+        "_shared_state",
+        "fastrl/trainers/plan/rehearsal.py",
+        _STATE,
+        "a rehearsal's own accelerators",
+    ),
+    Reason("_is_vlm", "fastrl/compat/rollout_func.py", "", "of TRL's trainer, to refuse images"),
     # Of torch and others that are not behind the trainers.
     Reason("_DropoutNd", "fastrl/models/utils.py", "torch/nn/modules/dropout.py", "all kinds"),
     Reason("_fingerprint", "fastrl/data/cache_key.py", "", "the key to which ours is added"),
     Reason("_commit_hash", "fastrl/models/adapter_base.py", "", "of a base from the Hub"),
-    Reason("_getframe", "fastrl/programs/importer.py", "", "the program that asks for a name"),
+    Reason(
+        "_getframe", "fastrl/compat/programs/importer.py", "", "the program that asks for a name"
+    ),
     Reason(
         "_python_dispatch",
         "fastrl/models/load.py fastrl/models/adapter_base.py",
@@ -146,7 +154,7 @@ USED = (
     ),
     Reason(
         "_C _cdata _use_count _storage_Use_Count _current_autograd_node _python_dispatch _pytree",
-        "fastrl/plan/phantoms.py",
+        "fastrl/trainers/plan/phantoms.py",
         *("", "calls are intercepted, and gradients that the engine alone holds known"),
     ),
     Reason(
@@ -167,10 +175,16 @@ USED = (
         "_exit", "fastrl/rewards/sandbox_child.py", "", "a fork ends without what its parent does"
     ),
     Reason("_Thing__number", "fastrl/rewards/code_sides.py", "", "its own, hidden from the tests"),
-    Reason("_width _max_help_position", "fastrl/commands/flags.py", "", "argparse's formatter"),
+    Reason(
+        "_width _max_help_position", "fastrl/tools/commands/flags.py", "", "argparse's formatter"
+    ),
     Reason(
         "_negative_number_matcher _option_string_actions",
-        *("fastrl/commands/flags.py", "", "argparse's parser: numbers with exponents, its flags"),
+        *(
+            "fastrl/tools/commands/flags.py",
+            "",
+            "argparse's parser: numbers with exponents, its flags",
+        ),
     ),
 )
 ALLOWED = {
@@ -191,7 +205,7 @@ BEHIND_TRAINERS = ("transformers/", "accelerate/", "peft/", "datasets/")
 REPLACED = {
     "fastrl/models/products.py": "vars(layer)['forward'], of linear layers on a CPU",
     "fastrl/models/activation_checkpointing.py": "vars(layer)['forward'], of decoder layers",
-    "fastrl/programs/importer.py": "names and calls of other packages, in run-trl alone",
+    "fastrl/compat/programs/importer.py": "names and calls of other packages, in run-trl alone",
 }
 # What ours do in the place of a function of theirs, or rely on the order of, without calling it.
 FOLLOWED = {

@@ -14,11 +14,11 @@ import fastrl
 from fastrl import cli
 from fastrl.alignment import Trainer
 from fastrl.alignment.arguments import AlignmentConfig
-from fastrl.commands import COMMANDS
-from fastrl.commands.plan import run_plan
-from fastrl.commands.plan_job import PlanJob
 from fastrl.eras import IDLE, eras_of
 from fastrl.settings import idle_settings, refusals
+from fastrl.tools.commands import COMMANDS
+from fastrl.tools.commands.plan import run_plan
+from fastrl.tools.commands.plan_job import PlanJob
 from tests.read_settings import read_by
 from tests.trl.test_settings import page
 

@@ -170,7 +170,7 @@ def test_golden_figures_hold_wherever_weights_lie(monkeypatch: pytest.MonkeyPatc
 
 def test_a_trunk_that_lies_elsewhere_still_gives_its_own_activations() -> None:
     """What is kept of a trunk is what it would give again, but for rounding."""
-    from fastrl.ref_model.trunk_cache import Budget
+    from fastrl.learn.ref_model.trunk_cache import Budget
     from tests.ref_model.test_trunk_cache import LENGTHS, trunk_cache
 
     model = misaligned(deep("gpt2"), shift=2)

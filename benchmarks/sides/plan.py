@@ -113,7 +113,7 @@ def settings_of(shape: dict[str, Any], folder: str) -> Any:
 
 def planned(shape: dict[str, Any]) -> int:
     """The plan's peak."""
-    from fastrl.plan.skeleton import Skeleton
+    from fastrl.trainers.plan.skeleton import Skeleton
     from fastrl.trainers.rehearse import plan_memory
 
     skeleton = Skeleton(config_of(shape), adapter=adapter_of(shape))

@@ -1,5 +1,5 @@
 """The table of docs/commands.md: names of other libraries for settings, from
-fastrl.commands.aliases.
+fastrl.tools.commands.aliases.
 
 python docs/.api/aliases.py     writes it into the page (`make docs` does)
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastrl.commands.aliases import Alias, aliases_of
+from fastrl.tools.commands.aliases import Alias, aliases_of
 
 PAGE = Path(__file__).parents[1] / "commands.md"
 COMMANDS = ("sft", "reward", "align", "ppo", "grpo", "plan")

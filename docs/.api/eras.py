@@ -1,5 +1,6 @@
 """The tables of docs/trl_programs.md: settings of other versions, from fastrl.eras, and methods of
-TRL's trainers, from fastrl.overrides; trainers that fastrl has not, from fastrl.programs.names.
+TRL's trainers, from fastrl.overrides; trainers that fastrl has not, from
+fastrl.compat.programs.names.
 
 python docs/.api/eras.py        writes them into the page (`make docs` does)
 """
@@ -10,9 +11,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from fastrl.compat.programs.names import INSTEAD
 from fastrl.eras import ERAS, IDLE, KEPT, REFUSED, RENAMED, Era
 from fastrl.overrides import CALLED, NOT_CALLED
-from fastrl.programs.names import INSTEAD
 
 PAGE = Path(__file__).parents[1] / "trl_programs.md"
 _BLOCK = re.compile(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastrl.collect.arguments import RecordArguments
 from fastrl.config import PPOConfig
-from fastrl.ref_model import ReferenceArguments
+from fastrl.learn.ref_model import ReferenceArguments
 from fastrl.settings import check_refused, idle, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 

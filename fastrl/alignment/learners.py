@@ -28,6 +28,7 @@ from fastrl.data.choose_padding import (
     runs_packed,
 )
 from fastrl.data.encode import end_token
+from fastrl.learn.ref_model import RefModel, choose_ref_model
 from fastrl.learn.scorer import scored_by
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
@@ -44,10 +45,9 @@ from fastrl.models.load import (
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.reward_head import give_padding, score_head
 from fastrl.models.utils import check_trainable, checksum, without_dropout
-from fastrl.ppo.setup import precision_of, share_new_weights
-from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.run.processes import processes_of
 from fastrl.trainers.passes import DeferredGradients
+from fastrl.trainers.ppo.setup import precision_of, share_new_weights
 from fastrl.trainers.supervised import load_if_path
 
 

@@ -14,10 +14,10 @@ from fastrl.data.batch import BatchMaker, pad
 from fastrl.data.padding_free import join_sides
 from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.preferences import Side, sides_of
+from fastrl.learn.ref_model import RefModel
 from fastrl.learn.scorer import Score, response_scores
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
-from fastrl.ref_model import RefModel
 from fastrl.trainers.passes import DeferredGradients, fill, in_order, too_long
 
 

@@ -11,8 +11,8 @@ from fastrl.alignment.losses import Loss, make_loss
 from fastrl.alignment.tasks import Task, find_task
 from fastrl.data.columns import ANSWERS, FEEDBACK, PAIRS
 from fastrl.data.datas_loader import DatasLoader
-from fastrl.plan.skeleton import blank_tokenizer, words
 from fastrl.rollout import SamplingParams
+from fastrl.trainers.plan.skeleton import blank_tokenizer, words
 from fastrl.trainers.rehearse import Stage, Surface, alternating, reward_model
 
 

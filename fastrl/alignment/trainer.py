@@ -36,9 +36,8 @@ from fastrl.alignment.reweighter import ByFunction
 from fastrl.collect.completions_table import CompletionsTable
 from fastrl.collect.ledger import GenerationLedger
 from fastrl.data.vocabulary import check_examples
+from fastrl.learn.ref_model import Follow
 from fastrl.models.utils import evaluating
-from fastrl.plan.passes import PassSize
-from fastrl.ref_model import Follow
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutEngine, choose_engine
 from fastrl.run.callbacks import ShownSamples
@@ -53,6 +52,7 @@ from fastrl.settings import warn_of_idle
 from fastrl.trainers.base import BaseTrainer
 from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import DeferredGradients, check_sizes
+from fastrl.trainers.plan.passes import PassSize
 from fastrl.trainers.sharing import weights_of
 from fastrl.trainers.supervised import is_path, length_limit, settings_of, trained_identity
 

@@ -93,7 +93,7 @@ class Environments:
         """Rows of empty prompts, where environments say what is asked.
 
         Args:
-            args: a :class:`fastrl.trl.online_config.OnlineConfig`; None: the defaults.
+            args: a :class:`fastrl.trainers.groups.online_config.OnlineConfig`; None: the defaults.
 
         Raises:
             ValueError: several environments, or training without an end.

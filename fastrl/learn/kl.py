@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.ref_model import RefModel
+from fastrl.learn.ref_model import RefModel
 
 Rewards = tuple[Tensor, Tensor, Tensor]
 

@@ -14,10 +14,10 @@ from fastrl.data.token_batch import ModelPass, Padded, TokenBatch
 from fastrl.learn.experience import Scored
 from fastrl.learn.kl import KLPenalty
 from fastrl.learn.memory import MicroBatches, PositionCount
+from fastrl.learn.ref_model import RefModel
 from fastrl.models.routing import without_routing
 from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
-from fastrl.ref_model import RefModel
 from fastrl.run.processes import OneProcess, Processes
 
 # What a model says of the tokens of a request, from arguments of its forward.

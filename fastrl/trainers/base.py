@@ -22,8 +22,6 @@ from fastrl.models.optimizers import class_and_keywords, optimizer_name, steps_i
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import is_spread, spread
-from fastrl.plan.passes import PassSize
-from fastrl.plan.report import Plan
 from fastrl.run.checkpoints import OF_TRANSFORMERS, Checkpoints
 from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
@@ -60,6 +58,8 @@ from fastrl.trainers.low_memory import (
     settle_precision,
     with_kept_state,
 )
+from fastrl.trainers.plan.passes import PassSize
+from fastrl.trainers.plan.report import Plan
 from fastrl.trainers.resume import Resuming, check_shapes, clear_the_way, find_to_resume
 from fastrl.trainers.run_place import FirstToKnow, LastToKnow, RunPlace
 from fastrl.trainers.sharded import check_fsdp, plain_model, spread_by_accelerate, weight_shares
@@ -457,7 +457,7 @@ class BaseTrainer(OpenTrainer):
             device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
 
         Returns:
-            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+            a :class:`fastrl.trainers.plan.report.Plan`, whose ``peak`` is in bytes.
         """
         return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
 

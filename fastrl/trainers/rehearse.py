@@ -18,9 +18,13 @@ from transformers import AutoModelForSequenceClassification, PrinterCallback, Pr
 
 from fastrl.config import PPOConfig, json_object
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-from fastrl.plan.memory import ACTIVATIONS
-from fastrl.plan.passes import PassSize
-from fastrl.plan.rehearsal import (
+from fastrl.rollout import SamplingParams
+from fastrl.rollout.backends import EngineBackend
+from fastrl.rollout.rehearsed_engine import RehearsedEngine
+from fastrl.rollout.self_check import UnsupportedModel
+from fastrl.trainers.plan.memory import ACTIVATIONS
+from fastrl.trainers.plan.passes import PassSize
+from fastrl.trainers.plan.rehearsal import (
     CHOICES_LEFT_OUT,
     LOADING,
     OPTIMIZER_STEPS,
@@ -28,12 +32,8 @@ from fastrl.plan.rehearsal import (
     Rehearsal,
     rehearsal,
 )
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens, words
-from fastrl.rollout import SamplingParams
-from fastrl.rollout.backends import EngineBackend
-from fastrl.rollout.rehearsed_engine import RehearsedEngine
-from fastrl.rollout.self_check import UnsupportedModel
+from fastrl.trainers.plan.report import Plan
+from fastrl.trainers.plan.skeleton import Skeleton, blank_tokenizer, tokens, words
 
 # What a rehearsal does not do: it saves, evaluates and reports nothing, and runs on a CPU.
 _NOT_REHEARSED: dict[str, Any] = {

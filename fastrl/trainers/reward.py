@@ -39,12 +39,12 @@ from fastrl.models.reward_head import (
 )
 from fastrl.models.utils import evaluating, need_peft, without_dropout
 from fastrl.overrides import overridden
-from fastrl.plan.passes import PassSize
-from fastrl.plan.report import Plan
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import REWARD
 from fastrl.trainers import rehearse
 from fastrl.trainers.passes import fill
+from fastrl.trainers.plan.passes import PassSize
+from fastrl.trainers.plan.report import Plan
 from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import (
     SupervisedArguments,

@@ -38,12 +38,12 @@ from fastrl.models.routing import computed_aux_loss
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.overrides import overridden
-from fastrl.plan.passes import PassSize
-from fastrl.plan.report import Plan
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import SFT
 from fastrl.trainers import rehearse
 from fastrl.trainers.passes import fill
+from fastrl.trainers.plan.passes import PassSize
+from fastrl.trainers.plan.report import Plan
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import (

@@ -17,8 +17,8 @@ from torch import Tensor
 from fastrl.alignment import LOSSES, Example, Loss, make_loss
 from fastrl.alignment.logprobs import ReferencePolicy, Tokens, TrainedPolicy
 from fastrl.data.batch import make_batches
+from fastrl.learn.ref_model.copy import CopyRefModel
 from fastrl.models import CausalLMPolicy
-from fastrl.ref_model.copy import CopyRefModel
 from fastrl.trainers.passes import DeferredGradients
 from fastrl_kernels import reference as formulas
 from tests import tiny_models

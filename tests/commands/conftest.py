@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-import fastrl.commands.report  # noqa: F401 - it has the function itself, which draws
-from fastrl.demo.models import build_tokenizer
-from fastrl.demo.text import preference_pairs, reviews
-from fastrl.reports import report
+import fastrl.tools.commands.report  # noqa: F401 - it has the function itself, which draws
+from fastrl.tools.demo.models import build_tokenizer
+from fastrl.tools.demo.text import preference_pairs, reviews
+from fastrl.tools.reports import report
 
 SHAPE = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 48}
 REWARD = "def by_label(prompts, completions, completion_ids, label, **columns):\n"

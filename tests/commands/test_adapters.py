@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastrl import cli
-from fastrl.demo.text import preference_pairs
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.functions import load_reward
+from fastrl.tools.demo.text import preference_pairs
 from tests import tiny_models
 
 pytestmark = [

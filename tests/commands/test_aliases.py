@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from fastrl import cli
-from fastrl.commands.aliases import aliases_of
-from fastrl.commands.align import AlignFlags, AlignJob
-from fastrl.commands.plan import parse_plan
-from fastrl.commands.ppo import GRPOFlags, GRPOJob, PPOFlags, PPOJob
-from fastrl.commands.reward import RewardFlags, RewardJob
-from fastrl.commands.sft import SFTFlags, SFTJob
 from fastrl.eras import eras_of
+from fastrl.tools.commands.aliases import aliases_of
+from fastrl.tools.commands.align import AlignFlags, AlignJob
+from fastrl.tools.commands.plan import parse_plan
+from fastrl.tools.commands.ppo import GRPOFlags, GRPOJob, PPOFlags, PPOJob
+from fastrl.tools.commands.reward import RewardFlags, RewardJob
+from fastrl.tools.commands.sft import SFTFlags, SFTJob
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 KINDS: dict[str, list[Any]] = {

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastrl import cli
-from fastrl.commands.align import AlignJob
-from fastrl.demo.text import preference_pairs
+from fastrl.tools.commands.align import AlignJob
+from fastrl.tools.demo.text import preference_pairs
 from tests import tiny_models
 
 JUDGE = (

@@ -11,9 +11,9 @@ import torch
 from tqdm.auto import tqdm
 
 from fastrl import cli
-from fastrl.commands.ppo import PPOFlags, PPOJob
-from fastrl.commands.sft import SFTFlags, SFTJob
 from fastrl.run.progress import line_start
+from fastrl.tools.commands.ppo import PPOFlags, PPOJob
+from fastrl.tools.commands.sft import SFTFlags, SFTJob
 
 REQUIRED = ["--model", "m", "--dataset", "d.jsonl", "--reward", "r"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastrl.cli import main
-from fastrl.commands import COMMANDS
+from fastrl.tools.commands import COMMANDS
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:

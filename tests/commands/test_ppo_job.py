@@ -87,7 +87,7 @@ def test_a_folder_that_is_written_again_gets_the_card_of_the_new_model(world, tm
 
 
 def test_a_fixed_length_is_that_of_completions():
-    from fastrl.commands.ppo import GRPOFlags, PPOJob
+    from fastrl.tools.commands.ppo import GRPOFlags, PPOJob
 
     job = PPOJob(model="m", dataset="d", reward="r", max_new_tokens=9)
     assert GRPOFlags().config_for(job).loss_norm_length == 9
@@ -150,8 +150,8 @@ def test_several_rewards_have_weights_and_names(world, tmp_path):
 
 
 def test_a_reward_may_be_a_text_or_a_list_in_a_configuration(tmp_path):
-    from fastrl.commands.flags import parse
-    from fastrl.commands.ppo import PPOFlags, PPOJob
+    from fastrl.tools.commands.flags import parse
+    from fastrl.tools.commands.ppo import PPOFlags, PPOJob
 
     text = "model: m\ndataset: d\n"
     for said, read in (("f.py:a", ["f.py:a"]), ("[f.py:a, runs/b]", ["f.py:a", "runs/b"])):

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.recipes import PAGE, planned, rendered
 from fastrl import cli
-from fastrl.commands import COMMANDS
-from fastrl.commands.flags import parse, yaml_settings
-from fastrl.commands.plan import parse_plan
-from fastrl.plan.report import usable
-from fastrl.recipes import recipes
+from fastrl.tools.commands import COMMANDS
+from fastrl.tools.commands.flags import parse, yaml_settings
+from fastrl.tools.commands.plan import parse_plan
+from fastrl.tools.recipes import recipes
+from fastrl.trainers.plan.report import usable
 from tests import chat_tokenizer
 
 NAMES = sorted(recipes())

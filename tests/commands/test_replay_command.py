@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fastrl import cli
-from fastrl.commands.ppo import GRPOFlags, PPOFlags
-from fastrl.commands.replay import read_job, read_settings, unflattened
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Ledger, read_facts, read_ledger
+from fastrl.tools.commands.ppo import GRPOFlags, PPOFlags
+from fastrl.tools.commands.replay import read_job, read_settings, unflattened
 from tests import tiny_models
 
 pytestmark = [

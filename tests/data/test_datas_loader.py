@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from fastrl.data.datas_loader import DatasLoader
 from fastrl.data.examples import Example, Response
-from fastrl.demo.models import build_tokenizer
+from fastrl.tools.demo.models import build_tokenizer
 from tests.golden import tiny
 
 TEMPLATE = (

@@ -29,8 +29,8 @@ from fastrl.data.prompts import Prompts, samples_of_rows
 from fastrl.data.reads_eos import KEY
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.rewards.functions import ClassifierReward
-from fastrl.trl.reward_functions import RewardFunctions
-from fastrl.trl.rollouts import GroupRollouts
+from fastrl.trainers.groups.reward_functions import RewardFunctions
+from fastrl.trainers.groups.rollouts import GroupRollouts
 from tests import mistral_folders
 
 # A prompt's end may have other tokens in front of its completion than alone.

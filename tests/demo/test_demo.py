@@ -7,9 +7,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastrl import cli
-from fastrl.demo import experiment
-from fastrl.demo.criterion import GAIN_IN_SEMS, KL_CEILING, failures
-from fastrl.demo.text import (
+from fastrl.models import AutoModelForCausalLMWithValueHead
+from fastrl.tools.demo import experiment
+from fastrl.tools.demo.criterion import GAIN_IN_SEMS, KL_CEILING, failures
+from fastrl.tools.demo.text import (
     opening,
     polarity,
     preference_pairs,
@@ -17,8 +18,7 @@ from fastrl.demo.text import (
     sentence,
     split_openings,
 )
-from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.reports.report import Comparison
+from fastrl.tools.reports.report import Comparison
 
 
 def test_reviews_depend_on_the_seed_alone():
@@ -131,7 +131,7 @@ def test_each_condition_can_be_missed(after, kl, missed):
 
 
 def test_a_missed_condition_ends_the_demo_with_one(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fastrl.demo.criterion.KL_CEILING", 0.0)
+    monkeypatch.setattr("fastrl.tools.demo.criterion.KL_CEILING", 0.0)
     small = experiment.Size(
         reviews=64,
         language_model_steps=1,

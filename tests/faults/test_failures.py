@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.reports.curves import RunCurves
-from fastrl.reports.doctor import examine
 from fastrl.run.checkpoints import Checkpoints
 from fastrl.run.folder import RunFolder
+from fastrl.tools.reports.curves import RunCurves
+from fastrl.tools.reports.doctor import examine
 from tests import tiny_models
 from tests.faults.test_kills import command, results
 from tests.golden import tiny

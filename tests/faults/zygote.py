@@ -116,7 +116,7 @@ def _install(name: str, place: str, calls: Counter, kill: Any) -> None:
 
 def _child(request: dict[str, Any]) -> int:
     from fastrl import cli
-    from fastrl.reports import report
+    from fastrl.tools.reports import report
 
     # Half of a tiny run's time, and nothing that is compared.
     report.write_report = lambda folder: folder.report

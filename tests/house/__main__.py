@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.house import budget
+from tests.house import architecture, budget
 from tests.house.measures import KINDS, measured
 from tests.house.source import FOLDERS, ROOT, Source
 
 # Rooms that serve other libraries' programs, and those that look at runs from outside.
-_AROUND = {"compat", "tools", "patch", "programs", "scripts"}
+_AROUND = {"compat", "tools", "patch", "programs", "scripts"}  # the last of earlier trees
 _AROUND |= {"commands", "demo", "plan", "recipes", "reports"}
 _LISTS = ("containers", "defined twice", "fragments", "circles", "journeys")
 
@@ -33,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last one's numbers")
     parser.add_argument("--list", choices=_LISTS, help="name them, for the last checkout")
     parser.add_argument("--lower", action="store_true", help="let the budget follow the numbers")
+    parser.add_argument("--architecture", action="store_true", help="write ARCHITECTURE.md")
     args = parser.parse_args(argv)
+    if args.architecture:
+        architecture.FILE.write_text(architecture.page(Source(ROOT)), encoding="utf-8")
+        return 0
     if args.lower:
         now = budget.numbers(measure(ROOT, args.run))
         budget.write(budget.lowered(budget.read(), now))

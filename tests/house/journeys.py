@@ -80,7 +80,7 @@ def to_the_formula(start: str, run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _place(code: CodeType) -> str:
-    """File, line and name of a function, as "fastrl/ppo/trainer.py:311 step"."""
+    """File, line and name of a function, as "fastrl/trainers/ppo/trainer.py:311 step"."""
     package = Path(_FASTRL if _is_in(_FASTRL, code) else _KERNELS)
     file = Path(code.co_filename).relative_to(package.parent).as_posix()
     return f"{file}:{code.co_firstlineno} {code.co_name}"
@@ -103,6 +103,25 @@ def entered(run: Callable[[], Any]) -> dict[str, int]:
     with profiled(see):
         run()
     return {"functions": len(codes), "files": len({code.co_filename for code in codes})}
+
+
+def in_order(run: Callable[[], Any], places: list[tuple[str, int]]) -> list[int]:
+    """Of the functions at these files and lines those that are entered, each behind the one before
+    it; by their numbers.
+
+    Args:
+        places: files, whole, and first lines.
+    """
+    found: list[int] = []
+
+    def see(frame: FrameType) -> None:
+        code, following = frame.f_code, len(found)
+        if following < len(places) and places[following] == (code.co_filename, code.co_firstlineno):
+            found.append(following)
+
+    with profiled(see):
+        run()
+    return found
 
 
 def step_of_ppo() -> None:

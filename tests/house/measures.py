@@ -118,7 +118,7 @@ def trainers(source: Source) -> dict[str, dict[str, int]]:
     for name in TRAINERS:
         where, _, last = name.rpartition(".")
         homes = [x for x in source.classes if x.node.name == last and where in x.module]
-        homes = [x for x in homes if not x.module.startswith("fastrl.patch")]
+        homes = [x for x in homes if not x.module.startswith("fastrl.compat.patch")]
         if len(homes) == 1:
             line = source.mro(homes[0])
             methods = Counter(x for each in line for x in {m.name for m in each.methods})

@@ -20,10 +20,10 @@ from fastrl.models import CausalLMPolicy
 from fastrl.models.load import load_language_model, load_reward_model, with_adapter
 from fastrl.models.quantised import BASE_FILE, four_bit_config, scales, settle
 from fastrl.models.utils import check_trainable, evaluating, model_identity
-from fastrl.ppo.setup import precision_of, prepared
 from fastrl.rollout import GenerateEngine, RolloutEngine, SamplingParams
 from fastrl.rollout.self_check import _is_exact
 from fastrl.run.model_card import model_card
+from fastrl.trainers.ppo.setup import precision_of, prepared
 from tests import tiny_models
 from tests.alignment import conftest as alignment
 from tests.golden import tiny

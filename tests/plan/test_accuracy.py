@@ -10,9 +10,9 @@ import pytest
 from benchmarks.sides.plan import config_of, planned
 from benchmarks.test_plan import PlanJob, ask
 from fastrl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
-from fastrl.plan.skeleton import Skeleton
 from fastrl.rollout import rehearsed_engine
 from fastrl.trainers import rehearse
+from fastrl.trainers.plan.skeleton import Skeleton
 from fastrl.trainers.rehearse import plan_memory
 
 _SMALL = {
@@ -88,7 +88,7 @@ def test_planning_takes_no_memory_of_the_models_size():
 import json, resource, sys
 from transformers import LlamaConfig
 from fastrl import SFTConfig
-from fastrl.plan.skeleton import Skeleton
+from fastrl.trainers.plan.skeleton import Skeleton
 from fastrl.trainers.rehearse import plan_memory
 from fastrl.trainers.sft import SFTTrainer
 config = LlamaConfig(hidden_size=8192, intermediate_size=22016, num_hidden_layers=8,

@@ -22,14 +22,14 @@ from fastrl import (
     SFTTrainer,
 )
 from fastrl.alignment import AlignmentConfig, BatchFactory, DatasLoader, Trainer
-from fastrl.commands import memory
-from fastrl.commands.memory import RunMemory
-from fastrl.plan import passes
-from fastrl.plan.memory import ACTIVATIONS, PARAMETERS, Peak
-from fastrl.plan.passes import PassSize, choose_passes, fit_passes
-from fastrl.plan.report import CONTEXT_BYTES, GAPS, GIB, Plan
-from fastrl.plan.skeleton import blank_tokenizer, words
 from fastrl.rollout import rehearsed_engine
+from fastrl.tools.commands import memory
+from fastrl.tools.commands.memory import RunMemory
+from fastrl.trainers.plan import passes
+from fastrl.trainers.plan.memory import ACTIVATIONS, PARAMETERS, Peak
+from fastrl.trainers.plan.passes import PassSize, choose_passes, fit_passes
+from fastrl.trainers.plan.report import CONTEXT_BYTES, GAPS, GIB, Plan
+from fastrl.trainers.plan.skeleton import blank_tokenizer, words
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

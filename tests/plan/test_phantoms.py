@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from fastrl.plan.memory import ACTIVATIONS, GRADIENTS, MemoryLog
-from fastrl.plan.phantoms import Phantoms
+from fastrl.trainers.plan.memory import ACTIVATIONS, GRADIENTS, MemoryLog
+from fastrl.trainers.plan.phantoms import Phantoms
 
 LARGE = 1 << 40  # bytes, more than any machine here has
 

@@ -15,12 +15,12 @@ from fastrl import (
     SFTTrainer,
 )
 from fastrl.cli import main
-from fastrl.commands.plan import planned_run
-from fastrl.commands.plan_job import new_adapter
-from fastrl.plan.advice import Remedy, what_to_change
-from fastrl.plan.memory import ACTIVATIONS, Peak
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import blank_tokenizer
+from fastrl.tools.commands.plan import planned_run
+from fastrl.tools.commands.plan_job import new_adapter
+from fastrl.trainers.plan.advice import Remedy, what_to_change
+from fastrl.trainers.plan.memory import ACTIVATIONS, Peak
+from fastrl.trainers.plan.report import Plan
+from fastrl.trainers.plan.skeleton import blank_tokenizer
 
 SIZES = {
     "vocab_size": 4001, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

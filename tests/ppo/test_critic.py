@@ -15,8 +15,8 @@ import fastrl_kernels
 import fastrl_kernels.reference as exact
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.learn.advantages import GAE, discounted_sums
-from fastrl.ppo.method import advantages_of
 from fastrl.rewards.functions import ClassifierReward
+from fastrl.trainers.ppo.method import advantages_of
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import BATCH, make_batch, make_policy, make_trainer, parameters, perturbed

@@ -321,7 +321,7 @@ def test_an_unusual_head_is_told_at_construction_and_gives_the_same_step() -> No
 
 
 def test_statistics_leave_the_device_once(monkeypatch: Any) -> None:
-    from fastrl.ppo import stats
+    from fastrl.trainers.ppo import stats
 
     calls = []
     fetch = stats.fetch

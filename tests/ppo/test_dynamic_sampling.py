@@ -8,8 +8,8 @@ import torch
 from fastrl import PPOConfig
 from fastrl.learn.dynamic_sampling import without_spread
 from fastrl.learn.penalties import OverlongPenalty
-from fastrl.ppo.method import advantages_of
 from fastrl.rollout import RolloutOutput
+from fastrl.trainers.ppo.method import advantages_of
 from tests.ppo.test_policy_gradients import SAMPLING, groups, make_trainer, weights_of
 
 PROMPTS = ["w3 w4", "w5", "w6 w7", "w8", "w9 w3", "w4 w4"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastrl import JsonlCallback, PPOConfig, PPOTrainer, TrainingDiverged
-from fastrl.ppo.guards import check_divergence
+from fastrl.trainers.ppo.guards import check_divergence
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import perturbed

@@ -13,10 +13,10 @@ import torch
 from datasets import Dataset
 
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.step_input import without
 from fastrl.rollout import RolloutOutput
 from fastrl.run.metrics import JsonlCallback, scalars
 from fastrl.samples import COLUMNS, TOKEN
+from fastrl.trainers.ppo.step_input import without
 from tests import seq2seq_models, test_samples, tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import make_policy, perturbed

@@ -12,7 +12,7 @@ from datasets import Dataset
 import fastrl_kernels
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.learn.baselines import EPS
-from fastrl.ppo.method import advantages_of
+from fastrl.trainers.ppo.method import advantages_of
 from fastrl_kernels.ppo_loss import AGGREGATES
 from tests import tiny_models
 from tests.golden import tiny

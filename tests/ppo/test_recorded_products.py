@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.replay import replay
+from fastrl.trainers.ppo.replay import replay
 from fastrl_kernels import gemm
 from tests import tiny_models
 from tests.golden import tiny

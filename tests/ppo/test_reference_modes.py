@@ -12,8 +12,8 @@ from fastrl import (
     PPOTrainer,
     create_reference_model,
 )
+from fastrl.learn.ref_model import choose_ref_model
 from fastrl.models.trunk import TRUNK_NAME, layer_stack
-from fastrl.ref_model import choose_ref_model
 from tests import tiny_models
 from tests.golden import tiny
 from tests.models.conftest import FAMILIES, counted, deep
@@ -298,7 +298,7 @@ def test_without_a_reference_the_score_is_the_reward(adaptive, kl_penalty):
 
 def test_a_run_without_a_reference_says_so_and_leaves_the_kl_out(tmp_path, capsys):
     from fastrl import JsonlCallback
-    from fastrl.reports.report import Comparison
+    from fastrl.tools.reports.report import Comparison
 
     trainer = trainer_of(deep("gpt2"), init_kl_coef=0.0)
     prompts = tiny_models.prompts(3, 4, 5, 2)

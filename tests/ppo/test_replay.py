@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-from fastrl.ppo.replay import replay
 from fastrl.run.ledger import Ledger, read_facts, read_ledger
+from fastrl.trainers.ppo.replay import replay
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 

@@ -110,7 +110,7 @@ def test_anything_else_is_recomputed(kind, policy_scores):
 
 
 def test_the_latest_samples_alone_are_remembered(monkeypatch):
-    monkeypatch.setattr("fastrl.ppo.rollouts.REMEMBERED", 6)
+    monkeypatch.setattr("fastrl.trainers.ppo.rollouts.REMEMBERED", 6)
     trainer = make_trainer()
     old, _, _ = first = rolled_out(trainer)
     queries = [query + 1 for query in old]

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from fastrl import GenerateEngine
-from fastrl.ppo.rollouts import SamplingArguments
+from fastrl.trainers.ppo.rollouts import SamplingArguments
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import make_trainer

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fastrl_kernels.reference as exact
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.replay import replay
 from fastrl.run.ledger import read_ledger
+from fastrl.trainers.ppo.replay import replay
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import BATCH, make_batch, make_policy, make_trainer, perturbed

@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 
 from fastrl import cli
-from fastrl.reports import report
+from fastrl.tools.reports import report
 
 
 def run_commands(file: str | Path) -> None:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.models.sharding import spread, whole
-from fastrl.ppo import setup
 from fastrl.run.callbacks import TrainCallback
 from fastrl.run.launcher import process_count
+from fastrl.trainers.ppo import setup
 from tests import tiny_models
 from tests.golden import tiny
 from tests.processes.launch import keep

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 
 from fastrl import cli
-from fastrl.reports import report
+from fastrl.tools.reports import report
 from tests.faults.zygote import FIT_PLACES, PLACES, _install
 
 

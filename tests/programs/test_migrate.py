@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fastrl.cli import main
+from fastrl.compat.programs.migrate import THERE, read_program, rewritten
 from fastrl.eras import DEFAULTS
-from fastrl.programs.migrate import THERE, read_program, rewritten
 
 PROGRAM = """\
 import os

@@ -13,8 +13,9 @@ import transformers
 
 import fastrl
 from fastrl.cli import main
+from fastrl.compat.programs.importer import TRLImporter
+from fastrl.compat.programs.names import HOMES, MODULES, find, of_its_time
 from fastrl.eras import other_defaults
-from fastrl.programs.names import HOMES, MODULES, find, of_its_time
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import reward_model
@@ -68,7 +69,7 @@ def test_trl_is_fastrl_in_the_program_alone(run: Any) -> None:
     assert said.splitlines()[1].startswith("['--a', '1'] __main__ 1.")
     assert status == 3
     assert sys.modules.get("trl") is installed
-    assert not [x for x in sys.meta_path if type(x).__module__.startswith("fastrl")]
+    assert not [x for x in sys.meta_path if isinstance(x, TRLImporter)]
 
 
 def test_what_fastrl_lacks_is_named_with_the_nearest(run: Any) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, create_reference_model
-from fastrl.models.scoring import ScoringRequest
-from fastrl.ref_model import (
+from fastrl.learn.ref_model import (
     AdapterOffRefModel,
     CopyRefModel,
     NoRefModel,
@@ -16,7 +15,8 @@ from fastrl.ref_model import (
     TrunkRefModel,
     choose_ref_model,
 )
-from fastrl.ref_model.trunk_cache import Budget
+from fastrl.learn.ref_model.trunk_cache import Budget
+from fastrl.models.scoring import ScoringRequest
 from tests import seq2seq_models, tiny_models
 from tests.models.conftest import FAMILIES, batch_of, counted, deep
 from tests.ref_model.conftest import adapted, storage

@@ -5,8 +5,8 @@ import torch
 
 from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import Padded
+from fastrl.learn.ref_model.trunk_cache import Budget, TrunkCache
 from fastrl.models.trunk import Trunk, layer_stack
-from fastrl.ref_model.trunk_cache import Budget, TrunkCache
 from tests import tiny_models
 from tests.models.conftest import LENGTHS, batch_of, counted, deep
 

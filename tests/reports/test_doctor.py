@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastrl.reports.curves import RunCurves
-from fastrl.reports.doctor import CHECKS, ILLNESS, NOTE, examine
+from fastrl.tools.reports.curves import RunCurves
+from fastrl.tools.reports.doctor import CHECKS, ILLNESS, NOTE, examine
 
 STEPS = 40
 

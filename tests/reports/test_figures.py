@@ -3,9 +3,9 @@
 import pytest
 from matplotlib.figure import Figure
 
-from fastrl.reports.curves import RunCurves
-from fastrl.reports.figures import draw, draw_alone, draw_panel
-from fastrl.reports.panels import Panel, TimePanel, panels_of
+from fastrl.tools.reports.curves import RunCurves
+from fastrl.tools.reports.figures import draw, draw_alone, draw_panel
+from fastrl.tools.reports.panels import Panel, TimePanel, panels_of
 
 
 def run_of(name="run", steps=20, **metrics) -> RunCurves:

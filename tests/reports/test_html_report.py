@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 import pytest
 
 from fastrl.cli import main
-from fastrl.commands.report import run_report
-from fastrl.reports.html_report import page, short_names
-from fastrl.reports.notable_samples import notable_samples
-from fastrl.reports.report import write_overlay, write_page
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Ledger
+from fastrl.tools.commands.report import run_report
+from fastrl.tools.reports.html_report import page, short_names
+from fastrl.tools.reports.notable_samples import notable_samples
+from fastrl.tools.reports.report import write_overlay, write_page
 
 EVIL = "<script>alert('$x')</script>&\"'"
 

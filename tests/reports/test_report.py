@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fastrl.reports.curves import series
-from fastrl.reports.report import Comparison, pair_samples, samples_table, write_report
 from fastrl.run.folder import RunFolder
+from fastrl.tools.reports.curves import series
+from fastrl.tools.reports.report import Comparison, pair_samples, samples_table, write_report
 
 
 def metrics_of(steps: int) -> list[dict]:

@@ -11,8 +11,8 @@ import pytest
 import fastrl
 from fastrl import alignment
 from fastrl.cli import main
-from fastrl.reports.curves import RunCurves
-from fastrl.reports.trainer_folder import open_run
+from fastrl.tools.reports.curves import RunCurves
+from fastrl.tools.reports.trainer_folder import open_run
 from tests import tiny_models
 from tests.alignment.conftest import make_factory
 from tests.golden import tiny

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from fastrl.demo.models import build_tokenizer
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.functions import load_reward
+from fastrl.tools.demo.models import build_tokenizer
 
 WORDS = ["the film is good", "the film is bad", "this very long story never ends ."]
 

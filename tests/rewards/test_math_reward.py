@@ -18,7 +18,7 @@ from fastrl.rewards import timed_worker
 from fastrl.rewards.functions import load_reward
 from fastrl.rewards.math_reward import math_reward
 from fastrl.rewards.timed import TimedChild
-from fastrl.trl.reward_functions import RewardFunctions
+from fastrl.trainers.groups.reward_functions import RewardFunctions
 from tests.patience import PATIENCE
 from tests.rewards.test_ready_rewards import HOSTILE
 

@@ -12,12 +12,12 @@ import pytest
 
 from fastrl import GRPOConfig
 from fastrl.alignment import RewardAnnotator, load_annotator
+from fastrl.compat.scripts import rewards as under_trls_names
 from fastrl.rewards import json_reward, text_rewards
 from fastrl.rewards.functions import READY, load_reward
 from fastrl.rewards.text_rewards import get_soft_overlong_punishment, last_block
 from fastrl.rewards.weighted import Rewards
-from fastrl.scripts import rewards as under_trls_names
-from fastrl.trl.reward_functions import RewardFunctions
+from fastrl.trainers.groups.reward_functions import RewardFunctions
 
 needs_jsonschema = pytest.mark.skipif(
     importlib.util.find_spec("jsonschema") is None, reason="jsonschema is not installed"

@@ -22,7 +22,7 @@ from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.functions import load_function
 from fastrl.rewards.weighted import Rewards
 from fastrl.run.processes import OneProcess
-from fastrl.trl.response_log import ResponseLog
+from fastrl.trainers.groups.response_log import ResponseLog
 from fastrl.user_code import fault_of
 from tests.golden import tiny
 from tests.patience import LONG, PATIENCE

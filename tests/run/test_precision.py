@@ -11,10 +11,10 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from fastrl.ppo.setup import choose_precision
 from fastrl.run import precision
 from fastrl.run.precision import default_precision, kind_of_device, precision_for, said_outside
 from fastrl.trainers.low_memory import settle_precision
+from fastrl.trainers.ppo.setup import choose_precision
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -47,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine as if its GPU could bf16, in a process that has no Accelerator yet."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr("accelerate.state.is_initialized", lambda: False)
-    monkeypatch.setattr("fastrl.ppo.setup.kind_of_device", lambda settings: "cuda")
+    monkeypatch.setattr("fastrl.trainers.ppo.setup.kind_of_device", lambda settings: "cuda")
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     return monkeypatch
 

@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import GenerationConfig
 
 import fastrl
-from fastrl.scripts import helpers
-from fastrl.scripts.callbacks import LogCompletionsCallback
+from fastrl.compat.scripts import helpers
+from fastrl.compat.scripts.callbacks import LogCompletionsCallback
 from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
 from tests.trl import test_dpo

@@ -205,7 +205,7 @@ def test_tasks_go_on_as_alone_where_padding_changes_what_is_drawn(ignores_masks:
 
 
 def test_responses_are_drawn_alone_where_a_batch_changes_them(monkeypatch: Any, small: Any) -> None:
-    monkeypatch.setattr("fastrl.scripts.best_of_n.together", lambda *_: 1)
+    monkeypatch.setattr("fastrl.compat.scripts.best_of_n.together", lambda *_: 1)
     sizes, generate = [], small.generate
 
     def noted(ids: Any, **given: Any) -> Any:

@@ -16,7 +16,7 @@ from fastrl import cli
 from fastrl.alignment import DatasLoader
 from fastrl.data.encode import Encoder
 from fastrl.models.fast_tokenizer import as_fast
-from fastrl.reports import report
+from fastrl.tools.reports import report
 from tests import mistral_folders
 from tests.trainers.conftest import ONE_STEP
 

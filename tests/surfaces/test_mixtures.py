@@ -408,7 +408,7 @@ def test_preferences_pack_mixtures_with_the_loss_that_transformers_computes(
     def first_step(followed, **settings):
         with monkeypatch.context() as patch:
             if not followed:
-                patch.setattr("fastrl.trl.preference.follow_routers", lambda model: 0)
+                patch.setattr("fastrl.trainers.pairs.preference.follow_routers", lambda model: 0)
             options = {"logging_steps": 1, "max_steps": 1, "router_aux_loss_coef": 0.5}
             args = config(output_dir=str(tmp_path), **{**ONE_STEP, **options, **settings})
             data = Dataset.from_dict({**prompts, **sides})

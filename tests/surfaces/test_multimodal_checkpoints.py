@@ -18,7 +18,7 @@ import fastrl
 from fastrl import RolloutEngine, cli
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.load import load_language_model
-from fastrl.reports import report
+from fastrl.tools.reports import report
 from tests import multimodal_models, tiny_models
 from tests.trainers.conftest import ONE_STEP
 

@@ -21,11 +21,11 @@ import fastrl
 from fastrl import alignment, cli
 from fastrl.learn.preferences import PAIR_LOSSES, UNPAIRED_LOSSES
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-from fastrl.reports import report
 from fastrl.rewards.functions import load_function
 from fastrl.rollout import RolloutOutput, SamplingParams
 from fastrl.rollout.backends import EngineBackend
-from fastrl.trl.dpo_config import LOSS_TYPES
+from fastrl.tools.reports import report
+from fastrl.trainers.pairs.dpo_config import LOSS_TYPES
 from tests import tables, tiny_models
 from tests.golden import tiny
 

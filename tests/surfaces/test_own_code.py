@@ -17,12 +17,12 @@ from torch import Tensor
 import fastrl
 from fastrl import cli
 from fastrl.alignment import BatchFactory, PairwiseLoss, Trainer, loss_of_pairs, make_loss
-from fastrl.commands.ppo import GRPOFlags, GRPOJob
-from fastrl.commands.report import run_report
 from fastrl.learn.baselines import compared, standardised
 from fastrl.learn.preferences import Side
 from fastrl.models import CausalLMPolicy
-from fastrl.trl.replay import replay
+from fastrl.tools.commands.ppo import GRPOFlags, GRPOJob
+from fastrl.tools.commands.report import run_report
+from fastrl.trainers.groups.replay import replay
 from fastrl.user_code import forget_files
 from tests import tables, tiny_models
 from tests.golden import tiny

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastrl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer
-from fastrl.ppo.method import advantages_of
 from fastrl.samples import Samples
+from fastrl.trainers.ppo.method import advantages_of
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trl.test_online import make

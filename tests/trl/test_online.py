@@ -24,7 +24,7 @@ from fastrl.learn.samples import learned_counts
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.metric_means import MetricMeans
 from fastrl.samples import Samples
-from fastrl.trl.group_sampler import GroupSampler, in_groups
+from fastrl.trainers.groups.group_sampler import GroupSampler, in_groups
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import OwnStates, assert_resumes, with_dropout

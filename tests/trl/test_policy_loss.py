@@ -20,8 +20,8 @@ from fastrl.learn.experience import Minibatch
 from fastrl.learn.samples import minibatch_of
 from fastrl.models.scoring import TokenScores
 from fastrl.samples import Samples
-from fastrl.trl.passes import Pass
-from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
+from fastrl.trainers.groups.passes import Pass
+from fastrl.trainers.groups.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
 
 COUNTS = [3, 0, 2, 6]
 # How the policy is to the responses: one that has moved since it sampled them, the one that sampled

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastrl.learn.ref_model import ReferenceArguments
+from fastrl.learn.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel
+from fastrl.learn.ref_model.copy import CopyRefModel
 from fastrl.models import CausalLMPolicy
 from fastrl.models.load import with_adapter
-from fastrl.ref_model import ReferenceArguments
-from fastrl.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel
-from fastrl.ref_model.copy import CopyRefModel
-from fastrl.trl.reference import reference_of
+from fastrl.trainers.reference import reference_of
 from tests import tiny_models
 from tests.trl import test_dpo, test_kto, test_online
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer
-from fastrl.trl.rollout_correction import of_all_or_none
+from fastrl.trainers.groups.rollout_correction import of_all_or_none
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_resumes

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerCallback
 
 from fastrl.run.ledger import read_ledger
-from fastrl.trl.replay import replay
+from fastrl.trainers.groups.replay import replay
 from tests import tiny_models
 from tests.trl.test_online import make
 

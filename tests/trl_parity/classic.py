@@ -16,8 +16,8 @@ from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, core
 from trl.trainer import ppo_trainer
 
 import fastrl
-from fastrl.patch import Calls
-from fastrl.patch.trl_0_11 import REPLACEMENTS
+from fastrl.compat.patch import Calls
+from fastrl.compat.patch.trl_0_11 import REPLACEMENTS
 from tests.golden import tiny
 from tests.trl_parity.originals import counted_originals
 

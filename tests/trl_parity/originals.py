@@ -1,4 +1,4 @@
-"""Counts what TRL's own functions are called, beside what fastrl.patch counts."""
+"""Counts what TRL's own functions are called, beside what fastrl.compat.patch counts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastrl.patch.bindings import rebind
-from fastrl.patch.replacement import Replacement
+from fastrl.compat.patch.bindings import rebind
+from fastrl.compat.patch.replacement import Replacement
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.patch import Calls
+from fastrl.compat.patch import Calls
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trl_parity.originals import counted_originals
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def replacements() -> Any:
-    return importlib.import_module("fastrl.patch.trl_1_16").REPLACEMENTS
+    return importlib.import_module("fastrl.compat.patch.trl_1_16").REPLACEMENTS
 
 
 @pytest.fixture(autouse=True)

@@ -17,15 +17,15 @@ from fastrl.learn.engine import Engine
 from fastrl.learn.experience import Experience, Minibatch
 from fastrl.learn.kl import make_kl_penalty
 from fastrl.learn.loss import UpdateLoss
+from fastrl.learn.ref_model.none import NoRefModel
 from fastrl.learn.scorer import Scorer
 from fastrl.learn.update import UpdateRecord
 from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating
-from fastrl.ppo import method
-from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 from fastrl.run.processes import processes_of
 from fastrl.run.random_state import seed_at
+from fastrl.trainers.ppo import method
 
 # Coefficients that are settings of PPOConfig under the same names.
 _SHARED_SETTINGS = (

@@ -1,0 +1,1 @@
+"""What serves the programs of other libraries."""

@@ -1,0 +1,230 @@
+"""A table of where fastrl has what TRL programs import, by TRL's modules and names."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import re
+import tokenize
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fastrl.compat.programs.calls import calls_of, only_named
+
+API = "1.16.0"  # what trl.__version__ says: the names that are looked up first
+_FASTRL: list[str] = importlib.import_module("fastrl").__all__
+# TRL's names, by their homes in fastrl; its modules re-export them from each other.
+HOMES: dict[str, str] = {
+    **{name: "fastrl" for name in _FASTRL if name not in ("__version__", "patch")},
+    **dict.fromkeys(
+        (
+            *("logprobs_from_logits", "entropy_from_logits", "masked_mean", "masked_var"),
+            *("masked_whiten", "whiten", "clip_by_value", "top_k_top_p_filtering"),
+            *("respond_to_batch", "flatten_dict", "stack_dicts", "stats_to_np"),
+            *("convert_to_scalar", "PPODecorators", "randn_tensor"),
+        ),
+        "fastrl.core",
+    ),
+    **dict.fromkeys(("AdaptiveKLController", "FixedKLController"), "fastrl.learn.kl"),
+    **dict.fromkeys(
+        (
+            *("selective_log_softmax", "pad", "listify_batch", "disable_dropout_in_model"),
+            *("unwrap_model_for_generation", "profiling_decorator", "profiling_context"),
+        ),
+        "fastrl.compat.scripts.helpers",
+    ),
+}
+# What does the work of trainers that fastrl has not.
+INSTEAD = {
+    "ORPO": "fastrl align --loss orpo",
+    "CPO": "fastrl align --loss simpo or orpo, which know no reference either",
+    "BCO": "DPOTrainer with loss_type='bco_pair', or KTOTrainer",
+    "OnlineDPO": "fastrl align --loss dpo --task online-pairwise",
+    "NashMD": "fastrl align --task online-pairwise, with another loss",
+    "XPO": "fastrl align --task online-pairwise, with another loss",
+    "GKD": "nothing yet; SFTTrainer on the teacher's responses is nearest",
+    "PRM": "nothing yet; RewardTrainer judges whole responses",
+    "Iterative": "SFTTrainer, or PPOTrainer.step for rewards",
+}
+MODULES = (
+    "trl",
+    "trl.chat_template_utils",
+    "trl.commands",
+    "trl.commands.cli_utils",
+    "trl.core",
+    "trl.data_utils",
+    "trl.environment",
+    "trl.environment.base_environment",
+    "trl.experimental",
+    "trl.experimental.ppo",
+    "trl.extras",
+    "trl.extras.best_of_n_sampler",
+    "trl.extras.dataset_formatting",
+    "trl.extras.profiling",
+    "trl.import_utils",
+    "trl.models",
+    "trl.models.modeling_base",
+    "trl.models.modeling_value_head",
+    "trl.models.utils",
+    "trl.rewards",
+    "trl.scripts",
+    "trl.scripts.utils",
+    "trl.trainer",
+    "trl.trainer.callbacks",
+    "trl.trainer.model_config",
+    "trl.trainer.utils",
+    *(
+        f"trl.trainer.{method}_{kind}"
+        for method in ("dpo", "grpo", "kto", "ppo", "ppov2", "reward", "rloo", "sft")
+        for kind in ("trainer", "config")
+    ),
+    # Modules of trainers that fastrl has not, for programs that only name them.
+    *(f"trl.trainer.{x.lower()}_{kind}" for x in INSTEAD for kind in ("trainer", "config")),
+)
+# What names meant at other times: PPO's from TRL 0.12 on, RLOO's until 0.21; and keywords of their
+# trainers that tell them from the others.
+SECOND_PPO = {"PPOConfig": "PPOv2Config", "PPOTrainer": "PPOv2Trainer"}
+FIRST_RLOO = {"RLOOConfig": "RLOOv1Config", "RLOOTrainer": "RLOOv1Trainer"}
+_TOLD_BY: dict[str, tuple[set[str], dict[str, str]]] = {
+    "PPOTrainer": ({"args", "processing_class", "value_model", "reward_model"}, SECOND_PPO),
+    "RLOOTrainer": ({"policy", "ref_policy", "reward_model"}, FIRST_RLOO),
+}
+_NEAREST = ": the nearest is "
+_NEAR = 0.75  # below it, letters in common mean little
+_AVAILABLE = re.compile(r"is_(\w+)_available")
+
+
+def of_its_time(source: str) -> dict[str, str]:
+    """Names of a program that meant another thing than they do now, by how it calls trainers."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # which running it will say
+        return {}
+    origins: dict[str, str] = {}
+    names = {**dict(zip(_TOLD_BY, _TOLD_BY, strict=True)), **imported_names(tree)}
+    for call in calls_of(tree, names):
+        keywords, meant = _TOLD_BY.get(call.name, (set(), {}))
+        if keywords & {keyword.arg for keyword in call.keywords}:
+            origins |= meant
+    return origins
+
+
+def is_trl(module: str | None) -> bool:
+    """Whether a module's name is TRL's, or of one in it."""
+    return module is not None and module.partition(".")[0] == "trl"
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """The names that a program imports from TRL, by what it calls them."""
+    imports = (x for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) and is_trl(x.module))
+    return {alias.asname or alias.name: alias.name for x in imports for alias in x.names}
+
+
+def only_named_in(source: str) -> set[str]:
+    """The names of TRL in a program that fastrl lacks, and without which the program runs, see
+    :func:`fastrl.compat.programs.calls.only_named`. What is nearly a name of fastrl's is none of
+    them."""
+    tree = ast.parse(source)
+    nodes = [*ast.walk(tree)]
+    aliases = (alias for x in nodes if isinstance(x, ast.Import) for alias in x.names)
+    modules = {alias.asname or alias.name for alias in aliases if is_trl(alias.name)}
+    asked = (x for x in nodes if isinstance(x, ast.Attribute) and ast.unparse(x.value) in modules)
+    without = only_named(tree, {**{x.attr: x.attr for x in asked}, **imported_names(tree)})
+    return {name for name in without if name not in HOMES and _NEAREST not in missing(name)}
+
+
+@cache
+def only_named_by(path: str) -> set[str]:
+    """:func:`only_named_in` of a file; of what is none, nothing."""
+    try:
+        return only_named_in(read_source(Path(path)))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return set()
+
+
+def read_source(path: Path) -> str:
+    """A Python file's text, by the encoding that it declares.
+
+    Raises:
+        SyntaxError: it declares an unknown one.
+        UnicodeDecodeError: it is not in that encoding.
+    """
+    with tokenize.open(path) as file:
+        return file.read()
+
+
+def stand_in(name: str) -> type:
+    """A class in the place of one that fastrl lacks, which cannot be made."""
+    told = missing(name)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ImportError(told, name=name)
+
+    warnings.warn(f"{told}; the program only names it, and goes on", stacklevel=2)
+    return type(name, (), {"__new__": refuse})
+
+
+def find(name: str, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """What a name of TRL's is in fastrl.
+
+    Args:
+        renamed: names that mean another.
+
+    Raises:
+        AttributeError: fastrl has none of that name, and which is nearest.
+    """
+    name = renamed.get(name, name)
+    if name == "__version__":
+        return API
+    if name in HOMES:
+        home = HOMES[name]
+        module = importlib.import_module(home)
+        return module if home == f"fastrl.{name}" else getattr(module, name)
+    if asked := _AVAILABLE.fullmatch(name):
+        return _availability(asked[1])
+    raise AttributeError(missing(name))
+
+
+def home_of(name: str) -> tuple[str, str] | None:
+    """The module that has a name of TRL's, and its name there; None: it is under run-trl alone."""
+    if name in HOMES:
+        return HOMES[name], name
+    asked = _AVAILABLE.fullmatch(name)
+    answer = _asked_of_transformers(asked[1]) if asked else None
+    return None if answer is None else ("transformers.utils", answer)
+
+
+def _asked_of_transformers(package: str) -> str | None:
+    """The name by which transformers says whether a package is there."""
+    from transformers import utils
+
+    names = (f"is_{package}_available", f"is_torch_{package}_available")
+    return next((name for name in names if hasattr(utils, name)), None)
+
+
+def missing(name: str, where: str = "trl") -> str:
+    """Says that fastrl lacks a name of TRL's, and what is nearest."""
+    method = next(
+        (x for x in INSTEAD if name in (f"{x}Trainer", f"{x}Config", f"{x.lower()}_trainer")), None
+    )
+    if method is not None:
+        return f"fastrl has no {name} of {where}: use {INSTEAD[method]}"
+    known = [*HOMES, *(module.rpartition(".")[2] for module in MODULES)]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+    return f"fastrl has no {name} of {where}" + (f"{_NEAREST}{near[0]}" if near else "")
+
+
+def _availability(package: str) -> Callable[..., bool]:
+    """transformers' answer, or whether a package of that name can be imported."""
+    from transformers import utils
+
+    known = _asked_of_transformers(package)
+    if known is not None:
+        return getattr(utils, known)
+    return lambda *_: importlib.util.find_spec(package) is not None

@@ -1,0 +1,145 @@
+"""Reference models of a PEFT policy: its base model, or the adapter that training started from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.learn.ref_model.base import RefModel
+from fastrl.learn.ref_model.copy import mix
+from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
+from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.sharding import like, own_share, spread
+from fastrl.models.utils import evaluating
+from fastrl.models.value_head import PreTrainedModelWrapper
+
+_B = ("lora_B", "lora_embedding_B")  # LoRA's factors that begin at 0
+# Parts of the names of weights without a tuner's prefix that PEFT adds, and that act with an
+# adapter.
+_ADDED = ("modules_to_save", "trainable_tokens_", "prompt_encoder")
+
+
+def trained_before(peft_model: Any) -> bool:
+    """Whether the active adapter may change the outputs already: a new LoRA adapter's B is 0."""
+    active = [f".{name}." for name in peft_model.active_adapters]
+    factors = [
+        p
+        for name, p in peft_model.named_parameters()
+        if any(f".{b}{each}" in f"{name}." for b in _B for each in active)
+    ]
+    # Weights of adapters of other kinds do not show whether they were trained.
+    return not factors or any(bool(p.any()) for p in factors)
+
+
+def trained_below(peft_model: Any) -> dict[str, nn.Parameter]:
+    """The base's own weights that are trained beside an adapter, by name, such as the biases of
+    LoRA's ``bias="all"``: they act whether the adapter is on or off."""
+    prefix = getattr(peft_model.base_model, "prefix", None)
+    added = _ADDED if prefix is None else (prefix, *_ADDED)
+    return {
+        name: p
+        for name, p in peft_model.named_parameters()
+        if p.requires_grad and not any(part.startswith(added) for part in name.split("."))
+    }
+
+
+class SwitchedAdapter(RefModel):
+    """The policy itself, with its adapter off or replaced while it is used. The base's own weights
+    that are trained beside the adapter are meanwhile what they were as training began."""
+
+    mode = "adapter"
+
+    def __init__(self, policy: PreTrainedModelWrapper):
+        self.policy: Any = policy
+        self._unwrapped = policy
+        below = trained_below(policy.pretrained_model)
+        self._begun = {name: p.detach().clone() for name, p in below.items()}
+
+    def place(self, policy: nn.Module, accelerator: Any) -> None:
+        self.policy = policy
+
+    @torch.no_grad()
+    def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
+        # In training mode the reference would have dropout, too.
+        still = evaluating(self.policy) if self.policy.training else contextlib.nullcontext()
+        with still, self.as_policy():
+            return self.policy(**inputs, scoring=request)
+
+    @contextlib.contextmanager
+    def as_policy(self) -> Iterator[nn.Module]:
+        with self._switched(), self._as_begun():
+            yield self.policy
+
+    @contextlib.contextmanager
+    def _as_begun(self) -> Iterator[None]:
+        """Context in which the base's trained weights have the values that the reference has."""
+        if not self._begun:
+            yield
+            return
+        spread(self._unwrapped)
+        named = dict(self._unwrapped.pretrained_model.named_parameters())
+        shares = [own_share(named[name].data) for name in self._begun]
+        trained = [share.clone() for share in shares]
+        try:
+            for (name, begun), share in zip(self._begun.items(), shares, strict=True):
+                share.copy_(own_share(like(begun, named[name].data)))
+            yield
+        finally:
+            for share, now in zip(shares, trained, strict=True):
+                share.copy_(now)
+            spread(self._unwrapped)  # gathered weights have the reference's values
+
+    @abstractmethod
+    def _switched(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the policy acts as the reference."""
+
+
+class AdapterOffRefModel(SwitchedAdapter):
+    """The policy with its adapter off, which is its base model; there are no further weights."""
+
+    @contextlib.contextmanager
+    def _switched(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._begun:  # PEFT warns that biases stay as they are: they are put back
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", "Careful, disabling adapter layers with bias")
+            stack.enter_context(trainability_kept(self._unwrapped))
+            stack.enter_context(self._unwrapped.disable_adapter())
+            yield
+
+
+class StartAdapterRefModel(SwitchedAdapter):
+    """The policy with a frozen copy of the adapter that it had when training started."""
+
+    def __init__(self, policy: PreTrainedModelWrapper):
+        super().__init__(policy)
+        self._peft: Any = policy.pretrained_model
+        trained = self._peft.active_adapter
+        config = copy.copy(self._peft.peft_config[trained])
+        config.init_lora_weights = True  # another start may change the base's weights once more
+        config.bias = "none"  # PEFT refuses a second adapter that trains them
+        add_adapter(self._peft, REFERENCE_ADAPTER, config)
+        self._trained = trained
+        self.follow(1.0)
+
+    def follow(self, weight: float) -> None:
+        own = self.own_weights()
+        theirs = [name.replace(f".{REFERENCE_ADAPTER}.", f".{self._trained}.") for name in own]
+        weights = dict(self._peft.named_parameters())
+        mix(list(own.values()), [weights[name].data for name in theirs], weight)
+
+    def own_weights(self) -> dict[str, Tensor]:
+        spread(self._unwrapped)
+        named = self._peft.named_parameters()
+        added = {name: p.data for name, p in named if f".{REFERENCE_ADAPTER}." in name}
+        return {**added, **self._begun}
+
+    def _switched(self) -> contextlib.AbstractContextManager[None]:
+        return acting(self._peft, REFERENCE_ADAPTER)

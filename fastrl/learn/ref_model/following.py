@@ -1,0 +1,42 @@
+"""A reference model that follows the policy while it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from fastrl.learn.ref_model.arguments import ReferenceArguments
+from fastrl.learn.ref_model.base import RefModel
+
+
+class Follow(TrainerCallback):
+    """ref ← α·policy + (1 - α)·ref each ``ref_model_sync_steps`` optimizer steps, with α =
+    ``ref_model_mixup_alpha``; without ``sync_ref_model`` the reference stays as it is."""
+
+    def __init__(self, reference: RefModel | None, args: ReferenceArguments):
+        self.reference, self.follows = reference, args.sync_ref_model
+        self.every, self.weight = args.ref_model_sync_steps, args.ref_model_mixup_alpha
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.follows and state.global_step % self.every == 0:
+            assert self.reference is not None
+            self.reference.follow(self.weight)
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights, on the host, that a checkpoint needs of a reference that follows; none of
+        one that stays as it is."""
+        own = self.reference.own_weights() if self.follows and self.reference is not None else {}
+        return {name: x.detach().cpu() for name, x in own.items()}
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Gives the reference what :meth:`state` returned."""
+        if saved:
+            assert self.reference is not None
+            own = self.reference.own_weights()
+            for name, x in saved.items():
+                own[name].copy_(x)

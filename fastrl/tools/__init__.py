@@ -1,0 +1,1 @@
+"""What looks at runs from outside: commands, reports, the demo, recipes."""

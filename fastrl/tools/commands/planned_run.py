@@ -1,0 +1,447 @@
+"""A run that is planned for a command's flags, and what can be changed of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastrl.config import PPOConfig
+from fastrl.models import quantised
+from fastrl.models.optimizers import optimizer_name
+from fastrl.tools.commands.plan_job import PlanJob, new_adapter
+from fastrl.trainers.plan.advice import Dial, Remedy
+from fastrl.trainers.plan.memory import (
+    ACTIVATIONS,
+    CASTS,
+    GRADIENTS,
+    KV_CACHE,
+    OPTIMIZER,
+    PARAMETERS,
+    REFERENCE,
+)
+from fastrl.trainers.plan.passes import PassSize, choose_passes
+from fastrl.trainers.plan.report import Plan
+from fastrl.trainers.plan.skeleton import Skeleton
+
+_LORA_RANK = 16  # of the adapter that is suggested
+_EIGHT_BITS = "adamw_bnb_8bit"
+# Optimizers that step in host memory, and have two moments.
+_ADAMS = ("adam", "adamw_torch", "adamw_torch_fused")
+_SMALLEST_POSITIONS = 256  # of a micro-batch that is suggested
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that is planned: see :class:`fastrl.trainers.plan.advice.Planned`."""
+
+    job: PlanJob
+    skeleton: Skeleton
+    flags: Any  # of the method's command
+
+    @property
+    def samples_responses(self) -> bool:
+        """Whether the policy writes the responses, in a rollout engine with slots."""
+        return self.job.is_policy_gradient or self.job.task_is_online
+
+    @property
+    def kv_cache_flag(self) -> str | None:
+        return "--rollout-kv-cache-gib" if self.job.is_policy_gradient else None
+
+    def plan(self) -> Plan:
+        """Rehearses the method's trainer."""
+        from fastrl.trainers.rehearse import plan_memory
+
+        job = self.job
+        lengths: tuple[int, ...] = (job.prompt_tokens, job.response_tokens)
+        self._check_lengths()
+        trainer_class: Any
+        parts: dict[str, Any] = {}
+        if job.is_policy_gradient:
+            from fastrl.trainers.ppo import PPOTrainer as trainer_class
+        elif job.method == "sft":
+            from fastrl.trainers.sft import SFTTrainer as trainer_class
+        elif job.method == "reward":
+            from fastrl.trainers.reward import RewardTrainer as trainer_class
+        else:
+            from fastrl.alignment.trainer import Trainer as trainer_class
+
+            parts = {"loss": job.method, "task": job.task}
+        if job.method in ("sft", "reward"):
+            lengths = (sum(lengths),)
+        return plan_memory(
+            trainer_class, self.skeleton, self.flags, *lengths, device=job.kind_of_device, **parts
+        )
+
+    def fitted(self, gpu_gib: float) -> tuple[PlannedRun, Plan]:
+        """The run and its plan, as its command begins it on a GPU: with passes that fit, where
+        nobody has said how large they are."""
+        if self.flags.micro_batch_tokens is not None:
+            return self, self.plan()
+        passes, plan = choose_passes(
+            lambda passes: self._with_passes(passes).plan(), self._tokens, self._unsplit, gpu_gib
+        )
+        plan.settings["chosen_for_this_GPU"] = str(passes)
+        return self._with_passes(passes), plan
+
+    def _with_passes(self, passes: PassSize) -> PlannedRun:
+        return dataclasses.replace(self, flags=passes.of(self.flags))
+
+    def _check_lengths(self) -> None:
+        """Raises ValueError, by the flags' names, for lengths that no sample has, or that the run
+        would refuse or cut samples of."""
+        job = self.job
+        lengths = {"--prompt-tokens": job.prompt_tokens, "--response-tokens": job.response_tokens}
+        self.skeleton.check_tokens(**lengths)
+        whole = f"{' + '.join(lengths)} = {self._sample}"
+        most = getattr(self.flags, "max_length", None)
+        if most is not None and self._sample > most:
+            raise ValueError(
+                f"{whole} are more than --max-length={most}, to which the run cuts: raise that, or "
+                "lower them"
+            )
+        texts = 2 if job.learns_pairs and job.learns_a_reward_model else 1
+        of_a_pass = self.flags.micro_batch_tokens
+        if of_a_pass is not None and texts * self._sample > of_a_pass:
+            pair = f", and a pair has {texts * self._sample}" if texts == 2 else ""
+            raise ValueError(
+                f"{whole}{pair}: more than --micro-batch-tokens={of_a_pass}, which a pass may "
+                "have. Raise that, or lower them"
+            )
+
+    def dials(self) -> list[Dial]:
+        """Samples that are generated at a time, and samples or tokens of a pass."""
+        dials = []
+        if self.samples_responses:
+            slots = self.flags.rollout_slots
+            dials.append(Dial(KV_CACHE, self._samples_at_once / slots, self._with_slots))
+        dials.append(Dial(ACTIVATIONS, *self._passes()))
+        return dials
+
+    def changes(self) -> list[Remedy]:
+        """Changes that save memory, the cheapest first: those that cost no time, then time, then
+        precision, then what is learned."""
+        return [
+            *self._smaller_rollouts(),
+            *self._smaller_passes(),
+            *self._slower(),
+            *self._less_precise(),
+            *self._adapters(),
+        ]
+
+    # Sizes
+
+    @property
+    def _samples_at_once(self) -> int:
+        """Samples that would be generated at a time if there were slots for all."""
+        if self.job.is_policy_gradient:
+            return int(self.flags.batch_size)
+        return (1 + self.job.learns_pairs) * int(self.flags.per_device_train_batch_size)
+
+    @property
+    def _size(self) -> str:
+        """The name of the setting that is the number of samples in a mini-batch."""
+        if self.job.is_policy_gradient:
+            return "mini_batch_size"
+        return "per_device_train_batch_size"
+
+    @property
+    def _sample(self) -> int:
+        return self.job.prompt_tokens + self.job.response_tokens
+
+    @property
+    def _example(self) -> int:
+        """Tokens of what is scored together, at most: a sample, or a pair."""
+        return (1 + self.job.learns_pairs) * self._sample
+
+    @property
+    def _unsplit(self) -> int:
+        """Tokens that a pass takes together, at least."""
+        return self._example if self.job.learns_a_reward_model else self._sample
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a mini-batch, at most."""
+        return int(getattr(self.flags, self._size)) * self._example
+
+    def _with_slots(self, factor: int) -> tuple[str, PlannedRun]:
+        slots = self.flags.rollout_slots * factor
+        return f"--rollout-slots {slots}", self._with(rollout_slots=slots)
+
+    def _passes(self) -> tuple[float, Callable[[int], tuple[str, PlannedRun]]]:
+        """The factor by which passes can grow, and the function that makes them grow: by the limit
+        of their tokens where there is one, which changes no result; else by larger mini-batches."""
+        flags, most = self.flags, self.flags.micro_batch_tokens
+        if most is not None:
+            return self._tokens / most, self._with_tokens
+        if self.job.is_policy_gradient:
+            whole = flags.batch_size / (flags.mini_batch_size * flags.gradient_accumulation_steps)
+            return whole * flags.gradient_accumulation_steps, self._with_larger_batches
+        return float("inf"), self._with_larger_batches
+
+    def _with_tokens(self, factor: int) -> tuple[str, PlannedRun]:
+        most = self.flags.micro_batch_tokens * factor
+        return f"--micro-batch-tokens {most}", self._with(micro_batch_tokens=most)
+
+    def _with_larger_batches(self, factor: int) -> tuple[str, PlannedRun]:
+        size = getattr(self.flags, self._size) * factor
+        before = self.flags.gradient_accumulation_steps
+        steps = -(-before // factor)
+        larger = {self._size: size}
+        if steps != before:
+            larger["gradient_accumulation_steps"] = steps
+        return _flags(larger), self._with(**larger)
+
+    # Remedies
+
+    def _smaller_rollouts(self) -> Iterator[Remedy]:
+        if not self.samples_responses:
+            return
+        if self.job.is_policy_gradient:
+            yield Remedy(
+                "--rollout-sleep true",
+                "slower rollouts",
+                {KV_CACHE: 0.0, CASTS: 0.0},
+                PlannedRun._asleep,
+            )
+        now = min(self.flags.rollout_slots, self._samples_at_once)
+        for part in (2, 4, 8):
+            if now >= part:
+                yield Remedy(
+                    f"--rollout-slots {now // part}",
+                    "slower rollouts",
+                    {KV_CACHE: 1 / part, ACTIVATIONS: 1 / part},
+                    partial(PlannedRun._with, rollout_slots=now // part),
+                )
+
+    def _smaller_passes(self) -> Iterator[Remedy]:
+        cost = "the same gradient in more passes"
+        if self.job.is_policy_gradient or self.flags.micro_batch_tokens is not None:
+            whole = self.flags.micro_batch_tokens or self._tokens
+            tokens, part = whole // 2, 2
+            least = max(self._example, _SMALLEST_POSITIONS)
+            while tokens >= least:
+                yield Remedy(
+                    f"--micro-batch-tokens {tokens}",
+                    cost,
+                    {ACTIVATIONS: 1 / part},
+                    partial(PlannedRun._with, micro_batch_tokens=tokens),
+                )
+                tokens, part = tokens // 2, part * 2
+            return
+        whole, steps = getattr(self.flags, self._size), self.flags.gradient_accumulation_steps
+        for passes in (2, 4, 8, 16, 32, whole):
+            if whole % passes or passes == 1:
+                continue
+            smaller = {
+                self._size: whole // passes,
+                "gradient_accumulation_steps": steps * passes,
+            }
+            yield Remedy(
+                _flags(smaller),
+                cost,
+                {ACTIVATIONS: 1 / passes},
+                partial(PlannedRun._with, **smaller),
+            )
+
+    def _slower(self) -> Iterator[Remedy]:
+        yield Remedy(
+            "--gradient-checkpointing true",
+            "about a third more time in the update",
+            {ACTIVATIONS: 0.0},
+            PlannedRun._checkpointed,
+        )
+        if self.job.kind_of_device == "cpu":
+            return  # a CPU's memory is the host's
+        if hasattr(self.flags, "reference"):
+            yield Remedy(
+                "--reference offload", "a slower reference", {REFERENCE: 0.0}, PlannedRun._offloaded
+            )
+        yield Remedy(
+            "--activation-offloading true",
+            "copies to host memory and back",
+            {ACTIVATIONS: 0.0},
+            partial(PlannedRun._switched, name="activation_offloading"),
+        )
+        yield Remedy(
+            "--offload-optimizer true",
+            "the optimizer steps in host memory",
+            {OPTIMIZER: 0.0},
+            PlannedRun._optimizer_offloaded,
+        )
+
+    def _less_precise(self) -> Iterator[Remedy]:
+        if hasattr(self.flags, "reference_dtype"):
+            yield Remedy(
+                "--reference-dtype bfloat16",
+                "log-probs of the reference in bf16",
+                {REFERENCE: 0.5},
+                PlannedRun._with_half_a_reference,
+            )
+        if quantised.is_installed():
+            yield Remedy(
+                f"--optim {_EIGHT_BITS}",
+                "moments in 8 bits",
+                {OPTIMIZER: 0.25},
+                PlannedRun._in_eight_bits,
+            )
+        yield Remedy(
+            _flags("--dtype bfloat16", self._not_of_bf16),
+            "weights in bf16, with fp32 masters",
+            {PARAMETERS: 0.5, GRADIENTS: 0.5, REFERENCE: 0.5, CASTS: 0.0},
+            PlannedRun._in_bf16,
+        )
+
+    def _adapters(self) -> Iterator[Remedy]:
+        of_adapters = {GRADIENTS: 0.0, OPTIMIZER: 0.0, REFERENCE: 0.0}
+        new = "" if self.skeleton.adapter is not None else f"--lora-r {_LORA_RANK}"
+        other = self._not_of_adapters
+        without = ", without num_shared_layers" if "num_shared_layers" in other else ""
+        if new:
+            yield Remedy(
+                _flags(new, other),
+                f"an adapter is trained, not the weights{without}",
+                of_adapters,
+                PlannedRun._as_adapter,
+                learns_other=True,
+            )
+        yield Remedy(
+            _flags(new, "--dtype bfloat16", other),
+            f"an adapter on a base in bf16{without}",
+            {**of_adapters, PARAMETERS: 0.5, CASTS: 0.0},
+            PlannedRun._as_adapter_on_bf16,
+            learns_other=bool(new),
+        )
+        if quantised.is_installed():
+            yield Remedy(
+                _flags(new, "--dtype bfloat16 --load-in-4bit true", other),
+                f"an adapter on a base in four bits{without}",
+                {**of_adapters, PARAMETERS: 0.12, CASTS: 0.0},
+                PlannedRun._as_adapter_on_four_bits,
+                learns_other=bool(new),
+            )
+
+    # The changed runs
+
+    def _with(self, **fields: Any) -> PlannedRun:
+        if isinstance(self.flags, PPOConfig):
+            return dataclasses.replace(self, flags=dataclasses.replace(self.flags, **fields))
+        flags = copy.copy(self.flags)  # transformers' arguments cannot be replaced
+        for name, value in fields.items():
+            setattr(flags, name, value)
+        return dataclasses.replace(self, flags=flags)
+
+    def _asleep(self) -> PlannedRun | None:
+        return None if self.flags.rollout_sleep else self._with(rollout_sleep=True)
+
+    def _switched(self, name: str) -> PlannedRun | None:
+        return None if getattr(self.flags, name) else self._with(**{name: True})
+
+    def _checkpointed(self) -> PlannedRun | None:
+        """The run with activation checkpointing, by each of the flags' names for it, or None."""
+        if self.flags.gradient_checkpointing:
+            return None
+        names = ("gradient_checkpointing", "activation_checkpointing")
+        return self._with(**{name: True for name in names if hasattr(self.flags, name)})
+
+    @property
+    def _copies_the_reference(self) -> bool:
+        """Whether the reference is a frozen copy of the whole model."""
+        flags = self.flags
+        return flags.reference in ("copy", "offload") or (
+            flags.reference == "auto"
+            and bool(getattr(flags, "init_kl_coef", True))
+            and getattr(flags, "num_shared_layers", None) is None
+            and self.skeleton.adapter is None
+        )
+
+    def _offloaded(self) -> PlannedRun | None:
+        if not self._copies_the_reference or self.flags.reference == "offload":
+            return None
+        return self._with(reference="offload")
+
+    def _optimizer_offloaded(self) -> PlannedRun | None:
+        if optimizer_name(self.flags) not in _ADAMS:
+            return None
+        return self._switched("offload_optimizer")
+
+    def _with_half_a_reference(self) -> PlannedRun | None:
+        whole = self.flags.reference_dtype == "auto" and self.skeleton.dtype == torch.float32
+        if not whole or not self._copies_the_reference or self._follows_slowly:
+            return None
+        return self._with(reference_dtype="bfloat16")
+
+    @property
+    def _follows_slowly(self) -> bool:
+        """Whether the reference moves by steps that bf16 would lose."""
+        names = ("sync_ref_every", "ref_ema"), ("sync_ref_model", "ref_model_mixup_alpha")
+        return any(
+            bool(getattr(self.flags, follows, False)) and getattr(self.flags, weight) < 1
+            for follows, weight in names
+        )
+
+    def _in_eight_bits(self) -> PlannedRun | None:
+        if optimizer_name(self.flags) not in _ADAMS:
+            return None
+        if self.flags.offload_optimizer or self.flags.optim_args:
+            return None
+        return self._with(optim=_EIGHT_BITS)
+
+    def _in_bf16(self) -> PlannedRun | None:
+        if self.skeleton.dtype != torch.float32 or self.skeleton.adapter is not None:
+            return None
+        skeleton = dataclasses.replace(self.skeleton, dtype=torch.bfloat16)
+        return dataclasses.replace(self._with(**self._not_of_bf16), skeleton=skeleton)
+
+    @property
+    def _not_of_bf16(self) -> dict[str, Any]:
+        """The setting of the reference's dtype, where bf16 weights need another than is set."""
+        dtype = getattr(self.flags, "reference_dtype", "auto")
+        wanted = "float32" if self._follows_slowly else "auto" if dtype == "float32" else dtype
+        return {"reference_dtype": wanted} if wanted != dtype else {}
+
+    @property
+    def _not_of_adapters(self) -> dict[str, Any]:
+        """Other values for the settings that a run with an adapter refuses; None: no setting."""
+        settings: dict[str, Any] = {}
+        if getattr(self.flags, "reference", "auto") in ("copy", "offload", "trunk", "cached"):
+            settings["reference"] = "auto"
+        if getattr(self.flags, "reference_dtype", "auto") != "auto":
+            settings["reference_dtype"] = "auto"
+        if getattr(self.flags, "num_shared_layers", None) is not None:
+            settings["num_shared_layers"] = None
+        return settings
+
+    def _as_adapter(self, **of_base: Any) -> PlannedRun | None:
+        if self.skeleton.adapter is not None and not of_base:
+            return None  # it has one by an earlier change
+        adapter = self.skeleton.adapter or new_adapter(_LORA_RANK)
+        skeleton = dataclasses.replace(self.skeleton, adapter=adapter, **of_base)
+        return dataclasses.replace(self._with(**self._not_of_adapters), skeleton=skeleton)
+
+    def _as_adapter_on_bf16(self) -> PlannedRun | None:
+        if self.skeleton.dtype != torch.float32 or self.skeleton.four_bits is not None:
+            return None
+        return self._as_adapter(dtype=torch.bfloat16)
+
+    def _as_adapter_on_four_bits(self) -> PlannedRun | None:
+        if self.skeleton.four_bits is not None:
+            return None
+        return self._as_adapter(
+            dtype=torch.bfloat16, four_bits=quantised.four_bit_config(torch.bfloat16)
+        )
+
+
+def _flags(*parts: str | dict[str, Any]) -> str:
+    """A text of flags, from flags and from settings by name; a setting that is None has no flag."""
+    flags: list[str] = []
+    for part in parts:
+        settings = part.items() if isinstance(part, dict) else ()
+        flags += [f"--{name.replace('_', '-')} {x}" for name, x in settings if x is not None]
+        flags += [part] if isinstance(part, str) and part else []
+    return " ".join(flags)

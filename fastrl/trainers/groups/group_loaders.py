@@ -1,0 +1,56 @@
+"""The loaders of trainers whose batches hold the prompts of whole generations: each prompt as often
+as it has responses, and each batch as often as it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastrl.trainers.groups.group_sampler import GroupSampler, in_groups
+from fastrl.trainers.groups.prompt_data import refuse_dispatch
+
+
+def train_loader(
+    args: Any, data: Any, group: int, uses: int, load: Callable[..., Any], sampler: Any
+) -> Any:
+    """The loader of training.
+
+    Args:
+        args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
+        group: responses to a prompt.
+        uses: batches that are learned from each generation.
+        load: makes a loader of data, a batch size and an order.
+        sampler: makes the order; not for streams.
+    """
+    if not hasattr(data, "__len__"):
+        if args.shuffle_dataset:
+            data = data.shuffle(seed=args.seed)
+        data = in_groups(data, group, args.generation_batch_size // group, uses)
+    return load(data, args.train_batch_size * args.steps_per_generation, sampler, training=True)
+
+
+def train_sampler(args: Any, data: Any, group: int, uses: int) -> GroupSampler:
+    """The order of a data set's rows, each as often as it has responses, and in the batches of each
+    of the steps that these serve."""
+    prompts = args.generation_batch_size // group
+    return GroupSampler(data, group, prompts, uses, bool(args.shuffle_dataset), args.seed)
+
+
+def eval_loader(
+    args: Any, data: Any, group: int, accelerator: Any, load: Callable[..., Any]
+) -> Any:
+    """The loader of an evaluation, see :func:`train_loader`."""
+    workers = args.dataloader_num_workers
+
+    def in_order(rows: Any) -> GroupSampler:
+        return GroupSampler(rows, group, seed=args.seed)
+
+    try:
+        if not hasattr(data, "__len__"):
+            refuse_dispatch(args)
+            accelerator.dataloader_config.dispatch_batches = False
+            data = in_groups(data.shuffle(seed=args.seed), group)
+            args.dataloader_num_workers = 0
+        return load(data, args.eval_batch_size, in_order)
+    finally:
+        args.dataloader_num_workers = workers

@@ -1,0 +1,293 @@
+"""GRPOTrainer: group relative policy optimisation and its kin, by TRL 1.x's interface."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.learn.baselines import (
+    EPS,
+    all_equal,
+    centred,
+    compared,
+    deviation,
+    grouped,
+    standardised,
+)
+from fastrl.learn.experience import Minibatch
+from fastrl.registry import GROUP_ADVANTAGES
+from fastrl.run.metric_means import mean_of
+from fastrl.run.model_card import policy_gradient
+from fastrl.samples import Samples
+from fastrl.trainers.groups.grpo_config import GRPOConfig
+from fastrl.trainers.groups.judged import nanstd
+from fastrl.trainers.groups.online import OnlineTrainer
+from fastrl.trainers.groups.passes import BatchScores, Pass
+from fastrl.trainers.groups.policy_loss import GroupLoss, high_of, note_clips, ratios_of
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Trains a causal language model on the rewards of its own responses (Shao et al.,
+    "DeepSeekMath", 2024), by the names, arguments and logs of TRL 1.x.
+
+    Advantages are A = (R - mean R) / (std R + 1e-4) over the responses to a prompt. The loss is
+    ``args.loss_type``'s, see :data:`fastrl.trainers.groups.policy_loss.LOSS_TYPES`, plus beta times
+    the KL to the reference model.
+
+    Args:
+        model: a causal LM, a PEFT model around one, or its path or Hub id.
+        reward_funcs: one or a list of functions, sequence classifiers, or their paths, see
+            :class:`fastrl.trainers.groups.reward_functions.RewardFunctions`.
+        args: a :class:`GRPOConfig`.
+        train_dataset, eval_dataset: ``datasets`` with a column ``prompt`` of texts or of chats;
+            other columns go to the reward functions. ``eval_dataset`` may be a dict of them.
+        processing_class: the tokenizer; by default the one saved with the model.
+        reward_processing_classes: of the classifiers among ``reward_funcs``.
+        callbacks, optimizers: as of transformers' Trainer.
+        quantization_config: for a model that is loaded here.
+        peft_config: adds an adapter; the reference is then the model without it.
+        rollout_func: of the prompts and this trainer, returns ``prompt_ids``, ``completion_ids``
+            and ``logprobs``, and further columns for reward functions; in place of sampling. Where
+            ``logprobs`` is not None the loss is weighted by
+            ``vllm_importance_sampling_correction``, see
+            :class:`fastrl.trainers.groups.rollout_correction.RolloutCorrection`.
+        tools: functions that the policy may call, with type hints and docstrings in Google's
+            format; ``async def`` too. See :class:`fastrl.collect.tools.ToolLoop`.
+        environment_factory: makes objects whose methods are tools, or a dict of such functions by
+            the names in the column ``environment``; ``train_dataset`` may then be left out. See
+            :class:`fastrl.collect.environments.Environments`.
+
+    Raises:
+        ValueError, TypeError: what cannot be honoured, named with what to do.
+    """
+
+    config: ClassVar[type] = GRPOConfig
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo"]
+    method = policy_gradient("GRPO")
+    needs_old: ClassVar[bool] = False
+    divides_loss: ClassVar[bool] = True
+
+    def _make_loss(self) -> GroupLoss:
+        args = self.args
+        if args.cast_lm_head_to_fp32:
+            _check_head(self.model, args)
+        self.loss_type, self.scale_rewards = args.loss_type, args.scale_rewards
+        self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
+        self._last_entropy = math.inf  # of the last step
+        self._entropy_of_step: Tensor | None = None  # its sum and tokens in the step so far
+        loss, level = GroupLoss.of_grpo(args), args.importance_sampling_level
+        if level == "sequence" and loss.type.sums_tokens:
+            _LOGGER.warning(
+                "importance_sampling_level='sequence' with loss_type=%r, which sums tokens, "
+                "weights each sequence by its completion length: GSPO is loss_type='grpo'",
+                args.loss_type,
+            )
+        if loss.type.level not in (None, level):
+            meant = f"importance_sampling_level={loss.type.level!r}"
+            _LOGGER.warning("loss_type=%r is meant for %s", args.loss_type, meant)
+        if loss.row.of_response and level != "token":
+            _LOGGER.warning(
+                "loss_type=%r has a ratio of whole responses of its own: "
+                "importance_sampling_level is of the KL's ratio alone, leave it at 'token'",
+                args.loss_type,
+            )
+        return loss
+
+    def advantages_of(
+        self, judged: Samples, kl: Tensor | None, group: int, mode: str
+    ) -> tuple[Tensor, Tensor]:
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            by_function = list(judged.rewards_by_function.values())
+            columns = [grouped(column, group) for column in by_function]
+            parts = torch.stack([standardised(*x).flatten() for x in columns], 1)
+            equal = torch.stack([all_equal(x) for x, _ in columns]).all(0).repeat_interleave(group)
+            parts = torch.where(torch.stack(by_function, 1).isnan(), 0.0, parts)
+            rewards = (parts * self.reward_weights).sum(1)
+            rewards[judged.scores.isnan()] = torch.nan
+            std = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(rewards)
+            advantages = (rewards - rewards.nanmean()) / (std + EPS)
+            advantages = advantages.nan_to_num(nan=0.0).masked_fill(equal, 0.0)
+            return advantages, torch.isclose(std, torch.zeros_like(std))
+        rewards = judged.scores
+        groups, counts = grouped(rewards, group)
+        spread = deviation(groups, counts).expand_as(groups)
+        if self.args.advantage is not None:
+            advantages = compared(GROUP_ADVANTAGES[self.args.advantage], groups, counts)
+        elif self.scale_rewards == "group":
+            advantages = standardised(groups, counts)
+        else:
+            advantages = centred(groups, counts)
+            if self.scale_rewards == "batch":
+                spread = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(groups)
+                advantages = advantages / (spread + EPS)
+        advantages = torch.where(counts, advantages, 0.0).flatten()
+        return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
+
+    def policy_loss(self, given: Pass) -> Tensor:
+        """See :class:`fastrl.trainers.groups.policy_loss.GroupLoss`; less the entropies' bonus."""
+        part, scores, coef = given.part, given.scores, self._coefficient()
+        assert scores is not None
+        assert scores.entropies is not None
+        chosen, is_fused = part.old.chosen, scores.loss is not None
+        if not is_fused and chosen is None and self.args.top_entropy_quantile < 1:
+            chosen = self._chosen(scores.entropies)
+            given.part = given.whole = part._replace(old=replace(part.old, chosen=chosen))
+        loss = super().policy_loss(given)
+        if not coef:
+            return loss
+        entropies = scores.entropies if chosen is None else scores.entropies * chosen
+        count = _counted(given.whole.old.chosen, given.whole.old.advantages)
+        bonus = coef * entropies.sum() / count
+        if not is_fused:
+            return loss - bonus
+        given.loss = loss + bonus.detach()  # the head has taken it off
+        return loss
+
+    def note_batch(self, batch: BatchScores, mode: str) -> None:
+        metrics, entropies, chosen = self._metrics[mode], batch.entropies, batch.chosen
+        if self._has_bonus:
+            if chosen is None and self.args.top_entropy_quantile < 1:
+                chosen = self._chosen(entropies)
+            weights = torch.ones_like(entropies) if chosen is None else chosen
+            metrics.add({"policy_loss": mean_of(batch.loss[None])})
+            if mode == "train":
+                self._adapt_entropy((entropies * weights).sum(), weights.sum())
+        if self.beta:
+            kl = self._loss.kl(batch.whole, batch.logprobs)
+            metrics.add({"kl": mean_of(kl)})
+        self._note_clips(batch.whole, batch.logprobs, mode)
+
+    def _chosen(self, entropies: Tensor) -> Tensor:
+        """1 for tokens of the highest entropies of all processes', else 0, [N]."""
+        every, least = torch.ones_like(entropies), 1 - self.args.top_entropy_quantile
+        return self.get_high_entropy_mask(entropies.detach(), every, least).float()
+
+    @torch.no_grad()
+    def _with_chosen(self, model: nn.Module, whole: Minibatch, parts: list[Pass]) -> Minibatch:
+        if self.args.top_entropy_quantile == 1:
+            return whole
+        for each in parts:
+            each.scores = self._scored(model, each.part).scores
+            each.loss = whole.old.advantages.new_zeros(())
+        entropies = Pass.joined([each for each in parts if each.counts]).entropies
+        return whole._replace(old=replace(whole.old, chosen=self._chosen(entropies)))
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Tokens whose entropy is at least that quantile of all processes' tokens, as bool.
+
+        Args:
+            entropies, mask: [B, T] or [N]; 1 for tokens that count.
+            threshold: the quantile, in [0, 1].
+        """
+        counts = mask.bool()
+        absent = -1e9  # entropies are not negative
+        own = self.accelerator.pad_across_processes(
+            entropies[counts].float(), dim=0, pad_index=absent
+        )
+        every = self.accelerator.gather(own)
+        every = every[every != absent]
+        if not len(every):
+            return torch.zeros_like(counts)
+        return (entropies * mask.float() >= torch.quantile(every, threshold)) & counts
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: Tensor,
+        per_token_logps: Tensor,
+        sampling_per_token_logps: Tensor,
+        mask: Tensor,
+        off_policy_threshold: float,
+    ) -> Tensor:
+        """1 for responses to keep, [B, 1]: of an advantage that is not negative, or of
+        mean_t(log π_sampled - log π) up to the threshold (DeepSeek-V3.2).
+
+        Args:
+            advantages: [B, 1].
+            per_token_logps, sampling_per_token_logps, mask: [B, T].
+        """
+        kl = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(nan=0.0) * mask
+        mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return ((advantages >= 0) | (mean <= off_policy_threshold)).to(mask.dtype)
+
+    @property
+    def _has_bonus(self) -> bool:
+        return self.entropy_coef != 0 or self.use_adaptive_entropy
+
+    def _coefficient(self) -> float:
+        above = self._last_entropy > self.args.entropy_target
+        return 0.0 if self.use_adaptive_entropy and above else self.entropy_coef
+
+    def _adapt_entropy(self, total: Tensor, count: Tensor) -> None:
+        """Moves the coefficient of entropies once for each optimizer step, where it is adaptive.
+
+        Args:
+            total, count: sum and number of a batch's entropies.
+        """
+        args, ends_step = self.args, self.accelerator.sync_gradients
+        if self.use_adaptive_entropy:
+            own, before = torch.stack([total, count]), self._entropy_of_step
+            self._entropy_of_step = own if before is None else before + own
+            if ends_step:
+                every = self.processes.sums(self._entropy_of_step).cpu()
+                self._last_entropy = float(every[0] / every[1].clamp(min=1))
+                self._entropy_of_step = None
+                below = self._last_entropy <= args.entropy_target
+                step = args.entropy_coef_delta if below else -args.entropy_coef_delta
+                self.entropy_coef = min(
+                    max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max
+                )
+        if ends_step:
+            self._metrics["train"].add_number("entropy_coef", self.entropy_coef)
+
+    def _note_clips(self, part: Minibatch, logprobs: Tensor, mode: str) -> None:
+        args, metrics = self.args, self._metrics[mode]
+        ratios = ratios_of(part, logprobs, args.importance_sampling_level)
+        rho, advantages = ratios.units, ratios.advantages
+        if self._loss.row.bounded_above:
+            cut = (rho > high_of(args)) & (advantages > 0)
+            metrics.add({"cispo_clip_ratio": mean_of(cut)})
+        if self._loss.row.of_response:
+            gammas = part.means(self._loss.gammas(part, logprobs))[part.counts > 0]
+            metrics.add({"vespo/phi_seq_mean": mean_of(gammas)})
+        if not self._loss.type.clips:
+            return
+        if args.delta is not None:
+            rho = rho.clamp(max=args.delta)
+        means = None if ratios.by_sequence else lambda x: part.sums(x) / part.counts
+        note_clips(metrics, rho, advantages, args, means)
+
+    def own_state(self) -> dict[str, Any]:
+        entropy = [self.entropy_coef, self._last_entropy]
+        return {**super().own_state(), "entropy": entropy}
+
+    def begin_training(self, resumed: Any) -> None:
+        super().begin_training(resumed)
+        if resumed is not None:
+            self.entropy_coef, self._last_entropy = resumed["own"]["entropy"]
+
+
+def _counted(chosen: Tensor | None, advantages: Tensor) -> Tensor | int:
+    """How many tokens of a batch are learned, at least 1."""
+    return max(len(advantages), 1) if chosen is None else chosen.sum().clamp(min=1)
+
+
+def _check_head(model: Any, args: Any) -> None:
+    """
+    Raises:
+        ValueError: a head whose products are not in float32.
+    """
+    dtype = model.get_output_embeddings().weight.dtype
+    lower = next((name for name in ("bf16", "fp16") if getattr(args, name)), None)
+    if dtype != torch.float32 or lower is not None:
+        found = f"{lower}=True" if lower else f"a head in {str(dtype).removeprefix('torch.')}"
+        raise ValueError(
+            f"cast_lm_head_to_fp32=True, but {found}: load the model in float32 and set "
+            "bf16=False; or leave it out, as log-probs are summed in float32 all the same"
+        )

@@ -1,0 +1,791 @@
+"""What GRPOTrainer and RLOOTrainer share: prompts, responses, rewards, log-probs, logs."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastrl.collect.collector import Collector
+from fastrl.collect.interaction import Interaction
+from fastrl.collect.ledger import GenerationLedger
+from fastrl.collect.respond import Asked, Respond, RolloutFunction
+from fastrl.collect.tools import check_chats
+from fastrl.core import set_seed
+from fastrl.data.columns import check_reserved
+from fastrl.data.prompts import PromptStream, samples_of_rows
+from fastrl.data.tables import list_as_dataset
+from fastrl.data.token_batch import Padded
+from fastrl.learn.correction import on_policy
+from fastrl.learn.dynamic_sampling import DynamicSampling
+from fastrl.learn.experience import Minibatch
+from fastrl.learn.nonfinite import NonFiniteNumbers
+from fastrl.learn.penalties import Penalties
+from fastrl.learn.ref_model import Follow, RefModel
+from fastrl.learn.samples import minibatch_of
+from fastrl.learn.scorer import check_tokens, scoring_request
+from fastrl.models import CausalLMPolicy
+from fastrl.models.routing import follow_routers, refuse_beside, replays
+from fastrl.models.scorer import ScoredPass
+from fastrl.models.scoring import PassLimit, PolicyObjective
+from fastrl.models.sharding import whole_weights
+from fastrl.models.utils import modes_kept
+from fastrl.overrides import overridden
+from fastrl.registry import own_functions
+from fastrl.rewards.identity import identities_of
+from fastrl.rollout.backends import make_backend
+from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import Lists
+from fastrl.run.metric_means import Parts, mean_of
+from fastrl.samples import Samples
+from fastrl.settings import warn_of_idle
+from fastrl.trainers import rehearse
+from fastrl.trainers.base import BaseTrainer
+from fastrl.trainers.groups.generations import Generations, between_generations
+from fastrl.trainers.groups.group_loaders import eval_loader, train_loader, train_sampler
+from fastrl.trainers.groups.judged import judged_by_all
+from fastrl.trainers.groups.log_probs import ResponseScorer
+from fastrl.trainers.groups.methods import LOGPROBS, OnlineMethods, OwnLogprobs
+from fastrl.trainers.groups.passes import BatchScores, Pass
+from fastrl.trainers.groups.policy_loss import GroupLoss
+from fastrl.trainers.groups.prompt_data import (
+    PromptRoom,
+    check_data,
+    check_resampling,
+    further_prompts,
+    reserved_of,
+)
+from fastrl.trainers.groups.response_log import ResponseLog
+from fastrl.trainers.groups.reward_functions import RewardFunctions
+from fastrl.trainers.groups.rollout_correction import RolloutCorrection, of_all_or_none
+from fastrl.trainers.groups.rollouts import GroupRollouts
+from fastrl.trainers.low_memory import warn_of_lost_steps
+from fastrl.trainers.passes import on_all_processes, with_synchronised_last
+from fastrl.trainers.policy import (
+    adapted_policy,
+    check_adapter,
+    loaded_causal,
+    padding_tokenizer,
+)
+from fastrl.trainers.reference import model_of, reference_of
+from fastrl.trainers.router_loss import router_loss
+from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of, trained_identity
+
+
+class OnlineTrainer(
+    OnlineMethods,
+    BaseTrainer,
+    ABC,
+):
+    """transformers' Trainer that samples responses to prompts, has them judged, and learns from
+    them.
+
+    A batch of the loader has the prompts that are generated for at a time, and is there again in
+    each of the steps that its responses serve, as in TRL. Runs are resumed bit for bit.
+
+    Subclasses turn rewards into advantages, and log-probs into a loss. What some have in the place
+    of sampling, or beside it, they set before ``super().__init__``.
+    """
+
+    args: Any
+    model: Any
+    processing_class: Any
+    config: ClassVar[type]
+    _tag_names: ClassVar[list[str]]
+    rehearsed_as = rehearse.ONLINE
+    needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
+    learns_kl: ClassVar[bool] = False  # whether rewards have the KL of old log-probs
+    divides_loss: ClassVar[bool]  # whether TRL's _compute_loss has the part of an optimizer step
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ):
+        self.overrides = overridden(self)
+        train_dataset, eval_dataset = map(list_as_dataset, (train_dataset, eval_dataset))
+        interaction = Interaction(tools, environment_factory)
+        _check_one(rollout_func, interaction)
+        self._rollout_func = rollout_func
+        self.tools, self._interaction = interaction.tools, interaction
+        environments = interaction.environments
+        if environments is not None:
+            self._env_tools = {
+                name: list(found.functions.values()) for name, found in environments.boxes.items()
+            }
+            self._environment_pool = environments.pool
+            if train_dataset is None:
+                train_dataset = environments.placeholder(args)
+        if interaction:
+            check_chats(train_dataset)
+        args = self._settled(args, model, adapts=peft_config is not None)
+        if train_dataset is None:
+            raise ValueError("`train_dataset` is required: a data set with a column prompt")
+        check_adapter(peft_config)
+        check_data(train_dataset, eval_dataset, args, asked=environments is None)
+        set_seed(args.seed)
+        load = dict(args.model_init_kwargs or {})
+        load.setdefault("trust_remote_code", args.trust_remote_code)
+        own = interaction.rewards
+        rewards = RewardFunctions(reward_funcs, reward_processing_classes, dict(load), own, args)
+        self._tokenizer = padding_tokenizer(processing_class, model, args)
+        check_resampling(args, train_dataset, rollout_func)
+        interaction.read_by(self._tokenizer, args.chat_template_kwargs or {})
+        corrects = args.vllm_importance_sampling_correction
+        self._correction = RolloutCorrection(args) if corrects else None
+        model = loaded_causal(model, args, quantization_config)
+        most = args.generation_arguments.get("max_new_tokens")
+        self._room = PromptRoom(
+            model,
+            most,
+            self._tokenizer,
+            args.chat_template_kwargs or {},
+            args.micro_batch_tokens,
+            args.max_prompt_length,
+        )
+        if rollout_func is None and environments is None:
+            self._room.check_data(train_dataset, eval_dataset)
+        model = adapted_policy(model, self._tokenizer, peft_config, args)
+        self._policy = CausalLMPolicy(model)
+        self._reference: RefModel | None = None
+        if args.beta:
+            self._reference = reference_of(args, self._policy, fresh=peft_config is not None)
+        self.rewards = rewards
+        penalties = Penalties.of(
+            args.missing_eos_penalty,
+            args.overlong_buffer,
+            args.overlong_penalty,
+            args.max_completion_length,
+            "max_completion_length",
+        )
+        self._further = further_prompts(args, train_dataset)
+        self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
+        self.reward_processing_classes = rewards.processing_classes
+        self.reward_weights = rewards.weights
+        self.num_generations = args.num_generations
+        self.num_generations_eval = args.num_generations_eval or args.num_generations
+        self.num_iterations, self.temperature, self.beta = (
+            args.num_iterations,
+            args.temperature,
+            args.beta,
+        )
+        self.max_completion_length = args.max_completion_length
+        self.chat_template_kwargs = dict(args.chat_template_kwargs or {})
+        self.log_completions = args.log_completions
+        router = router_loss(model, args.router_aux_loss_coef)
+        self.aux_loss_enabled, self.router_aux_loss_coef = router
+        by_method = LOGPROBS in self.overrides
+        self._replays = replays(model, args.replay_routing)
+        if self._replays:
+            refuse_beside(
+                tools_or_environment=interaction,
+                rollout_func=rollout_func,
+                own_loss=self.has_own_loss,
+            )
+        # A subclass's own log-probs are of forwards of its own.
+        self._routes = not by_method and follow_routers(model) > 0
+        self._generations = Generations(args.seed, args.steps_per_generation, args.num_iterations)
+        self._seconds = 0.0  # of this optimizer step's
+        args.remove_unused_columns = False
+        args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=_as_it_is,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=self._tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        check_one_gpu(self.args)
+        self._make_parts(penalties, by_method=by_method)
+        self.model.add_model_tags([*self._tag_names, "fastrl"])
+        warn_of_lost_steps(self.args, self.model, stacklevel=3)
+
+    def _settled(self, args: Any, model: Any, *, adapts: bool) -> Any:
+        """The settings, by default those of the class; a copy.
+
+        Raises:
+            TypeError, ValueError: settings that the trainer cannot have.
+        """
+        name = type(self).__name__
+        if args is None:
+            path = model if isinstance(model, str) else model.config.name_or_path
+            args = self.config(output_dir=f"{Path(path).name}-{name.removesuffix('Trainer')}")
+        if not isinstance(args, self.config):
+            raise TypeError(f"args must be a {self.config.__name__}, got {type(args).__name__}")
+        args = settings_of(args, self.config)
+        if args.label_smoothing_factor:
+            raise ValueError(f"{name} does not smooth labels: leave label_smoothing_factor at 0")
+        warn_of_idle(args, stacklevel=4)
+        if self.has_own_loss and args.micro_batch_tokens is not None:
+            raise ValueError(
+                f"micro_batch_tokens splits batches, and {name} computes a loss of whole ones: "
+                "leave it out, and lower per_device_train_batch_size"
+            )
+        if LOGPROBS in self.overrides and args.beta and adapts:
+            raise ValueError(
+                f"{name} overrides {LOGPROBS}, and the reference of an adapter is the model "
+                "without it, which is no model of its own: set beta=0"
+            )
+        return args
+
+    def _make_parts(self, penalties: Penalties, *, by_method: bool) -> None:
+        """Makes what needs the Accelerator, or the model where it is.
+
+        Args:
+            by_method: whether a subclass computes the log-probs.
+        """
+        args, rewards = self.args, self.rewards
+        self._noted = ResponseLog(args, rewards.names, self._metrics, self.processes)
+        self._logs = self._noted.table  # TRL's name
+        # Losses are means over a batch: transformers divides them by the batches of a step.
+        self.model_accepts_loss_kwargs = False
+        self.loss_is_scaled_for_ga = None
+        if self.has_own_loss and self.divides_loss:
+            self.loss_is_scaled_for_ga = True
+            self.compute_loss_func = self._compute_loss  # which says it to older versions
+        if self._reference is not None:
+            self._reference.place(self._policy, self.accelerator)
+        self._follow = Follow(self._reference, args)
+        self.add_first(self._follow)
+        pad_token = self._tokenizer.pad_token_id
+        of_scorer: Any = args, pad_token, self.accelerator, self._autocast, self.processes
+        self._scorer = OwnLogprobs(self, *of_scorer) if by_method else ResponseScorer(*of_scorer)
+        rewards.to(args.device)
+        self._resampling = DynamicSampling(
+            self.num_generations, args.dynamic_sampling_rounds, self.processes
+        )
+        backend = make_backend(
+            args, self._tokenizer, self._autocast, self.processes.index, self._replays
+        )
+        self._rollouts = GroupRollouts(
+            args,
+            self._tokenizer,
+            backend,
+            self._interaction,
+            self._room,
+            rewards.event_loop,
+            lambda: self.accelerator.unwrap_model(self.model),
+            self.chat_template_kwargs,
+        )
+        self._collect = Collector(
+            self._respond_by(),
+            self.judge,
+            penalties,
+            self.processes,
+            self._ready,
+            NonFiniteNumbers(args.on_nonfinite, counts=False),
+            lambda: {
+                "trainer_state": self.state,
+                "log_extra": self._noted.note_column,
+                "log_metric": self._noted.note_number,
+            },
+            self._noted.take_columns,
+        )
+        self._ledger: GenerationLedger | None = None
+        if args.ledger and self.processes.is_main:
+            self._ledger = GenerationLedger(
+                RunFolder(str(args.output_dir)),
+                self.temperature,
+                args.to_dict(),
+                args.generation_arguments,
+                self.own_code(),
+            )
+        self._loss = self._make_loss()
+
+    def _autocast(self) -> Any:
+        return self.compute_loss_context_manager()
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference as a model of its own; None where there is no KL, or the policy's base is
+        it."""
+        return model_of(self._reference, self.accelerator)
+
+    def responding_by(self, function: Any) -> RolloutFunction:
+        """What answers prompts by a ``rollout_func``."""
+        return self._rollouts.by_function(function, self)
+
+    def card_settings(self) -> dict[str, Any]:
+        return {"reward_funcs": ", ".join(self.reward_func_names), **super().card_settings()}
+
+    @property
+    def rollout_func(self) -> Any:
+        """What answers prompts in the place of sampling; None: nothing does. It may be set."""
+        return self._rollout_func
+
+    @rollout_func.setter
+    def rollout_func(self, function: Any) -> None:
+        _check_one(function, self._interaction)
+        check_resampling(self.args, self.train_dataset, function)
+        self._rollout_func = function
+        self._collect.respond = self._respond_by()
+
+    def _respond_by(self) -> Respond:
+        if self.rollout_func is not None:
+            return self.responding_by(self.rollout_func)
+        return self._rollouts.by_policy()
+
+    def _ready(self) -> AbstractContextManager[None]:
+        """Context in which sampling does not wait for other processes."""
+        if self.rollout_func is not None:
+            return nullcontext()
+        return whole_weights(self.model_wrapped)
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the latest responses; None before the first, or without a factory."""
+        made = self._interaction.environments
+        return None if made is None else made.current
+
+    # What subclasses do.
+
+    @abstractmethod
+    def _make_loss(self) -> GroupLoss:
+        """By the settings, at the end of the construction."""
+
+    @abstractmethod
+    def advantages_of(
+        self, judged: Samples, kl: Tensor | None, group: int, mode: str
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages [B] of the responses of all processes, and which groups have no spread of
+        rewards, [B] or [B / group] bool.
+
+        Args:
+            kl: Σ_t (log π_old - log π_ref) of each response, [B], where there is a reference.
+        """
+
+    def policy_loss(self, given: Pass) -> Tensor:
+        """The loss of a pass that has its scores, see
+        :class:`fastrl.trainers.groups.policy_loss.GroupLoss`."""
+        part, scores = given.part, given.scores
+        assert scores is not None
+        given.loss = scores.loss
+        if given.loss is None:
+            kept = part.old.chosen
+            if self.args.off_policy_mask_threshold is not None:
+                near = on_policy(part, scores.logprobs, self.args.off_policy_mask_threshold)
+                kept = near if kept is None else kept * near
+            given.loss = self._loss(part, scores, kept, given.denominator)
+        return given.loss
+
+    def _coefficient(self) -> float:
+        """Of the mean entropy, which the loss is less."""
+        return 0.0
+
+    def note_batch(self, batch: BatchScores, mode: str) -> None:
+        """Logs what is known of a batch by its log-probs."""
+
+    def _with_chosen(self, model: nn.Module, whole: Minibatch, parts: list[Pass]) -> Minibatch:
+        """A batch that knows which of its tokens are learned, where that hangs on all of them."""
+        return whole
+
+    # Data.
+
+    def get_train_dataloader(self) -> Any:
+        uses = self._generations.uses
+        given = self.args, self.train_dataset, self.num_generations, uses
+        return train_loader(*given, self.loader, self.asked_sampler)
+
+    def train_sampler(self, dataset: Any = None) -> Any:
+        data = self.train_dataset if dataset is None else dataset
+        return train_sampler(self.args, data, self.num_generations, self._generations.uses)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        data: Any = self.eval_dataset
+        if eval_dataset is not None:
+            data = data[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        if data is None:
+            raise ValueError("evaluation needs an eval_dataset")
+        given = self.args, data, self.num_generations_eval
+        return eval_loader(*given, self.accelerator, self.loader)
+
+    # Steps.
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._ledger is not None:
+                self._ledger.flush()
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        begin = time.perf_counter()
+        with self.products.on(model, self.ref_model):
+            model.train()
+            # By rewards that may draw: before the passes do.
+            samples = self.ready_batch(inputs)
+            passes, losses = self._units(model, samples, "train"), []
+            contexts = with_synchronised_last(len(passes), model, self.accelerator)
+            for each, context in zip(passes, contexts, strict=True):
+                with context:
+                    losses.append(super().training_step(model, each, *args, **kwargs))
+            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+            self._note(passes, "train")
+        self._generations.step += 1
+        self._seconds += time.perf_counter() - begin
+        if self.accelerator.sync_gradients:
+            self._metrics["train"].add_number("step_time", self._seconds)
+            self._seconds = 0.0
+        return loss
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._generations.made["eval"] = 0  # all evaluations draw the same random numbers
+        with self.products.on(self.model, self.ref_model):
+            output = super().evaluation_loop(*args, **kwargs)
+        taken = self._noted.take("eval", self.state.num_input_tokens_seen)
+        prefix = prefix_of(args, kwargs)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in taken.items()})
+        return output
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        samples = self.ready_batch(inputs)
+        with torch.no_grad(), self._autocast():
+            passes = self._units(model, samples, "eval")
+            loss = torch.stack([self.compute_loss(model, each).detach() for each in passes]).sum()
+            self._note(passes, "eval")
+        if self.accelerator.num_processes > 1:
+            # Of all, as transformers takes a last batch for longer than the data set, and cuts it.
+            loss = self.accelerator.reduce(loss, reduction="mean")
+        return loss, None, None
+
+    def ready_batch(self, batch: Any) -> Any:
+        """Responses to a batch of rows, in training those of this step's turn."""
+        if not isinstance(batch, list):
+            return super().ready_batch(batch)
+        if not self.model.training:
+            return self.responses_to(batch, "eval")
+        if self._generations.is_due():
+            self._generations.take(self.responses_to(batch, "train"))
+            self._rollouts.backend.before_update()
+        return self._generations.batch()
+
+    def _units(self, model: nn.Module, samples: Samples, mode: str) -> list[Any]:
+        """What :meth:`compute_loss` is given of a batch: passes, or the whole as TRL has it."""
+        if self.has_own_loss:
+            return [self.batch_of(samples)]
+        return self._passes(model, samples, mode)
+
+    def _passes(self, model: nn.Module, samples: Samples, mode: str) -> list[Pass]:
+        """A batch, in passes of at most ``micro_batch_tokens``."""
+        most = self.args.micro_batch_tokens
+        parts = self.args.steps_per_generation if mode == "train" else 1
+        generated = max(samples.generated, 1.0) / self.processes.count / parts
+        padded = self.aux_loss_enabled and not self._routes
+        padding = Padded() if padded else self._scorer.padding(model)
+        if self._replays and samples.experts is None:
+            raise ValueError(
+                "replay_routing: an overridden method has lost the experts' choices of the "
+                "responses: leave replay_routing out"
+            )
+        if self._routes and samples.experts is None:
+            samples = replace(samples, experts=[None] * len(samples))
+        device, pad_token = self.args.device, self._tokenizer.pad_token_id
+        kl_coef = 0.0 if self.learns_kl else self.beta
+        whole = minibatch_of(samples, pad_token, padding, device, kl_coef)
+        denominator = self._loss.denominator(whole, generated)
+        if most is None:
+            return [Pass(whole, whole, denominator)]
+        prompts, responses = (
+            list(map(len, ids)) for ids in (samples.prompt_ids, samples.sequences)
+        )
+        check_tokens(most, prompts, responses, "response {0} and its prompt".format)
+        limit = PassLimit(whole.size, most)
+
+        def passes() -> list[Pass]:
+            parts = on_all_processes(whole.split(limit), self.processes)
+            return [Pass(part, whole, denominator, counts) for part, counts in parts]
+
+        found = passes()
+        if len(found) > 1:
+            whole = self._with_chosen(model, whole, found)
+            found = passes()
+        return found
+
+    def compute_loss(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The part of a batch's loss that a pass has; of a batch as TRL lays it out the whole."""
+        if return_outputs:
+            raise ValueError(f"{type(self).__name__} returns no outputs beside the loss")
+        if self.has_own_loss:
+            return self._compute_loss(model, inputs)
+        return self._pass_loss(model, inputs)
+
+    def _pass_loss(self, model: nn.Module, inputs: Pass) -> Tensor:
+        part, aux = inputs.part, self.aux_loss_enabled and not self._routes
+        objective = self._loss.in_one_pass(inputs, self._coefficient(), self.processes.count)
+        scored = self._scored(model, part, objective, aux)
+        inputs.scores, inputs.routing = scored.scores, scored.routing
+        loss = self.policy_loss(inputs)
+        if self.aux_loss_enabled:
+            aux_loss = scored.aux_loss * (part.size / inputs.whole.size)
+            inputs.aux_loss = aux_loss.detach()
+            loss = loss + self.router_aux_loss_coef * aux_loss
+        return loss if inputs.counts else loss * 0
+
+    def _scored(
+        self,
+        model: nn.Module,
+        part: Minibatch,
+        objective: PolicyObjective | None = None,
+        aux: bool = False,
+    ) -> ScoredPass:
+        """Log-probs and entropies of the tokens that are learned, and the loss of an objective."""
+        model_pass = self._scorer.model_pass(part)
+        request = scoring_request(
+            part.tokens,
+            model_pass,
+            temperature=self.temperature,
+            entropy=True,
+            values=False,
+            objective=objective,
+        )
+        return self._scorer.policy(model, dict(model_pass.inputs), request, aux)
+
+    def _note(self, passes: list[Pass], mode: str) -> None:
+        """Logs what is known of a batch that was learned from."""
+        own = [each for each in passes if isinstance(each, Pass) and each.counts]
+        if not own:  # a loss of a subclass, which logs
+            return
+        batch = Pass.joined(own)
+        noted = {"entropy": mean_of(batch.entropies)}
+        if self.aux_loss_enabled:
+            losses = [x.aux_loss for x in own if x.aux_loss is not None]
+            noted["aux_loss"] = mean_of(torch.stack(losses).sum()[None])
+        routings = [x.routing.statistics() for x in own if x.routing is not None]
+        for name in ("load", "changed_choices") if routings else ():
+            if name in routings[0]:
+                noted[f"router/{name}"] = mean_of(torch.stack([x[name] for x in routings]))
+        self.note_batch(batch, mode)
+        self._metrics[mode].add(noted)
+
+    # Responses and rewards.
+
+    def _learnable(self, rows: list[dict[str, Any]], mode: str) -> Samples:
+        """Responses to the prompts of some rows, judged."""
+        of = "train_dataset" if mode == "train" else "eval_dataset"  # streams name columns in rows
+        check_reserved(rows[0], of, reserved_of(self._interaction.environments is not None))
+        group = self.num_generations if mode == "train" else self.num_generations_eval
+        with modes_kept(self.model):  # which users' functions may change
+            collected = self._collected(rows, group)
+            if mode == "train" and self._further is not None:
+                collected = self._resampled(collected, self._further)
+        names, weights = self.reward_func_names, self.reward_weights
+        judged = judged_by_all(collected, names, weights, self.processes)
+        masks = list(collected.written)
+        if self.args.mask_truncated_completions:
+            masks = [mask & ended for mask, ended in zip(masks, collected.ended, strict=True)]
+        masks = [x & (not out) for x, out in zip(masks, collected.left_out, strict=True)]
+        tokens, learned = self._noted.lengths(collected, masks, mode)
+        learnable = replace(collected.to_learn(), learned=masks, generated=learned)
+        learnable.advantages = torch.zeros(len(rows))
+        args = self.args
+        behind = args.gradient_accumulation_steps % self._generations.uses
+        model, size = self.model, args.eval_batch_size
+        if mode == "train":
+            model, size = self.model_wrapped, args.per_device_train_batch_size
+            self.state.num_input_tokens_seen += tokens
+        # Those of a rollout_func may be another policy's.
+        own, others = collected.logprobs_at(self.temperature), None
+        if self.rollout_func is not None:
+            own, others = None, of_all_or_none(own, self.processes)
+        if self.learns_kl and self._reference is not None:
+            own = None  # scored as the reference is: else rounding would be a KL, and learned
+        correction = None if others is None else self._correction
+        limit = PassLimit(size, args.micro_batch_tokens)
+        if self.needs_old or behind or correction is not None:
+            learnable.old_logprobs = self._scorer.old(model, learnable, own, limit)
+        if others is not None:
+            if correction is not None:
+                correction(learnable, others, self._metrics[mode], self._loss.type.kind)
+            if args.off_policy_mask_threshold is not None:
+                learnable.sampler_logprobs = others
+        kl = None
+        if self._reference is not None:
+            ref = self._scorer.reference(model, self._reference, learnable, limit)
+            learnable.ref_logprobs = ref
+            if learnable.old_logprobs is not None:
+                triples = zip(learnable.old_logprobs, ref, masks, strict=True)
+                kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
+        if kl is not None:
+            self._metrics[mode].add(self._kl_metric(learnable))
+            kl = self.processes.joined(kl, [len(kl)] * self.processes.count).cpu()
+        advantages, spreadless = self.advantages_of(judged, kl, group, mode)
+        self._noted.rewards(judged, spreadless, mode)
+        self._noted.responses(collected, judged, advantages)
+        if mode == "train" and self.args.ledger:
+            self._enter(collected, masks, advantages)
+        first = self.processes.index * len(rows)
+        learnable.advantages = advantages[first : first + len(rows)].clone()
+        self._generations.made[mode] += 1
+        return learnable
+
+    def _enter(self, collected: Samples, masks: list[Tensor], advantages: Tensor) -> None:
+        """Enters the responses of all processes into the ledger."""
+        told = collected.recorded().without("columns", "completions", "noted")
+        every = told.gathered(self.processes)
+        masks_of_all = self.processes.objects_at_main(masks)
+        if self._ledger is not None:
+            generation = self._generations.made["train"] + 1
+            counts = [int(mask.sum()) for part in masks_of_all for mask in part]
+            of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
+            self._ledger.add(generation, every, self.state.global_step, of_tokens)
+
+    def _seed_of_responses(self) -> int:
+        return self._generations.seed_of("responses", "train" if self.model.training else "eval")
+
+    def _kl_metric(self, learnable: Samples) -> Parts:
+        """What is logged as "kl" once for all responses of a generation."""
+        return {}
+
+    def _collected(self, rows: list[dict[str, Any]], group: int) -> Samples:
+        """Responses to the prompts of this process's rows, with their rewards."""
+        first = self.processes.index * len(rows)
+        size = 1 if len(rows) % group else group  # a group may be of several processes
+        keys = range(first // size, (first + len(rows)) // size)
+        found = self._collect(Asked(asked_of(rows), size, keys, self._seed_of_responses()))
+        assert found is not None
+        return found
+
+    def _resampled(self, collected: Samples, further: PromptStream) -> Samples:
+        """With groups of further prompts in the place of those without a spread of rewards, see
+        ``dynamic_sampling_rounds``."""
+        group = self.num_generations
+
+        def prompts_of(numbers: list[int]) -> Samples:
+            data: Any = self.train_dataset
+            return asked_of([data[i] for i in numbers for _ in range(group)])
+
+        groups = len(collected) // group * self.processes.count
+        seed = self._seed_of_responses()
+        collected, _, noted = self._collect.resampled(
+            collected, self._resampling, groups, further.take, prompts_of, seed
+        )
+        for name, value in noted.items():
+            self._metrics["train"].add_number(name, value)
+        return collected
+
+    # Checkpoints.
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), **trained_identity(self)}
+
+    def own_settings(self) -> dict[str, Any]:
+        code = identities_of(zip(self.reward_func_names, self.reward_funcs, strict=True))
+        return {**super().own_settings(), "reward_funcs": self.reward_func_names, **code}
+
+    def own_code(self) -> dict[str, Any]:
+        advantage = getattr(self.args, "advantage", None)
+        loss = getattr(self.args, "loss_type", None)
+        return {**super().own_code(), **identities_of(own_functions(loss, advantage))}
+
+    def own_state(self) -> dict[str, Any]:
+        if self._ledger is not None:  # what it holds is not drawn again
+            self._ledger.flush()
+        online = {
+            **self._generations.state(),
+            "table": self._logs.state() if self.log_completions else None,
+            "further": None if self._further is None else self._further.state_dict(),
+            "responder": {"rooms": self._rollouts.backend.rooms()},
+            "reuses": self._scorer.reuses,
+            "reference": self._follow.state(),
+        }
+        return {**super().own_state(), "online": online}
+
+    def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
+        super().begin_training(resumed)
+        state = None if resumed is None else resumed["own"]["online"]
+        self._generations.load(state)
+        if self._ledger is not None:
+            self._ledger.begin(self._generations.made["train"])
+        if state is None:
+            return
+        self._scorer.reuses = state["reuses"]
+        if state.get("table"):
+            self._logs.load(state["table"])
+        self._rollouts.backend.reserve(state["responder"]["rooms"])
+        if self._further is not None and state.get("further"):
+            self._further.load_state_dict(state["further"])
+        self._follow.load(state["reference"])
+
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        accumulated = self.args.gradient_accumulation_steps
+        online = between_generations(states[0]["online"], accumulated)
+        return {**super().joined_state(states), "online": online}
+
+    def own_mark(self) -> dict[str, Any]:
+        further = None if self._further is None else self._further.state_dict()
+        kept = self._generations.mark(), self._rollouts.backend.rooms(), further
+        return {**super().own_mark(), "online": kept}
+
+    def own_rewind(self, mark: Mapping[str, Any]) -> None:
+        super().own_rewind(mark)
+        generations, rooms, further = mark["online"]
+        self._generations.rewind(generations)
+        if self._further is not None:
+            self._further.load_state_dict(further)
+        self._rollouts.backend.reserve(rooms)
+
+    # Logs.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With the means of what was noted since the last log, by TRL's names."""
+        if self.model.training:
+            logs.update(self._noted.take("train", self.state.num_input_tokens_seen))
+        super().log(logs, start_time)
+        if self.processes.is_main:
+            self._noted.show(self.state.global_step)
+
+
+def asked_of(rows: Sequence[Mapping[str, Any]]) -> Samples:
+    """The prompts of rows, whose other columns go to environments and reward functions."""
+    return samples_of_rows(rows, [row.get("prompt") for row in rows])
+
+
+def _as_it_is(rows: list[Any]) -> list[Any]:
+    return rows
+
+
+def _check_one(rollout_func: Any, interaction: Interaction) -> None:
+    """
+    Raises:
+        ValueError: a ``rollout_func`` beside tools or environments.
+    """
+    if rollout_func is not None and interaction:
+        raise ValueError(
+            "rollout_func takes the place of sampling, and tools and environment_factory are part "
+            "of it: leave them out, and mark the policy's tokens by an env_mask"
+        )

@@ -1,0 +1,152 @@
+"""What GRPOTrainer and RLOOTrainer log of responses, by TRL's names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.collect.completions_table import CompletionsTable
+from fastrl.run.metric_means import MetricMeans, mean_of
+from fastrl.run.processes import Processes
+from fastrl.samples import Samples
+from fastrl.trainers.groups.judged import nanstd
+
+
+class ResponseLog:
+    """Metrics of the responses since the last log, and the table of the latest ones.
+
+    Args:
+        args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
+        names: of the reward functions.
+        metrics: by mode, "train" and "eval".
+
+    Attributes:
+        table: is filled in the main process.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        names: Sequence[str],
+        metrics: dict[str, MetricMeans],
+        processes: Processes,
+    ):
+        self.args, self.names, self.processes = args, list(names), processes
+        self.metrics = metrics
+        self.table = CompletionsTable(args.generation_batch_size)
+        self._columns: defaultdict[str, list] = defaultdict(list)
+        self._numbers: defaultdict[str, list[float]] = defaultdict(list)
+
+    # What reward functions get as log_extra and log_metric.
+
+    def note_column(self, column: str, values: list, places: Sequence[int] | None = None) -> None:
+        """
+        Args:
+            places: the responses that a reward function was asked about, others being left out; it
+                may note something else than a value for each.
+        """
+        noted = self._columns[column]
+        if places is None or len(places) != len(values):
+            noted.extend(values)
+            return
+        noted.extend([None] * (max(places, default=-1) + 1 - len(noted)))
+        for place, value in zip(places, values, strict=True):
+            noted[place] = value
+
+    def note_number(self, name: str, value: float) -> None:
+        self._numbers[name].append(value)
+
+    def take_columns(self) -> dict[str, list[Any]]:
+        """What was noted by :meth:`note_column` since the last call."""
+        noted = dict(self._columns)
+        self._columns.clear()
+        return noted
+
+    # What a trainer tells.
+
+    def lengths(self, samples: Samples, masks: Sequence[Tensor], mode: str) -> tuple[int, float]:
+        """Notes the lengths of this process's responses and the others'.
+
+        Args:
+            masks: bool, the tokens that are learned.
+
+        Returns:
+            of all processes, the tokens of prompts and responses, and those that are learned.
+        """
+        own = [
+            [len(prompt), int(written.sum()), not ended, int(mask.sum())]
+            for prompt, written, ended, mask in zip(
+                samples.prompt_ids, samples.written, samples.ended, masks, strict=True
+            )
+        ]
+        every = self.processes.joined(torch.tensor(own), [len(own)] * self.processes.count)
+        prompts, lengths, cut, learned = every.t()
+        metrics, cut = self.metrics[mode], cut.bool()
+        for name, of in (("", lengths), ("terminated_", lengths[~cut])):
+            mean = float(of.float().mean())
+            metrics.add_number(f"completions/mean_{name}length", mean, len(of))
+            metrics.add_extreme(f"completions/min_{name}length", of, False)
+            metrics.add_extreme(f"completions/max_{name}length", of, True)
+        metrics.add_number("completions/clipped_ratio", float(cut.float().mean()), len(cut))
+        if samples.tool_calls is not None:
+            calls, failures = torch.tensor(samples.tool_calls, dtype=torch.float32).sum(0)
+            count = torch.tensor(float(len(samples)))
+            metrics.add({"tools/call_frequency": (calls, count)})
+            metrics.add({"tools/failure_frequency": (failures, calls)}, of_none=0.0)
+        return int(prompts.sum() + lengths.sum()), float(learned.sum())
+
+    def rewards(self, judged: Samples, spreadless: Tensor, mode: str) -> None:
+        """
+        Args:
+            spreadless: bool, groups whose rewards are all the same.
+        """
+        metrics, values = self.metrics[mode], self._numbers
+        pairs = zip(self.names, judged.rewards_by_function.values(), strict=True)
+        columns = {f"rewards/{name}/": column for name, column in pairs}
+        for name, column in columns.items():
+            known = int((~column.isnan()).sum())
+            metrics.add_number(f"{name}mean", float(column.nanmean()), known)
+            metrics.add_number(f"{name}std", nanstd(column), known)
+        known = int((~judged.scores.isnan()).sum())
+        metrics.add_number("reward", float(judged.scores.nanmean()), known)
+        metrics.add_number("reward_std", nanstd(judged.scores), known)
+        share = float(spreadless.float().mean())
+        metrics.add_number("frac_reward_zero_std", share, len(spreadless))
+        for name in sorted({name for names in self.processes.objects([*values]) for name in names}):
+            metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
+        values.clear()
+
+    def responses(self, own: Samples, judged: Samples, advantages: Tensor) -> None:
+        """Puts them into the table.
+
+        Args:
+            own: of this process, what follows of all.
+        """
+        table = self.table
+        parts = self.processes.objects_at_main((own.prompts, own.completions, own.noted))
+        names = sorted({name for _, _, extra in parts for name in extra})
+        for asked, said, extra in parts:
+            table.add(asked, said, {})
+            for name in names:
+                table["extra"][name].extend(extra.get(name, [None] * len(asked)))
+        columns = [x.tolist() for x in judged.rewards_by_function.values()]
+        table.add((), (), dict(zip(self.names, columns, strict=True)), advantages.tolist())
+
+    # What is logged.
+
+    def take(self, mode: str, tokens: int) -> dict[str, Any]:
+        """The means since the last call, and the run's ``tokens`` so far."""
+        noted: Any = self.metrics[mode].take(self.processes)
+        if noted:
+            noted = {"num_tokens": float(tokens), **noted}
+        return noted
+
+    def show(self, step: int) -> None:
+        """Prints the table, saves it and sends it to trackers, where ``log_completions``."""
+        if self.args.log_completions and self.table["prompt"]:
+            self.table.log(self.args, Path(str(self.args.output_dir)), step)

@@ -1,0 +1,132 @@
+"""Importance weights of responses that a ``rollout_func`` had from another engine."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.config import SAMPLER_CORRECTIONS
+from fastrl.learn.correction import SamplerStats, sampler_weights
+from fastrl.learn.samples import learned_counts, of_learned, to_column
+from fastrl.registry import policy_loss
+from fastrl.run.metric_means import MetricMeans
+from fastrl.run.processes import Processes
+from fastrl.samples import Samples
+
+# TRL's names.
+MODES = tuple(kind.replace("-", "_") for kind in SAMPLER_CORRECTIONS if kind != "off")
+_NAME = "vllm_importance_sampling_"
+
+
+def check_correction(args: Any) -> None:
+    """
+    Raises:
+        ValueError: an unknown mode; bounds that are none, or that leave nothing between them.
+    """
+    mode = args.vllm_importance_sampling_mode
+    if mode not in MODES:
+        raise ValueError(f"unknown {_NAME}mode {mode!r}: choose one of {', '.join(MODES)}")
+    least, most = (getattr(args, f"{_NAME}clip_{end}") for end in ("min", "max"))
+    if most is not None and not most > 0:
+        raise ValueError(f"{_NAME}clip_max must be positive, got {most}: no response would count")
+    if least is not None and most is not None and not least < most:
+        raise ValueError(f"{_NAME}clip_min ({least}) must be less than {_NAME}clip_max ({most})")
+    corrects = args.vllm_importance_sampling_correction
+    if corrects and mode.endswith("truncate") and least is None and most is None:
+        raise ValueError(f"{_NAME}mode={mode!r} without a bound: set {_NAME}clip_max (3 is usual)")
+
+
+def of_all_or_none(logprobs: list[Tensor] | None, processes: Processes) -> list[Tensor] | None:
+    """A sampler's log-probs.
+
+    Raises:
+        ValueError: a ``rollout_func`` gave log-probs in one process and none in another.
+    """
+    given = logprobs is not None
+    if processes.any(given) and processes.any(not given):
+        raise ValueError(
+            "rollout_func returned logprobs in one process and None in another: return them in "
+            "all, or in none"
+        )
+    return logprobs
+
+
+class RolloutCorrection:
+    """Weights w = π_old/π_sampler of the policy's loss, see
+    :func:`fastrl.learn.correction.sampler_weights`.
+
+    Args:
+        args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
+
+    Raises:
+        ValueError: as :func:`check_correction`, as scripts set attributes of parsed arguments.
+    """
+
+    def __init__(self, args: Any):
+        check_correction(args)
+        mode = args.vllm_importance_sampling_mode
+        self.kind = mode.replace("_", "-")
+        self.least = args.vllm_importance_sampling_clip_min
+        self.most = args.vllm_importance_sampling_clip_max
+        self._has_warned = False
+
+    def __call__(
+        self, responses: Samples, sampled: list[Tensor], metrics: MetricMeans, loss: str
+    ) -> None:
+        """Gives responses their weights, and logs them by TRL's names.
+
+        Args:
+            responses: with the log-probs of the policy before its update.
+            sampled: of the engine, of all tokens of each response; NaN: not known.
+            loss: the policy loss, by its name.
+
+        Raises:
+            ValueError: weights of whole responses with a loss whose ratio is of such.
+        """
+        if self.kind.startswith("sequence") and policy_loss(loss).of_response:
+            raise ValueError(
+                f"{_NAME}mode='{self.kind.replace('-', '_')}' with loss_type={loss!r}, whose ratio "
+                "of whole responses takes the weights of its tokens: choose token_truncate or "
+                f"token_mask, or set {_NAME}correction=False"
+            )
+        assert responses.old_logprobs is not None
+        counts = torch.tensor(learned_counts(responses))
+        old, given = of_learned(responses, responses.old_logprobs), of_learned(responses, sampled)
+        if len(given) and not given.any() and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "rollout_func returned logprobs that are all 0, and the loss is weighted by "
+                "π_old/π_sampler of them: return None where the sampler gives none, or set "
+                f"{_NAME}correction=False",
+                stacklevel=2,
+            )
+        every = torch.ones_like(old, dtype=torch.bool)
+        weights, found = sampler_weights(
+            old, given, every, self.kind, self.least, self.most, counts
+        )
+        responses.sampler_weights = to_column(responses, weights, elsewhere=1.0)
+        units = (counts > 0).sum() if self.kind.startswith("sequence") else counts.sum()
+        _note(metrics, found, units, (~given.isnan()).sum())
+
+
+def _note(metrics: MetricMeans, found: SamplerStats, units: Tensor, known: Tensor) -> None:
+    """
+    Args:
+        units: how many tokens or responses have weights.
+        known: tokens with a log-prob of the sampler.
+    """
+    difference, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+    means = {
+        f"{difference}/mean": (found.difference_mean.nan_to_num() * known, known),
+        f"{ratio}/mean": (found.weight_mean.nan_to_num() * units, units),
+    }
+    metrics.add(means)
+    for name, value, most in (
+        (f"{difference}/max", found.difference_max, True),
+        (f"{ratio}/min", found.weight_min, False),
+        (f"{ratio}/max", found.weight_max, True),
+    ):
+        metrics.add_extreme(name, value[None], most)

@@ -1,0 +1,110 @@
+"""How prompts of GRPOTrainer and RLOOTrainer are answered: by the policy, or a user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastrl.collect.interaction import Interaction
+from fastrl.collect.respond import Respond, RolloutFunction, Sampled
+from fastrl.data.chat import templates_of
+from fastrl.data.prompt_ids import ids_of_prompts
+from fastrl.data.prompts import with_prompt_ids
+from fastrl.models.layout import layout_of
+from fastrl.models.utils import context_length
+from fastrl.rewards.calls import EventLoop
+from fastrl.rollout.backends import Request, RolloutBackend
+from fastrl.rollout.generation_kwargs import neutral_kwargs
+from fastrl.rollout.sampling_params import end_tokens
+from fastrl.samples import Samples
+from fastrl.trainers.groups.prompt_data import PromptRoom, reserved_of
+
+
+class GroupRollouts:
+    """Makes what answers prompts.
+
+    Args:
+        args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
+        interaction: the tools and environments between the policy's turns.
+        room: the room that a model's context leaves for prompts.
+        event_loop: returns what runs tools that are ``async def``.
+        policy: returns the policy, without wrappers.
+        template: further arguments of the chat template.
+
+    Attributes:
+        backend: samples.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        tokenizer: Any,
+        backend: RolloutBackend,
+        interaction: Interaction,
+        room: PromptRoom,
+        event_loop: Callable[[], EventLoop],
+        policy: Callable[[], nn.Module],
+        template: dict[str, Any],
+    ):
+        self.args, self.tokenizer, self.backend = args, tokenizer, backend
+        self.interaction, self.room = interaction, room
+        self.event_loop, self.policy, self.template = event_loop, policy, template
+        ends = args.generation_arguments.get("eos_token_id")
+        self.end_ids = end_tokens(policy(), tokenizer, ends).tolist()
+
+    def by_policy(self) -> Respond:
+        """What answers prompts by the policy, with tools and environments where there are such."""
+        args, policy = self.args, self.policy()
+        # The settings say how is sampled, not what a model was saved with.
+        arguments = {**neutral_kwargs(policy), **args.generation_arguments}
+        arguments["pad_token_id"] = self.tokenizer.pad_token_id
+        arguments.setdefault("eos_token_id", self.end_ids)
+
+        def run(request: Request) -> Samples:
+            return self.backend(self.policy(), request)
+
+        return self.interaction.respond(
+            Sampled(run, arguments, self._decode, self.encoded),
+            self.tokenizer,
+            self.template,
+            self.end_ids,
+            self.event_loop,
+            args.max_tool_calling_iterations,
+            args.max_completion_length,
+            context_length(policy),
+            args.temperature,
+            args.max_prompt_length,
+        )
+
+    def by_function(self, function: Any, trainer: Any) -> RolloutFunction:
+        """What answers prompts by a ``rollout_func``, which is called with the trainer."""
+        return RolloutFunction(
+            function,
+            trainer,
+            self.policy(),
+            self.tokenizer,
+            self._decode,
+            {*self.end_ids, self.tokenizer.pad_token_id},
+            self.args.generation_arguments.get("stop") or (),
+            reserved_of(environments=False),
+            self.args.temperature,
+        )
+
+    def _decode(self, prompt: Tensor, response: Tensor) -> str:
+        return layout_of(self.policy()).decode(self.tokenizer, prompt, response)
+
+    def encoded(self, prompts: Samples) -> Samples:
+        """Prompts with the ids that the policy goes on from; raises ValueError for one that leaves
+        no room for a response."""
+        asked = prompts.prompts
+        ids = ids_of_prompts(
+            asked,
+            self.tokenizer,
+            templates_of(asked, prompts.columns, prompts.prompt_rows, self.template),
+            longest=self.args.max_prompt_length,
+        )
+        for i, prompt in enumerate(ids):
+            self.room.check(prompt, f"prompt {i}, {asked[i]!r:.80},")
+        return with_prompt_ids(prompts, ids, self.tokenizer)

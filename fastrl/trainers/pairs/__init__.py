@@ -1,0 +1,1 @@
+"""DPO and KTO: learning from preferences with TRL's names."""

@@ -1,0 +1,154 @@
+"""Passes that a device holds, for a run that leaves their size open."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from fastrl.run.launcher import process_count
+from fastrl.trainers.plan.memory import ACTIVATIONS
+from fastrl.trainers.plan.rehearsal import SCORING, UPDATE
+from fastrl.trainers.plan.report import GIB, Plan, usable
+
+Settings = TypeVar("Settings")
+
+# Tokens of a pass: with so many a GPU is busy, and more would not make it faster. Passes of fewer
+# than the second number cost more than computing activations again.
+_MOST, _ENOUGH = 16384, 2048
+
+
+class PassSize(NamedTuple):
+    """How much of a mini-batch is computed at a time.
+
+    Attributes:
+        tokens: at most; None: a mini-batch.
+        recomputed: whether the backward pass computes activations again, by layers.
+    """
+
+    tokens: int | None = None
+    recomputed: bool = False
+
+    def set_in(self, settings: Any) -> None:
+        """Changes settings so that these are the passes."""
+        settings.micro_batch_tokens = self.tokens
+        if self.recomputed:
+            for name in ("gradient_checkpointing", "activation_checkpointing"):
+                if hasattr(settings, name):  # transformers has two names
+                    setattr(settings, name, True)
+
+    def of(self, settings: Settings) -> Settings:
+        """A copy of settings, with these passes."""
+        changed = copy.copy(settings)
+        self.set_in(changed)
+        return changed
+
+    def __str__(self) -> str:
+        again = ["activations are computed again in the backward pass"] * self.recomputed
+        few = [] if self.tokens is None else [f"passes have {self.tokens} tokens at most"]
+        return ", and ".join(few + again) or "passes are whole mini-batches"
+
+
+class LimitedTrainer(Protocol):
+    """A trainer whose passes can be limited until its training begins."""
+
+    @property
+    def plan(self) -> Callable[..., Plan]:
+        """The function that plans the trainer's memory from the lengths of texts, with other
+        ``passes=`` or for another ``device=``."""
+
+    @property
+    def tokens_of(self) -> Callable[..., tuple[int, int]]:
+        """Makes, of texts' lengths, the tokens of a mini-batch and of what is not split."""
+
+    def limit_passes(self, passes: PassSize) -> None:
+        """Sets the passes."""
+
+
+def fit_passes(
+    trainer: LimitedTrainer, *lengths: int, gpu_gib: float | None = None
+) -> tuple[PassSize, Plan | None]:
+    """Limits a trainer's passes to what its GPU holds, to the same gradient: their tokens, and only
+    where that is not enough, activations are computed again in the backward pass.
+
+    Call it before training begins. With several processes passes get 16384 tokens at most, and
+    nothing is planned, because the plan is one of a single process.
+
+    Args:
+        trainer: a trainer whose ``micro_batch_tokens`` nobody has set.
+        lengths: as ``trainer.plan`` takes them: tokens of the longest prompt and response, or text.
+        gpu_gib: the GPU's memory in GiB; by default that of the current device.
+
+    Returns:
+        the passes, and the memory that the run will need, which may be more than there is; None
+        with several processes.
+
+    Raises:
+        ValueError: no GPU here, and no ``gpu_gib``; lengths that ``trainer.plan`` refuses.
+    """
+    whole, example = trainer.tokens_of(*lengths)
+    if process_count() > 1:
+        most = max(_MOST, example)
+        passes = PassSize(most if most < whole else None)
+        trainer.limit_passes(passes)
+        return passes, None
+    if gpu_gib is None:
+        if not torch.cuda.is_available():
+            raise ValueError("no GPU here: say how much memory the run will have, by gpu_gib")
+        gpu_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
+    passes, plan = choose_passes(
+        lambda passes: trainer.plan(*lengths, passes=passes, device="cuda"),
+        whole,
+        example,
+        gpu_gib,
+    )
+    trainer.limit_passes(passes)
+    return passes, plan
+
+
+def choose_passes(
+    plan_with: Callable[[PassSize], Plan], whole: int, example: int, gpu_gib: float
+) -> tuple[PassSize, Plan]:
+    """The first passes that fit: large ones, smaller ones, and those that compute activations
+    again. If none fit, the passes that need least.
+
+    Args:
+        plan_with: plans the run.
+        whole, example: tokens of a mini-batch, and of what is not split.
+
+    Returns:
+        the passes and their plan.
+    """
+    limit, most = usable(gpu_gib), min(whole, max(_MOST, example))
+
+    def planned(tokens: int, recomputed: bool) -> tuple[PassSize, Plan]:
+        passes = PassSize(tokens if tokens < whole else None, recomputed)
+        return passes, plan_with(passes)
+
+    for recomputed, least in ((False, max(example, _ENOUGH)), (True, example)):
+        tokens, room = most, float(most)
+        while room >= least:
+            candidate = planned(tokens, recomputed)
+            if candidate[1].peak <= limit:
+                return candidate
+            room = min(_room(candidate[1], tokens, limit), tokens - 1)
+            while tokens > max(room, least):
+                tokens = max(tokens // 2, least)
+        if room <= 0:
+            break  # what does not depend on passes is too much
+    return planned(example, True)
+
+
+def _room(plan: Plan, tokens: int, limit: int) -> float:
+    """Tokens of a pass that fits, if activations grow in proportion to them; they grow less."""
+    room = float("inf")
+    for name, phase in plan.phases.items():
+        scales = phase.by_kind.get(ACTIVATIONS, 0) if name in (SCORING, UPDATE) else 0
+        left = limit - (phase.total - scales)
+        if left <= 0:
+            return 0.0
+        if scales:
+            room = min(room, tokens * left / scales)
+    return room

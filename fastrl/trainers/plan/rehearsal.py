@@ -1,0 +1,206 @@
+"""A rehearsal of a run: its own code on tensors without memory, from which nothing is left behind
+in this process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from fastrl.models.asked_once import answers_kept
+from fastrl.models.host_memory import counted_by
+from fastrl.models.master_weights import MasterWeights
+from fastrl.run.random_state import random_state_kept
+from fastrl.timing import heard_by
+from fastrl.trainers.plan.memory import (
+    CASTS,
+    GRADIENTS,
+    HEAD,
+    KV_CACHE,
+    OPTIMIZER,
+    PARAMETERS,
+    REFERENCE,
+    MemoryLog,
+)
+from fastrl.trainers.plan.phantoms import Phantoms
+from fastrl_kernels import workspace
+from fastrl_kernels.dispatch import standing_for
+
+LOADING, ROLLOUT, SCORING, UPDATE, STEP = "loading", "rollout", "scoring", "update", "optimizer"
+OTHER = "other"  # between the phases
+PHASES = (LOADING, ROLLOUT, SCORING, UPDATE, STEP, OTHER)
+OPTIMIZER_STEPS = 2  # of a rehearsal: the optimizer's state is there from the second on
+# A note, with replay_routing.
+CHOICES_LEFT_OUT = "the experts' choices of rollouts, left out: 2 bytes for each one"
+# The phases that trainers time, by their names here.
+_TIMED = {
+    "prefill": ROLLOUT,
+    "decode": ROLLOUT,
+    "forward_pass": SCORING,
+    "optimize_step": UPDATE,
+}
+
+
+class Rehearsal:
+    """What is known of a rehearsal's memory.
+
+    Attributes:
+        log: the log of its memory.
+        phantoms: the mode in which it runs.
+        notes: guesses in it, in words.
+        folder: to write to.
+        visiting: bytes of a reference in host memory that are on the device as it runs, at most.
+    """
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self.device = device
+        self.visiting = 0
+        self.log = MemoryLog()
+        self.phantoms = Phantoms(self.log)
+        self.notes: list[str] = []
+        self.folder = folder
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """The context of a phase that a trainer times."""
+        if name in _TIMED:
+            with self.log.phase(_TIMED[name]):
+                yield
+        else:
+            yield
+
+    def follow(self, model: nn.Module, optimizer: Any) -> None:
+        """Tells parameters, gradients and the optimizer's state from other memory."""
+        self.phantoms.is_kind([*model.parameters(), *model.buffers()], PARAMETERS)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: self.phantoms.is_kind([p.grad], GRADIENTS)
+                )
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's is around torch's
+        entered: list[ExitStack] = []
+
+        def begin(*_: Any) -> None:
+            stack = ExitStack()
+            stack.enter_context(self.log.phase(STEP))
+            stack.enter_context(self.log.kind(OPTIMIZER))
+            entered.append(stack)
+
+        def end(*_: Any) -> None:
+            entered.pop().close()
+            if isinstance(optimizer, MasterWeights):  # masters are made before the hooks
+                self.phantoms.is_kind(optimizer.masters, OPTIMIZER, since=STEP)
+
+        optimizer.register_step_pre_hook(begin)
+        optimizer.register_step_post_hook(end)
+
+    def give_state(self, optimizer: Any) -> None:
+        """Gives a followed optimizer its state, by a step of zeros, as all steps but the first find
+        it."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def loaded(self, reference: Any, policy: nn.Module) -> None:
+        """Ends the phase of loading.
+
+        Args:
+            reference: the reference policy, a :class:`fastrl.learn.ref_model.RefModel`; or None.
+        """
+        model = getattr(reference, "model", None)
+        if model is not None:
+            shared = {id(p) for p in policy.parameters()}
+            own = [p for p in model.parameters() if id(p) not in shared]
+            self.phantoms.is_kind([*own, *model.buffers()], REFERENCE)
+        units = getattr(reference, "units", None)
+        if units and self.device != "cpu":  # a copy in host memory
+            rest, *layers = [sum(x.nbytes for x in unit.weights) for unit in units]
+            self.phantoms.elsewhere(x for unit in units for x in unit.weights)
+            self.visiting = rest + max(layers)
+        self.log.peaks.clear()
+        self.log.note(LOADING)
+        self.log.enter(OTHER)
+
+    def keeps(self, kv_cache: Iterable[Any], weights: Iterable[Any]) -> None:
+        """Says what the rollout engine keeps until an update has ended."""
+        self.phantoms.is_kind(kv_cache, KV_CACHE, since=ROLLOUT)
+        self.phantoms.is_kind(weights, CASTS, since=ROLLOUT)
+
+
+@contextmanager
+def rehearsal(device: str = "cpu") -> Iterator[Rehearsal]:
+    """Context in which large tensors have no memory, and trainers are for one process on a CPU.
+
+    Afterwards random numbers, accelerate's state and kept workspaces are as before.
+
+    Args:
+        device: "cpu" or "cuda", for which the memory is counted.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        rehearsed = Rehearsal(Path(folder), device)
+        stack.enter_context(random_state_kept())
+        stack.enter_context(_own_accelerate())
+        stack.enter_context(_quiet())
+        stack.enter_context(answers_kept())
+        if device != "cpu":
+            stack.enter_context(standing_for(device))
+            stack.enter_context(counted_by(rehearsed.log.outside))
+        stack.enter_context(workspace.torchs_own(partial(rehearsed.log.kind, HEAD)))
+        stack.enter_context(heard_by(rehearsed.timed))
+        stack.enter_context(rehearsed.log.phase(LOADING))
+        stack.enter_context(rehearsed.phantoms)
+        yield rehearsed
+        guessed = ", ".join(sorted(rehearsed.phantoms.run_for_real))
+        if guessed:
+            rehearsed.notes.append(f"shapes of {guessed}, which were run on zeros")
+
+
+@contextmanager
+def _own_accelerate() -> Iterator[None]:
+    """Context in which accelerate knows of no accelerator that was made before."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    kinds = (AcceleratorState, GradientState, PartialState)
+    states = [dict(kind._shared_state) for kind in kinds]
+    variables = {k: v for k, v in os.environ.items() if k.startswith("ACCELERATE_")}
+    for kind in kinds:
+        kind._shared_state.clear()
+    try:
+        yield
+    finally:
+        for kind, state in zip(kinds, states, strict=True):
+            kind._shared_state.clear()
+            kind._shared_state.update(state)
+        for name in [k for k in os.environ if k.startswith("ACCELERATE_")]:
+            del os.environ[name]
+        os.environ.update(variables)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without warnings and bars, which the run itself will give."""
+    import datasets
+
+    before, bars = logging.get_verbosity(), datasets.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            datasets.enable_progress_bars()

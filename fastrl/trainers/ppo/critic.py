@@ -1,0 +1,240 @@
+"""A critic of its own beside the policy: its model, optimizer and gradient."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from fastrl.config import PPOConfig
+from fastrl.learn.engine import Engine
+from fastrl.learn.loss import UpdateLoss, ValueLoss
+from fastrl.learn.nonfinite import NonFiniteNumbers
+from fastrl.models.critic import Critic
+from fastrl.models.optimizer_state import (
+    copy_weights,
+    load_optimizer_state,
+    optimizer_state,
+    trained_weights,
+)
+from fastrl.models.optimizers import (
+    keep_state,
+    learning_rate_of,
+    make_optimizer,
+    set_learning_rate,
+)
+from fastrl.models.reward_head import give_padding
+from fastrl.models.sharding import gathered_state_dict, spread
+from fastrl.models.utils import model_identity, warn_of_lost_updates
+from fastrl.run.checkpoints import BadCheckpoint, check_weights, describe_weights
+from fastrl.run.processes import Processes
+from fastrl.trainers.ppo.method import gradient_of, value_term_of
+from fastrl.trainers.ppo.setup import loads_once, prepared
+
+FOLDER = "critic"  # in a saved model's folder
+
+
+def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) -> Critic | None:
+    """The critic that a trainer is given, or that its configuration names, loaded; None where it
+    has none.
+
+    Args:
+        critic: of ``PPOTrainer``.
+
+    Raises:
+        TypeError: neither a path nor a model that can be a critic.
+        ValueError: two critics; an advantage that needs no values; an encoder–decoder as policy; a
+            model that shares trained weights with the policy, that cannot be a critic, or with
+            fewer tokens than the tokenizer has.
+    """
+    if critic is not None and config.critic is not None:
+        raise ValueError(
+            f"critic is given, and PPOConfig.critic={config.critic!r} names another: leave one out"
+        )
+    critic = config.critic if critic is None else critic
+    if critic is None:
+        if config.critic_learning_rate is not None:
+            warnings.warn(
+                f"critic_learning_rate={config.critic_learning_rate} is of a critic of its own, "
+                "and there is none: set critic, or leave it out",
+                stacklevel=3,
+            )
+        return None
+    if not config.needs_values:
+        raise ValueError(
+            f"critic is for values, and advantage={config.advantage!r} learns none: leave it out, "
+            "or choose advantage='gae'"
+        )
+    if getattr(policy, "is_encoder_decoder", False):
+        raise ValueError(
+            "a critic of its own reads a prompt and its response as one text, and the policy is an "
+            "encoder–decoder: leave critic out, its value head learns the values"
+        )
+    if isinstance(critic, (str, os.PathLike)):
+        weights = getattr(policy, "pretrained_model", policy)
+        critic = Critic.from_pretrained(critic, dtype=weights.dtype)
+    elif not isinstance(critic, Critic):
+        critic = Critic(critic)
+    shared = {id(p) for p in policy.parameters()} & {id(p) for p in critic.parameters()}
+    trained = [p for m in (policy, critic) for p in m.parameters() if p.requires_grad]
+    if any(id(p) in shared for p in trained):
+        raise ValueError(
+            "the critic has trained weights in common with the policy, and each would move the "
+            "other's: pass a copy of the model (copy.deepcopy), or let the policy's value head "
+            "learn the values"
+        )
+    known = critic.pretrained_model.get_input_embeddings().weight.shape[0]
+    of_texts = len(tokenizer) - (tokenizer.pad_token_id == len(tokenizer) - 1)
+    if known < of_texts:
+        raise ValueError(
+            f"the critic knows {known} tokens, and the tokenizer has {len(tokenizer)}: choose a "
+            "critic of the policy's family, which reads the same token ids, or give both models "
+            "the new tokens by resize_token_embeddings"
+        )
+    give_padding(critic, tokenizer)
+    return critic
+
+
+class CriticLearner:
+    """What learns the values where that is not the policy's value head.
+
+    Args:
+        critic: the model.
+        loss: of the policy, whose settings and denominators the critic's has.
+
+    Attributes:
+        model: the model as accelerate has wrapped it; ``unwrapped``: without that.
+        gradient: of its value loss, along which the optimizer steps.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        critic: Critic,
+        accelerator: Accelerator,
+        loss: UpdateLoss,
+        nonfinite: NonFiniteNumbers,
+        processes: Processes,
+    ):
+        rate = config.learning_rate
+        rate = rate if config.critic_learning_rate is None else config.critic_learning_rate
+        fused = not loads_once(accelerator)
+        optimizer = make_optimizer(critic, config.optim, rate, config.optim_args, fused)
+        if not config.master_weights:
+            warn_of_lost_updates(critic, "set master_weights, or load the critic in float32")
+        optimizer = keep_state(
+            optimizer,
+            master_weights=config.master_weights,
+            on_host=config.offload_optimizer,
+            device=accelerator.device,
+            spread=accelerator.is_fsdp2,
+        )
+        self.config, self.unwrapped = config, critic
+        with _own_layers(accelerator, critic):
+            self.model, self.optimizer = prepared(accelerator, critic, optimizer)
+        norm = config.max_grad_norm
+        engine = Engine(accelerator, self.model, self.optimizer, norm, processes)
+        self.gradient = gradient_of(
+            config, engine, ValueLoss(loss, value_term_of(config)), nonfinite
+        )
+
+    def identity(self) -> str:
+        """What must be the same in the run that resumes."""
+        found = model_identity(self.unwrapped, None)
+        return f"{found['model']} {found['frozen weights']}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last complete step; tensors are not copies, and spread over processes
+        as the critic has them."""
+        spread(self.unwrapped)
+        return {
+            "weights": trained_weights(self.unwrapped),
+            "optimizer": optimizer_state(self.optimizer, self.unwrapped),
+            "optimizer_steps": self.gradient.engine.steps,
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            BadCheckpoint: the state of another critic.
+        """
+        spread(self.unwrapped)
+        own = trained_weights(self.unwrapped)
+        check_weights(describe_weights(state["weights"]), describe_weights(own), "critic")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the critic continue where another was; :meth:`check` comes before."""
+        copy_weights(trained_weights(self.unwrapped), state["weights"])
+        load_optimizer_state(self.optimizer, self.unwrapped, state["optimizer"])
+        self.gradient.engine.steps = state["optimizer_steps"]
+
+    def follow_settings(self) -> None:
+        """Sets the configuration's learning rate, where a run resumes with another."""
+        rate = self.config.critic_learning_rate
+        set_learning_rate(self.optimizer, self.config.learning_rate if rate is None else rate)
+
+    def statistics(self) -> dict[str, float]:
+        return {"ppo/critic/learning_rate": learning_rate_of(self.optimizer)}
+
+    def gathered(self, *, keep: bool) -> dict[str, Tensor] | None:
+        """The classifier's weights, where they are spread over processes, all of which must ask for
+        them; else None.
+
+        Args:
+            keep: whether this process keeps them.
+        """
+        found = gathered_state_dict(self.unwrapped, keep=keep)
+        prefix = "pretrained_model."
+        return None if found is None else {k.removeprefix(prefix): x for k, x in found.items()}
+
+    def save_pretrained(
+        self, folder: str | Path, state_dict: dict[str, Tensor] | None, tokenizer: Any
+    ) -> None:
+        """Saves the critic in a model's folder, with the tokenizer, so that it can be loaded as a
+        reward.
+
+        Args:
+            state_dict: as :meth:`gathered` returned it.
+        """
+        own = Path(folder) / FOLDER
+        self.unwrapped.save_pretrained(own, state_dict=state_dict)
+        tokenizer.save_pretrained(own)
+
+
+@contextmanager
+def _own_layers(accelerator: Accelerator, critic: Critic) -> Iterator[None]:
+    """Context in which FSDP spreads the critic by its own kind of layers, where it has none of the
+    policy's."""
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    names = None if plugin is None else plugin.transformer_cls_names_to_wrap
+    kinds = {type(module).__name__ for module in critic.modules()}
+    if plugin is None or not names or kinds & {*names}:
+        yield
+        return
+    plugin.transformer_cls_names_to_wrap = None
+    try:
+        yield
+    finally:
+        plugin.transformer_cls_names_to_wrap = names
+
+
+def check_states_critic(critic: CriticLearner | None, state: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        BadCheckpoint: the state of a trainer with a critic of its own, and this one has none, or
+            the other way round, or another.
+    """
+    saved = state.get("critic")
+    if (saved is None) != (critic is None):
+        had = "no critic of its own" if saved is None else "a critic of its own"
+        raise BadCheckpoint(
+            f"resume: the checkpoint's run had {had}: make the trainer alike (critic)"
+        )
+    if critic is not None and saved is not None:
+        critic.check(saved)

@@ -1,0 +1,216 @@
+"""Samples of a PPO run's past, drawn again: its updates are done by the ledger."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastrl.collect.ledger import NOT_JSON
+from fastrl.collect.replayed import (
+    Replayed,
+    ReplayedSample,
+    changes,
+    compared,
+    difference,
+    recorded_masks,
+    recorded_rollout,
+    rounding,
+    warn_of_another_machine,
+    warn_of_other_code,
+)
+from fastrl.run.checkpoints import CODE_DIFFERS, Checkpoints, step_of
+from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import no_step, read_facts, read_ledger
+from fastrl.samples import Samples
+from fastrl.trainers.ppo.setup import precision_of
+from fastrl.trainers.ppo.state import deciding
+from fastrl.trainers.replay import Walk
+
+if TYPE_CHECKING:
+    from fastrl.trainers.ppo.trainer import PPOTrainer
+
+_COLUMNS = (
+    *("prompt_ids", "completion_ids", "written", "finish_reason", "score", "token_scores"),
+    *("logprobs", "values", "weights_version", "advantages"),
+)
+
+
+def replay(
+    trainer: PPOTrainer,
+    output: str | Path | RunFolder,
+    step: int,
+    *,
+    generation_kwargs: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> Replayed:
+    """Draws the samples of a step of a run again.
+
+    Loads the newest good checkpoint from before the step, or begins with the trainer's own weights;
+    does the updates from there on as the ledger has their samples and scores, without rollouts and
+    rewards; and draws the step's samples by what keyed their draws. On the machine, threads and
+    versions of the run they are the recorded ones bit for bit; a warning says what differs. Of a
+    run of several processes one process does the updates of all, but for the rounding of sums:
+    log-probs and values are the recorded ones within √ε of their dtype, or bit for bit where no
+    update lies between checkpoint and step. Afterwards the trainer is as it was when the run drew
+    them. Nothing is pushed to the Hub.
+
+    Args:
+        trainer: made as for the run, from the same model, in one process; ``batch_size`` and
+            ``mini_batch_size`` are those of all processes of the run together.
+        output: the run's folder.
+        step: from 1.
+        generation_kwargs: in place of the recorded ones; needed where these hold what JSON cannot.
+        progress: show a progress bar of the updates.
+
+    Raises:
+        ValueError: a step that the ledger does not have, or one between it and the checkpoint;
+            a trainer of other settings or of several processes; a damaged file of the ledger.
+        BadCheckpoint: a ValueError: a checkpoint of another model.
+    """
+    return _StepWalk(trainer, output, step).replay(generation_kwargs, progress)
+
+
+class _StepWalk(Walk):
+    """The walk of a PPOTrainer, step by step."""
+
+    unit, samples_of = "step", "samples"
+    others = "a rollout_func, tools or an environment"
+
+    def __init__(self, trainer: PPOTrainer, output: str | Path | RunFolder, last: int):
+        super().__init__(trainer, output, last)
+        # Within which numbers are the same that batches of other sizes computed.
+        self.rounding = rounding(precision_of(trainer.model, trainer.accelerator))
+        self.tolerance = 0.0
+        settings, count = self.facts["settings"], process_count_of(self.facts)
+        for name in ("temperature", "group_size", "batch_size"):
+            value, now = settings[name], getattr(trainer.config, name)
+            value *= count if name == "batch_size" else 1
+            if value != now:
+                of_all = f" (of {count} processes together)" if count > 1 else ""
+                raise ValueError(
+                    f"the trainer has {name}={now}, the ledger {self.ledger} {value}{of_all}: make "
+                    "it as for the run"
+                )
+
+    @property
+    def weights_version(self) -> int:
+        return self.trainer.weights_version
+
+    def replay(self, generation_kwargs: Mapping[str, Any] | None, progress: bool) -> Replayed:
+        from tqdm.auto import tqdm
+
+        trainer, last = self.trainer, self.last
+        kwargs = self._generation_kwargs(generation_kwargs)
+        trainer.config.push_to_hub_if_best_kwargs = {}
+        begun_at = self._load_checkpoint()
+        recorded = read_facts(self.ledger, begun_at + 1, last)
+        _warn_of_other_settings(recorded)
+        warn_of_other_code(recorded, trainer.own_code)
+        walked = read_facts(self.ledger, begun_at + 1, last - 1) if begun_at + 1 < last else []
+        if any(process_count_of(facts) > 1 for facts in walked):
+            self.tolerance = self.rounding
+        with trainer.computing():
+            trainer.products.adopt(recorded[-1]["machine"])
+            warn_of_another_machine(recorded)
+            steps = range(begun_at + 1, last)
+            for step in tqdm(steps, desc="updates", unit="step", disable=not progress):
+                self._update(step)
+            samples = self._drawn(process_count_of(recorded[-1]), kwargs)
+        return Replayed(last, begun_at, samples, self.strayed, samples[0].tolerance, self.walked)
+
+    def _load_checkpoint(self) -> int:
+        """Loads the newest good checkpoint from before the step, if there is one; returns its
+        number of steps.
+
+        Raises:
+            ValueError: there is none, and the trainer is no new one or the ledger begins later.
+        """
+        trainer, folder = self.trainer, self.folder.checkpoints
+        checkpoint = Checkpoints(folder).newest_good(before=self.last)
+        if checkpoint is not None:
+            with warnings.catch_warnings():
+                # What is random in reward functions does not matter: they are not called.
+                warnings.filterwarnings("ignore", r"resume: the run had \d+ process")
+                warnings.filterwarnings("ignore", CODE_DIFFERS)  # the ledger says it of each step
+                trainer.load_checkpoint(checkpoint)
+            return step_of(checkpoint)
+        none = f"{folder} has no checkpoint from before step {self.last}, and"
+        if trainer.current_step:
+            raise ValueError(
+                f"{none} the trainer has done {trainer.current_step} steps: pass a new one, made "
+                "as for the run"
+            )
+        if self.last > 1 and not read_facts(self.ledger, 1, 1):
+            raise ValueError(
+                f"{none} {no_step(self.ledger, 1)}; the run's earlier steps are in another folder"
+            )
+        return 0
+
+    def _update(self, step: int) -> None:
+        """Does the update of a step, and notes how it differed from the run's."""
+        trainer = self.trainer
+        rows = self.rows(step, _COLUMNS)
+        rollout = recorded_rollout(rows, trainer.config.temperature)
+        queries = [torch.tensor(row["prompt_ids"]) for row in rows]
+        given = "score" if rows[0]["token_scores"] is None else "token_scores"
+        scores = [torch.tensor(row[given], dtype=torch.float32) for row in rows]
+        trainer.step(queries, rollout.sequences, scores, recorded_masks(rows), rollout)
+        if self.strayed is None:
+            assert trainer.experience is not None
+            recorded = np.array([x for row in rows for x in row["advantages"]], dtype=np.float32)
+            learned = trainer.experience.advantages()[0]
+            found = difference("advantages", recorded, learned, tolerance=self.tolerance)
+            self.strayed = f"step {step}: {found[0]}" if found else None
+
+    def _drawn(self, processes: int, generation_kwargs: dict[str, Any]) -> list[ReplayedSample]:
+        """Draws the samples of the step, the share of each of the run's processes as it did."""
+        trainer, outputs = self.trainer, []
+        rows = read_ledger(self.ledger, None, self.last, self.last).to_pylist()
+        share, size = len(rows) // processes, trainer.config.group_size
+        resampled = self.is_resampled(rows, size)
+        tolerance = self.rounding if resampled else self.tolerance
+        for process in range(processes):
+            part = rows[process * share : (process + 1) * share]
+            seed, slots = part[0]["seed"], part[0]["slots"]
+            room = {"policy": {"slots": slots, "length": part[0]["slot_length"]}} if slots else {}
+            trainer.rollouts.load_state_dict({"rooms": room})
+            prompts = [torch.tensor(row["prompt_ids"]) for row in part[::size]]
+            ids = [row["sample_id"] for row in part[::size]]
+            # As GenerateBackend has it, which does not key the draws by the sample.
+            seed = seed if slots else seed ^ process
+            outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))
+        return compared(rows, Samples.joined(outputs), trainer.config.temperature, tolerance)
+
+    def _generation_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """
+        Raises:
+            ValueError: some were not recorded, and none are given.
+        """
+        if given is None and self.facts[NOT_JSON]:
+            raise ValueError(
+                f"the run's generation_kwargs hold what JSON cannot "
+                f"({', '.join(self.facts[NOT_JSON])}): pass generation_kwargs as in the run"
+            )
+        return dict(self.facts["generation_kwargs"] if given is None else given)
+
+
+def process_count_of(facts: Mapping[str, Any]) -> int:
+    """How many processes did the steps of a file of the ledger."""
+    return facts["settings"].get("world_size") or 1
+
+
+def _warn_of_other_settings(recorded: list[dict[str, Any]]) -> None:
+    *earlier, last = recorded
+    now = deciding(last["settings"])
+    if found := changes(earlier, lambda facts: deciding(facts["settings"]), now):
+        warnings.warn(
+            f"the run was resumed with other settings ({found}) after the checkpoint that the "
+            "replay begins with: updates before that are done with the new ones, and are not the "
+            "run's; of a run that keeps its checkpoints (--keep-last 0) all steps can be replayed",
+            stacklevel=4,
+        )

@@ -1,0 +1,106 @@
+"""What a PPOTrainer is to its loop, and both to what saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from fastrl.config import PPOConfig
+from fastrl.data.prompts import PromptStream
+from fastrl.learn.advantages import Advantages
+from fastrl.learn.experience import LastExperience
+from fastrl.learn.nonfinite import NonFiniteNumbers
+from fastrl.models.products import Products
+from fastrl.run.callbacks import TrainCallback
+from fastrl.run.processes import Processes
+from fastrl.trainers.ppo.ledger import SampleLedger
+from fastrl.trainers.ppo.rollouts import Rollouts
+
+
+class Resumable(Protocol):
+    """Something that takes steps, and whose state is saved between them."""
+
+    config: PPOConfig
+    model: Any
+    processes: Processes
+    products: Products
+
+    @property
+    def current_step(self) -> int:
+        """Steps that are complete."""
+
+    @property
+    def steps_begun(self) -> int:
+        """Of all optimizers."""
+
+    def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """All that later steps depend on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+
+
+class Stepping(Resumable, Protocol):
+    """A trainer, as the loop drives it."""
+
+    tokenizer: Any
+    dataset: Any
+    accelerator: Accelerator
+    rollouts: Rollouts
+    advantages: Advantages
+    nonfinite: NonFiniteNumbers
+    experience: LastExperience | None
+
+    @property
+    def streams(self) -> dict[str, PromptStream]:
+        """The orders of prompts, by the prompts' fingerprint."""
+
+    @property
+    def own_code(self) -> dict[str, str]:
+        """Hashes of users' functions by which it learns."""
+
+    @property
+    def weights_version(self) -> int:
+        """Steps of the optimizer so far."""
+
+    @property
+    def step(self) -> Callable[..., dict[str, Any]]:
+        """See :meth:`fastrl.PPOTrainer.step`."""
+
+    def sequence_kl(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        masks: Sequence[Tensor] | None = None,
+    ) -> float:
+        """Mean KL to the reference."""
+
+
+class Run(Protocol):
+    """A loop, as it is saved."""
+
+    callbacks: list[TrainCallback]
+    ledger: SampleLedger | None
+
+    @property
+    def code(self) -> dict[str, str]:
+        """Hashes of users' functions."""
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step."""
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            BadCheckpoint: of a run on other prompts.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not the trainer's."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""

@@ -1,0 +1,398 @@
+"""Generation of responses for PPOTrainer, and their log-probs until the next update."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from fastrl.config import PPOConfig
+from fastrl.data.batch import on_host
+from fastrl.data.prompt_ids import check_tensors
+from fastrl.learn.old_logprobs import known_of
+from fastrl.learn.ref_model import RefModel
+from fastrl.models.host_memory import to_device
+from fastrl.models.layout import layout_of
+from fastrl.models.routing import replays
+from fastrl.models.sharding import whole_weights
+from fastrl.rollout import sampling_params
+from fastrl.rollout.backends import Request, make_backend
+from fastrl.rollout.generation_kwargs import (
+    Change,
+    changes_of_the_draw,
+    check_names,
+    is_sampled,
+    policy_kwargs,
+    unpacked,
+)
+from fastrl.run.processes import Processes
+from fastrl.samples import Samples
+
+REMEMBERED = 1 << 14  # samples, the latest
+
+
+class Rollouts:
+    """Responses of the policy and of the reference, and the policy's log-probs of its own.
+
+    Args:
+        config: names the temperature T of the policy softmax(logits / T), and the backend.
+        policy: the model.
+        wrapped: the same model, wrapped by accelerate.
+        tokenizer: of the policy.
+        reference: the reference policy.
+        optimizer: torch's own, whose steps make the log-probs out of date.
+        accelerator: gives autocast and the device.
+        processes: each of which generates responses to prompts of its own.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        policy: Any,
+        wrapped: nn.Module,
+        tokenizer: Any,
+        reference: RefModel,
+        optimizer: torch.optim.Optimizer,
+        accelerator: Accelerator,
+        processes: Processes,
+    ):
+        self.config = config
+        self.processes = processes
+        self.model, self.reference = wrapped, reference
+        self.tokenizer = tokenizer
+        self.accelerator = accelerator
+        self.layout = layout_of(policy)
+        self.replays = replays(policy, config.replay_routing)
+        self.backend = make_backend(
+            config, tokenizer, accelerator.autocast, processes.index, self.replays
+        )
+        self.arguments = SamplingArguments(policy, config.temperature)
+        self.memory = RolloutMemory(policy, optimizer, config.temperature)
+        # States of torch's generator as generate() began to draw, first since the last update, and
+        # since the one before; b"": it has not.
+        self._drew_from = self._earlier_drew_from = b""
+        self._warned_of_seeds = False
+
+    def generate(
+        self,
+        queries: Tensor | Sequence[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """As :meth:`fastrl.PPOTrainer.generate`."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        single = isinstance(queries, Tensor)
+        prompts = [queries] if isinstance(queries, Tensor) else list(queries)
+        check_tensors(prompts)
+        (prompts,) = on_host(prompts)
+        generation_kwargs = self.arguments.of_generate(generation_kwargs)
+        if is_sampled(generation_kwargs, self.arguments.model):
+            self._look_at_the_generator()
+        contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
+        if generate_ref_response:
+            contexts.append(self.reference.as_policy())
+        results = []
+        for reference, context in zip((False, True), contexts, strict=False):
+            limits = None
+            if length_sampler is not None:
+                drawn = [length_sampler() for _ in range(0, len(prompts), batch_size)]
+                limits = [drawn[i // batch_size] for i in range(len(prompts))]
+            with context as model:
+                first = self.processes.index * len(prompts)
+                request = Request(
+                    prompts,
+                    range(first, first + len(prompts)),
+                    generation_kwargs,
+                    batch_size,
+                    limits,
+                    reference,
+                )
+                output = self._run(model, request)
+            responses = output.sequences
+            if return_prompt:
+                responses = list(map(self.layout.with_prompt, prompts, responses))
+            responses = [to_device(r, self.accelerator.device) for r in responses]
+            results.append(responses[0].unsqueeze(0) if single else responses)
+        return tuple(results) if generate_ref_response else results[0]
+
+    def _look_at_the_generator(self) -> None:
+        """Warns where torch's generator is as it was before the last update: what seeds it there, a
+        reward function, say, makes every step draw the same random numbers."""
+        if self._drew_from:
+            return
+        self._drew_from = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
+        if self._drew_from == self._earlier_drew_from and not self._warned_of_seeds:
+            self._warned_of_seeds = True
+            warnings.warn(
+                "generate() draws the same random numbers as before the last step(): something "
+                "sets torch's seed in each step, such as a reward function that calls "
+                "torch.manual_seed; let it draw from a torch.Generator of its own, or call train()",
+                stacklevel=4,
+            )
+
+    def sample(
+        self,
+        prompts: Sequence[Tensor],
+        generation_kwargs: dict[str, Any],
+        samples: int = 1,
+        seed: int | None = None,
+        sample_ids: Sequence[int] | None = None,
+    ) -> Samples:
+        """Samples ``samples`` responses to each prompt, one after the other; they come without
+        their prompts, with finish reasons and timings.
+
+        Sampled from softmax(logits / T) unless ``generation_kwargs`` changes that; of the model's
+        generation_config only the tokens that end a response are used.
+
+        Args:
+            seed: of the draws; None takes what is needed from torch's own generator.
+            sample_ids: of the prompts, in the batch of all processes; with the seed they key the
+                draws. None: their indices.
+
+        Raises:
+            ValueError: another temperature in ``generation_kwargs``.
+        """
+        kwargs = self.arguments.of_the_policy(generation_kwargs)
+        batch_size = self.config.batch_size
+        ids = range(len(prompts)) if sample_ids is None else sample_ids
+        return self.run(Request(prompts, ids, kwargs, batch_size, samples=samples, seed=seed))
+
+    def run(self, request: Request) -> Samples:
+        """Samples from the policy."""
+        return self._run(self.model, request)
+
+    def decode(self, prompt: Tensor, response: Tensor) -> str:
+        """A response as text, without special tokens."""
+        return self.layout.decode(self.tokenizer, prompt, response)
+
+    def known(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: Samples | None
+    ) -> Samples:
+        """What the policy has said of responses, from the ``rollout`` that generated them, else
+        from the memory: old log-probs and values, unless those of one response are not known, and
+        the experts' choices where they are replayed.
+
+        Raises:
+            ValueError: the responses are not the rollout's sequences; choices that are to be
+                replayed are not known.
+        """
+        if rollout is None:
+            found = self.memory.find(queries, responses)
+        else:
+            _check_sequences(rollout, responses)
+            found = known_of(rollout, self.memory.policy, self.config.temperature)
+        if not self.replays:
+            return found.without("experts")
+        if found.experts is None:
+            raise ValueError(
+                "replay_routing: the experts' choices of these responses are not known: pass the "
+                "rollout= of an engine that keeps them (RolloutEngine(keep_experts=True)), let "
+                "this trainer generate, or leave it out"
+            )
+        return found
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Context in which sampling from the policy does not wait for other processes."""
+        return whole_weights(self.model)
+
+    def expect(self, tokens: int) -> None:
+        """Says how many tokens a prompt with its response will have at most, of all to come."""
+        self.backend.expect(tokens)
+
+    def before_update(self) -> None:
+        """Frees the engine's memory for an update, where ``rollout_sleep`` is set."""
+        self._earlier_drew_from, self._drew_from = self._drew_from, b""
+        self.backend.before_update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the bits of later samples depend on besides weights, as JSON can hold it."""
+        return {"rooms": self.backend.rooms()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.backend.reserve(state["rooms"])
+
+    def _run(self, model: Any, request: Request) -> Samples:
+        with whole_weights(model):
+            output = self.backend(self.accelerator.unwrap_model(model), request)
+        if not request.reference:
+            self.memory.keep(request.repeated(), output)
+        return output
+
+
+def _check_sequences(rollout: Samples, responses: Sequence[Tensor]) -> None:
+    if not isinstance(rollout, Samples):
+        raise TypeError(
+            f"rollout must be a fastrl.rollout.RolloutOutput, got {type(rollout).__name__}"
+        )
+    for name in ("sequences", "finish_reasons"):
+        if getattr(rollout, name) is None:
+            raise ValueError(f"rollout has no {name}: give one for each response")
+    if len(rollout.sequences) != len(responses):
+        raise ValueError(
+            f"rollout holds {len(rollout.sequences)} samples for {len(responses)} responses: pass "
+            "the one that generated them"
+        )
+    for i, (sequence, response) in enumerate(zip(rollout.sequences, responses, strict=True)):
+        if not torch.equal(sequence.cpu(), response.cpu()):
+            raise ValueError(f"rollout.sequences[{i}] is not responses[{i}]: pass both unchanged")
+    for name in ("finish_reasons", "logprobs", "logprobs_t1", "entropies", "values"):
+        column = getattr(rollout, name)
+        if column is not None and len(column) != len(responses):
+            raise ValueError(
+                f"rollout.{name} has {len(column)} elements for {len(responses)} responses: give "
+                "one for each"
+            )
+    for name in ("logprobs", "logprobs_t1", "values"):
+        for i, numbers in enumerate(getattr(rollout, name) or ()):
+            if not isinstance(numbers, Tensor):
+                raise TypeError(
+                    f"rollout.{name}[{i}] must be a tensor, got {type(numbers).__name__}: wrap it "
+                    "in torch.tensor(...)"
+                )
+            if numbers.shape != responses[i].shape:
+                raise ValueError(
+                    f"rollout.{name}[{i}] has shape {tuple(numbers.shape)}, responses[{i}] "
+                    f"{tuple(responses[i].shape)}: give one number for each token"
+                )
+
+
+class SamplingArguments:
+    """Keyword arguments of ``model.generate`` for a policy softmax(logits / T), with warnings of
+    those that make the responses come from another distribution.
+
+    Args:
+        model: the policy, with its generation_config.
+        temperature: T.
+    """
+
+    def __init__(self, model: Any, temperature: float):
+        self.model, self.temperature = model, temperature
+        self._warned: set[str] = set()
+
+    def of_the_policy(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """For responses that an update learns from: sampled from the policy unless ``given``
+        changes that.
+
+        Raises:
+            ValueError: another temperature.
+        """
+        kwargs = policy_kwargs(given, self.model, self.temperature)
+        self._warn("generation_kwargs", changes_of_the_draw(kwargs, self.model, self.temperature))
+        return kwargs
+
+    def of_training(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for a whole run; also warns of greedy decoding, which is hardly meant there.
+
+        Raises:
+            ValueError: also a value that is out of range, which others find as they generate.
+        """
+        check_names(given, self.model)
+        kwargs = self.of_the_policy(given)
+        sampling_params(kwargs, self.model)
+        if not kwargs["do_sample"]:
+            self._warn("generation_kwargs", [Change("do_sample", False, True, "")])
+        return kwargs
+
+    def of_generate(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """For the classic ``generate()``, as ``model.generate``: arguments that are not given come
+        from the model's generation_config. A policy temperature other than 1 comes before that."""
+        kwargs = unpacked(given)
+        if self.temperature != 1 and is_sampled(kwargs, self.model):
+            kwargs.setdefault("temperature", self.temperature)
+        self._warn("generate", changes_of_the_draw(kwargs, self.model, self.temperature), 5)
+        return kwargs
+
+    def _warn(self, where: str, changes: Iterable[Change], stacklevel: int = 4) -> None:
+        """Warns once of each field."""
+        new = [change for change in changes if change.name not in self._warned]
+        if not new:
+            return
+        self._warned |= {change.name for change in new}
+        fields = ", ".join(map(_shown, new))
+        remedy = ", ".join(f"{change.name}={change.neutral!r}" for change in new)
+        if any(change.name == "temperature" for change in new):
+            remedy += " (or set PPOConfig.temperature)"
+        warnings.warn(
+            f"{where}: {fields} changes what tokens are drawn from. Log-probs, and with them the "
+            f"ratio, the clip range and the KL, are those of softmax(logits / "
+            f"{self.temperature:g}) without that, and only approximate for such responses: pass "
+            f"{remedy} for those that step() learns from",
+            stacklevel=stacklevel,
+        )
+
+
+def _shown(change: Change) -> str:
+    value = repr(change.value)
+    value = value if len(value) <= 40 else value[:39] + "…"
+    return f"{change.name}={value}" + (f" ({change.origin})" if change.origin else "")
+
+
+class RolloutMemory:
+    """Log-probs and values of responses of the policy, softmax(logits / temperature), and experts'
+    choices, until its weights change."""
+
+    def __init__(
+        self, policy: nn.Module, optimizer: torch.optim.Optimizer, temperature: float = 1.0
+    ):
+        self.policy, self.temperature = policy, temperature
+        # Fused steps change no version counter. A step may fail halfway: so the hook comes before.
+        optimizer.register_step_pre_hook(lambda *_: self._forget())
+        self._version: tuple[int, int] | None = None
+        # Samples, and the place of each response among them.
+        self._known: dict[tuple[bytes, bytes], tuple[Samples, int]] = {}
+
+    def keep(self, prompts: Sequence[Tensor], output: Samples) -> None:
+        """Keeps those of samples, one per prompt."""
+        known = known_of(output, self.policy, self.temperature)
+        if known.old_logprobs is None:
+            return
+        self._forget_other_weights()
+        for i, both in enumerate(zip(prompts, output.sequences, strict=True)):
+            self._known[_key(*both)] = known, i
+        for oldest in list(self._known)[: max(0, len(self._known) - REMEMBERED)]:
+            del self._known[oldest]
+
+    def find(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> Samples:
+        """Those of all responses; without columns unless all were generated here, token for token,
+        with the current weights."""
+        self._forget_other_weights()
+        found = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
+        rows = [x for x in found if x is not None]
+        if len(rows) < len(found):
+            return Samples()
+        runs = [list(run) for _, run in itertools.groupby(rows, lambda row: id(row[0]))]
+        return Samples.joined([run[0][0].select([i for _, i in run]) for run in runs])
+
+    def _forget(self) -> None:
+        self._known.clear()
+
+    def _forget_other_weights(self) -> None:
+        version = weights_version(self.policy)
+        if version != self._version:
+            self._forget()
+            self._version = version
+
+
+def weights_version(model: nn.Module) -> tuple[int, int]:
+    """A number that changes when a parameter is written to or replaced, but not by fused
+    optimizers."""
+    parameters = list(model.parameters())
+    places = hash(tuple(p.data_ptr() for p in parameters))
+    return sum(p._version for p in parameters), places
+
+
+def _key(*sequences: Any) -> tuple[bytes, bytes]:
+    prompt, response = (x.cpu().long().numpy().tobytes() for x in sequences)
+    return prompt, response

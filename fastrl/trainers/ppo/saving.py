@@ -1,0 +1,287 @@
+"""How a training run is saved: not at all, or in a folder, from which it can be resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from fastrl.models.sharding import is_spread
+from fastrl.run.callbacks import Evaluation
+from fastrl.run.checkpoints import Checkpoints, read_manifest, step_of, warn_of_another_machine
+from fastrl.run.folder import RunFolder
+from fastrl.run.metrics import MetricsCallback, MetricsFile
+from fastrl.run.processes import OneProcess, PeerFailed, Processes
+from fastrl.run.random_state import random_state, restore_random_state, same_state
+from fastrl.run.state import load_tree, save_tree
+from fastrl.run.stopping import Stopped, asked
+from fastrl.trainers.ppo.roles import Resumable, Run
+from fastrl.user_code import exits_are_errors
+
+
+class Saving(Protocol):
+    """What a run does with its state."""
+
+    @property
+    def ledger_folder(self) -> Path | None:
+        """Where its output keeps the ledger."""
+
+    def opened(self, loop: Run) -> AbstractContextManager[bool]:
+        """Context of the run, which gives whether it goes on from a checkpoint."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Context of a step, its callbacks and evaluation."""
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        """Saves where it is time to; stops where that was asked for."""
+
+    def settings(self) -> dict[str, Any]:
+        """Those that must be the same in all processes."""
+
+
+class NotSaved:
+    """A run without a folder."""
+
+    ledger_folder: Path | None = None
+
+    def __init__(self, processes: Processes):
+        self.processes = processes
+
+    @contextlib.contextmanager
+    def opened(self, loop: Run) -> Iterator[bool]:
+        yield False
+
+    def step(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        if self.processes.any(asked()):
+            raise Stopped(f"stopped after step {step}; nothing was saved, as there is no output")
+
+    def settings(self) -> dict[str, Any]:
+        return {"output": None}
+
+
+class SavedInFolder:
+    """A run with a folder: metrics and checkpoints are written there.
+
+    A checkpoint is written after every ``save_every`` steps and the last one; when the run is asked
+    to stop; and after an exception, with the state before the step that failed.
+
+    Args:
+        save_every: 0: only when the run is stopped, or fails.
+        keep_last: number of checkpoints to keep; 0 keeps all.
+        resume: True or "latest": the newest good checkpoint of the folder, or the beginning where
+            there is none; or the folder of a checkpoint or a run.
+        overwrite: remove an earlier run in the folder.
+
+    Raises:
+        ValueError: as :meth:`RunFolder.claim` and ``find_checkpoint``.
+    """
+
+    def __init__(
+        self,
+        trainer: Resumable,
+        folder: RunFolder,
+        save_every: int,
+        keep_last: int,
+        resume: bool | str | Path,
+        overwrite: bool,
+    ):
+        self.trainer, self.folder = trainer, folder
+        self.processes = trainer.processes
+        self.save_every, self.resume, self.overwrite = save_every, resume, overwrite
+        self.checkpoints = Checkpoints(folder.checkpoints, keep_last or None)
+        self.ledger_folder: Path | None = folder.ledger
+        self._loop: Any = None
+        self._random: list[dict[str, Any]] = []  # states of all processes after the last step
+
+    @contextlib.contextmanager
+    def opened(self, loop: Run) -> Iterator[bool]:
+        self._loop = loop
+        self.folder.config["code"] = loop.code
+        is_main = self.processes.is_main
+        with contextlib.ExitStack() as stack:
+            with self.processes.together():
+                # A command has claimed it before it loads a model.
+                if is_main and not self.folder.lock.held:
+                    claim = self.folder.claim(resume=self.resume, overwrite=self.overwrite)
+                    stack.enter_context(claim)
+            resume = self.processes.from_main(self.resume)
+            checkpoint, rows = self.folder.checkpoint(resume, self.processes), None
+            with self.processes.together():
+                if checkpoint is not None:
+                    manifest, state = read_manifest(checkpoint), load_tree(checkpoint)
+                    loop.check_state(state)
+                    self.trainer.load_state_dict(state)
+                    loop.load_state_dict(state["loop"])
+                    rows = state["loop"]["rows"]
+                    self.trainer.products.adopt(manifest["machine"])
+                    warn_of_another_machine(manifest)
+                if is_main and self.resume:
+                    self._resume(loop, checkpoint, rows)
+                elif is_main:
+                    self.folder.begin()
+            if is_main:
+                loop.callbacks.append(MetricsCallback(MetricsFile(self.folder.metrics)))
+            self._random = self.processes.objects(random_state())
+            yield checkpoint is not None
+
+    def _resume(self, loop: Run, checkpoint: Path | None, rows: int | None) -> None:
+        """Makes the folder's records those of the run up to its checkpoint."""
+        done = self.trainer.current_step
+        if checkpoint is not None and done >= loop.last_step:  # its settings are still those
+            self.folder.keep_config()
+        own = self.folder.owns(checkpoint)
+        self.folder.resume(checkpoint, rows)
+        if loop.ledger is not None:
+            in_it = loop.ledger.ledger.folder == self.folder.ledger
+            loop.ledger.ledger.supersede(done if own or not in_it else 0)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Saves the state if the block raises an exception."""
+        trainer, begun = self.trainer, random_state()
+        steps, updates = trainer.current_step, trainer.steps_begun
+        try:
+            with exits_are_errors():
+                yield
+        except (Exception, Stopped) as error:
+            random = [random_state()]  # of other processes it is not known after the update
+            if trainer.current_step == steps:
+                if trainer.steps_begun != updates:
+                    warnings.warn(
+                        f"step {steps + 1} failed within its update, so that its state is not "
+                        f"saved: {self._newest()}",
+                        stacklevel=2,
+                    )
+                    raise
+                restore_random_state(begun)
+                random = [*self._random]
+                random[self.processes.index] = begun
+            self._save_after(error, random)
+            if isinstance(error, Stopped):
+                raise self._stopped() from None
+            raise
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        try:
+            # What is drawn by keys moves no generator: then there is nothing to tell.
+            now, before = random_state(), self._random[self.processes.index]
+            told = None if same_state(now, before) else now
+            found = self.processes.objects((asked(), told))
+        except PeerFailed as error:
+            self._save_after(error, [random_state()])
+            raise
+        news = [new for _, new in found]
+        self._random = [new or old for new, old in zip(news, self._random, strict=True)]
+        stops = any(asked for asked, _ in found)
+        if stops or (self.save_every and (last or step % self.save_every == 0)):
+            self.save()
+            stops = stops or self.processes.any(asked())  # a save may take long
+        if stops:
+            raise self._stopped()
+
+    def settings(self) -> dict[str, Any]:
+        return {"output": "a folder", "save_every": self.save_every, "resume": bool(self.resume)}
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the state after the last complete step."""
+        self._write(self.trainer.state_dict(), self.processes)
+        return self.checkpoints.path(self.trainer.current_step)
+
+    def _write(self, state: dict[str, Any], processes: Processes) -> None:
+        """
+        Args:
+            processes: those that write: all, or the main one alone.
+        """
+        with self.checkpoints.new(self.trainer.current_step, processes=processes) as folder:
+            if processes.is_main:
+                self.folder.sync()
+                if self._loop.ledger is not None:
+                    self._loop.ledger.ledger.flush(sync=True)
+                loop = {**self._loop.state_dict(), "rows": self.folder.count_rows()}
+                state = {**state, "loop": loop}
+            save_tree(state, folder, processes)
+
+    def _save_after(self, error: BaseException, random: Sequence[Mapping[str, Any]]) -> None:
+        """Saves the state after an error, which is raised whatever becomes of that; other processes
+        may have ended, so that it is not asked for anything from them.
+
+        Args:
+            random: the random states of the first processes, as far as they are known.
+        """
+        step, name = self.trainer.current_step, type(error).__name__
+        if any(step_of(path) == step for path in self.checkpoints.paths()):
+            return
+        try:
+            if is_spread(self.trainer.model):
+                if not self.processes.all_know(error):
+                    raise RuntimeError(
+                        "its weights are spread over processes, of which one has ended or failed "
+                        f"by itself; {self._newest()}"
+                    )
+                self.save()
+            elif self.processes.is_main:
+                self._write(self.trainer.state_dict(random), OneProcess())
+            else:
+                return
+        except Exception as second:
+            warnings.warn(f"after {name} the state could not be saved: {second}", stacklevel=3)
+        else:
+            if not isinstance(error, Stopped):
+                warnings.warn(
+                    f"after {name} the state is saved in {self.checkpoints.path(step)}; --resume "
+                    "(resume=True) continues from there",
+                    stacklevel=3,
+                )
+
+    def _stopped(self) -> Stopped:
+        step = self.trainer.current_step
+        return Stopped(
+            f"stopped after step {step}; saved: {self.checkpoints.path(step)}; --resume "
+            "(resume=True) continues"
+        )
+
+    def _newest(self) -> str:
+        paths = self.checkpoints.paths()
+        return f"the last checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
+
+
+def make_saving(
+    trainer: Resumable,
+    output: str | Path | RunFolder | None,
+    save_every: int,
+    keep_last: int,
+    resume: bool | str | Path,
+    overwrite: bool,
+) -> Saving:
+    """By the arguments of ``PPOTrainer.train``."""
+    if output is None:
+        if resume or overwrite:
+            name = "resume" if resume else "overwrite"
+            raise ValueError(f"{name} needs a folder: pass output")
+        return NotSaved(trainer.processes)
+    if not isinstance(output, RunFolder):
+        config = {
+            "command": "train",
+            "title": f"{trainer.config.model_name}: {trainer.config.title}",
+            "settings": trainer.config.to_dict(),
+        }
+        output = RunFolder(output, config)
+    return SavedInFolder(trainer, output, save_every, keep_last, resume, overwrite)
+
+
+def evaluations_as_tree(evaluations: list[Evaluation]) -> list[dict[str, Any]]:
+    """Without their prompts, which are the run's own."""
+    return [
+        {k: v for k, v in dataclasses.asdict(one).items() if k != "prompts"} for one in evaluations
+    ]
+
+
+def evaluations_from_tree(tree: list[Mapping[str, Any]], prompts: list[str]) -> list[Evaluation]:
+    return [Evaluation(prompts=prompts if one["completions"] else [], **one) for one in tree]

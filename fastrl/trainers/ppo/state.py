@@ -1,0 +1,290 @@
+"""A PPOTrainer's state: all that a later step depends on, as a tree for a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from fastrl.config import PPOConfig
+from fastrl.data.prompts import PromptStream
+from fastrl.learn.kl import AdaptiveKLController, FixedKLController
+from fastrl.learn.memory import MicroBatches
+from fastrl.learn.ref_model import RefModel
+from fastrl.learn.score_scaling import RunningMoments
+from fastrl.learn.scorer import Scorer
+from fastrl.learn.update import Update
+from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.optimizer_state import (
+    copy_weights,
+    load_optimizer_state,
+    optimizer_groups,
+    optimizer_state,
+    trained_weights,
+)
+from fastrl.models.optimizers import set_learning_rate
+from fastrl.models.sharding import spread
+from fastrl.models.utils import checksum, model_identity
+from fastrl.registry import own_functions
+from fastrl.rewards.identity import identities_of
+from fastrl.run.checkpoints import (
+    BadCheckpoint,
+    check_identity,
+    check_weights,
+    describe_weights,
+    warn_of_changed_settings,
+)
+from fastrl.run.processes import Processes
+from fastrl.run.random_state import (
+    numpy_state,
+    random_state,
+    restore_random_state,
+    set_numpy_state,
+)
+from fastrl.trainers.ppo.critic import CriticLearner, check_states_critic
+from fastrl.trainers.ppo.rollouts import Rollouts
+
+# Settings that do not change what is computed, or not more than its last bits.
+_FREE = frozenset(
+    {
+        "exp_name", "log_with", "task_name", "model_name", "query_dataset", "reward_model",
+        "tracker_kwargs", "project_kwargs", "tracker_project_name", "push_to_hub_if_best_kwargs",
+        "compare_steps", "steps", "total_ppo_epochs", "optimize_device_cache", "dataset_num_proc",
+        "rollout_slots", "rollout_kv_cache_gib", "ddp_timeout", "offload_optimizer",
+        "activation_offloading", "critic",
+    }
+)  # fmt: skip
+
+
+class TrainerState:
+    """All that a later step of a ``PPOTrainer`` depends on, of the objects that it is given.
+
+    What is frozen, and the reference, are not in it, unless the reference follows the policy: a run
+    resumes with a trainer that is made from the same model. Their checksums are.
+
+    Args:
+        policy: without wrappers.
+
+    Attributes:
+        step: steps that are complete.
+        streams: the orders of prompts, by the prompts' fingerprint.
+        best_mean_score: of all steps whose model was sent to the Hub.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        processes: Processes,
+        *,
+        policy: PreTrainedModelWrapper,
+        optimizer: Any,
+        lr_scheduler: Any,
+        reference: RefModel,
+        critic: CriticLearner | None,
+        kl_ctl: AdaptiveKLController | FixedKLController,
+        running: RunningMoments,
+        scorer: Scorer,
+        rollouts: Rollouts,
+        update: Update,
+    ):
+        self.config, self.tokenizer, self.processes = config, tokenizer, processes
+        self.policy, self.optimizer, self.lr_scheduler = policy, optimizer, lr_scheduler
+        self.reference, self.critic, self.kl_ctl = reference, critic, kl_ctl
+        self.running, self.scorer, self.rollouts, self.update = running, scorer, rollouts, update
+        self.step = 0
+        self.streams: dict[str, PromptStream] = {}
+        self.best_mean_score = -math.inf
+
+    def tree(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """See :meth:`fastrl.PPOTrainer.state_dict`."""
+        spread(self.policy)
+        scheduler, best = self.lr_scheduler, self.best_mean_score
+        critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
+        return {
+            **critic,
+            "identity": self.identity,
+            "config": self.settings,
+            "step": self.step,
+            "optimizer_steps": self.update.gradient.engine.steps,
+            "policy": trained_weights(self.policy),
+            "optimizer": optimizer_state(self.optimizer, self.policy),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "kl_coef": self.kl_ctl.value,
+            "score_moments": dataclasses.asdict(self.running),
+            "best_mean_score": best if math.isfinite(best) else None,
+            "shuffle": numpy_state(self.update.epochs.shuffle),
+            "prompts": {name: stream.state_dict() for name, stream in self.streams.items()},
+            "reference": self.reference.own_weights() if self._reference_moves else {},
+            "micro_batches": [each.size for each in self._micro_batches],
+            "rollouts": self.rollouts.state_dict(),
+            "processes": self.processes.count,
+            "random": self.processes.objects(random_state()) if random is None else [*random],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`fastrl.PPOTrainer.load_state_dict`."""
+        spread(self.policy)
+        self._check_state(state)
+        copy_weights(trained_weights(self.policy), state["policy"])
+        if self._reference_moves:
+            copy_weights(self.reference.own_weights(), state["reference"])
+        load_optimizer_state(self.optimizer, self.policy, state["optimizer"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(dict(state["scheduler"]))
+        self.kl_ctl.value = state["kl_coef"]
+        self.running.become(RunningMoments(**state["score_moments"]))
+        best = state["best_mean_score"]
+        self.best_mean_score = -math.inf if best is None else best
+        set_numpy_state(self.update.epochs.shuffle, state["shuffle"])
+        self.streams.clear()
+        for name, position in state["prompts"].items():
+            stream = PromptStream(position["count"], position["seed"])
+            stream.load_state_dict(position)
+            self.streams[name] = stream
+        for each, size in zip(self._micro_batches, state["micro_batches"], strict=True):
+            each.size = size
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.step = state["step"]
+        self.update.gradient.engine.steps = state["optimizer_steps"]
+        self._restore_random_state(_processes_of(state), state["random"])
+        _apply_changed_settings(self, state["config"])
+
+    @cached_property
+    def own_code(self) -> dict[str, str]:
+        """Hashes of users' functions by which it learns, as they were when it was made."""
+        return identities_of(own_functions(self.config.policy_loss, self.config.advantage))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a run that resumes with other ones gets a warning of."""
+        return {**deciding(self.config.to_dict()), **self.own_code}
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same in the run that resumes."""
+        reference = {} if self._reference_moves else self.reference.own_weights()
+        critic = {} if self.critic is None else {"critic": self.critic.identity()}
+        return {
+            **critic,
+            "method": self.config.method,
+            **model_identity(self.policy, self.tokenizer),
+            "reference": f"{self.reference.mode} {checksum(reference)}",
+        }
+
+    def _check_processes(self, count: int, batch_size: int) -> None:
+        """
+        Args:
+            count: of the checkpoint's run.
+            batch_size: samples of a step of it, of all its processes.
+        """
+        own = self.processes.count
+        now = self.config.batch_size * own
+        if own != count and now != batch_size:
+            raise BadCheckpoint(
+                f"resume: a step of the checkpoint's run has {batch_size} samples, and {own} "
+                f"process(es) with batch_size={self.config.batch_size} have {now}: start "
+                f"as many processes as before ({count}), or a number that divides {batch_size}, "
+                "and set batch_size to the quotient"
+            )
+
+    def _restore_random_state(self, count: int, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restores this process's random state, from which reward functions may draw; that of the
+        main one where there were others, or only that is known.
+
+        Args:
+            count: of the processes of the checkpoint's run.
+            states: of its first processes.
+        """
+        processes = self.processes
+        if count != processes.count or len(states) < count:
+            known = f"{count} process(es)" + (
+                f", of which {len(states)} is known" if len(states) < count else ""
+            )
+            warnings.warn(
+                f"resume: the run had {known}, and has {processes.count}: samples are the same, "
+                "what reward functions draw at random need not be",
+                stacklevel=6,
+            )
+            states = [states[0]] * processes.count
+        restore_random_state(states[processes.index])
+
+    @property
+    def _micro_batches(self) -> list[MicroBatches]:
+        """Sizes that are smaller where memory ran out."""
+        gradients = [learner.gradient for learner in self.update.learners]
+        return [self.scorer.slices, *(each.micro_batches for each in gradients)]
+
+    @property
+    def _reference_moves(self) -> bool:
+        return self.config.sync_ref_every > 0
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        missing = [x for x in ("identity", "policy", "optimizer", "random") if x not in state]
+        if missing:
+            raise BadCheckpoint(
+                f"resume: this is no checkpoint of PPOTrainer: it lacks {', '.join(missing)}"
+            )
+        check_states_critic(self.critic, state)
+        check_identity(state["identity"], self.identity)
+        self._check_processes(_processes_of(state), state["config"]["batch_size"])
+        policy = trained_weights(self.policy)
+        check_weights(describe_weights(state["policy"]), describe_weights(policy))
+        if (self.lr_scheduler is None) != (state["scheduler"] is None):
+            had = "no" if state["scheduler"] is None else "a"
+            raise BadCheckpoint(
+                f"resume: the checkpoint's run had {had} lr_scheduler: make the trainer alike"
+            )
+        # An optimizer keeps some of its arguments with its state, and others not.
+        here = {"optim": self.config.optim, "optim_args": self.config.optim_args}
+        for name, own in here.items():
+            before = state["config"].get(name, PPOConfig.__dataclass_fields__[name].default)
+            if before != own:
+                raise BadCheckpoint(
+                    f"resume: the checkpoint's run had {name}={before!r}, this one has {own!r}: "
+                    "resume with the optimizer that the run began with"
+                )
+        names, own_names = (
+            [name for group in groups for name in group["params"]]
+            for groups in (
+                state["optimizer"]["groups"],
+                optimizer_groups(self.optimizer, self.policy),
+            )
+        )
+        if names != own_names:
+            raise BadCheckpoint(
+                "resume: the checkpoint's optimizer trains other weights: make the trainer with "
+                "the optimizer that the run began with"
+            )
+
+
+def _processes_of(state: Mapping[str, Any]) -> int:
+    """The number of processes of a checkpoint's run."""
+    return state.get("processes", len(state["random"]))
+
+
+def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``PPOConfig.to_dict`` that decide what is computed, as JSON has them."""
+    found = {k: v for k, v in settings.items() if k.split("/")[0] not in _FREE}
+    for name in ("batch_size", "mini_batch_size", "backward_batch_size"):  # of all processes
+        found[name] = settings[name] * (found["world_size"] or 1)
+    for name in ("world_size", "global_batch_size", "global_backward_batch_size"):
+        del found[name]
+    if settings["loss_aggregate"] != "seq-mean-token-sum-norm":
+        del found["loss_norm_length"]  # is not used
+    return json.loads(json.dumps(found, default=str))
+
+
+def _apply_changed_settings(state: TrainerState, before: Mapping[str, Any]) -> None:
+    """Warns of settings that are not those of the checkpoint, and sets a new learning rate."""
+    changed = warn_of_changed_settings(before, state.settings)
+    if "learning_rate" in changed and state.lr_scheduler is None:
+        set_learning_rate(state.optimizer, state.config.learning_rate)
+    if state.critic is not None and {"learning_rate", "critic_learning_rate"} & {*changed}:
+        state.critic.follow_settings()

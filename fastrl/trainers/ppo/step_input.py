@@ -1,0 +1,170 @@
+"""What ``PPOTrainer.step`` is given, as the samples of all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.data import batch as data
+from fastrl.data.batch import BatchMaker, without_tokens
+from fastrl.data.token_batch import TokenBatch
+from fastrl.learn.correction import sampler_logprobs
+from fastrl.learn.nonfinite import NonFiniteNumbers, check_a_sample_is_left, samples_left_out
+from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
+from fastrl.models.host_memory import to_device
+from fastrl.run.processes import Processes
+from fastrl.samples import COLUMNS, TOKEN, Samples
+from fastrl.trainers.ppo.rollouts import Rollouts
+
+
+def without(samples: Samples, left_out: Sequence[int]) -> Samples:
+    """The same samples, but no token of those that are left out counts; their scores are NaN."""
+    if not left_out:
+        return samples
+    rewards = samples.rewards.clone()
+    rewards[list(left_out)] = torch.nan
+    responses, masks = without_tokens(
+        samples.prompt_ids, samples.sequences, samples.masks, left_out
+    )
+    columns: dict[str, Any] = {
+        name: [x.new_zeros(len(responses[i])) if i in left_out else x for i, x in enumerate(column)]
+        for name, column in samples.known().items()
+        if COLUMNS[name]["kind"] == TOKEN and name != "experts"
+    }
+    columns |= {"sequences": responses, "masks": masks}
+    return replace(samples, rewards=rewards, **columns)
+
+
+def placed_scores(
+    samples: Samples,
+    scores: Tensor,
+    moments: RunningMoments,
+    transform: ScoreTransform,
+    batch: TokenBatch,
+) -> Tensor:
+    """The scores as ``PPOTrainer.compute_rewards`` takes them, 0 for samples without one: [B], or
+    of tokens [B, T-1].
+
+    Args:
+        scores: [B], transformed; ``moments`` are those that they come with.
+    """
+    if samples.token_scores is None:
+        return scores.nan_to_num()
+    counted = torch.cat(samples.token_scores)[batch.mask_of_responses()]
+    on_device = to_device(transform.of_tokens(counted, moments), scores.device)
+    return batch.scatter(on_device, batch.rows())
+
+
+def sampled_tokens(samples: Samples, batch: TokenBatch) -> Tensor | None:
+    """The sampler's log-probs, [B, T-1]; None where they are not known."""
+    if samples.sampler_logprobs is None:
+        return None
+    counted = torch.cat(samples.sampler_logprobs)[batch.mask_of_responses()]
+    return batch.scatter(to_device(counted, batch.input_ids.device), batch.rows())
+
+
+class StepInputs:
+    """Checks and completes what a trainer's ``step`` is given.
+
+    Args:
+        size: samples of a step and process.
+        masks_truncated: whether responses that were cut do not learn.
+        per_token: whether it matters which tokens scores are of.
+        rollouts: may know the responses.
+        temperature: of the policy.
+        reads_sampler: whether the log-probs are wanted with which the responses were sampled.
+        name_in: of queries, names one by its index.
+        device: of weights.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        masks_truncated: bool,
+        per_token: bool,
+        rollouts: Rollouts,
+        batches: BatchMaker,
+        scores: ScoreTransform,
+        temperature: float,
+        reads_sampler: bool,
+        nonfinite: NonFiniteNumbers,
+        name_in: Callable[[Sequence[Tensor]], Callable[[int], str]],
+        device: torch.device,
+        processes: Processes,
+    ):
+        self.size, self.device, self.processes = size, device, processes
+        self.masks_truncated, self.per_token = masks_truncated, per_token
+        self.rollouts, self.batches, self.scores = rollouts, batches, scores
+        self.temperature, self.reads_sampler = temperature, reads_sampler
+        self.nonfinite, self.name_in = nonfinite, name_in
+
+    def __call__(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        masks: list[Tensor] | None,
+        rollout: Samples | None,
+        weights: Tensor | Sequence[float] | None,
+    ) -> Samples:
+        """The samples of all processes.
+
+        Raises:
+            ValueError, FloatingPointError: as ``step``, in all processes.
+        """
+        with self.processes.together():
+            data.check_batch_size(queries, responses, self.size)
+            queries, responses, masks = data.on_host(queries, responses, masks)
+            known = self.rollouts.known(queries, responses, rollout)
+            starts = self.batches.starts(responses)
+            totals, of_tokens = data.check_scores(scores, self.size, responses, masks, starts)
+            of_tokens = of_tokens if self.per_token else None
+            self.scores.check(of_tokens is not None)
+            sampled = None
+            if self.reads_sampler:
+                sampled = sampler_logprobs(rollout, known.old_logprobs, self.temperature)
+            reasons: Any = None if rollout is None else rollout.finish_reasons
+            nan = self._nan_samples(queries, rollout)
+            own = replace(
+                known,
+                prompt_ids=queries,
+                sequences=responses,
+                rewards=totals,
+                masks=masks,
+                weights=self._weights(data.check_weights(weights, self.size, self.device), rollout),
+                left_out=[i in nan for i in range(len(queries))],
+                finish_reasons=reasons,
+                sampler_logprobs=sampled,
+                token_scores=of_tokens,
+            )
+        samples = own.gathered(self.processes, tokens=True)
+        check_a_sample_is_left(sum(samples.left_out), len(samples))
+        return samples
+
+    def _weights(self, weights: Tensor | None, rollout: Samples | None) -> Tensor | None:
+        """The samples' weights, 0 where ``mask_truncated_completions`` leaves them out.
+
+        Raises:
+            ValueError: it is not known how the responses ended.
+        """
+        if not self.masks_truncated:
+            return weights
+        if rollout is None:
+            raise ValueError(
+                "mask_truncated_completions needs to know how responses ended: pass rollout= to "
+                "step(), or turn it off"
+            )
+        whole = torch.tensor([float(reason != "length") for reason in rollout.finish_reasons])
+        whole = to_device(whole, self.device)
+        return whole if weights is None else whole * weights
+
+    def _nan_samples(self, queries: Sequence[Tensor], rollout: Samples | None) -> list[int]:
+        """Indices of samples that ended in NaN logits."""
+        if rollout is None or len(rollout.finish_reasons) != len(queries):
+            return []
+        return samples_left_out(rollout, self.nonfinite, self.name_in(queries), self.processes)
