@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.data.grouping import passes_that_fit
 from fastrl.models.host_memory import to_device
 from fastrl.models.routing import Routing
 from fastrl.models.scoring import PassLimit
@@ -205,16 +206,14 @@ class TokenBatch:
     def parts(self, samples: Sequence[int], limit: PassLimit) -> list[list[int]]:
         """Samples that share a forward, in ascending order; those of a prompt share one as far as
         they fit."""
-        parts: list[list[int]] = []
-        for i in (i for group in self.groups(samples) for i in group):
-            fits = parts and len(parts[-1]) < limit.samples
-            if fits and limit.tokens is not None:
-                fits = self.padding.tokens(self, [*parts[-1], i]) <= limit.tokens
-            if fits:
-                parts[-1].append(i)
-            else:
-                parts.append([i])
-        return list(map(sorted, parts))
+
+        def fits(part: list[int]) -> bool:
+            most = limit.tokens
+            fewer = most is None or self.padding.tokens(self, part) <= most
+            return len(part) <= limit.samples and fewer
+
+        order = (i for group in self.groups(samples) for i in group)
+        return list(map(sorted, passes_that_fit(order, lambda part, i: [*(part or ()), i], fits)))
 
     def counting(self) -> list[int]:
         """The indices of samples of which at least one token counts."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl.data.grouping import passes_by_size
 from fastrl.data.prompt_ids import Prompt
 from fastrl.models.host_memory import to_device
 from fastrl.models.routing import UNKNOWN, routers_of
@@ -264,7 +265,8 @@ class RolloutEngine:
         if by_prompt:
             kv_cache.clear([slot for targets in by_prompt.values() for slot in targets])
         tokens = 0
-        for part in _passes(by_prompt, lengths):
+        filled = [i for i in by_prompt if lengths[i]]
+        for part in passes_by_size(filled, lengths.__getitem__, PREFILL_TOKENS):
             targets = [by_prompt[i] for i in part]
             attention = PrefillAttention(kv_cache, [lengths[i] for i in part], targets)
             packed = torch.cat([request.prompts[i][:-1] for i in part])
@@ -411,17 +413,3 @@ def _of_responses(
             )
         choices.append(chosen)
     return choices
-
-
-def _passes(by_prompt: dict[int, list[int]], lengths: list[int]) -> list[list[int]]:
-    passes: list[list[int]] = []
-    room = 0
-    for prompt in by_prompt:
-        if lengths[prompt] == 0:
-            continue
-        if not passes or lengths[prompt] > room:
-            passes.append([])
-            room = PREFILL_TOKENS
-        passes[-1].append(prompt)
-        room -= lengths[prompt]
-    return passes

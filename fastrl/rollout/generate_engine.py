@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from fastrl.data.batch import pad, padding_token
+from fastrl.data.grouping import passes_that_fit
 from fastrl.data.prompt_ids import Prompt, check_prompts
 from fastrl.models.layout import layout_of
 from fastrl.models.products import Products
@@ -208,16 +209,17 @@ class GenerateEngine:
     def _parts(self, prompts: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
         """Indices of the samples of each call of ``generate``, whose longest prompt and highest
         limit fit in the context together."""
-        parts: list[list[int]] = []
-        longest = most = 0
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            longest, most = max(longest, len(prompt)), max(most, limit)
-            exceeds = self._layout.exceeded(longest, most) is not None
-            if not parts or len(parts[-1]) == self.batch_size or exceeds:
-                parts.append([])
-                longest, most = len(prompt), limit
-            parts[-1].append(i)
-        return parts
+
+        def joined(part: tuple[int, int, int] | None, i: int) -> tuple[int, int, int]:
+            """Returns the number of prompts, the length of the longest and the highest limit."""
+            count, longest, most = part or (0, 0, 0)
+            return count + 1, max(longest, len(prompts[i])), max(most, limits[i])
+
+        def fits(part: tuple[int, int, int]) -> bool:
+            count, longest, most = part
+            return count <= self.batch_size and self._layout.exceeded(longest, most) is None
+
+        return passes_that_fit(range(len(prompts)), joined, fits)
 
     @torch.no_grad()
     def _continued(self, prompts: Sequence[Tensor], kwargs: dict[str, Any]) -> Iterable[Tensor]:

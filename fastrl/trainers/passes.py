@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fastrl.data.grouping import passes_by_size
 from fastrl.run.processes import Processes, processes_of
 
 T = TypeVar("T")
@@ -25,17 +26,10 @@ def fill(sizes: Sequence[int], most: int, name: str) -> list[list[int]]:
     Raises:
         ValueError: one has more.
     """
-    parts: list[list[int]] = []
-    room = 0
     for i, size in enumerate(sizes):
         if size > most:
             raise too_long(most, f"{name} {i} of the batch has", size)
-        if not parts or size > room:
-            parts.append([])
-            room = most
-        parts[-1].append(i)
-        room -= size
-    return parts
+    return passes_by_size(range(len(sizes)), sizes.__getitem__, most)
 
 
 def too_long(most: int, what: str, tokens: int) -> ValueError:
