@@ -50,11 +50,8 @@ class MovedModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return (
-            None
-            if (name := new_name(fullname)) is None
-            else ModuleSpec(fullname, self, origin=name)
-        )
+        name = new_name(fullname)
+        return None if name is None else ModuleSpec(fullname, self, origin=name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         assert spec.origin is not None

@@ -310,7 +310,12 @@ def _why_not_linear(model: Any) -> str | None:
         and not nn.utils.parametrize.is_parametrized(head)
         and all(map(of_fsdp, head._forward_hooks.values()))
     )
-    return None if plain else f"its head is not a plain nn.Linear ({type(head).__name__})"
+    if plain:
+        return None
+    kind = type(head)
+    is_own = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+    what = "one with hooks or a forward of its own" if kind is nn.Linear else is_own
+    return f"its head is not a plain nn.Linear, but {what}"
 
 
 def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) -> str | None:

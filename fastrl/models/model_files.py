@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
@@ -42,7 +43,7 @@ def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
         if folder.exists():
             raise FileNotFoundError(f"{name} is a file: name the folder of the model")
         # Hub ids have one slash at most. The Hub is asked for minutes where it cannot be reached.
-        path_only = folder.is_absolute() or name.startswith((".", "~")) or len(folder.parts) > 2
+        path_only = name.startswith((".", "~")) or len(folder.parts) > 2 or not _may_be_an_id(name)
         beside = len(folder.parts) == 2 and folder.parent.is_dir() and not _is_cached(name)
         if path_only or beside:
             hub = f" (an id of the Hub is looked up where no folder is called {folder.parent})"
@@ -60,6 +61,14 @@ def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
         f"{name} holds no model: there is no {CONFIG_NAME} and no {ADAPTER_CONFIG} in it, nor in "
         f"{inner}"
     )
+
+
+def _may_be_an_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def is_adapter(path: str | os.PathLike, **options: Any) -> bool:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Container, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
@@ -37,6 +37,18 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
     )
+
+
+def wants_finished(function: Callable[..., Any], columns: Container[str] = ()) -> bool:
+    """Whether a reward function is told by ``finished`` which responses were not cut: its attribute
+    ``wants_finished`` says so, or it has a parameter of that name which no column fills."""
+    said = getattr(function, "wants_finished", None)
+    if said is not None:
+        return bool(said)
+    try:
+        return "finished" not in columns and "finished" in inspect.signature(function).parameters
+    except ValueError:  # of some functions written in C
+        return False
 
 
 def call_within(seconds: float, function: Callable[[], Any], name: str) -> Any:

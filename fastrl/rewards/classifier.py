@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePath
@@ -73,6 +74,7 @@ class ClassifierReward:
         self.max_length = _max_length(model, tokenizer)
         reads_eos = recorded(model)
         self.wants_finished = reads_eos is not None
+        self._warned = False
         self._template = dict(template or {})
         self._encoder = Encoder(tokenizer, self.max_length, add_eos=bool(reads_eos))
 
@@ -123,6 +125,8 @@ class ClassifierReward:
         if not all(isinstance(prompt, str) for prompt in prompts):
             self._check_template()
         if self.wants_finished:
+            if finished is None and "completion_ids" in columns:
+                self._warn_of_the_untold()
             whole = [True] * len(pairs) if finished is None else finished
             joined = [
                 self._encoder.with_template(template).joined(p, c, finished=end)[0]
@@ -140,6 +144,16 @@ class ClassifierReward:
             if chosen:
                 scores[chosen] = torch.tensor(self.score([texts[i] for i in chosen], chat=chat))
         return scores.tolist()
+
+    def _warn_of_the_untold(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.__name__} is not told which responses were cut by their length, and reads "
+                "all as complete, with EOS: where a function of yours calls it, name a parameter "
+                "`finished` there, which fastrl fills, and pass it on",
+                stacklevel=3,
+            )
 
     def _check_template(self) -> None:
         if self.tokenizer.chat_template is None:

@@ -23,6 +23,7 @@ from fastrl.rewards.calls import (
     await_within,
     call_within,
     is_async,
+    wants_finished,
 )
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.functions import (
@@ -218,7 +219,7 @@ class Rewards:
     @property
     def wants_finished(self) -> bool:
         """Whether a function needs to know which completions are whole."""
-        return any(_wants_finished(function) for function in self._functions)
+        return any(wants_finished(function.call) for function in self._functions)
 
     def __call__(
         self,
@@ -238,8 +239,8 @@ class Rewards:
             prompts, completions: texts, or lists of chat messages.
             completion_ids: token ids; None: the functions do not get them.
             columns: the data's other columns.
-            finished: False for completions that were cut by their length; for functions that have
-                ``wants_finished``.
+            finished: False for completions that were cut by their length; for functions that take
+                it, see :func:`fastrl.rewards.calls.wants_finished`.
             left_out: indices of samples that no function is asked about.
 
         Raises:
@@ -503,10 +504,6 @@ def _own_name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _wants_finished(function: _Function) -> bool:
-    return getattr(function.call, "wants_finished", False)
-
-
 def _calls(
     function: _Function,
     given: Mapping[str, Sequence[Any]],
@@ -515,7 +512,7 @@ def _calls(
     also: Mapping[str, Any],
 ) -> list[_Call]:
     """The calls of a function that together ask about all samples; their lists are their own."""
-    if finished is not None and _wants_finished(function):
+    if finished is not None and wants_finished(function.call, given):
         given = {**given, "finished": finished}
     note = also.get("log_extra")
     size = function.batch_size or max(len(asked), 1)

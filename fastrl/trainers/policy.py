@@ -74,7 +74,7 @@ def adapted(model: Any, peft_config: Any, args: Any) -> Any:
 
 
 def loaded_causal(model: Any, args: Any, quantization_config: Any) -> Any:
-    """As :func:`loaded`, of a causal language model.
+    """Loads a causal language model, as :func:`loaded` does.
 
     Raises:
         ValueError: another kind of model, too.

@@ -19,6 +19,7 @@ from fastrl.data.examples import Example, Response
 from fastrl.data.prepare import prepare_pairs
 from fastrl.data.reads_eos import ADAPTER_FILE, KEY, recorded
 from fastrl.rewards.functions import ClassifierReward, load_reward
+from fastrl.rewards.weighted import Rewards
 from tests import tiny_models
 from tests.data.conftest import chat_tokenizer, trained
 from tests.golden import tiny
@@ -185,6 +186,39 @@ def test_an_answer_that_a_length_has_cut_gets_no_eos() -> None:
     whole = [10, 5, EOS, 11, 6]
     assert read_by(reward, *([x] for x in chat)) == [[*whole, EOS]]
     assert read_by(reward, *([x] for x in chat), finished=[False]) == [whole]
+
+
+def test_a_function_that_names_finished_gets_it_unless_a_column_has_the_name() -> None:
+    told: list[Any] = []
+
+    def plain(prompts: Any, finished: Any = None, **_: Any) -> list[float]:
+        told.append(finished)
+        return [0.0] * len(prompts)
+
+    for columns in ({}, {"finished": ["so", "so"]}):
+        Rewards(plain)(["w5 "] * 2, ["w6"] * 2, [[6], [6]], columns, finished=[False, True])
+    assert told == [[False, True], ["so", "so"]]
+
+
+def test_a_wrapped_reward_model_that_is_not_told_what_was_cut_warns_once() -> None:
+    reward = ClassifierReward(marked(True), tiny.tokenizer())
+    given: Any = (["w5 "], ["w6"], [[6]])
+
+    def passes_on(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return reward(prompts=prompts, completions=completions, **columns)
+
+    def names_it(prompts: Any, completions: Any, finished: Any, **columns: Any) -> list[float]:
+        return reward(prompts=prompts, completions=completions, finished=finished, **columns)
+
+    cut = Rewards(names_it)(*given, finished=[False]).total.tolist()
+    assert cut == Rewards(reward)(*given, finished=[False]).total.tolist()
+    with pytest.warns(UserWarning, match="name a parameter `finished`") as found:
+        whole = [Rewards(passes_on)(*given, finished=[False]).total.tolist() for _ in range(2)]
+    assert len(found) == 1
+    assert whole == [reward(["w5 "], ["w6"])] * 2 != [cut] * 2  # texts alone are whole ones
+    other = ClassifierReward(marked(True), tiny.tokenizer())
+    other.wants_finished = False  # as of a classifier of others
+    other(*given[:2], completion_ids=[[6]])
 
 
 def test_ppo_says_which_completions_are_whole() -> None:

@@ -182,6 +182,8 @@ def test_a_misspelt_folder_is_no_id_of_the_hub(base, tmp_path, monkeypatch):
             model_folder(wrong)
     with pytest.raises(FileNotFoundError, match="Hub is looked up where no folder is called runs"):
         model_folder("runs/other")
+    with pytest.raises(FileNotFoundError, match="no folder my model"):  # with a blank it is no id
+        model_folder("my model")
     assert model_folder("owner/name") == "owner/name"
     monkeypatch.setattr("fastrl.models.model_files.try_to_load_from_cache", lambda name, file: file)
     assert model_folder("runs/other") == "runs/other"

@@ -243,7 +243,9 @@ def test_a_head_with_an_adapter_is_not_bypassed(ids):
 
     adapter = tiny_models.lora(target_modules=["lm_head"], fan_in_fan_out=False)
     model = get_peft_model(tiny_models.language_model("llama"), adapter)
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM: logits .* not a plain nn.Linear"):
+    with pytest.warns(
+        UserWarning, match=r"LlamaForCausalLM: logits .* nn.Linear, but peft's Linear"
+    ):
         head = choose_head(model, {"input_ids": ids[:1]})
     assert isinstance(head, RowHead)
 

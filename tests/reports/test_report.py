@@ -11,7 +11,13 @@ from rich.console import Console
 
 from fastrl.run.folder import RunFolder
 from fastrl.tools.reports.curves import series
-from fastrl.tools.reports.report import Comparison, pair_samples, samples_table, write_report
+from fastrl.tools.reports.report import (
+    Comparison,
+    evaluated_prompts,
+    pair_samples,
+    samples_table,
+    write_report,
+)
 
 
 def metrics_of(steps: int) -> list[dict]:
@@ -121,3 +127,16 @@ def test_samples_table_shows_the_same_prompts_spread_over_the_set():
     # Completions are text: neither rich's markup nor the terminal's.
     assert r"[bold] \x1b[31mnew" in text
     assert samples_table(rows, count=50).row_count == 10
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ([1.0, 2.0], [2.0, 2.0], "2 held-out prompts"),
+        ([1.0], [2.0], "1 held-out prompt"),
+        ([math.nan, 1.0], [2.0, 2.0], "2 held-out prompts, 1 → 2 with a reward"),
+    ],
+)
+def test_prompts_without_a_reward_are_not_counted_in_the_means(before, after, text):
+    sides = (evaluation(0.0, 0.0, x, []) for x in (before, after))
+    assert evaluated_prompts(*sides) == text

@@ -152,7 +152,7 @@ class PPOv2Config(SupervisedArguments):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     def save_every(self, steps: int) -> int:
-        """Of so many steps those from one checkpoint to the next; 0: there are none."""
+        """Returns how many of a run's steps lie between two checkpoints; 0: there are none."""
         if self._text("save_strategy") == "no" or not self.save_steps:
             return 0
         every = self.save_steps if self.save_steps >= 1 else self.save_steps * steps

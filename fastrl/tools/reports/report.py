@@ -98,11 +98,19 @@ def finish_training(
         folder,
         save,
         {**comparison.to_dict(), **results},
-        lines=[f"{len(before.prompts)} held-out prompts: {comparison}"],
+        lines=[f"{evaluated_prompts(before, after)}: {comparison}"],
         samples=pair_samples(before, after),
         show=show,
     )
     return comparison
+
+
+def evaluated_prompts(before: Evaluation, after: Evaluation) -> str:
+    """How many prompts were evaluated, and how many of them the means are of."""
+    count = len(before.prompts)
+    known = [sum(not math.isnan(x) for x in each.rewards) for each in (before, after)]
+    text = f"{count} held-out prompt{'s' if count > 1 else ''}"
+    return text if known == [count] * 2 else f"{text}, {known[0]} → {known[1]} with a reward"
 
 
 def finish_run(

@@ -114,8 +114,8 @@ class GRPOConfig(OnlineConfig):
         self._check_loss(loss)
 
     def _settle_batches(self) -> None:
-        """As the base's. In a program for TRL, batches that hold no whole groups count prompts, as
-        they did in TRL 0.14 and 0.15, which alone took them."""
+        """Settles sizes as the base does. In a program for TRL, batches that hold no whole groups
+        count prompts, as they did in TRL 0.14 and 0.15, which alone took them."""
         own = (self.generation_batch_size, self.steps_per_generation) == (None, None)
         size = self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
         if own and size % self.num_generations and serves_a_program():

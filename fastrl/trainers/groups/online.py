@@ -356,7 +356,7 @@ class OnlineTrainer(
 
     @property
     def environments(self) -> list[Any] | None:
-        """Those of the latest responses; None before the first, or without a factory."""
+        """The environments of the latest responses; None before the first, or without a factory."""
         made = self._interaction.environments
         return None if made is None else made.current
 
@@ -364,7 +364,7 @@ class OnlineTrainer(
 
     @abstractmethod
     def _make_loss(self) -> GroupLoss:
-        """By the settings, at the end of the construction."""
+        """Makes the loss that the settings name, at the end of the construction."""
 
     @abstractmethod
     def advantages_of(
@@ -392,7 +392,7 @@ class OnlineTrainer(
         return given.loss
 
     def _coefficient(self) -> float:
-        """Of the mean entropy, which the loss is less."""
+        """The coefficient of the mean entropy, which the loss is less."""
         return 0.0
 
     def note_batch(self, batch: BatchScores, mode: str) -> None:
@@ -681,7 +681,7 @@ class OnlineTrainer(
         return found
 
     def _resampled(self, collected: Samples, further: PromptStream) -> Samples:
-        """With groups of further prompts in the place of those without a spread of rewards, see
+        """Puts groups of further prompts in the place of those without a spread of rewards, see
         ``dynamic_sampling_rounds``."""
         group = self.num_generations
 
@@ -762,7 +762,7 @@ class OnlineTrainer(
     # Logs.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With the means of what was noted since the last log, by TRL's names."""
+        """Adds the means of what was noted since the last log, by TRL's names."""
         if self.model.training:
             logs.update(self._noted.take("train", self.state.num_input_tokens_seen))
         super().log(logs, start_time)

@@ -75,7 +75,7 @@ class BatchScores(NamedTuple):
 
 
 def _order(parts: Sequence[Minibatch]) -> Tensor:
-    """Of the tokens of parts, that which is the batch's."""
+    """The order in which the tokens of all parts are those of the batch, as indices."""
     places = [i for part in parts for i in part.samples]
     counts = [n for part in parts for n in part.tokens.response_mask.sum(-1).tolist()]
     starts = torch.tensor([0, *counts]).cumsum(0).tolist()

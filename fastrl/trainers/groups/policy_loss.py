@@ -158,7 +158,7 @@ class GroupLoss(TokenLoss):
 
     @classmethod
     def of_grpo(cls, args: Any) -> GroupLoss:
-        """That of a :class:`fastrl.trainers.groups.grpo_config.GRPOConfig`.
+        """The loss of a :class:`fastrl.trainers.groups.grpo_config.GRPOConfig`.
 
         Raises:
             ValueError: a ``delta``, temperatures, powers or decays out of range.

@@ -80,7 +80,7 @@ class KTOTrainer(PreferenceTrainer):
         return tuple(self.ref_score(x).sum(1) for x in self._completions(batch))
 
     def _completions(self, batch: Mapping[str, Any]) -> list[TokenBatch]:
-        """Those of the examples, and the mismatched ones where the loss has a KL."""
+        """The completions of the examples, and the mismatched ones where the loss has a KL."""
         return [self.completions(batch, x) for x in (("", _KL) if self._row.has_kl else ("",))]
 
     def losses(

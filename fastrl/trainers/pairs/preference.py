@@ -407,7 +407,7 @@ class PreferenceTrainer(SupervisedTrainer):
             return loss.detach(), self._outputs(model, inputs).logits, inputs["input_ids"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With the metrics' means since the last log."""
+        """Adds the metrics' means since the last log."""
         if self.model.training:
             logs |= self._taken("train", "")
         super().log(logs, start_time)

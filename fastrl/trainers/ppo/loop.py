@@ -58,7 +58,7 @@ from fastrl.user_code import exits_are_errors
 
 @dataclass
 class Numbers:
-    """Those of :meth:`fastrl.PPOTrainer.train`, checked.
+    """The numbers that :meth:`fastrl.PPOTrainer.train` is given, checked.
 
     Raises:
         TypeError, ValueError: as :func:`fastrl.settings.check_types` and ``check_ranges``.
@@ -497,7 +497,7 @@ class Loop:
         return told.gathered(self.processes, known, tokens=tokens)
 
     def _evaluate(self, step: int) -> None:
-        """Always with the same seed; the run's own random numbers do not change."""
+        """Evaluates with the same seed each time; the run's own random numbers do not change."""
         if self.eval_prompts is None:
             return
         with random_state_kept():

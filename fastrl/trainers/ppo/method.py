@@ -31,7 +31,7 @@ from fastrl.registry import GROUP_ADVANTAGES
 
 
 def advantages_of(config: PPOConfig) -> Advantages:
-    """By ``advantage``."""
+    """The advantages that ``advantage`` names."""
     if config.advantage == "reinforce++":
         return BatchReturns(config.gamma)
     if config.advantage != "gae":
@@ -49,14 +49,14 @@ def has_kl_in_loss(config: PPOConfig) -> bool:
 
 
 def kl_controller_of(config: PPOConfig) -> AdaptiveKLController | FixedKLController:
-    """By ``adap_kl_ctrl``."""
+    """The controller of the KL coefficient, adaptive where ``adap_kl_ctrl`` says so."""
     if config.adap_kl_ctrl and config.init_kl_coef > 0:  # 0 stays 0, whatever the KL
         return AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
     return FixedKLController(config.init_kl_coef)
 
 
 def correction_of(config: PPOConfig) -> ImportanceWeights | None:
-    """By ``sampler_correction``."""
+    """The weights that ``sampler_correction`` names; None where it is "off"."""
     if config.sampler_correction == "off":
         return None
     return ImportanceWeights(

@@ -34,7 +34,7 @@ class Resumable(Protocol):
 
     @property
     def steps_begun(self) -> int:
-        """Of all optimizers."""
+        """Counts the steps that all optimizers have begun."""
 
     def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """All that later steps depend on."""

@@ -90,7 +90,7 @@ class Rollouts:
         generate_ref_response: bool = False,
         **generation_kwargs: Any,
     ) -> Any:
-        """As :meth:`fastrl.PPOTrainer.generate`."""
+        """Samples responses, see :meth:`fastrl.PPOTrainer.generate`."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         single = isinstance(queries, Tensor)
@@ -282,8 +282,8 @@ class SamplingArguments:
         self._warned: set[str] = set()
 
     def of_the_policy(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """For responses that an update learns from: sampled from the policy unless ``given``
-        changes that.
+        """Arguments for responses that an update learns from: sampled from the policy unless
+        ``given`` changes that.
 
         Raises:
             ValueError: another temperature.
@@ -306,8 +306,9 @@ class SamplingArguments:
         return kwargs
 
     def of_generate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """For the classic ``generate()``, as ``model.generate``: arguments that are not given come
-        from the model's generation_config. A policy temperature other than 1 comes before that."""
+        """Arguments for the classic ``generate()``, as ``model.generate`` reads them: those not
+        given come from the model's generation_config. A policy temperature other than 1 comes
+        before that."""
         kwargs = unpacked(given)
         if self.temperature != 1 and is_sampled(kwargs, self.model):
             kwargs.setdefault("temperature", self.temperature)
@@ -365,8 +366,8 @@ class RolloutMemory:
             del self._known[oldest]
 
     def find(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> Samples:
-        """Those of all responses; without columns unless all were generated here, token for token,
-        with the current weights."""
+        """What was known of all responses as they were generated; without columns unless all were
+        generated here, token for token, with the current weights."""
         self._forget_other_weights()
         found = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
         rows = [x for x in found if x is not None]

@@ -40,7 +40,7 @@ class Saving(Protocol):
         """Saves where it is time to; stops where that was asked for."""
 
     def settings(self) -> dict[str, Any]:
-        """Those that must be the same in all processes."""
+        """The settings that must be the same in all processes."""
 
 
 class NotSaved:
@@ -260,7 +260,7 @@ def make_saving(
     resume: bool | str | Path,
     overwrite: bool,
 ) -> Saving:
-    """By the arguments of ``PPOTrainer.train``."""
+    """Saves as the arguments of ``PPOTrainer.train`` say."""
     if output is None:
         if resume or overwrite:
             name = "resume" if resume else "overwrite"
@@ -277,7 +277,7 @@ def make_saving(
 
 
 def evaluations_as_tree(evaluations: list[Evaluation]) -> list[dict[str, Any]]:
-    """Without their prompts, which are the run's own."""
+    """Evaluations for a checkpoint, without their prompts, which are the run's own."""
     return [
         {k: v for k, v in dataclasses.asdict(one).items() if k != "prompts"} for one in evaluations
     ]

@@ -270,7 +270,7 @@ def _processes_of(state: Mapping[str, Any]) -> int:
 
 
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``PPOConfig.to_dict`` that decide what is computed, as JSON has them."""
+    """The settings of ``PPOConfig.to_dict`` that decide what is computed, as JSON has them."""
     found = {k: v for k, v in settings.items() if k.split("/")[0] not in _FREE}
     for name in ("batch_size", "mini_batch_size", "backward_batch_size"):  # of all processes
         found[name] = settings[name] * (found["world_size"] or 1)

@@ -894,7 +894,7 @@ class PPOTrainer(ClassicMethods):
 
     @property
     def steps_begun(self) -> int:
-        """Of all optimizers."""
+        """Counts the steps that all optimizers have begun."""
         return self.update.steps_begun
 
     @property
