@@ -88,100 +88,85 @@ def test_committed_files_of_every_form_are_read(checkout) -> None:
         assert (checkout.root / f"docs/plots/cpu-2core/{name}.svg").exists()
 
 
-def test_a_case_is_shown_with_its_goal_and_all_remarks(checkout) -> None:
-    _, details = write(checkout, a_result())
-    row = "| `gae` small | fastrl | 1 s (1–1) | 1 MiB | 25% | ≥ 1.5× eager: reached |"
-    assert row in details
-    assert "|  | eager | 2 s (2–2): **2.00× (2.00–2.00)** | 8 MiB | 12% |  |" in details
-    for remark in ("- gae: some work.", "- eager: the loop.", "- Absent, torchrl: not installed."):
-        assert remark in details
+ROOFS = {
+    "product": "2×3 · 3×5", "dtype": "fp32", "count": 1, "flop/s": {"mm": 146e9, "oneDNN": 222e9},
+}  # fmt: skip
+PRODUCTS = {"fp32": {"mm": 0.2e12, "oneDNN": 0.4e12}, "bf16": 1e12}
+CHECKS = [
+    {"op": "gae", "check": "exact", "wrong": None},
+    {"op": "whiten", "check": "twice", "wrong": "it differs"},
+]
+ON_A_GPU = {"cpu": "C", "cores": 2, "memory_gib": 8, "accelerator": "NVIDIA H100"}
+OTHER_CPU = {"cpu": "Other CPU", "cores": 2, "memory_gib": 8, "load": 0.0}
+# Results, with changes of their entries, and what a page says: the README (0), or all figures (1).
+SAID: dict[str, tuple[list[dict], dict, int, list[str]]] = {
+    "a case with its goal and all remarks": ([{}], {}, 1, [
+        "| `gae` small | fastrl | 1 s (1–1) | 1 MiB | 25% | ≥ 1.5× eager: reached |",
+        "|  | eager | 2 s (2–2): **2.00× (2.00–2.00)** | 8 MiB | 12% |  |",
+        "- gae: some work.", "- eager: the loop.", "- Absent, torchrl: not installed.",
+        "No GPU has been measured yet.",
+        "Not measured yet on cpu-2core: ppo, grpo, sft, dpo, scripts, rollout, ref_model, run, "
+        "plan."]),
+    "every provider's speed": (
+        [{"roofline": {"copy": 43e9, "gemm": PRODUCTS}}], {"roofs": [ROOFS]}, 1, [
+        "matrix products [TFLOP/s] 0.4 in fp32, 1 in bf16",
+        "- gae small, GFLOP/s of 2×3 · 3×5 in fp32: mm 146, oneDNN 222."]),
+    "headlines": ([{"benchmark": "ppo", "name": "GPT-2"}], {}, 0, [
+        "| A PPO iteration: GPT-2, small | 1 s | eager | 2 s | 2.00 (2.00–2.00) | 0.12 |",
+        f"above\n{report.BEGIN}\n", f"{report.END}\nbelow\n", "No GPU has been measured yet."]),
+    "several processors": (
+        [{"benchmark": "ppo"}, {"benchmark": "sft", "machine": OTHER_CPU}], {}, 0, [
+        "On (1) Some CPU, threads: ", ", (2) Other CPU, threads: ",
+        "A PPO iteration: gae, small (1) |", "Supervised fine-tuning: gae, small (2) |"]),
+    "a goal that is missed": ([{"seconds": 1.9}], {}, 1, ["≥ 1.5× eager: **missed**"]),
+    "a red case": ([{"benchmark": "ppo", "name": "GPT-2"}], {"red": "it is off", "sides": {}}, 1, [
+        "- No figures for GPT-2 small: it is off"]),
+    "what was left, and what checks found": ([{
+        "gates": CHECKS, "sanitizer": [{"tool": "memcheck", "errors": 0, "first": []}],
+        "bytes": [{"op": "gae", "label": "small", "read": 1, "written": 1, "kernels": 2}],
+        "left": {"whiten: small": "a check of the op is red"}, "machine": ON_A_GPU,
+        }], {"work": {"bytes": 1, "flops": 0, "what": ""}}, 1, [
+        "1 of 2 checks of the kernels are green", "Red: `whiten`, twice: it differs",
+        "compute-sanitizer, memcheck: 0 errors",
+        "`gae` small: 2 B in 2 kernels, 2.000 of the least bytes",
+        "- Left, whiten: small: a check of the op is red.",
+        "No machine without a GPU has been measured yet."]),
+    "the newest of a day of each op": ([
+        {"time": "11:00:00", "commit": "fffffff"}, {"commit": "0000000"},
+        {"name": "whiten", "commit": "1111111"},
+        ], {}, 1, ["commit fffffff", "commit 1111111"]),
+}  # fmt: skip
+UNSAID = ("old", "commit 0000000", "| `GPT-2`")
 
 
-def test_every_providers_speed_is_told_and_the_fastest_is_the_roof(checkout) -> None:
-    result = a_result(
-        roofline={"copy": 43e9, "gemm": {"fp32": {"mm": 0.2e12, "oneDNN": 0.4e12}, "bf16": 1e12}}
-    )
-    result["entries"][0]["roofs"] = [
-        {"product": "2×3 · 3×5", "dtype": "fp32", "count": 1,
-         "flop/s": {"mm": 146e9, "oneDNN": 222e9}},
-    ]  # fmt: skip
-    _, details = write(checkout, result)
-    assert "matrix products [TFLOP/s] 0.4 in fp32, 1 in bf16" in details
-    assert "- gae small, GFLOP/s of 2×3 · 3×5 in fp32: mm 146, oneDNN 222." in details
-    assert "mm 146" in terminal.render(result["entries"][0], "cpu")
+@pytest.mark.parametrize("what", SAID)
+def test_pages_say(what: str, checkout) -> None:
+    changes, of_entry, page, said = SAID[what]
+    found = [a_result(**change) for change in changes]
+    for one in found:
+        one["entries"][0] |= of_entry
+    text = write(checkout, *found)[page]
+    assert [x for x in said if x not in text] == []
+    assert not any(x in text for x in UNSAID)
+    assert write(checkout)[page] == text, "again, the same"
+    if "red" in of_entry:
+        assert not (checkout.root / "docs/plots/cpu-2core/ppo.svg").exists()
 
 
-def test_headlines_stand_in_the_projects_readme_between_the_markers(checkout) -> None:
-    brief, _ = write(checkout, a_result("ppo", "GPT-2"))
-    assert brief.startswith(f"above\n{report.BEGIN}\n")
-    assert brief.endswith(f"{report.END}\nbelow\n")
-    assert "old" not in brief
-    row = "| A PPO iteration: GPT-2, small | 1 s | eager | 2 s | 2.00 (2.00–2.00) | 0.12 |"
-    assert row in brief
-    assert write(checkout)[0] == brief, "again, the same"
-
-
-def test_headlines_of_several_processors_are_told_apart(checkout) -> None:
-    other = {"cpu": "Other CPU", "cores": 2, "memory_gib": 8, "load": 0.0}
-    readme, _ = write(checkout, a_result("ppo"), a_result("sft", machine=other))
-    assert "On (1) Some CPU, threads: " in readme
-    assert ", (2) Other CPU, threads: " in readme
-    assert "A PPO iteration: gae, small (1) |" in readme
-    assert "Supervised fine-tuning: gae, small (2) |" in readme
-
-
-def test_a_goal_that_is_missed_says_so(checkout) -> None:
-    _, details = write(checkout, a_result(seconds=1.9))
-    assert "≥ 1.5× eager: **missed**" in details
-
-
-def test_a_red_case_has_a_line_and_no_row(checkout) -> None:
-    result = a_result("ppo", "GPT-2")
-    result["entries"][0] |= {"red": "it is off", "sides": {}}
-    brief, details = write(checkout, result)
-    assert "- No figures for GPT-2 small: it is off" in details
-    assert "| `GPT-2`" not in details
-    assert "| A PPO iteration" not in brief
-    assert not (checkout.root / "docs/plots/cpu-2core/ppo.svg").exists()
-
-
-def test_what_was_left_and_what_checks_found_are_said(checkout) -> None:
-    label = {"op": "gae", "label": "small"}
-    gates = [{"op": "gae", "check": "exact", "wrong": None}]
-    gates.append({"op": "whiten", "check": "twice", "wrong": "it differs"})
-    result = a_result(
-        gates=gates,
-        sanitizer=[{"tool": "memcheck", "errors": 0, "first": []}],
-        bytes=[{**label, "read": 1, "written": 1, "kernels": 2}],
-        left={"whiten: small": "a check of the op is red"},
-        machine={"cpu": "C", "cores": 2, "memory_gib": 8, "accelerator": "NVIDIA H100"},
-    )
-    result["entries"][0]["work"] = {"bytes": 1, "flops": 0, "what": ""}
-    _, details = write(checkout, result)
-    assert "1 of 2 checks of the kernels are green" in details
-    assert "Red: `whiten`, twice: it differs" in details
-    assert "compute-sanitizer, memcheck: 0 errors" in details
-    assert "`gae` small: 2 B in 2 kernels, 2.000 of the least bytes" in details
-    assert "- Left, whiten: small: a check of the op is red." in details
-    assert "No machine without a GPU has been measured yet." in details
-
-
-def test_what_has_not_been_measured_is_named(checkout) -> None:
-    for text in write(checkout, a_result()):
-        assert "No GPU has been measured yet." in text
-        assert (
-            "Not measured yet on cpu-2core: ppo, grpo, sft, dpo, scripts, rollout, ref_model, run, "
-            "plan." in text
-        )
-
-
-def test_the_newest_of_a_day_is_taken_for_each_op(checkout) -> None:
-    later = a_result(time="11:00:00", commit="fffffff")
-    earlier, other = a_result(commit="0000000"), a_result(name="whiten", commit="1111111")
-    _, details = write(checkout, later, earlier, other)
-    assert "commit fffffff" in details
-    assert "commit 1111111" in details
-    assert "commit 0000000" not in details
+def test_a_terminal_shows_every_phase_goal_and_absentee(checkout, capsys) -> None:
+    assert report.run(checkout) == 1
+    assert "no result files" in capsys.readouterr().err
+    entry = a_result()["entries"][0] | {"roofs": [ROOFS]}
+    text = terminal.render(entry, "cpu")
+    for words in ("fastrl faster by", "2.00 (2.00–2.00)", "goal ≥ 1.5× eager: reached", "mm 146",
+                  "absent, torchrl: not installed", "25% of the roofline"):  # fmt: skip
+        assert words in text
+    assert terminal.render(entry | {"red": "off"}, "cpu").endswith("RED, no figures: off")
+    old = results.save(a_result(), checkout.results)
+    new = results.save(a_result(seconds=0.5, commit="1111111"), checkout.results)
+    assert command.main(["report", "--compare", str(old), str(new)]) == 0
+    said = "gae small, eager: 2.00 (2.00–2.00) → 4.00 (4.00–4.00), 2.000×"
+    assert said in capsys.readouterr().out
 
 
 def test_plots_show_the_figures_are_the_same_every_time_and_old_ones_go(checkout) -> None:
@@ -213,14 +198,6 @@ def test_bars_begin_at_0_and_lengths_that_differ_too_much_are_dots(checkout) -> 
     assert times(0.01).startswith(">time (log scale)<")
 
 
-def test_every_side_of_a_plot_has_its_librarys_colour() -> None:
-    for path in results.RESULTS.glob("*/*.json"):
-        found = report.read(path)
-        for entry in found["entries"] if found and found["benchmark"] in report.TITLES else ():
-            for side in entry["sides"] if entry["main"] and not entry["baseline"] else ():
-                assert side.startswith(tuple(plots.COLOURS)), side
-
-
 def test_the_curves_of_a_run_are_kept_and_drawn_from_the_file(checkout, tmp_path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -242,15 +219,6 @@ def test_the_curves_of_a_run_are_kept_and_drawn_from_the_file(checkout, tmp_path
     assert (plots_folder / "demo.svg").read_text() == drawn
 
 
-def test_two_results_are_compared_by_their_ratios(checkout, capsys) -> None:
-    old = results.save(a_result(), checkout.results)
-    new = results.save(a_result(seconds=0.5, commit="1111111"), checkout.results)
-    assert command.main(["report", "--compare", str(old), str(new)]) == 0
-    assert (
-        "gae small, eager: 2.00 (2.00–2.00) → 4.00 (4.00–4.00), 2.000×" in capsys.readouterr().out
-    )
-
-
 def test_a_run_writes_over_its_own_results_alone(checkout) -> None:
     first, again = (results.save(a_result(seconds=s), checkout.results) for s in (1.0, 2.0))
     assert (again.parent, again.name) == (first.parent, f"{first.stem}-2.json")
@@ -258,17 +226,3 @@ def test_a_run_writes_over_its_own_results_alone(checkout) -> None:
     assert results.save(a_result(seconds=3.0), checkout.results, again) == again
     assert first.read_text() == kept != again.read_text()
     assert sorted(first.parent.glob(f"{first.stem}*")) == [again, first]
-
-
-def test_a_terminal_shows_every_phase_goal_and_absentee() -> None:
-    entry = a_result()["entries"][0]
-    text = terminal.render(entry, "cpu")
-    for words in ("fastrl faster by", "2.00 (2.00–2.00)", "goal ≥ 1.5× eager: reached",
-                  "absent, torchrl: not installed", "25% of the roofline"):  # fmt: skip
-        assert words in text
-    assert terminal.render(entry | {"red": "off"}, "cpu").endswith("RED, no figures: off")
-
-
-def test_the_report_says_when_there_is_nothing_to_write(checkout, capsys) -> None:
-    assert report.run(checkout) == 1
-    assert "no result files" in capsys.readouterr().err

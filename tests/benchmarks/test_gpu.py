@@ -9,13 +9,12 @@ import os
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import ROOT, environments, gpu, ops, profilers, report, tunables
+from benchmarks import ROOT, environments, gpu, ops, profilers, tunables
 from benchmarks import __main__ as command
 from benchmarks.cases import Case
 from benchmarks.gpu import Stage
@@ -161,16 +160,6 @@ def test_a_value_with_other_results_or_none_has_no_time(tmp_path, monkeypatch, r
     assert ("out of resource" if raises else "it is off") in entry["absent"]["64"]
 
 
-def test_notes_tell_predictions_and_what_came_of_them(tmp_path) -> None:
-    assert report.notes_on_tunables({}).count("Measured: not yet.") == len(TUNABLES)
-    entry = tuned(tmp_path)
-    entry["sides"]["64"]["seconds"] = {"call": [2.0, 4.0, 4.0]}
-    entry["sides"]["128, now"]["seconds"] = {"call": [1.0, 2.0, 2.0]}
-    text = report.notes_on_tunables({"nvidia": [{"benchmark": "tune", "entries": [entry]}]})
-    assert "| 64 | 4 s (2–4) | 0.500 (0.500–0.500) |" in text
-    assert WINDOW.predicted in text
-
-
 NCU = """==PROF== Connected to process 7
 ==PROF== Disconnected from process 7
 "ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
@@ -193,22 +182,6 @@ def test_a_profiler_that_may_not_count_says_so() -> None:
     refusal = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters"
     with pytest.raises(profilers.Refused, match="ERR_NVGPUCTRPERM"):
         profilers.parse_ncu(["==PROF== Connected", refusal])
-
-
-def test_ncu_profiles_this_very_module(monkeypatch) -> None:
-    asked = []
-
-    def run(words, **options):
-        asked.append((words, options))
-        return types.SimpleNamespace(stdout=NCU)
-
-    monkeypatch.setattr(profilers.subprocess, "run", run)
-    monkeypatch.setattr(profilers.shutil, "which", lambda tool: tool)
-    assert profilers.count_bytes(SHAPE)["kernels"] == 2
-    ((words, options),) = asked
-    assert words[-3:-1] == ["-m", "benchmarks.profilers"]
-    assert Shape.read(json.loads(words[-1])) == SHAPE
-    assert "torch-ext" in options["env"]["PYTHONPATH"]
 
 
 def test_the_sanitizers_summary_is_read() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gate, ops, peers, test_ops, timing
 from benchmarks.cases import EAGER, OURS, Case
 from benchmarks.gate import backward, error_ratio, errors
 from benchmarks.harness import Measurement, Red, Run
 from benchmarks.memory import footprint
-from benchmarks.ops import Attention, Shape, attention, inputs
+from benchmarks.ops import Attention, Shape, inputs
 from benchmarks.shapes import DIFFERENTIABLE
 
 CPU = torch.device("cpu")
@@ -76,16 +74,6 @@ def test_least_work_by_hand() -> None:
     assert work(narrow).bytes == (1 + 4 + 5 + 5) * 32 * 2
 
 
-@pytest.mark.parametrize(("slots", "active"), [(1, 0.5), (7, 0.5), (256, 0.75), (256, 1.0)])
-def test_lengths_are_ragged_and_reach_both_ends(slots: int, active: float) -> None:
-    lengths = attention.ragged_lengths(slots, 512, active)
-    assert (len(lengths), max(lengths)) == (slots, 512)
-    if slots > 1:
-        assert min(lengths) == max(1, (2 * active - 1) * 512)
-        assert sum(lengths) / slots == pytest.approx(active * 512, abs=1)
-        assert active == 1 or lengths not in (sorted(lengths), sorted(lengths, reverse=True))
-
-
 def test_what_is_live_is_what_counts_as_work() -> None:
     shape = dataclasses.replace(tiny("decode_attention"), rows=9, steps=40)
     shape = dataclasses.replace(shape, attention=Attention(4, 2, 8, window=11))
@@ -111,41 +99,6 @@ def test_the_limit_of_a_head_is_as_many_flops_as_stated(fields: dict) -> None:
     shape = dataclasses.replace(Shape("linear_logprobs", 20, hidden=8, vocabulary=50), **fields)
     found = ops.least_products(shape)
     assert sum(one.flops * one.count for one in found) == ops.work(shape).flops
-
-
-def test_a_shape_of_one_thread_is_measured_in_one_and_leaves_the_others() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with timing.threads(1):
-            assert torch.get_num_threads() == 1
-        with pytest.raises(KeyError), timing.threads(2):
-            raise KeyError
-        assert torch.get_num_threads() == 3
-        with timing.threads(0):
-            assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-
-
-class Copied(TorchDispatchMode):
-    """Bytes that copies read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function is torch.ops.aten.copy_.default
-        self.bytes += args[0].nbytes + args[1].nbytes
-        return function(*args, **(kwargs or {}))
-
-
-def test_other_limits_move_as_many_bytes_as_stated() -> None:
-    run, _ = ops.least(tiny("gae"), CPU)
-    with Copied() as copied:
-        run()
-    assert copied.bytes == ops.work(tiny("gae")).bytes
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -246,47 +199,6 @@ def test_every_peer_is_found_or_absent_with_a_reason_and_computes_the_same(op: s
     for name, peer in found.items():
         judged = errors(problem, {name: problem.results(peer.call)})[name]
         assert gate.worst_relative(judged) <= peers.TOLERANCES["fp32"], name
-
-
-class FlashAttn:
-    """Stands in for the library of that name: its documented call, in plain PyTorch."""
-
-    __name__ = "flash_attn"
-
-    @staticmethod
-    def flash_attn_with_kvcache(
-        q, k_cache, v_cache, *, cache_seqlens, window_size=(-1, -1), softcap=0.0
-    ):
-        assert q.shape[1] == 1
-        assert cache_seqlens.dtype == torch.int32
-        left, right = window_size
-        out = torch.empty_like(q)
-        for row, length in enumerate(cache_seqlens.tolist()):
-            first = 0 if left < 0 else max(0, length - 1 - left)
-            assert right <= 0
-            keys, values = (
-                x[row, first:length].repeat_interleave(q.shape[2] // x.shape[2], dim=1).float()
-                for x in (k_cache, v_cache)
-            )
-            scores = torch.einsum("hd,thd->ht", q[row, 0].float(), keys) * q.shape[-1] ** -0.5
-            scores = scores if softcap == 0 else softcap * torch.tanh(scores / softcap)
-            out[row, 0] = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
-        return out
-
-
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 2.0, "window": 5}], ids=str)
-def test_flash_attn_is_called_as_its_documentation_says(options, monkeypatch) -> None:
-    layer = Attention(6, 2, 8, **options)
-    shape = Shape("decode_attention", 6, "bf16", steps=9, active=0.5, attention=layer)
-    monkeypatch.setitem(sys.modules, "flash_attn", FlashAttn)
-    problem, cuda = ops.problem(shape, CPU), torch.device("cuda")
-    makers = ops.OPS[shape.op].peers
-    found, _ = peers.peers_of(makers, shape, cuda)
-    judged = errors(problem, {"": problem.results(found["flash-attn"].call)})[""]
-    assert gate.worst_relative(judged) <= peers.TOLERANCES["bf16"]
-    assert ("sdpa" in found) == ("softcap" not in options)
-    _, absent = peers.peers_of(makers, dataclasses.replace(shape, dtype="fp32"), cuda)
-    assert "half precision" in absent["flash-attn"]
 
 
 def test_a_check_that_fails_or_raises_keeps_an_op_from_being_timed(monkeypatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -13,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ROOT, gpu, predict, report, results
+from benchmarks import ROOT, predict, report, results
 from benchmarks.cases import OURS, Case
 from benchmarks.harness import Measurement, Run
-from benchmarks.predict import FILE, H100, Gpu
+from benchmarks.predict import FILE, Gpu
 from benchmarks.timing import Side
 
 COMMITTED = results.RESULTS / FILE
@@ -109,34 +108,12 @@ def test_a_result_file_fills_its_case_and_a_slow_one_is_marked(folder: Path) -> 
     assert "| not yet |" in text
 
 
-def test_a_device_without_a_prediction_is_shown_without_a_share(folder: Path) -> None:
-    results.save(measured(1e-3, device="NVIDIA B200"), folder)
-    predict.fill_file(folder)
-    assert (
-        predict.verdict(a_case(predict.read(folder / FILE)), "NVIDIA B200") == "1 ms (NVIDIA B200)"
-    )
-    assert predict.gpu_of("NVIDIA H100 80GB HBM3") == H100.name
-
-
 def test_measurements_of_a_cpu_fill_nothing(folder: Path) -> None:
     before = (folder / FILE).read_text()
     machine = {"cpu": "C", "cores": 2, "memory_gib": 8, "load": 0.0}
     results.save(measured(1e-3, machine=machine), folder)
     assert not predict.fill_file(folder)
     assert (folder / FILE).read_text() == before
-
-
-def test_a_gpu_run_leaves_the_filled_file_with_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "STAGES", (gpu.Stage("fine", "", 2, ("-c", "")),))
-    results.save(measured(40e-6), tmp_path)
-    parser = argparse.ArgumentParser()
-    gpu.add_arguments(parser)
-    assert gpu.run(parser.parse_args(["--results", str(tmp_path)])) == 0
-    cases = json.loads((tmp_path / FILE).read_text())["cases"]
-    assert a_case(cases)["measured"][H200]["seconds"] == 40e-6
 
 
 def test_the_report_shows_predictions_and_what_peers_published(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Instructions per byte of kernels' main loops, and the times that GPUs should take, as
 `benchmarks/results/predictions.json` has them: `python -m benchmarks predict` writes it anew, and
-tests/benchmarks/test_predict.py keeps all in it but the instructions up to date."""
+tests/benchmarks/test_predictions.py keeps all in it but the instructions up to date."""
 
 from __future__ import annotations
 
