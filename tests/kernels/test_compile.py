@@ -154,9 +154,16 @@ CASES: dict[str, Callable[..., Any]] = {
     "gae whitened": lambda x, b: ops.gae(
         x.new, x.values, x.mask, gamma=0.9, lam=0.8, whiten=True, backend=b
     ),
+    "gae with ends": lambda x, b: ops.gae(
+        x.new, x.values, x.mask, gamma=0.9, lam=0.8, bootstrap_value=x.ref, truncated=x.old > 1,
+        terminated=x.old < -1, backend=b,
+    ),
     "kl_penalty": lambda x, b: ops.kl_penalty(x.new, x.ref, "k3", mask=x.mask, backend=b),
     "kl_rewards": lambda x, b: ops.kl_rewards(
         x.new, x.ref, x.scores, x.mask, coef=x.half, backend=b
+    ),
+    "kl_rewards tensor": lambda x, b: ops.kl_rewards(
+        x.new, x.ref, x.scores, x.mask, coef=x.temperature[0, 0], kind="mse", backend=b
     ),
     "linear_logprobs": lambda x, b: _head(ops.linear_logprobs, x, backend=b),
     "linear_logprobs entropy": lambda x, b: _head(
@@ -205,7 +212,10 @@ CASES: dict[str, Callable[..., Any]] = {
     "ppo_loss with everything": lambda x, b: _ppo(
         x, value=ops.ValueTerm(x.values, x.old, x.old + 1), kl=ops.KLTerm(x.old, 0.1),
         dual_clip=3.0, weights=x.old.exp(), token_weights=x.old.square(),
-        aggregate="seq-mean-token-mean", backend=b,
+        aggregate="seq-mean-token-mean", denominator=x.temperature.sum(), backend=b,
+    ),
+    "ppo_loss numbers": lambda x, b: _ppo(
+        x, dual_clip=1.1, denominator=700.1 + x.half, cliprange=0.1, backend=b
     ),
     "reward_loss": lambda x, b: ops.reward_loss(x.chosen, x.rejected, center_coef=0.1),
     "rms_norm": lambda x, b: ops.rms_norm(x.hidden, x.weight[0], residual=x.hidden * 2, backend=b),

@@ -9,10 +9,6 @@ from torch import Tensor
 from fastrl_kernels import gae, reference
 from tests.kernels.judge import DTYPES, judge, misaligned, names
 from tests.kernels.launches import (
-    constants,
-    floats_arrive_as_double,
-    interpreted,
-    offset_widths,
     watched,
 )
 
@@ -196,13 +192,6 @@ def test_a_row_is_the_same_wherever_it_lies(backend, device):
     assert all(map(torch.equal, op(**inputs), moved))
 
 
-def test_runs_give_the_same_bits(backend, device):
-    inputs = episode((6, 150), torch.float32, device)
-    op = both(backend, whiten=True)[0]
-    for first, second in zip(op(**inputs), op(**inputs), strict=True):
-        assert torch.equal(first, second)
-
-
 def test_misaligned_inputs(backend, device):
     inputs = episode((3, 37), torch.bfloat16, device, cuts=True)
     inputs = {name: misaligned(x) for name, x in inputs.items()}
@@ -243,15 +232,6 @@ def test_a_batch_that_counts_nowhere(backend, device):
             assert torch.equal(result, torch.zeros_like(result))
 
 
-@pytest.mark.parametrize("whiten", [False, True], ids=["plain", "whitened"])
-def test_nothing_waits_for_the_device(backend, device, whiten):
-    inputs = episode((3, 20), torch.float32, device, cuts=True)
-    inputs["rewards"].requires_grad_()
-    with watched():
-        advantages, returns = both(backend, whiten=whiten)[0](**inputs)
-        (advantages.sum() + returns.sum()).backward()
-
-
 def test_whitened_advantages_take_two_launches_each_way(device):
     inputs = episode((3, 20), torch.float32, device)
     inputs["rewards"].requires_grad_()
@@ -262,31 +242,6 @@ def test_whitened_advantages_take_two_launches_each_way(device):
     with watched() as calls:
         torch.autograd.grad(outputs, inputs["rewards"], upstream)
     assert calls == ["_whiten_sums_kernel", "_gae_bwd_kernel"]
-
-
-@interpreted
-def test_offsets_do_not_wrap_at_two_to_the_31(device):
-    inputs = episode((3, 20), torch.float32, device, cuts=True)
-    with offset_widths(*inputs.values()) as widths:
-        both("triton", whiten=True)[0](**inputs)
-    assert widths == {64}
-
-
-@interpreted
-def test_floats_that_arrive_as_double_change_no_bit(device):
-    inputs = episode((3, 20), torch.float32, device, cuts=True)
-    plain = both("triton", whiten=True)[0](**inputs)
-    with floats_arrive_as_double():
-        doubled = both("triton", whiten=True)[0](**inputs)
-    assert all(map(torch.equal, plain, doubled))
-
-
-def test_discounts_compile_once():
-    from fastrl_kernels._triton import gae as module
-    from fastrl_kernels._triton import moments
-
-    assert constants(module) == {"ROWS", "STEPS", "CHUNK"}
-    assert constants(moments) == {"BLOCK", "CHUNK", "SHIFT_MEAN", "WHITENED"}
 
 
 def test_refusals(backend, device):

@@ -10,10 +10,6 @@ from fastrl_kernels import kl_penalty, kl_rewards, reference
 from fastrl_kernels.types import KL_KINDS
 from tests.kernels.judge import DTYPES, assert_close_to_exact, judge, misaligned, names
 from tests.kernels.launches import (
-    constants,
-    floats_arrive_as_double,
-    interpreted,
-    offset_widths,
     watched,
 )
 
@@ -233,51 +229,12 @@ def test_misaligned_inputs(backend, device):
     judge(*classic_rewards(backend, "k3"), inputs, wrt=("logprobs", "scores"))
 
 
-@pytest.mark.parametrize("by_tensor", [False, True], ids=["float", "tensor"])
-def test_nothing_waits_for_the_device(backend, device, by_tensor):
-    logprobs, ref, mask = pair((3, 20), torch.float32, device).values()
-    logprobs.requires_grad_()
-    coef = torch.tensor(0.3, device=device) if by_tensor else 0.3
-    scores = torch.ones(3, device=device)
-    with watched():
-        kl_penalty(logprobs, ref, "k3", mask=mask, backend=backend).sum().backward()
-        rewards, kls, sums = kl_rewards(logprobs, ref, scores, mask, coef=coef, backend=backend)
-        (rewards.sum() + kls.sum() + sums.sum()).backward()
-
-
 def test_rewards_take_one_launch(device):
     logprobs, ref, mask = pair((3, 20), torch.float32, device).values()
     scores = torch.ones(3, device=device)
     with watched() as calls:
         kl_rewards(logprobs, ref, scores, mask, coef=0.1, backend="triton")
     assert calls == ["_kl_rewards_fwd_kernel"]
-
-
-@interpreted
-def test_offsets_do_not_wrap_at_two_to_the_31(device):
-    inputs = pair((3, 20), torch.float32, device)
-    inputs["scores"] = torch.ones(3, device=device)
-    with offset_widths(*inputs.values()) as widths:
-        classic_rewards("triton", "k3")[0](**inputs)
-        del inputs["scores"]
-        penalty("triton", "k3")[0](**inputs)
-    assert widths == {64}
-
-
-@interpreted
-def test_floats_that_arrive_as_double_change_no_bit(device):
-    inputs = pair((3, 20), torch.float32, device)
-    inputs["scores"] = torch.ones(3, device=device)
-    plain = classic_rewards("triton", "k3", coef=0.1)[0](**inputs)
-    with floats_arrive_as_double():
-        doubled = classic_rewards("triton", "k3", coef=0.1)[0](**inputs)
-    assert all(map(torch.equal, plain, doubled))
-
-
-def test_coefficients_compile_once():
-    from fastrl_kernels._triton import kl as module
-
-    assert constants(module) == {"KIND", "BLOCK", "ROWS", "STEPS"}
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)

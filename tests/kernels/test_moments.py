@@ -16,7 +16,6 @@ from fastrl_kernels import (
     reference,
 )
 from tests.kernels.judge import DTYPES, assert_close_to_exact, judge, names
-from tests.kernels.launches import interpreted, offset_widths, watched
 from tests.kernels.roundings import Rounded
 
 
@@ -191,38 +190,6 @@ def test_whitening_by_hand(backend, device):
     torch.testing.assert_close(masked_whiten(values, mask, backend=backend), expected)
     expected = torch.where(mask, expected + 3, 0.0)
     torch.testing.assert_close(masked_whiten(values, mask, False, backend=backend), expected)
-
-
-def test_runs_give_the_same_bits(backend, device):
-    inputs = batch((1, 1100), torch.float32, device)
-    for name in STATISTICS:
-        results = []
-        for _ in range(2):
-            values = inputs["values"].clone().requires_grad_()
-            result = statistic(name, backend)[0](values, inputs["mask"])
-            results.append((result, torch.autograd.grad(result.square().sum(), values)[0]))
-        for first, second in zip(*results, strict=True):
-            assert torch.equal(first, second)
-
-
-def test_nothing_waits_for_the_device(backend, device):
-    values, mask = batch((3, 20), torch.float32, device).values()
-    values.requires_grad_()
-    with watched():
-        for name in STATISTICS:
-            statistic(name, backend)[0](values, mask).sum().backward()
-        moments = masked_moments(values, mask, backend=backend)
-        merge_moments(Moments(*(field[None] for field in moments)))
-        masked_whiten(values, mask, moments=moments, backend=backend).sum().backward()
-
-
-@interpreted
-def test_offsets_do_not_wrap_at_two_to_the_31(device):
-    values, mask = batch((3, 20), torch.float32, device).values()
-    values.requires_grad_()
-    with offset_widths(values, mask) as widths:
-        masked_whiten(values, mask, backend="triton").sum().backward()
-    assert widths == {64}
 
 
 def test_refusals(backend, device):

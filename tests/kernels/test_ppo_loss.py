@@ -14,10 +14,6 @@ from fastrl_kernels import KLTerm, LossStats, ValueTerm, ppo_loss, reference
 from fastrl_kernels.types import AGGREGATES, KL_KINDS
 from tests.kernels.judge import DTYPES, assert_close_to_exact, misaligned, names
 from tests.kernels.launches import (
-    constants,
-    floats_arrive_as_double,
-    interpreted,
-    offset_widths,
     watched,
 )
 from tests.kernels.roundings import Rounded
@@ -398,13 +394,6 @@ def test_a_row_mean_weighs_rows_and_a_token_mean_tokens(backend, device):
         assert loss.item() == pytest.approx(value)
 
 
-def test_runs_give_the_same_bits(backend, device):
-    results = [run(batch(device=device), backend) for _ in range(2)]
-    assert torch.equal(results[0][0], results[1][0])
-    for name in LEAVES:
-        assert torch.equal(results[0][1][name], results[1][1][name])
-
-
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_one_launch_each_way_without_waiting(device, aggregate):
     tensors = batch(device=device)
@@ -419,51 +408,6 @@ def test_one_launch_each_way_without_waiting(device, aggregate):
     with watched() as calls:
         torch.autograd.grad(loss, [tensors[name] for name in LEAVES], upstream)
     assert calls == ["_ppo_loss_bwd_kernel"]
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-def test_nothing_waits_for_the_device(backend, device, aggregate):
-    tensors = batch(device=device)
-    tensors["logprobs"].requires_grad_()
-    positional, named = arguments(tensors)
-    denominator = torch.tensor(50.0, device=device)
-    for given in (None, denominator):
-        with watched():
-            loss, stats = ppo_loss(
-                *positional, **named, aggregate=aggregate, denominator=given, backend=backend
-            )
-            _ = stats.clipfrac, stats.loss
-            loss.backward()
-
-
-@interpreted
-def test_offsets_do_not_wrap_at_two_to_the_31(device):
-    tensors = batch(device=device)
-    tensors["logprobs"].requires_grad_()
-    positional, named = arguments(tensors)
-    with offset_widths(*tensors.values()) as widths:
-        ppo_loss(*positional, **named, aggregate="seq-mean-token-mean", backend="triton")
-    assert widths == {64}
-
-
-@interpreted
-def test_floats_that_arrive_as_double_change_no_bit(device):
-    options = {"dual_clip": 1.1, "denominator": 700.1, "cliprange": 0.1}
-    plain = run(batch(device=device), "triton", **options)
-    with floats_arrive_as_double():
-        doubled = run(batch(device=device), "triton", **options)
-    assert torch.equal(plain[0], doubled[0])
-    for one, other in zip(plain[1:], doubled[1:], strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_coefficients_and_clip_ranges_compile_once():
-    from fastrl_kernels._triton import ppo_loss as module
-
-    assert constants(module) == {
-        "DLOGPROBS", "DVALUES", "KL_KIND", "POLICY_LOSS", "KL_APART", "BY_ROWS", "ROW_MEANS",
-            "ROWS", "STEPS", "WIDE", "BLOCK",
-    }  # fmt: skip
 
 
 def test_statistics_are_views_until_asked(device):

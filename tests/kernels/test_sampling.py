@@ -27,7 +27,6 @@ from tests.kernels.draws import (
 )
 from tests.kernels.judge import DTYPES, assert_close_to_exact, misaligned, names
 from tests.kernels.launches import (
-    constants,
     floats_arrive_as_double,
     interpreted,
     watched,
@@ -405,14 +404,6 @@ def test_numbers_from_compiled_code(device):
     with floats_arrive_as_double():
         same = sample(logits, backend="triton", temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
     assert_same_bits(same, expected)
-
-
-def test_only_shapes_are_compiled_in():
-    """What changes from call to call is an argument: a constexpr would recompile each time."""
-    from fastrl_kernels._triton import sampling
-
-    shapes = {"SIZE", "SPAN", "GROUPS", "ALL", "LISTED", "ROOM", "TILE", "VEC", "SAME_BITS"}
-    assert constants(sampling) == shapes
 
 
 def test_no_rows(backend, device):
