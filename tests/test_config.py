@@ -109,6 +109,8 @@ def test_policy_gradients_are_classic_unless_chosen():
 
 
 GRPO = {"advantage": "grpo", "group_size": 4, "batch_size": 8}
+RLOO = {"advantage": "rloo", "group_size": 2}
+CORRECTED = {"sampler_correction": "token-truncate"}
 
 
 @together(
@@ -147,9 +149,44 @@ GRPO = {"advantage": "grpo", "group_size": 4, "batch_size": 8}
         ({"cliprange_high": -0.1}, "cliprange_high must be 0 or more or None, got"),
         ({"loss_norm_length": 0}, "loss_norm_length must be positive or None, got 0"),
         ({"kl_in": "loss", "kl_penalty": "full"}, "kl_penalty='full' with kl_in='loss'"),
+        ({"batch_size": 0}, "batch_size must be positive, got 0"),
+        ({"batch_size": 6, "mini_batch_size": 4}, r"batch_size \(6\) must be a multiple"),
+        ({"mini_batch_size": -1}, "mini_batch_size must be positive"),
+        ({"ppo_epochs": 0}, "ppo_epochs must be positive"),
+        ({"learning_rate": math.inf}, "learning_rate must be 0 or more and finite"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"gamma": 1.1}, r"gamma must lie in \[0, 1\]"),
+        ({"cliprange": math.nan}, "cliprange must be 0 or more"),
+        ({"kl_penalty": "js"}, "unknown kl_penalty 'js'.*kl, abs, mse, full"),
+        ({"on_nonfinite": "hide"}, "on_nonfinite"),
+        ({"rollout_backend": "vllm"}, "unknown rollout_backend 'vllm': choose one of"),
+        ({"old_logprobs": "never"}, "unknown old_logprobs 'never': choose one of"),
+        ({"max_kl": 0.0}, "max_kl must be positive or None, got 0"),
+        ({"max_ratio": -1.0}, "max_ratio must be positive or None"),
+        ({"max_ratio": 0.0}, "max_ratio must be positive or None, got 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive or None"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens must be positive or None"),
+        ({"micro_batch_tokens": -1}, "micro_batch_tokens must be positive or None"),
+        ({"loss_denominator": "batch"}, "unknown loss_denominator 'batch': choose one of auto"),
+        ({"lam_value": 1.5}, r"lam_value must lie in \[0, 1\] or None, got 1.5"),
+        ({"lam_value": math.nan}, "lam_value must lie in"),
+        ({"lam_length_alpha": 0.0}, "lam_length_alpha must be positive or None, got 0.0"),
+        ({"critic_warmup_steps": -1}, "critic_warmup_steps must be 0 or more"),
+        ({**RLOO, "lam_value": 0.0}, "lam_value is of a value function"),
+        ({**RLOO, "lam_length_alpha": 0.05}, "lam_length_alpha is of a value function"),
+        ({**RLOO, "critic_warmup_steps": 1}, "critic_warmup_steps is of a value function"),
+        ({"sampler_correction": "token"}, "unknown sampler_correction 'token': choose one of off"),
+        ({**CORRECTED, "sampler_correction_max": None}, "a bound: set sampler_correction_max"),
+        ({**CORRECTED, "sampler_correction_max": 0.0}, "sampler_correction_max must be positive"),
+        ({**CORRECTED, "sampler_correction_min": math.nan}, "correction_min must be positive"),
+        ({**CORRECTED, "sampler_correction_min": 3.0},
+         r"min \(3.0\) must be below sampler_correction_max"),
+        ({**CORRECTED, "old_logprobs": "rollout"}, "the sampler's log-probs for the policy's own"),
+        ({"policy_loss": "vespo", "sampler_correction": "sequence-mask"},
+         "choose token-truncate or token-mask"),
     ],
-)
-def test_policy_gradients_that_do_not_fit_together(settings, message):
+)  # fmt: skip
+def test_settings_that_do_not_fit_together_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         PPOConfig(**settings)
 

@@ -5,9 +5,11 @@ import threading
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import TrainerCallback
 
 import fastrl
-from fastrl import PPOConfig, PPOTrainer, RolloutEngine, SamplingParams, cli
+from fastrl import PPOConfig, PPOTrainer, RolloutEngine, TrainCallback, cli
 from fastrl.alignment import make_loss
 from fastrl.rewards.weighted import Rewards
 from fastrl.run.checkpoints import BadCheckpoint, Checkpoints
@@ -51,48 +53,39 @@ def trainer():
     return PPOTrainer(config, tiny_models.policy(), None, tiny.tokenizer())
 
 
-# Calls of the public API, with the type of the error and a part of its message.
-CONFIGS = [
-    ({"batch_size": 0}, "batch_size must be positive, got 0"),
-    ({"batch_size": 6, "mini_batch_size": 4}, r"batch_size \(6\) must be a multiple"),
-    ({"mini_batch_size": -1}, "mini_batch_size must be positive"),
-    ({"ppo_epochs": 0}, "ppo_epochs must be positive"),
-    ({"learning_rate": -1.0}, "learning_rate must be 0 or more"),
-    ({"learning_rate": math.inf}, "learning_rate must be 0 or more and finite"),
-    ({"temperature": 0.0}, "temperature must be positive"),
-    ({"gamma": 1.1}, r"gamma must lie in \[0, 1\]"),
-    ({"lam": -0.1}, r"lam must lie in \[0, 1\]"),
-    ({"cliprange": NAN}, "cliprange must be 0 or more"),
-    ({"vf_coef": -1}, "vf_coef must be 0 or more"),
-    ({"kl_penalty": "k9"}, "kl_penalty"),
-    ({"advantage": "best"}, "advantage"),
-    ({"advantage": "grpo", "group_size": 1}, "group_size"),
-    ({"group_size": 3, "batch_size": 4, "advantage": "grpo"}, "group_size"),
-    ({"reference": "mirror"}, "reference"),
-    ({"on_nonfinite": "hide"}, "on_nonfinite"),
-    ({"rollout_backend": "vllm"}, "rollout_backend"),
-    ({"old_logprobs": "never"}, "old_logprobs"),
-    ({"max_kl": -1.0}, "max_kl must be positive"),
-    ({"max_ratio": -1.0}, "max_ratio must be positive or None"),
-    ({"max_grad_norm": 0.0}, "max_grad_norm must be positive or None"),
-    ({"tracker_kwargs": "{"}, "tracker_kwargs"),
-]
-SAMPLING = [
-    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-    ({"max_new_tokens": [3, 0]}, r"max_new_tokens\[1\] must be at least 1"),
-    ({"temperature": -1.0}, "temperature must be at least 0"),
-    ({"top_k": -1}, "top_k must be at least 0"),
-    ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
-    ({"min_p": 1.5}, r"min_p must lie in \[0, 1\]"),
-    ({"n": 0}, "n must be at least 1"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
-    ({"stop": "END"}, "stop must be a list of token sequences"),
-    ({"stop": [[]]}, "stop holds an empty sequence"),
-]
+def of(dataset, **columns):
+    return {"prompts": None, "dataset": dataset, **columns}
+
+
+LABELLED = Dataset.from_dict({"text": PROMPTS, "label": [0] * len(PROMPTS)})
+# Arguments of train(), with the type of the error and a part of its message.
 TRAIN = [
     ({"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     ({"prompts": None}, ValueError, "nothing to train on: pass prompts or dataset"),
-    ({"prompts": "w3 w4"}, ValueError, "prompts must be a list of texts"),
+    ({"prompts": "w3 w4"}, ValueError, "prompts must be a list of texts, got the text 'w3 w4'"),
+    ({"prompts": 5}, ValueError, "prompts must be a list of texts, got 5"),
+    ({"prompts": []}, ValueError, "prompts is empty: pass at least one"),
+    ({"eval_prompts": []}, ValueError, "eval_prompts is empty: pass at least one"),
+    ({"eval_prompts": ["w3", "w4", ""]}, ValueError, r"eval_prompts\[2\] is empty"),
+    (of(Dataset.from_dict({"prompt": []})), ValueError, "the dataset has no rows"),
+    (of({"w3"}), ValueError, "a set has no columns and rows"),
+    (of([{"prompt": "w3"}]), ValueError, "1 prompts are fewer than batch_size=2"),
+    (of(["w3"]), TypeError, "row 0 is a str: rows are dicts by column"),
+    (of(LABELLED), ValueError, r"columns are text, label: .*prompt_column"),
+    (of(LABELLED, prompt_column="question"), ValueError,
+     r"no column 'question'.*columns are text, label: .*prompt_column"),
+    ({"eval_every": NAN}, TypeError, "eval_every must be a whole number, got nan"),
+    ({"eval_every": 1.5}, TypeError, "eval_every must be a whole number, got 1.5"),
+    ({"save_every": NAN}, TypeError, "save_every must be a whole number, got nan"),
+    ({"keep_last": 1.5}, TypeError, "keep_last must be a whole number, got 1.5"),
+    ({"overwrite": "no"}, TypeError, "overwrite must be True or False, got 'no'"),
+    ({"missing_eos_penalty": "1"}, TypeError,
+     "missing_eos_penalty must be a number or None, got '1'"),
+    ({"callbacks": None}, TypeError, "callbacks must be a list of TrainCallback objects, got None"),
+    ({"callbacks": [TrainCallback]}, TypeError,
+     r"callbacks\[0\] is the class TrainCallback.*: make one"),
+    ({"callbacks": [TrainerCallback()]}, TypeError,
+     r"callbacks\[0\] .*lacks on_samples, on_step, on_eval"),
     ({"prompts": ["w3"]}, ValueError, r"1 prompts are fewer than batch_size=2"),
     ({"prompts": ["w3", ""]}, ValueError, r"prompts\[1\] is empty"),
     ({"prompts": ["w3 " * 60, "w3"]}, ValueError, r"prompts\[0\] has 60 tokens"),
@@ -104,7 +97,12 @@ TRAIN = [
     ({"reward_fn": []}, ValueError, "reward_fn"),
     ({"reward_fn": lambda **_: [0.0]}, ValueError, "1 rewards for 2 completions"),
     ({"reward_fn": lambda **_: "good"}, ValueError, "it must return a list"),
-    ({"reward_fn": lambda **_: [0.0, NAN]}, ValueError, r"returned nan for completion 1"),
+    ({"reward_fn": lambda **_: [0.0, NAN]}, ValueError,
+     r"returned nan for completion 1 \(prompt 'w"),
+    ({"reward_fn": lambda **_: [-math.inf, 1.0]}, ValueError, "returned -inf for completion 0"),
+    ({"reward_fn": lambda **_: [1.0, None]}, ValueError,
+     r"no reward function judges completion 1 \(prompt 'w"),
+    ({"reward_fn": lambda **_: ["good", 1.0]}, ValueError, "returned 'good' for completion 0"),
     ({"reward_fn": hangs, "reward_timeout": 0.05}, TimeoutError, "hangs.* reward_timeout"),
     ({"reward_fn": fails}, LookupError, "the judge is gone"),
     ({"reward_weights": [1.0, 2.0]}, ValueError, "reward_weights"),
@@ -113,6 +111,7 @@ TRAIN = [
     ({"reward_batch_size": 0}, ValueError, "reward_batch_size"),
     ({"resume": True}, ValueError, "resume needs a folder: pass output"),
     ({"overwrite": True}, ValueError, "overwrite needs a folder: pass output"),
+    ({"output": "new", "resume": True, "overwrite": True}, ValueError, "exclude each other"),
     ({"save_every": -1, "output": "new"}, ValueError, "save_every must be 0 or more"),
     ({"keep_last": -1, "output": "new"}, ValueError, "keep_last must be 0 or more"),
     ({"output": "strangers"}, ValueError, "not a run's .precious"),
@@ -122,16 +121,7 @@ TRAIN = [
     ({"output": "new", "resume": "nowhere"}, FileNotFoundError, "there is no folder nowhere"),
     ({"output": "damaged", "resume": True}, BadCheckpoint, "no checkpoint in .* is whole"),
     ({"output": "run"}, ValueError, "holds a run already"),
-]
-STEP = [
-    ({"queries": IDS[:1]}, "queries has 1"),
-    ({"responses": [IDS[0], torch.tensor([5, 999])]}, r"responses\[1\] holds token id 999"),
-    ({"responses": [IDS[0], torch.ones(2)]}, r"responses\[1\] must hold integer"),
-    ({"scores": [torch.tensor(1.0)]}, "scores has 1"),
-    ({"scores": [torch.tensor(1.0), torch.tensor(NAN)]}, r"scores\[1\] is nan"),
-    ({"weights": [1.0, -1.0]}, "weights"),
-    ({"response_masks": [torch.ones(9), torch.ones(1)]}, r"response_masks\[0\] has shape"),
-]
+]  # fmt: skip
 
 
 def ppo(**settings):
@@ -157,23 +147,6 @@ OTHERS = {
         lambda: RolloutEngine(tiny_models.policy(), tiny.tokenizer(), 0),
         ValueError,
         "max_slots must be at least 1",
-    ),
-    "a policy that is none": (
-        lambda: PPOTrainer(PPOConfig(), torch.nn.Linear(2, 2), None, tiny.tokenizer()),
-        TypeError,
-        "model must be an AutoModelForCausalLMWithValueHead",
-    ),
-    "no tokenizer": (
-        lambda: PPOTrainer(PPOConfig(), tiny_models.policy()),
-        TypeError,
-        "tokenizer must be a Hugging Face tokenizer, got NoneType",
-    ),
-    "an optimizer in the schedule's place": (
-        lambda: PPOTrainer(
-            PPOConfig(), tiny_models.policy(), None, tiny.tokenizer(), lr_scheduler=3
-        ),
-        TypeError,
-        "lr_scheduler must be a torch LRScheduler",
     ),
     "shared layers that are not there": (
         lambda: fastrl.create_reference_model(tiny_models.policy(), num_shared_layers=9),
@@ -211,22 +184,8 @@ def content(folder):
     return {path: path.read_bytes() for path in files if path.parent.name != "__pycache__"}
 
 
-@together(("settings", "said"), CONFIGS)
-def test_a_configuration_is_refused(settings, said):
-    with pytest.raises(ValueError, match=said) as error:
-        PPOConfig(**settings)
-    assert error.type is ValueError
-
-
-@together(("settings", "said"), SAMPLING)
-def test_sampling_parameters_are_refused(settings, said):
-    with pytest.raises(ValueError, match=said) as error:
-        SamplingParams(**settings)
-    assert error.type is ValueError
-
-
 @pytest.mark.filterwarnings("ignore:.*is damaged")
-@pytest.mark.parametrize(("arguments", "kind", "said"), TRAIN)
+@together(("arguments", "kind", "said"), TRAIN)
 def test_a_run_is_refused(arguments, kind, said, trainer, folders):
     before, files = bits(trainer), content(folders)
     settings = {
@@ -248,16 +207,6 @@ def test_a_run_is_refused(arguments, kind, said, trainer, folders):
         )
     assert differing(before, after) == []
     assert content(folders) == files
-
-
-@pytest.mark.parametrize(("arguments", "said"), STEP)
-def test_a_step_is_refused(arguments, said, trainer):
-    before = bits(trainer)
-    scores = [torch.tensor(0.5), torch.tensor(1.0)]
-    with pytest.raises(ValueError, match=said) as error:
-        trainer.step(**{"queries": IDS, "responses": IDS, "scores": scores, **arguments})
-    assert error.type is ValueError
-    assert differing(before, bits(trainer)) == []
 
 
 @together("name", OTHERS)

@@ -143,18 +143,6 @@ def test_one_length_needs_no_pad_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 6, "mini_batch_size": 4}, "batch_size .6. must be a multiple"),
-        ({"kl_penalty": "js"}, "unknown kl_penalty 'js'.*kl, abs, mse, full"),
-    ],
-)
-def test_config_refuses(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PPOConfig(**settings)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"config": {"batch_size": 4}}, "config must be a PPOConfig"),
@@ -163,8 +151,9 @@ def test_config_refuses(settings: dict[str, Any], message: str) -> None:
             "model must be an AutoModelForCausalLMWithValueHead",
         ),
         ({"ref_model": "gpt2"}, "ref_model must be"),
-        ({"tokenizer": None}, "tokenizer must be"),
-        ({"lr_scheduler": 1.0}, "lr_scheduler must be"),
+        ({"model": torch.nn.Linear(2, 2)}, "model must be an AutoModelForCausalLMWithValueHead"),
+        ({"tokenizer": None}, "tokenizer must be a Hugging Face tokenizer, got NoneType"),
+        ({"lr_scheduler": 1.0}, "lr_scheduler must be a torch LRScheduler"),
         ({"lr_scheduler": ReduceLROnPlateau}, "steps by a metric"),
         ({"lr_scheduler": lambda x: get_scheduler("greedy", x)}, "GreedyLR.*steps by a metric"),
     ],
@@ -175,22 +164,7 @@ def test_construction_refuses_wrong_types(arguments: dict[str, Any], message: st
         PPOTrainer(**{**right, **arguments})
 
 
-def test_a_dataset_without_the_prompts() -> None:
-    from datasets import Dataset
-
-    dataset = Dataset.from_dict({"text": ["w5 w6"] * 4, "label": [0] * 4})
-    with pytest.raises(ValueError, match=r"no column 'question'.*text, label"):
-        make_trainer().train(lambda **_: [], steps=1, dataset=dataset, prompt_column="question")
-
-
 def test_generate_refuses_prompts_that_fill_the_context() -> None:
     trainer = make_trainer()
     with pytest.raises(ValueError, match=r"prompts\[1\] has 48 tokens.*context of 48"):
         trainer.generate([torch.tensor([5]), torch.full((48,), 5)], max_new_tokens=1)
-
-
-def test_an_unknown_backend() -> None:
-    import fastrl_kernels
-
-    with pytest.raises(ValueError, match="cuda-graphs"):
-        fastrl_kernels.masked_mean(torch.ones(2), torch.ones(2).bool(), backend="cuda-graphs")

@@ -248,31 +248,6 @@ def test_a_run_goes_on_in_the_phase_in_which_it_stopped(tmp_path, stop: int) -> 
     assert all(torch.equal(x, expected[name]) for name, x in parameters(two).items())
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lam_value": 1.5}, r"lam_value must lie in \[0, 1\] or None, got 1.5"),
-        ({"lam_value": math.nan}, "lam_value must lie in"),
-        ({"lam_length_alpha": 0.0}, "lam_length_alpha must be positive or None, got 0.0"),
-        ({"critic_warmup_steps": -1}, "critic_warmup_steps must be 0 or more"),
-    ],
-    ids=str,
-)
-def test_settings_out_of_range_are_refused(settings, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        PPOConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"lam_value": 0.0}, {"lam_length_alpha": 0.05}, {"critic_warmup_steps": 1}],
-    ids=str,
-)
-def test_without_a_value_function_they_are_refused(settings) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(settings))} is of a value function"):
-        PPOConfig(advantage="rloo", group_size=2, **settings)
-
-
 def classifier(dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     """A reward model of the policies' vocabulary, wider than they are."""
     from transformers import AutoModelForSequenceClassification, LlamaConfig

@@ -139,8 +139,3 @@ def test_two_trainers_do_not_share_their_accumulation():
     stats = first.step(**given)
     assert stats["ppo/optimizer_steps"] == len(seen) == len(expected) == 2
     assert all(apart(a, b) < SAME for a, b in zip(seen, expected, strict=True))
-
-
-def test_an_unknown_denominator_is_refused():
-    with pytest.raises(ValueError, match="unknown loss_denominator 'batch': choose one of auto"):
-        PPOConfig(loss_denominator="batch")

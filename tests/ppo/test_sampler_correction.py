@@ -365,25 +365,5 @@ def test_log_probs_that_are_not_those_of_the_responses_are_refused(case):
     assert all(map(torch.equal, before, trainer.model.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sampler_correction": "token"}, "unknown sampler_correction 'token': choose one of off"),
-        ({"sampler_correction_max": None}, "without a bound: set sampler_correction_max"),
-        ({"sampler_correction_max": 0.0}, "sampler_correction_max must be positive"),
-        ({"sampler_correction_min": math.nan}, "sampler_correction_min must be positive"),
-        ({"sampler_correction_min": 3.0}, r"min \(3.0\) must be below sampler_correction_max"),
-        ({"old_logprobs": "rollout"}, "takes the sampler's log-probs for the policy's own"),
-        (
-            {"policy_loss": "vespo", "sampler_correction": "sequence-mask"},
-            "choose token-truncate or token-mask",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PPOConfig(**{"sampler_correction": "token-truncate", **settings})
-
-
 def test_a_mask_may_have_one_bound():
     PPOConfig(sampler_correction="token-mask", sampler_correction_max=None)
