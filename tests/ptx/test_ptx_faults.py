@@ -7,6 +7,7 @@ import pytest
 
 from tests.ptx.by_hand import aligned, kernel, run
 from tests.ptx.faults import Fault, Race, UnknownInstruction
+from tests.together import together
 
 # %rd8: the place of a thread's own number of the first array.
 OWN_PLACE = """
@@ -23,44 +24,59 @@ def test_threads_write_what_is_theirs():
     np.testing.assert_array_equal(x, np.arange(64))
 
 
-@pytest.mark.parametrize("access", ["st.global.b32 [%rd8], %r30;", "ld.global.b32 %r1, [%rd8+32];"])
-def test_an_access_beyond_an_array_is_found(access):
-    with pytest.raises(Fault, match=r"by_hand, statement \d+: .*: out of bounds: \d+ lanes"):
-        run(kernel(OWN_PLACE + access), aligned(56))
+FAR = "mul.lo.s32 %r1, %r30, 268435456; cvt.s64.s32 %rd7, %r1; add.s64 %rd8, %rd0, %rd7;"
+SOME = "setp.lt.u32 %p1, %r30, 40; @%p1 "
+TWO_BARRIERS = """
+	setp.lt.u32 	%p1, %r30, 32;
+	@%p1 bra 	$L_other;
+	bar.sync 	0;
+	bra 	$L_end;
+$L_other:
+	bar.sync 	0;
+$L_end:
+"""
+BEYOND = r"by_hand, statement \d+: .*: out of bounds: \d+ lanes"
+NEVER = r"bar.sync 0: \d\d threads never come to the barrier"
+AT_ONCE = "two warps write different numbers to one place at once"
+# By what is wrong: statements, numbers of the array, bytes of shared memory, and what is said.
+FAULTS: dict[str, tuple[str, int, int, str]] = {
+    "a store beyond an array": (OWN_PLACE + "st.global.b32 [%rd8], %r30;", 56, 0, BEYOND),
+    "a load beyond an array": (OWN_PLACE + "ld.global.b32 %r1, [%rd8+32];", 56, 0, BEYOND),
+    "a store in the last sector": (OWN_PLACE + "st.global.b32 [%rd8], %r1;", 57, 0, "out of bound"),
+    "addresses of 32 bits": (FAR + "ld.global.b32 %r2, [%rd8];", 64, 0, "out of bounds"),
+    "a misaligned vector": (
+        OWN_PLACE + "ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd8];", 128, 0, "misaligned",
+    ),
+    "a misaligned number": (OWN_PLACE + "ld.global.b32 %r1, [%rd8+2];", 128, 0, "misaligned"),
+    "a misaligned vector of shared memory": (
+        OWN_SHARED + "st.shared.v2.b32 [%r1], {%r30, %r30};", 1, 512, "misaligned",
+    ),
+    "the end of shared memory": (
+        OWN_SHARED + "st.shared.b32 [%r1], %r30;", 1, 252, "byte 256 of 252 of shared memory",
+    ),
+    "two warps write": ("st.global.b32 [%rd0], %r30;", 1, 0, AT_ONCE),
+    "two warps write shared memory": (
+        "mov.b32 %r1, 0; st.shared.b32 [%r1], %r30;", 1, 4, AT_ONCE,
+    ),
+    "some threads at a barrier": (SOME + "bar.sync 0;", 1, 0, NEVER),
+    "some threads that have returned": (SOME + "ret; bar.sync 0;", 1, 0, NEVER),
+    "two barriers": (TWO_BARRIERS, 1, 0, "waits at several barriers"),
+    "a shuffle with absent lanes": (
+        "setp.lt.u32 %p1, %r30, 5; @%p1 shfl.sync.bfly.b32 %r1, %r30, 16, 31, -1;", 1, 0,
+        "a lane that has not come to it",
+    ),
+}  # fmt: skip
+
+
+@together("what", FAULTS)
+def test_a_fault_is_found(what):
+    body, count, shared, said = FAULTS[what]
+    with pytest.raises(Race if said == AT_ONCE else Fault, match=said):
+        run(kernel(body, shared_bytes=shared), aligned(count))
 
 
 def test_a_load_may_end_with_the_arrays_last_sector():
     run(kernel(OWN_PLACE + "ld.global.b32 %r1, [%rd8];"), aligned(57))
-
-
-def test_a_store_may_not():
-    with pytest.raises(Fault, match="out of bounds"):
-        run(kernel(OWN_PLACE + "st.global.b32 [%rd8], %r1;"), aligned(57))
-
-
-def test_addresses_of_32_bits_lead_elsewhere():
-    body = "mul.lo.s32 %r1, %r30, 268435456; cvt.s64.s32 %rd7, %r1; add.s64 %rd8, %rd0, %rd7;"
-    with pytest.raises(Fault, match="out of bounds"):
-        run(kernel(body + "ld.global.b32 %r2, [%rd8];"), aligned(64))
-
-
-@pytest.mark.parametrize(
-    "access", ["ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd8];", "ld.global.b32 %r1, [%rd8+2];"]
-)
-def test_a_misaligned_load_is_found(access):
-    with pytest.raises(Fault, match="misaligned"):
-        run(kernel(OWN_PLACE + access), aligned(128))
-
-
-def test_a_misaligned_vector_of_shared_memory_is_found():
-    body = OWN_SHARED + "st.shared.v2.b32 [%r1], {%r30, %r30};"
-    with pytest.raises(Fault, match="misaligned"):
-        run(kernel(body, shared_bytes=512), aligned(1))
-
-
-def test_shared_memory_ends():
-    with pytest.raises(Fault, match="byte 256 of 252 of shared memory"):
-        run(kernel(OWN_SHARED + "st.shared.b32 [%r1], %r30;", shared_bytes=252), aligned(1))
 
 
 # Each thread reads what the thread of the other warp wrote.
@@ -102,13 +118,6 @@ def test_a_write_after_another_warps_read_is_a_race():
     run(kernel(body.format("bar.sync 0;")), aligned(1))
     with pytest.raises(Race, match="write after a read by another warp"):
         run(kernel(body.format("")), aligned(1))
-
-
-def test_two_warps_that_write_different_numbers_to_one_place_are_a_race():
-    with pytest.raises(Race, match="two warps write different numbers to one place at once"):
-        run(kernel("st.global.b32 [%rd0], %r30;"), aligned(1))
-    with pytest.raises(Race, match="two warps write different numbers to one place at once"):
-        run(kernel("mov.b32 %r1, 0; st.shared.b32 [%r1], %r30;", shared_bytes=4), aligned(1))
 
 
 def test_warps_may_write_the_same_number_at_once():
@@ -165,41 +174,6 @@ def test_the_last_program_to_arrive_may_read_what_all_wrote():
 def test_an_arrival_that_orders_nothing_is_a_race(given):
     with pytest.raises(Race, match="read after a write by another program"):
         last_sums(**given)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "setp.lt.u32 %p1, %r30, 40; @%p1 bar.sync 0;",
-        "setp.lt.u32 %p1, %r30, 40; @%p1 ret; bar.sync 0;",
-    ],
-)
-def test_a_barrier_that_some_threads_do_not_come_to_is_found(body):
-    with pytest.raises(Fault, match=r"bar.sync 0: \d\d threads never come to the barrier"):
-        run(kernel(body), aligned(1))
-
-
-def test_two_barriers_that_threads_wait_at_are_found():
-    body = """
-	setp.lt.u32 	%p1, %r30, 32;
-	@%p1 bra 	$L_other;
-	bar.sync 	0;
-	bra 	$L_end;
-$L_other:
-	bar.sync 	0;
-$L_end:
-"""
-    with pytest.raises(Fault, match="waits at several barriers"):
-        run(kernel(body), aligned(1))
-
-
-def test_a_shuffle_with_absent_lanes_is_found():
-    body = """
-	setp.lt.u32 	%p1, %r30, 5;
-	@%p1 shfl.sync.bfly.b32 	%r1, %r30, 16, 31, -1;
-"""
-    with pytest.raises(Fault, match="a lane that has not come to it"):
-        run(kernel(body), aligned(1))
 
 
 @pytest.mark.parametrize(
