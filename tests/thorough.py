@@ -29,6 +29,7 @@ _FEW, _FEW_ELSEWHERE = 4, 1  # in the kernels' room, and where tests train and g
 # Files and tests of which each setting is an oracle, a planted fault or a goal.
 _WHOLE = (
     "counts/test_counts.py",
+    "kernels/test_every_op.py",
     "kernels/test_judge.py::test_one_rounding_too_many_is_found",
     "ppo/test_bandit.py",
     "ppo/test_golden.py",
@@ -98,6 +99,7 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "benchmarks/test_gpu.py::test_a_bare_checkout_is_enough": (),
     "benchmarks/test_predictions.py::test_the_committed_file_is_what_the_command_writes": (),
     "commands/test_align_job.py::test_rows_shorter_than_the_longest_allowed_are_planned": (),
+    "commands/test_errors.py::test_what_a_command_cannot_do_is_refused": 9,
     "commands/test_errors.py::"
     "test_an_error_in_a_reward_function_shows_its_lines_and_comes_last": (),
     "commands/test_four_bits.py::test_a_run_is_resumed": (),
@@ -235,17 +237,16 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "reports/test_html_report.py::test_a_report_beside_its_runs_is_no_run": (),
     "rollout/test_fused_layers.py::test_weights_side_by_side_are_the_models_own": (),
     "test_more_examples.py::test_an_own_environment_is_asked_more_often": (),
-    "trainers/test_resumed_trainers.py::test_reward_modelling_goes_on_from_any_checkpoint": (
-        "True",
+    "trainers/test_passes.py::test_a_batch_in_passes_learns_what_it_learns_at_once": 4,
+    "trainers/test_resumed_trainers.py::test_a_run_goes_on_from_any_checkpoint": (
+        *("a short last step", "an adapter of a reward model", "dpo", "kto", "grpo"),
     ),
-    "trainers/test_resumed_trainers.py::test_sft_goes_on_from_any_checkpoint": (
-        "a short last step",
-    ),
+    "trainers/test_resumed_trainers.py::"
+    "test_each_of_several_evaluation_sets_has_metrics_of_its_own": 3,
     "trainers/test_reward_padding.py::test_rewards_of_padded_texts_are_those_of_each_alone": (
         *("bart", "bert", "bloom", "ctrl", "fnet", "gpt2", "gpt_neo", "llama"),
         *("openai-gpt", "roberta", "t5", "xlnet"),
     ),
-    "trl/test_online.py::test_a_run_goes_on_from_any_checkpoint": ("grpo",),
     "trl/test_rollout_func.py::test_rewards_rise_as_with_trls_own_generation": (),
     "trl/test_tools.py::"
     "test_an_environment_that_acts_on_its_rows_columns_changes_them_for_nobody": (),

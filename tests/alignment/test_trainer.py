@@ -22,7 +22,6 @@ from tests.alignment.conftest import (
     trained,
     worth,
 )
-from tests.ppo.test_golden import without_key_bias
 from tests.trainers.conftest import weights
 
 OFFLINE = [
@@ -173,41 +172,6 @@ def test_accumulation_is_one_big_batch(make_trainer: Make) -> None:
     ).train()
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["dpo", "kto", "ppo"])
-def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
-    make_trainer: Make, tmp_path: Path, name: str
-) -> None:
-    def run(folder: Path, resume: Any = None) -> Any:
-        loss = make_loss(name, **({"epochs": 2} if name == "ppo" else {}))
-        rows = examples({"dpo": PAIRS, "kto": FEEDBACK, "ppo": PROMPTS}[name], 8)
-        policy = tiny_models.policy() if name == "ppo" else tiny_models.language_model()
-        trainer = make_trainer(
-            loss,
-            policy,
-            rows,
-            epochs=2,
-            shuffle=True,
-            learning_rate=1e-2,
-            save_strategy="steps",
-            save_steps=2,
-            output_dir=str(folder),
-            logging_steps=1,
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    whole = run(tmp_path / "whole")
-    steps = whole.state.global_step
-    assert steps == (8 if name == "ppo" else 4)
-    again = run(tmp_path / "again", str(tmp_path / "whole" / "checkpoint-2"))
-    assert again.state.global_step == steps
-    for (parameter, one), other in zip(
-        weights(whole.model).items(), weights(again.model).values(), strict=True
-    ):
-        one, other = (without_key_bias(parameter, x) for x in (one, other))
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=parameter)
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(make_trainer: Make, tmp_path: Path) -> None:

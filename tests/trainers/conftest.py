@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,28 +98,33 @@ def reward_model(family: str = "roberta", **changes: Any) -> PreTrainedModel:
 Make = Callable[..., Any]
 
 
+def _made(kind: Any, config: Any, folder: Path, model: Any, data: Any, settings: Any) -> Any:
+    given = {k: settings.pop(k) for k in _TRAINERS_OWN if k in settings}
+    args = config(**{"output_dir": str(folder), **SETTINGS, **settings})
+    given = {"processing_class": tiny.tokenizer(), **given}
+    return kind(model, args, train_dataset=data, **given)
+
+
+def reward(folder: Path, model: Any = None, data: Any = None, **settings: Any) -> RewardTrainer:
+    model = reward_model() if model is None else model
+    data = pairs() if data is None else data
+    return _made(RewardTrainer, RewardConfig, folder, model, data, settings)
+
+
+def sft(folder: Path, model: Any = None, data: Any = None, **settings: Any) -> SFTTrainer:
+    model = tiny_models.language_model() if model is None else model
+    data = texts() if data is None else data
+    return _made(SFTTrainer, SFTConfig, folder, model, data, settings)
+
+
 @pytest.fixture
 def make_reward(tmp_path: Path) -> Make:
-    def make(model: Any = None, data: Any = None, **settings: Any) -> RewardTrainer:
-        given = {k: settings.pop(k) for k in _TRAINERS_OWN if k in settings}
-        args = RewardConfig(**{"output_dir": str(tmp_path), **SETTINGS, **settings})
-        given = {"processing_class": tiny.tokenizer(), **given}
-        model = reward_model() if model is None else model
-        return RewardTrainer(model, args, train_dataset=pairs() if data is None else data, **given)
-
-    return make
+    return partial(reward, tmp_path)
 
 
 @pytest.fixture
 def make_sft(tmp_path: Path) -> Make:
-    def make(model: Any = None, data: Any = None, **settings: Any) -> SFTTrainer:
-        given = {k: settings.pop(k) for k in _TRAINERS_OWN if k in settings}
-        args = SFTConfig(**{"output_dir": str(tmp_path), **SETTINGS, **settings})
-        given = {"processing_class": tiny.tokenizer(), **given}
-        model = tiny_models.language_model() if model is None else model
-        return SFTTrainer(model, args, train_dataset=texts() if data is None else data, **given)
-
-    return make
+    return partial(sft, tmp_path)
 
 
 _TRAINERS_OWN = (

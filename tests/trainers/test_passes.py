@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,19 @@ from fastrl import DataCollatorForCompletionOnlyLM
 from fastrl.trainers.passes import fill
 from tests import tiny_models
 from tests.golden import tiny
-from tests.trainers.conftest import GRADIENT_STEP, Make, pairs, reward_model, texts, weights
+from tests.trainers.conftest import (
+    GRADIENT_STEP,
+    Make,
+    pairs,
+    reward,
+    reward_model,
+    sft,
+    texts,
+    weights,
+)
 
+GPT2, LLAMA = (partial(tiny_models.language_model, name) for name in ("gpt2", "llama"))
+CLASSIFIER = partial(reward_model, "llama")
 BATCH = {"per_device_train_batch_size": 8, "num_train_epochs": 1, "max_steps": -1}
 
 
@@ -59,63 +72,37 @@ def positions_of(model: Any) -> Positions:
     return seen
 
 
-@pytest.mark.parametrize("settings", [{}, {"padding_free": False}, {"max_grad_norm": 0.01}])
-def test_texts_in_passes_learn_what_they_learn_at_once(
-    make_sft: Make, settings: dict[str, Any]
-) -> None:
+WITH_MARGINS = pairs(8, margin=lambda i: i / 4)
+HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+# By case: a trainer, its model and data, the most tokens of a pass, settings, and those of the run
+# in passes alone.
+CASES: dict[str, tuple[Any, Any, Any, int, dict[str, Any], dict[str, Any]]] = {
+    "texts": (sft, GPT2, texts(8), 32, {}, {}),
+    "padded texts": (sft, GPT2, texts(8), 32, {"padding_free": False}, {}),
+    "a clipped gradient": (sft, GPT2, texts(8), 32, {"max_grad_norm": 0.01}, {}),
+    "packed rows": (sft, LLAMA, texts(16), 30, {"packing": True, "max_length": 15}, {}),
+    "accumulated batches": (sft, LLAMA, texts(8), 28, {}, HALVES),
+    "pairs": (reward, CLASSIFIER, WITH_MARGINS, 40, {"center_rewards_coefficient": 0.1}, {}),
+    "padded pairs": (
+        reward, CLASSIFIER, WITH_MARGINS, 40,
+        {"center_rewards_coefficient": 0.1, "padding_free": False}, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_in_passes_learns_what_it_learns_at_once(name: str, tmp_path: Path) -> None:
+    make, model_of, data, most, settings, of_passes = CASES[name]
     found = []
-    for most in (None, 32):
-        model = tiny_models.language_model("gpt2")
+    for limit, others in ((None, {}), (most, of_passes)):
+        model = model_of()
         seen = positions_of(model)
-        given = {**GRADIENT_STEP, **BATCH, **settings}
-        trainer = make_sft(model, texts(8), micro_batch_tokens=most, **given)
+        given = {**GRADIENT_STEP, **BATCH, **settings, **others}
+        trainer = make(tmp_path, model, data, micro_batch_tokens=limit, **given)
         found.append(learned(trainer))
-        loss = trainer.state.log_history[-1]["train_loss"]
-        found[-1]["loss"] = torch.tensor(loss)
-    seen.assert_bounded(32)
-    assert_same_gradients(found[1], found[0])
-
-
-def test_packed_rows_in_passes_learn_what_they_learn_at_once(make_sft: Make) -> None:
-    found = []
-    for most in (None, 30):
-        given = {**GRADIENT_STEP, **BATCH, "packing": True, "max_length": 15}
-        model = tiny_models.language_model("llama")
-        seen = positions_of(model)
-        found.append(learned(make_sft(model, texts(16), micro_batch_tokens=most, **given)))
-    seen.assert_bounded(30)
-    assert len(seen.learning) <= 8
-    assert_same_gradients(found[1], found[0])
-
-
-def test_accumulated_batches_are_taken_in_passes_too(make_sft: Make) -> None:
-    found = []
-    for most, parts in ((None, 1), (28, 2)):
-        model = tiny_models.language_model("llama")
-        seen = positions_of(model)
-        sizes = {
-            **BATCH,
-            "per_device_train_batch_size": 8 // parts,
-            "gradient_accumulation_steps": parts,
-        }
-        trainer = make_sft(model, texts(8), micro_batch_tokens=most, **GRADIENT_STEP, **sizes)
-        found.append(learned(trainer))
-    seen.assert_bounded(28)
-    assert_same_gradients(found[1], found[0])
-
-
-@pytest.mark.parametrize("settings", [{}, {"padding_free": False}])
-def test_pairs_in_passes_learn_what_they_learn_at_once(
-    make_reward: Make, settings: dict[str, Any]
-) -> None:
-    data = pairs(8, margin=lambda i: i / 4)
-    found = []
-    for most in (None, 40):
-        model = reward_model("llama")
-        seen = positions_of(model)
-        given = {**GRADIENT_STEP, **BATCH, "center_rewards_coefficient": 0.1, **settings}
-        found.append(learned(make_reward(model, data, micro_batch_tokens=most, **given)))
-    seen.assert_bounded(40)
+        found[-1]["loss"] = torch.tensor(trainer.state.log_history[-1]["train_loss"])
+    seen.assert_bounded(most)
+    assert name != "packed rows" or len(seen.learning) <= 8
     assert_same_gradients(found[1], found[0])
 
 

@@ -1,87 +1,125 @@
-"""SFT and reward modelling end, bit for bit, as if they had not been interrupted."""
+"""Trainers on transformers' loop, behind each door: what they resume, and how they evaluate."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
-from fastrl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from fastrl.run.metric_means import MetricMeans
 from fastrl.run.processes import OneProcess
 from tests import tiny_models
-from tests.golden import tiny
 from tests.resuming import assert_resumes, with_dropout
-from tests.trainers.conftest import SETTINGS, Make, pairs, reward_model, texts
+from tests.trainers.conftest import Make, pairs, reward, reward_model, sft, texts
+from tests.trl import test_dpo, test_kto, test_online
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+
+
+def prompts(count: int, seed: int = 0) -> Dataset:
+    return test_online.prompts(count * (seed + 1)).select(range(count * seed, count * (seed + 1)))
+
+
+def completions(count: int, seed: int = 0) -> Dataset:
+    return test_kto.completions([i % 3 != 1 for i in range(count)], seed)
+
+
+# By door: its trainer, the model that it learns, and data, so many rows by a seed.
+DOORS: dict[str, tuple[Make, Make, Make]] = {
+    "SFT": (sft, tiny_models.language_model, texts),
+    "reward": (reward, partial(reward_model, "gpt2"), pairs),
+    "DPO": (test_dpo.trainer, partial(tiny_models.language_model, "llama"), pairs),
+    "KTO": (test_kto.trainer, partial(tiny_models.language_model, "llama"), completions),
+    "GRPO": (partial(test_online.make, kind="grpo"), tiny_models.language_model, prompts),
+    "RLOO": (partial(test_online.make, kind="rloo"), tiny_models.language_model, prompts),
+}
+
+
+def through(
+    door: str, folder: Path, count: int = 8, held_out: int = 0, dtype: Any = None, **settings: Any
+) -> Any:
+    """A trainer of so many rows, which draws random numbers in each step."""
+    make, model, data = DOORS[door]
+    if held_out:
+        settings["eval_dataset"] = data(held_out, seed=1)
+    rows = {"data" if door in ("SFT", "reward") else "train_dataset": data(count)}
+    return make(folder, model=with_dropout(model().to(dtype)), **rows, **settings)
+
+
 # Logs lie between the checkpoints, and every second of these between two logs.
-SAVING: dict[str, Any] = {
-    **SETTINGS,
-    "max_steps": 6,
-    "learning_rate": 1e-2,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "logging_steps": 2,
-}
-# By case: settings, and the numbers of checkpoints, from 0. An epoch of 14 texts has seven
-# mini-batches: with two or three in a step, its last step has fewer, and an evaluation follows.
+SAVING = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
+# An epoch of 14 texts has seven mini-batches: with two or three in a step, its last step has fewer,
+# and an evaluation follows.
 SFT = {
-    "accumulation": ({"gradient_accumulation_steps": 2}, (0, 3)),
-    "a short last step": ({"gradient_accumulation_steps": 3}, (1, 2)),
-    "packing": ({"packing": True}, (2, 3)),
-    "an adapter": ({"peft_config": tiny_models.lora()}, (2,)),
-    "weights in bf16": ({"dtype": torch.bfloat16}, (0, 3)),
-    "by length": ({"train_sampling_strategy": "group_by_length"}, (1,)),
-}
+    "count": 14, "held_out": 4, "max_steps": 6, "per_device_train_batch_size": 2, "max_length": 20,
+    "eval_strategy": "epoch",
+}  # fmt: skip
+REWARD = {
+    "count": 10, "held_out": 4, "max_steps": 6, "per_device_train_batch_size": 3,
+    "num_print_samples": 0, "eval_strategy": "steps", "eval_steps": 3,
+}  # fmt: skip
+PAIRS = {"count": 6, "max_steps": 4, "per_device_train_batch_size": 2}
+ONLINE = {
+    "held_out": 2, "beta": 0.1, "max_steps": 6, "num_iterations": 2, "steps_per_generation": 2,
+    "sync_ref_model": True, "ref_model_sync_steps": 2,
+}  # fmt: skip
+OF_A_CLASSIFIER = tiny_models.lora(task_type="SEQ_CLS")
+# By case: its door, settings, and the numbers of checkpoints, from 0.
+RESUMED: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "accumulation": ("SFT", {**SFT, "gradient_accumulation_steps": 2}, (0, 3)),
+    "a short last step": ("SFT", {**SFT, "gradient_accumulation_steps": 3}, (1, 2)),
+    "packing": ("SFT", {**SFT, "packing": True}, (2, 3)),
+    "an adapter": ("SFT", {**SFT, "peft_config": tiny_models.lora()}, (2,)),
+    "weights in bf16": ("SFT", {**SFT, "dtype": torch.bfloat16}, (0, 3)),
+    "by length": ("SFT", {**SFT, "train_sampling_strategy": "group_by_length"}, (1,)),
+    "reward": ("reward", REWARD, (2, 3)),
+    "an adapter of a reward model": (
+        "reward", {**REWARD, "gradient_accumulation_steps": 2, "peft_config": OF_A_CLASSIFIER},
+        (2, 3),
+    ),
+    "dpo": (
+        "DPO", {**PAIRS, "held_out": 2, "sync_ref_model": True, "ref_model_sync_steps": 1}, (0, 2),
+    ),
+    "kto": ("KTO", PAIRS, (0, 2)),
+    "grpo": ("GRPO", ONLINE, (0, 2)),
+    "rloo": ("RLOO", ONLINE, (0, 2)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SFT)
-def test_sft_goes_on_from_any_checkpoint(name: str, tmp_path: Path) -> None:
-    settings, steps = SFT[name]
-    given = dict(settings)
-    peft_config = given.pop("peft_config", None)
-    dtype = given.pop("dtype", torch.float32)
-
-    def make(folder: Path) -> SFTTrainer:
-        return SFTTrainer(
-            with_dropout(tiny_models.language_model().to(dtype)),
-            SFTConfig(
-                output_dir=str(folder),
-                **{**SAVING, "per_device_train_batch_size": 2, "max_length": 20},
-                eval_strategy="epoch",
-                **given,
-            ),
-            train_dataset=texts(14),
-            eval_dataset=texts(4, seed=1),
-            processing_class=tiny.tokenizer(),
-            peft_config=peft_config,
-        )
-
-    assert_resumes(make, tmp_path, steps)
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_from_any_checkpoint(name: str, tmp_path: Path) -> None:
+    """It ends, bit for bit, as if it had not been interrupted."""
+    door, settings, steps = RESUMED[name]
+    assert_resumes(lambda folder: through(door, folder, **SAVING, **settings), tmp_path, steps)
 
 
-@pytest.mark.parametrize("peft", [False, True])
-def test_reward_modelling_goes_on_from_any_checkpoint(peft: bool, tmp_path: Path) -> None:
-    def make(folder: Path) -> RewardTrainer:
-        return RewardTrainer(
-            with_dropout(reward_model("gpt2")),
-            RewardConfig(
-                output_dir=str(folder),
-                **{**SAVING, "per_device_train_batch_size": 3, "num_print_samples": 0},
-                gradient_accumulation_steps=1 + peft,
-                eval_strategy="steps",
-                eval_steps=3,
-            ),
-            train_dataset=pairs(10),
-            eval_dataset=pairs(4, seed=1),
-            processing_class=tiny.tokenizer(),
-            peft_config=tiny_models.lora(task_type="SEQ_CLS") if peft else None,
-        )
-
-    assert_resumes(make, tmp_path, (2, 3))
+@pytest.mark.parametrize(
+    ("door", "metric"),
+    [
+        ("DPO", "rewards/margins"), ("KTO", "rewards/chosen"), ("KTO", "kl"), ("GRPO", "reward"),
+        ("RLOO", "reward"),
+    ],
+)  # fmt: skip
+def test_each_of_several_evaluation_sets_has_metrics_of_its_own(
+    door: str, metric: str, tmp_path: Path
+) -> None:
+    sets = {"one": DOORS[door][2](4, seed=1), "other": DOORS[door][2](4, seed=2)}
+    settings = {**SAVING, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": f"eval_other_{metric}"}
+    made = through(door, tmp_path, eval_dataset=sets, **settings, **best)
+    made.train()
+    found = made.evaluate()
+    assert found[f"eval_one_{metric}"] != found[f"eval_other_{metric}"]
+    assert f"eval_{metric}" not in found
+    if door == "KTO":
+        of_one = made.predict(sets["one"]).metrics[f"test_{metric}"]
+        assert of_one == found[f"eval_one_{metric}"]
+    if door in ("GRPO", "RLOO"):
+        assert {"eval_one_entropy", "eval_other_rewards/small_tokens/mean"} <= found.keys()
 
 
 def test_a_checkpoint_of_an_earlier_version_keeps_the_tokens_of_its_run(

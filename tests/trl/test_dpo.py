@@ -17,7 +17,7 @@ from fastrl.data.preferences import OF_A_PAIR, prepare_pairs_of_ids
 from fastrl_kernels import reference as formulas
 from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
-from tests.resuming import OwnStates, assert_resumes
+from tests.resuming import OwnStates
 from tests.together import together
 from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs, weights
 from tests.trl.test_tools import model as chat_model
@@ -253,19 +253,6 @@ def test_prompts_in_front_of_both_sides_are_found(tmp_path):
         assert whole[0] == whole[1]
 
 
-def test_each_of_several_evaluation_sets_has_metrics_of_its_own(tmp_path):
-    sets = {"easy": pairs(PAIRS, seed=1), "hard": pairs(PAIRS, seed=2)}
-    made = trainer(
-        tmp_path, eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=2,
-        save_strategy="steps", save_steps=1, load_best_model_at_end=True,
-        metric_for_best_model="eval_hard_rewards/margins", learning_rate=1e-2,
-    )  # fmt: skip
-    made.train()
-    found = made.evaluate()
-    assert found["eval_easy_rewards/margins"] != found["eval_hard_rewards/margins"]
-    assert "eval_rewards/margins" not in found
-
-
 def test_a_stream_is_learned_from_and_evaluated(tmp_path):
     stream = pairs(PAIRS).to_iterable_dataset()
     made = trainer(tmp_path, train_dataset=stream, eval_dataset={"held_out": stream})
@@ -298,24 +285,6 @@ def test_metrics_that_nobody_logs_do_not_pile_up(tmp_path):
     states = OwnStates(made)
     made.train()
     assert [x["metrics"]["rows"] for x in states.seen] == [[]] * 2
-
-
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
-    settings = {
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "logging_steps": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "sync_ref_model": True,
-        "ref_model_sync_steps": 1,
-    }
-
-    def make(folder: Path) -> DPOTrainer:
-        return trainer(folder, train_dataset=pairs(6), eval_dataset=pairs(2, seed=1), **settings)
-
-    assert_resumes(make, tmp_path, (0, 2))
 
 
 def test_pad_token_is_the_tokenizers_and_the_models(tmp_path):

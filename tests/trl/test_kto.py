@@ -15,7 +15,6 @@ from fastrl import KTOConfig, KTOTrainer
 from fastrl_kernels import reference as formulas
 from tests import tiny_models
 from tests.golden import tiny
-from tests.resuming import assert_resumes
 from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs
 
 LABELS = (True, False, True, True)
@@ -128,17 +127,6 @@ def test_a_reference_computed_before_gives_the_same_loss(tmp_path, kind):
     assert logs[0] == pytest.approx(logs[1], rel=1e-4)
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
-    def make(folder: Path) -> KTOTrainer:
-        return trainer(
-            folder, train_dataset=completions([True, False, True] * 2), max_steps=4,
-            save_strategy="steps", save_steps=1, logging_steps=2, learning_rate=1e-2,
-            per_device_train_batch_size=2,
-        )  # fmt: skip
-
-    assert_resumes(make, tmp_path, (0, 2))
-
-
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a loss": ({"loss_type": "bco"}, "unknown loss_type 'bco'"),
     "an order": ({"train_sampling_strategy": "random"}, "train_sampling_strategy='random' would"),
@@ -178,22 +166,3 @@ def test_no_row_is_paired_with_its_own_completion(tmp_path, count, stream):
 def test_a_row_alone_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"one row has no other.*apo_zero_unpaired"):
         trainer(tmp_path, train_dataset=completions([True]))
-
-
-@pytest.mark.parametrize("best", ["eval_easy_rewards/chosen", "eval_hard_kl"])
-def test_each_of_several_evaluation_sets_has_metrics_of_its_own(tmp_path, best):
-    sets = {"easy": completions(seed=1), "hard": completions(seed=2)}
-    made = trainer(
-        tmp_path, eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=2,
-        save_strategy="steps", save_steps=1, load_best_model_at_end=True,
-        metric_for_best_model=best, learning_rate=1e-2,
-    )  # fmt: skip
-    made.train()
-    found = made.evaluate()
-    assert best in found
-    assert "eval_kl" not in found
-    assert found["eval_easy_rewards/chosen"] != found["eval_hard_rewards/chosen"]
-    assert (
-        made.predict(sets["easy"]).metrics["test_rewards/chosen"]
-        == found["eval_easy_rewards/chosen"]
-    )

@@ -27,7 +27,7 @@ from fastrl.samples import Samples
 from fastrl.trainers.groups.group_sampler import GroupSampler, in_groups
 from tests import tiny_models
 from tests.golden import tiny
-from tests.resuming import OwnStates, assert_resumes, with_dropout
+from tests.resuming import OwnStates
 from tests.trainers.conftest import GRADIENT_STEP, ONE_STEP
 
 SETTINGS: dict[str, Any] = {
@@ -208,19 +208,6 @@ def test_responses_that_are_all_cut_teach_nothing(kind: str, tmp_path: Path) -> 
         assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_any_checkpoint(kind: str, tmp_path: Path) -> None:
-    def again(folder: Path) -> Any:
-        return make(
-            folder, kind, model=with_dropout(tiny_models.language_model()), beta=0.1,
-            max_steps=6, learning_rate=1e-2, logging_steps=2, save_strategy="steps", save_steps=1,
-            num_iterations=2, steps_per_generation=2, sync_ref_model=True, ref_model_sync_steps=2,
-            eval_dataset=prompts(2),
-        )  # fmt: skip
-
-    assert_resumes(again, tmp_path, (0, 2))
-
-
 @pytest.mark.filterwarnings("ignore:output_dir .* holds checkpoints later")
 def test_a_table_of_completions_outlives_the_run_that_sampled_them(tmp_path: Path) -> None:
     def noted(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
@@ -356,20 +343,6 @@ def test_a_response_that_ends_at_a_stop_is_whole(
     lengths = [len(ids) for ids in told if whole[tuple(ids)]]
     assert log["completions/mean_terminated_length"] == pytest.approx(sum(lengths) / count)
     assert log["reward"] == pytest.approx(sum(small_tokens(told)) / 8 - 0.5 * (8 - count) / 8)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_of_several_evaluation_sets_has_metrics_of_its_own(kind: str, tmp_path: Path) -> None:
-    trainer = make(
-        tmp_path, kind, eval_dataset={"one": prompts(4), "other": prompts(8).select(range(4, 8))},
-        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, max_steps=1,
-        load_best_model_at_end=True, metric_for_best_model="eval_other_reward",
-    )  # fmt: skip
-    trainer.train()
-    found = trainer.evaluate()
-    assert found["eval_one_reward"] != found["eval_other_reward"]
-    assert {"eval_one_entropy", "eval_other_rewards/small_tokens/mean"} <= found.keys()
-    assert "eval_reward" not in found
 
 
 @pytest.mark.parametrize(
