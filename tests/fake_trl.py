@@ -142,12 +142,9 @@ def _modern() -> dict[str, dict[str, Any]]:
 
 def _classic() -> dict[str, dict[str, Any]]:
     names = {
-        "logprobs_from_logits": logprobs_from_logits,
-        "entropy_from_logits": classic_entropy,
-        "masked_mean": masked_mean,
-        "masked_var": masked_var,
-        "masked_whiten": masked_whiten,
-    }
+        "logprobs_from_logits": logprobs_from_logits, "entropy_from_logits": classic_entropy,
+        "masked_mean": masked_mean, "masked_var": masked_var, "masked_whiten": masked_whiten,
+    }  # fmt: skip
     trainer = type("PPOTrainer", (), {"compute_advantages": compute_advantages})
     trainer.__module__ = "trl.trainer.ppo_trainer"
     return {

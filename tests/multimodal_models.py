@@ -16,42 +16,24 @@ from tests.golden import tiny
 ROWS = 288  # of the embeddings; the tokenizer knows a token for each byte, and a few others
 _IMAGE = {"boi_token": "<|boi|>", "eoi_token": "<|eoi|>", "image_token": "<|image|>"}
 _TEXT = {
-    "vocab_size": ROWS,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+    "vocab_size": ROWS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 512,
-}
+}  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _TOWER = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 1,
-    "out_hidden_size": 16,
-}
+    "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 1, "out_hidden_size": 16,
+}  # fmt: skip
 _SIGLIP = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
 _HYBRID = {
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {
@@ -120,10 +102,7 @@ def save(folder: Path, family: str = "gemma3", dtype: torch.dtype = torch.float3
     processor: Gemma 3's own, or for the others, whose image processors need torchvision, files by
     hand."""
     words = tokenizer()
-    special = {
-        "eos_token_id": words.eos_token_id,
-        "pad_token_id": words.pad_token_id,
-    }
+    special = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
     settings = dict(_SETTINGS[family])
     settings["text_config"] = {**settings["text_config"], **special}
     config = CONFIG_MAPPING[family](**settings, image_token_id=words.image_token_id, **special)

@@ -19,16 +19,8 @@ _ENTRIES = {"__init__", "train", "evaluate", "save_model", "step", "generate", "
 _CHECK = re.compile(r"_?check_(?!divergence)")
 # Names of what holds settings.
 _HOLDERS = {
-    "args",
-    "config",
-    "settings",
-    "_settings",
-    "training_args",
-    "flags",
-    "given",
-    "job",
-    "demo",
-}
+    "args", "config", "settings", "_settings", "training_args", "flags", "given", "job", "demo",
+}  # fmt: skip
 _WITHIN = ("fastrl", "transformers.train", "transformers.integrations", "transformers.modelcard")
 
 

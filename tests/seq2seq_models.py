@@ -16,30 +16,18 @@ from tests.golden import tiny
 CONTEXT = 24  # of BART; T5 has none
 _SPECIAL = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD, "vocab_size": tiny.VOCABULARY}
 _T5 = {
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "decoder_start_token_id": tiny.PAD,
-    "dropout_rate": 0.0,
-}
+    "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16,
+    "decoder_start_token_id": tiny.PAD, "dropout_rate": 0.0,
+}  # fmt: skip
 _BART = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": tiny.BOS,
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+    "max_position_embeddings": CONTEXT, "bos_token_id": tiny.BOS,
     "decoder_start_token_id": tiny.EOS,  # as in the published models
     "forced_eos_token_id": None,
     "dropout": 0.0,
-}
+}  # fmt: skip
 FAMILIES = ("t5_tied", "t5_untied", "bart")
 START = {"t5_tied": tiny.PAD, "t5_untied": tiny.PAD, "bart": tiny.EOS}
 
@@ -99,9 +87,7 @@ def lora(**changes: Any) -> Any:
     from peft import LoraConfig
 
     settings = {
-        "r": 2,
-        "target_modules": ["q", "v"],
-        "task_type": "SEQ_2_SEQ_LM",
+        "r": 2, "target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM",
         "init_lora_weights": False,
-    }
+    }  # fmt: skip
     return LoraConfig(**{**settings, **changes})

@@ -18,27 +18,15 @@ from tests.house.source import FOLDERS, ROOT, here, room
 
 # From low to high; a room, or a room within one, imports what stands in a lower line, and itself.
 LAYERS = (
-    {"config", "core", "eras", "moved", "nearest", "overrides", "registry", "settings", "timing"}
-    | {"user_code"},
-    {"run"},
-    {"samples"},
-    {"models"},
-    {"data"},
-    {"trainers.plan"},
-    {"rollout"},
-    {"learn.ref_model", "rewards"},
-    {"learn"},
-    {"collect"},
-    {"trainers"},
-    {"trainers.ppo"},
-    {"alignment"},
-    {"trainers.groups", "trainers.pairs"},
+    {"config", "core", "eras", "moved", "nearest", "overrides", "registry", "settings",
+     "timing"} | {"user_code"},
+    {"run"}, {"samples"}, {"models"}, {"data"}, {"trainers.plan"}, {"rollout"},
+    {"learn.ref_model", "rewards"}, {"learn"}, {"collect"}, {"trainers"}, {"trainers.ppo"},
+    {"alignment"}, {"trainers.groups", "trainers.pairs"},
     {"compat", "compat.older", "compat.scripts", "tools.reports"},
-    {"compat.programs", "tools.recipes"},
-    {"tools.commands", "tools.demo", "tools"},
-    {"cli"},
+    {"compat.programs", "tools.recipes"}, {"tools.commands", "tools.demo", "tools"}, {"cli"},
     {"__main__", "run_trl"},
-)
+)  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 TOGETHER = LAYERS[0]  # single files: they may import each other
 APART = "compat.patch"  # it is set into other libraries' programs, and imports nothing of fastrl
@@ -240,17 +228,8 @@ def test_the_data_room_alone_makes_token_ids_of_texts():
 
 # Names of losses, of which a name of something else is none.
 LOSSES = {
-    "cispo",
-    "sapo",
-    "vespo",
-    "luspo",
-    "dapo",
-    "bnpo",
-    "dr_grpo",
-    "aot",
-    "exo_pair",
-    "nca_pair",
-}
+    "cispo", "sapo", "vespo", "luspo", "dapo", "bnpo", "dr_grpo", "aot", "exo_pair", "nca_pair",
+}  # fmt: skip
 
 
 def test_no_loss_is_asked_for_by_its_name():
@@ -303,36 +282,30 @@ def test_the_run_room_alone_writes_files_and_names_them():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("tokenizer.apply_chat_template(x)", True),
-        ("self.tokenizer(texts)", True),
-        ("make(texts, add_special_tokens=False)", True),
-        ("tokenizer.encode(text)", True),
-        ("text.encode()", False),
-        ("tokenizer.decode(ids)", False),
-    ],
-)
+@pytest.mark.parametrize(("source", "found"), [
+    ("tokenizer.apply_chat_template(x)", True),
+    ("self.tokenizer(texts)", True),
+    ("make(texts, add_special_tokens=False)", True),
+    ("tokenizer.encode(text)", True),
+    ("text.encode()", False),
+    ("tokenizer.decode(ids)", False),
+])  # fmt: skip
 def test_what_counts_as_encoding(source, found):
     ((call, _),) = calls(ast.parse(source))
     assert encodes(call) == found
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("path.write_text(x)", True),
-        ("open(path, 'w')", True),
-        ("path.open('a')", True),
-        ("path.open(mode='xb')", True),
-        ("path.open()", False),
-        ("path.open('rb')", False),
-        ("torch.save(x, path)", True),
-        ("trainer.save_model(path)", True),
-        ("json.dumps(x)", False),
-    ],
-)
+@pytest.mark.parametrize(("source", "found"), [
+    ("path.write_text(x)", True),
+    ("open(path, 'w')", True),
+    ("path.open('a')", True),
+    ("path.open(mode='xb')", True),
+    ("path.open()", False),
+    ("path.open('rb')", False),
+    ("torch.save(x, path)", True),
+    ("trainer.save_model(path)", True),
+    ("json.dumps(x)", False),
+])  # fmt: skip
 def test_what_counts_as_writing(source, found):
     ((call, _),) = calls(ast.parse(source))
     assert writes(call) == found

@@ -156,14 +156,9 @@ def test_respond_to_batch_with_one_candidate_is_greedy():
     queries = torch.stack(tiny_models.prompts(4, 4))
     got = core.respond_to_batch(model, queries, txt_len=6, top_k=1)
     expected = model.generate(
-        input_ids=queries,
-        attention_mask=torch.ones_like(queries),
-        max_new_tokens=6,
-        min_new_tokens=6,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=tiny.PAD,
-    )
+        input_ids=queries, attention_mask=torch.ones_like(queries), max_new_tokens=6,
+        min_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=tiny.PAD,
+    )  # fmt: skip
     assert torch.equal(got, expected[:, 4:])
 
 

@@ -356,11 +356,9 @@ def test_the_quick_starts_commands_run(reader: Path, capsys: Any) -> None:
     shutil.rmtree(reader / "runs" / "reward" / "model")
     brief = ["--max-length", "64", "--eval-examples", "2"]
     options = {
-        "sft": brief,
-        "reward": brief,
-        "align": brief,
+        "sft": brief, "reward": brief, "align": brief,
         "ppo": ["--batch-size", "4", "--max-new-tokens", "4", "--eval-prompts", "2"],
-    }
+    }  # fmt: skip
     ran = []
     for block in blocks("docs/quick_start.md"):
         for command, *words in commands(block) if "run" in block.notes else ():
@@ -403,17 +401,11 @@ def assert_described(keys: Any) -> None:
     assert not missing, f"docs/statistics.md does not say what {sorted(missing)} is"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"rollout_backend": "generate", "kl_in": "loss"},
-        {"advantage": "grpo", "group_size": 2},
-        {"critic_warmup_steps": 2},
-        {"critic": "model"},
-    ],
-    ids=["ppo", "generate", "grpo", "warm-up", "critic"],
-)
+@pytest.mark.parametrize("settings", [
+    {},
+    {"rollout_backend": "generate", "kl_in": "loss"},
+    {"advantage": "grpo", "group_size": 2}, {"critic_warmup_steps": 2}, {"critic": "model"},
+], ids=["ppo", "generate", "grpo", "warm-up", "critic"])  # fmt: skip
 def test_every_statistic_of_ppo_is_described(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -35,53 +35,34 @@ PLANTED = {
     "a line": ("low/parts.py", "X = 1\n", {}),
     "a file": ("single.py", "X = 1\n", {"files": 1, "single files": 1}),
     "a room": ("new/__init__.py", "", {"files": 1, "rooms": 1}),
-    "a container": (
-        "low/parts.py",
-        "@dataclass\nclass Rows:\n    texts: list[str]\n    scores: Tensor\n\n\n"
-        "@dataclass\nclass One:\n    texts: list[str]\n    count: Tensor\n",
-        {"containers": 1},
-    ),
-    "a container by its operations": (
-        "low/parts.py",
-        "class Rows:\n    def select(self): pass\n    def joined(self): pass\n\n\n"
-        "class One:\n    def select(self): pass\n\n\n"
-        "class Any(Protocol):\n    def select(self): pass\n    def joined(self): pass\n",
-        {"containers": 1},
-    ),
-    "a container above another": (
-        "low/parts.py",
-        "class Rows(NamedTuple):\n    texts: list[str]\n    scores: Tensor\n\n\n"
-        "@dataclass\nclass More:\n    rows: Rows\n    masks: Tensor\n\n\n"
-        "@dataclass\nclass F:\n    run: Callable[[], Rows]\n    of: Callable[[Rows], int]\n\n\n"
-        "@dataclass\nclass J:\n    prompts: list[str] = setting('')\n    ids: list[int] = 0\n\n\n"
-        "class Sum(NamedTuple):\n    texts: int\n    scores: float\n",
-        {"containers": 2, "settings": 1},
-    ),
+    "a container": ("low/parts.py",
+     "@dataclass\nclass Rows:\n    texts: list[str]\n    scores: Tensor\n\n\n"
+     "@dataclass\nclass One:\n    texts: list[str]\n    count: Tensor\n", {"containers": 1}),
+    "a container by its operations": ("low/parts.py",
+     "class Rows:\n    def select(self): pass\n    def joined(self): pass\n\n\n"
+     "class One:\n    def select(self): pass\n\n\n"
+     "class Any(Protocol):\n    def select(self): pass\n    def joined(self): pass\n",
+     {"containers": 1}),
+    "a container above another": ("low/parts.py",
+     "class Rows(NamedTuple):\n    texts: list[str]\n    scores: Tensor\n\n\n"
+     "@dataclass\nclass More:\n    rows: Rows\n    masks: Tensor\n\n\n"
+     "@dataclass\nclass F:\n    run: Callable[[], Rows]\n    of: Callable[[Rows], int]\n\n\n"
+     "@dataclass\nclass J:\n    prompts: list[str] = setting('')\n    ids: list[int] = 0\n\n\n"
+     "class Sum(NamedTuple):\n    texts: int\n    scores: float\n",
+     {"containers": 2, "settings": 1}),
     "a name again": ("high/ppo.py", "def setting():\n    pass\n", {"names defined twice": 1}),
-    "a fragment": (
-        "low/parts.py",
-        'def f():\n    """Of the rows."""\n',
-        {"docstrings that begin with a fragment": 1},
-    ),
-    "settings": (
-        "settings.py",
-        "def by_name(text):\n    return setting(text)\n\n\n"
-        "class Config:\n    a: int = setting('')\n    b: int = by_name('')\n    c: int = 1\n",
-        {"settings": 2},
-    ),
-    "a circle": (
-        "low/parts.py",
-        "if TYPE_CHECKING:\n    from fastrl.high.ppo import PPOTrainer\n",
-        {"files in circles": 2},
-    ),
+    "a fragment": ("low/parts.py", 'def f():\n    """Of the rows."""\n',
+     {"docstrings that begin with a fragment": 1}),
+    "settings": ("settings.py", "def by_name(text):\n    return setting(text)\n\n\n"
+     "class Config:\n    a: int = setting('')\n    b: int = by_name('')\n    c: int = 1\n",
+     {"settings": 2}),
+    "a circle": ("low/parts.py", "if TYPE_CHECKING:\n    from fastrl.high.ppo import PPOTrainer\n",
+     {"files in circles": 2}),
     "a base": ("low/parts.py", "class Parts(Others):\n    pass\n", {"bases": 1}),
-    "an attribute": (
-        "high/ppo.py",
-        "class PPOTrainer(of.Others):\n    def step(self):\n        self.seen = self.known\n"
-        "        return self.seen, self.other()\n",
-        {"attributes": 1},
-    ),
-}
+    "an attribute": ("high/ppo.py",
+     "class PPOTrainer(of.Others):\n    def step(self):\n        self.seen = self.known\n"
+     "        return self.seen, self.other()\n", {"attributes": 1}),
+}  # fmt: skip
 
 
 def checkout(folder: Path, files: dict[str, str] = TREE) -> Source:
@@ -137,26 +118,23 @@ def test_bases_are_in_pythons_order(tmp_path: Path) -> None:
     assert [x.node.name for x in source.mro(source.classes[-1])] == ["D", "B", "C", "A"]
 
 
-@pytest.mark.parametrize(
-    ("docstring", "found"),
-    [
-        ("Of each sample's generations, [samples, generations].", True),
-        ("Those of all environments.", True),
-        ("As :meth:`UpdateLoss.joined`.", True),
-        ("By the policy alone, each [B, T-1].", True),
-        ("With further responses behind, which came about in the same way.", True),
-        ("As in ``Trainer``, but ``eval_loss`` is a mean.", True),
-        ("Of a result.\n\nIt has a shape.", True),
-        ("Likewise.", True),
-        ("For each sample, returns its score.", False),
-        ("Of two equal ones, the first is taken.", False),
-        ("The loss of a mini-batch, [].", False),
-        ("Whether tokens count.", False),
-        ("What the loss reads.", False),
-        ("Returns the rows of some samples.", False),
-        ("``as`` of a program.", False),
-    ],
-)
+@pytest.mark.parametrize(("docstring", "found"), [
+    ("Of each sample's generations, [samples, generations].", True),
+    ("Those of all environments.", True),
+    ("As :meth:`UpdateLoss.joined`.", True),
+    ("By the policy alone, each [B, T-1].", True),
+    ("With further responses behind, which came about in the same way.", True),
+    ("As in ``Trainer``, but ``eval_loss`` is a mean.", True),
+    ("Of a result.\n\nIt has a shape.", True),
+    ("Likewise.", True),
+    ("For each sample, returns its score.", False),
+    ("Of two equal ones, the first is taken.", False),
+    ("The loss of a mini-batch, [].", False),
+    ("Whether tokens count.", False),
+    ("What the loss reads.", False),
+    ("Returns the rows of some samples.", False),
+    ("``as`` of a program.", False),
+])  # fmt: skip
 def test_what_counts_as_a_fragment(docstring: str, found: bool) -> None:
     assert is_fragment(docstring) == found
 

@@ -151,13 +151,10 @@ def test_coefficients_that_are_no_numbers_are_refused_by_name() -> None:
                     make_loss(name, **{each.name: value})
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"max_new_tokens": "5"}, {"max_new_tokens": 2.5}, {"n": True}, {"top_k": 2.5},
-        {"temperature": math.inf}, {"temperature": "1"}, {"repetition_penalty": math.inf},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("given", [
+    {"max_new_tokens": "5"}, {"max_new_tokens": 2.5}, {"n": True}, {"top_k": 2.5},
+    {"temperature": math.inf}, {"temperature": "1"}, {"repetition_penalty": math.inf},
+])  # fmt: skip
 def test_sampling_takes_numbers_in_range_alone(given: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=next(iter(given))):
         SamplingParams(**given)

@@ -191,17 +191,14 @@ def no_gradient(logits, index, temperature=1.0, row_mask=None):
     return fake_trl.selective_log_softmax(logits, index, temperature, row_mask).detach()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (other_signature, "its parameters are logits, index, temperature=2.0"),
-        (other_result, "results of check 0 differ"),
-        (other_dtype, "results of check 0 differ"),
-        (other_gradient, "gradients of check 0 differ"),
-        (no_gradient, "check 0 differ"),
-        (None, "it is not there"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (other_signature, "its parameters are logits, index, temperature=2.0"),
+    (other_result, "results of check 0 differ"),
+    (other_dtype, "results of check 0 differ"),
+    (other_gradient, "gradients of check 0 differ"),
+    (no_gradient, "check 0 differ"),
+    (None, "it is not there"),
+])  # fmt: skip
 def test_a_trl_that_differs_is_left_untouched(change, message, monkeypatch):
     # The last but one to be checked: others have passed before.
     changes = {"trl.trainer.utils": {"selective_log_softmax": change}}

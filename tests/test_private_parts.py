@@ -60,124 +60,72 @@ _MODELS = "transformers/models"
 _ACCELERATOR, _STATE = "accelerate/accelerator.py", "accelerate/state.py"
 _MODULE, _GROUPS = "torch/nn/modules/module.py", "torch/distributed/distributed_c10d.py"
 USED = (
-    Reason(
-        "_init_training_state _prepare_inputs _get_grad_norm _maybe_log_save_evaluate "
-        "_save_checkpoint _load_from_checkpoint _load_best_model _load_optimizer_and_scheduler "
-        "_get_train_sampler",
-        *(BASE, _TRAINER, "overridden: the reasons stand there"),
-    ),
+    Reason("_init_training_state _prepare_inputs _get_grad_norm _maybe_log_save_evaluate "
+     "_save_checkpoint _load_from_checkpoint _load_best_model _load_optimizer_and_scheduler "
+     "_get_train_sampler", *(BASE, _TRAINER, "overridden: the reasons stand there")),
     Reason("_get_dataloader", BASE, _TRAINER, "a loader with an order and a size of ours"),
-    Reason(
-        "_save_optimizer_and_scheduler _save_rng_state",
-        *(BASE, _TRAINER, "a checkpoint has what transformers, and DeepSpeed, write there"),
-    ),
+    Reason("_save_optimizer_and_scheduler _save_rng_state",
+     *(BASE, _TRAINER, "a checkpoint has what transformers, and DeepSpeed, write there")),
     Reason("_push_from_checkpoint", BASE, _TRAINER, "when a checkpoint has its name"),
-    Reason(
-        "_tr_loss _total_loss_scalar _globalstep_last_logged _initial_global_step",
-        *(BASE, _TRAINER, "what later logs are means of: saved and restored"),
-    ),
+    Reason("_tr_loss _total_loss_scalar _globalstep_last_logged _initial_global_step",
+     *(BASE, _TRAINER, "what later logs are means of: saved and restored")),
     Reason("_loss_shifts_labels", BASE, _TRAINER, "else it depends on the model's class"),
     Reason("_models", BASE, _ACCELERATOR, "FSDP2 without an optimizer, in an evaluation"),
-    Reason(
-        "_is_accelerate_prepared",
-        f"{BASE} fastrl/compat/rollout_func.py",
-        *(_ACCELERATOR, "after an evaluation training would not wrap the model"),
-    ),
-    Reason(
-        "_attn_implementation_internal",
-        "fastrl/models/attention.py",
-        *(_CONFIG, "the public setter checks each time, and changes other models' parts"),
-    ),
-    Reason(
-        "_gradient_checkpointing_func",
-        "fastrl/models/attention.py",
-        *(_MODEL, "layers that run again have the attention that they had"),
-    ),
-    Reason(
-        "_supports_attention_backend",
-        "fastrl/models/layer_kinds.py",
-        *(_MODEL, "whether a model takes an attention that is registered"),
-    ),
-    Reason(
-        "_no_split_modules",
-        "fastrl/models/sharding.py fastrl/trainers/sharded.py",
-        *(_MODEL, "accelerate asks models for it, and refuses names of layers that they have not"),
-    ),
-    Reason(
-        "_VALID_DICT_FIELDS",
-        "fastrl/trainers/supervised.py fastrl/trainers/sft.py "
-        "fastrl/trainers/groups/online_config.py",
-        *(_ARGUMENTS, "settings of ours that are JSON, too"),
-    ),
-    Reason(
-        "_shared_state",
-        "fastrl/trainers/plan/rehearsal.py",
-        _STATE,
-        "a rehearsal's own accelerators",
-    ),
+    Reason("_is_accelerate_prepared", f"{BASE} fastrl/compat/rollout_func.py",
+     *(_ACCELERATOR, "after an evaluation training would not wrap the model")),
+    Reason("_attn_implementation_internal", "fastrl/models/attention.py",
+     *(_CONFIG, "the public setter checks each time, and changes other models' parts")),
+    Reason("_gradient_checkpointing_func", "fastrl/models/attention.py",
+     *(_MODEL, "layers that run again have the attention that they had")),
+    Reason("_supports_attention_backend", "fastrl/models/layer_kinds.py",
+     *(_MODEL, "whether a model takes an attention that is registered")),
+    Reason("_no_split_modules", "fastrl/models/sharding.py fastrl/trainers/sharded.py",
+     *(_MODEL, "accelerate asks models for it, and refuses names of layers that they have not")),
+    Reason("_VALID_DICT_FIELDS", "fastrl/trainers/supervised.py fastrl/trainers/sft.py "
+     "fastrl/trainers/groups/online_config.py",
+     *(_ARGUMENTS, "settings of ours that are JSON, too")),
+    Reason("_shared_state", "fastrl/trainers/plan/rehearsal.py", _STATE,
+     "a rehearsal's own accelerators"),
     Reason("_is_vlm", "fastrl/compat/rollout_func.py", "", "of TRL's trainer, to refuse images"),
     # Of torch and others that are not behind the trainers.
     Reason("_DropoutNd", "fastrl/models/utils.py", "torch/nn/modules/dropout.py", "all kinds"),
     Reason("_fingerprint", "fastrl/data/cache_key.py", "", "the key to which ours is added"),
     Reason("_commit_hash", "fastrl/models/adapter_base.py", "", "of a base from the Hub"),
-    Reason(
-        "_getframe", "fastrl/compat/programs/importer.py", "", "the program that asks for a name"
-    ),
-    Reason(
-        "_python_dispatch",
-        "fastrl/models/load.py fastrl/models/adapter_base.py",
-        *(_MODULE, "weights of several tensors"),
-    ),
-    Reason(
-        "_forward_hooks",
-        "fastrl/models/latents.py fastrl/models/lm_head.py fastrl/models/tied_embedding.py "
-        "fastrl/rollout/fused_draw.py fastrl/rollout/fused_layers.py",
-        *(_MODULE, "whether somebody waits for a layer that would not be called"),
-    ),
+    Reason("_getframe", "fastrl/compat/programs/importer.py", "",
+     "the program that asks for a name"),
+    Reason("_python_dispatch", "fastrl/models/load.py fastrl/models/adapter_base.py",
+     *(_MODULE, "weights of several tensors")),
+    Reason("_forward_hooks",
+     "fastrl/models/latents.py fastrl/models/lm_head.py fastrl/models/tied_embedding.py "
+     "fastrl/rollout/fused_draw.py fastrl/rollout/fused_layers.py",
+     *(_MODULE, "whether somebody waits for a layer that would not be called")),
     Reason("_forward_pre_hooks", "fastrl/models/latents.py", _MODULE, "the same"),
-    Reason(
-        "_forward_pre_hooks _compiled_call_impl",
-        "fastrl/rollout/fused_draw.py fastrl/rollout/fused_layers.py",
-        *(_MODULE, "the same"),
-    ),
-    Reason(
-        "_get_fsdp_state _fsdp_param_group",
-        "fastrl/models/sharding.py",
-        *("torch/distributed/fsdp/_fully_shard/_fully_shard.py", "whether a unit reshards"),
-    ),
+    Reason("_forward_pre_hooks _compiled_call_impl",
+     "fastrl/rollout/fused_draw.py fastrl/rollout/fused_layers.py", *(_MODULE, "the same")),
+    Reason("_get_fsdp_state _fsdp_param_group", "fastrl/models/sharding.py",
+     *("torch/distributed/fsdp/_fully_shard/_fully_shard.py", "whether a unit reshards")),
     Reason("_foreach_copy_", "fastrl/rollout/model_runner.py", "", "many copies in one call"),
     Reason("_weight", "fastrl/rollout/rehearsed_engine.py", "", "of fastrl_kernels: its bytes"),
-    Reason(
-        "_C _cuda_endAllocateToPool _cuda_releasePool",
-        "fastrl/rollout/cuda_graphs.py",
-        *("torch/cuda/memory.py", "a capture that was broken off leaves its pool open"),
-    ),
+    Reason("_C _cuda_endAllocateToPool _cuda_releasePool", "fastrl/rollout/cuda_graphs.py",
+     *("torch/cuda/memory.py", "a capture that was broken off leaves its pool open")),
     Reason(
         "_C _cdata _use_count _storage_Use_Count _current_autograd_node _python_dispatch _pytree",
         "fastrl/trainers/plan/phantoms.py",
         *("", "calls are intercepted, and gradients that the engine alone holds known"),
     ),
-    Reason(
-        "_C _cdata _storage_Use_Count",
-        "fastrl/rollout/fused_layers.py",
-        *("", "weights are moved only where nobody else keeps their memory"),
-    ),
+    Reason("_C _cdata _storage_Use_Count", "fastrl/rollout/fused_layers.py",
+     *("", "weights are moved only where nobody else keeps their memory")),
     Reason("_rand", "fastrl/run/random_state.py", "", "NumPy's generator behind numpy.random"),
     Reason("_instances", "fastrl/run/progress.py", "tqdm/std.py", "open bars of any library"),
     Reason("_get_default_store", "fastrl/run/processes.py", _GROUPS, "notes without an answer"),
     Reason("_set_pg_timeout", "fastrl/run/launcher.py", _GROUPS, "of a group that is there"),
-    Reason(
-        "_orig_mod _post_accumulate_grad_hooks",
-        "fastrl/run/gradient_buckets.py",
-        *("", "a model within torch.compile; optimizers that step in the backward pass"),
-    ),
-    Reason(
-        "_exit", "fastrl/rewards/sandbox_child.py", "", "a fork ends without what its parent does"
-    ),
+    Reason("_orig_mod _post_accumulate_grad_hooks", "fastrl/run/gradient_buckets.py",
+     *("", "a model within torch.compile; optimizers that step in the backward pass")),
+    Reason("_exit", "fastrl/rewards/sandbox_child.py", "",
+     "a fork ends without what its parent does"),
     Reason("_Thing__number", "fastrl/rewards/code_sides.py", "", "its own, hidden from the tests"),
-    Reason(
-        "_width _max_help_position", "fastrl/tools/commands/flags.py", "", "argparse's formatter"
-    ),
+    Reason("_width _max_help_position", "fastrl/tools/commands/flags.py", "",
+     "argparse's formatter"),
     Reason(
         "_negative_number_matcher _option_string_actions",
         *(
@@ -186,7 +134,7 @@ USED = (
             "argparse's parser: numbers with exponents, its flags",
         ),
     ),
-)
+)  # fmt: skip
 ALLOWED = {
     (file, name): reason
     for reason in USED
@@ -317,76 +265,56 @@ def test_transformers_does_what_it_did() -> None:
 # That the tests see what they are for.
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("model._hf_hook.detach()", "_hf_hook"),
-        ("self.accelerator._optimizers", "_optimizers"),
-        ("config._attn_implementation = 'eager'", "_attn_implementation"),
-        ("getattr(model, '_tied_weights_keys', None)", "_tied_weights_keys"),
-        ("vars(model).pop('_is_accelerate_prepared')", "_is_accelerate_prepared"),
-        ("from transformers.modeling_utils import _load_state_dict", "_load_state_dict"),
-        ("from peft.tuners import _buffer_dict", "_buffer_dict"),
-        ("class T:\n def f(self): self._wrap_model(self.model)", "_wrap_model"),
-        ("class T:\n def f(self): super()._run_epoch()", "_run_epoch"),
-    ],
-)
+@pytest.mark.parametrize(("source", "name"), [
+    ("model._hf_hook.detach()", "_hf_hook"),
+    ("self.accelerator._optimizers", "_optimizers"),
+    ("config._attn_implementation = 'eager'", "_attn_implementation"),
+    ("getattr(model, '_tied_weights_keys', None)", "_tied_weights_keys"),
+    ("vars(model).pop('_is_accelerate_prepared')", "_is_accelerate_prepared"),
+    ("from transformers.modeling_utils import _load_state_dict", "_load_state_dict"),
+    ("from peft.tuners import _buffer_dict", "_buffer_dict"),
+    ("class T:\n def f(self): self._wrap_model(self.model)", "_wrap_model"),
+    ("class T:\n def f(self): super()._run_epoch()", "_run_epoch"),
+])  # fmt: skip
 def test_another_one_is_noticed(source: str, name: str) -> None:
     (use,) = uses({"fastrl/trainers/new.py": ast.parse(source)}, {"fastrl/trainers/new.py"})
     assert use.name == name
     assert str(use).startswith("fastrl/trainers/new.py:")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "class A:\n def __init__(self): self._own = 1\n def f(self, other): return other._own",
-        "pair._replace(one=1)",
-        "torch.ops.aten._unsafe_view(x)",
-        "from fastrl.run.state import _plain",
-        "model.__class__",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "class A:\n def __init__(self): self._own = 1\n def f(self, other): return other._own",
+    "pair._replace(one=1)", "torch.ops.aten._unsafe_view(x)", "from fastrl.run.state import _plain",
+    "model.__class__",
+])  # fmt: skip
 def test_ours_are_none(source: str) -> None:
     assert not list(uses({"fastrl/new.py": ast.parse(source)}))
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("import transformers\ntransformers.Trainer.log = None", "transformers.Trainer.log"),
-        ("from peft import PeftModel\nsetattr(PeftModel, name, None)", "PeftModel"),
-        ("vars(model)['forward'] = f", "vars(model)['forward']"),
-        ("from accelerate import state\ndel state.PartialState.x", "state.PartialState.x"),
-    ],
-)
+@pytest.mark.parametrize(("source", "text"), [
+    ("import transformers\ntransformers.Trainer.log = None", "transformers.Trainer.log"),
+    ("from peft import PeftModel\nsetattr(PeftModel, name, None)", "PeftModel"),
+    ("vars(model)['forward'] = f", "vars(model)['forward']"),
+    ("from accelerate import state\ndel state.PartialState.x", "state.PartialState.x"),
+])  # fmt: skip
 def test_a_replacement_is_noticed(source: str, text: str) -> None:
     assert replacements({"fastrl/new.py": ast.parse(source)}) == {"fastrl/new.py": [text]}
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("def _save_rng_state(", "def _save_random_state(", "is gone"),
-        (
-            "def _save_rng_state(self, output_dir: str)",
-            "def _save_rng_state(self, output_dir: str, step: int)",
-            "(self, output_dir: str) is transformers/trainer.py:Trainer._save_rng_state(self, "
-            "output_dir: str, step: int)",
-        ),
-        (
-            'rng_states = {\n            "python": random.getstate()',
-            'rng_states = {\n            "python": self.draws()',
-            "does something else: it uses self.draws, uses random no more, "
-            "uses random.getstate no more",
-        ),
-        (
-            "if self.args.world_size <= 1:\n            torch.save(rng_states",
-            "if self.args.world_size < 2:\n            torch.save(rng_states",
-            "does something else: it uses the same in another way",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ("def _save_rng_state(", "def _save_random_state(", "is gone"),
+    ("def _save_rng_state(self, output_dir: str)",
+     "def _save_rng_state(self, output_dir: str, step: int)",
+     "(self, output_dir: str) is transformers/trainer.py:Trainer._save_rng_state(self, "
+     "output_dir: str, step: int)"),
+    ('rng_states = {\n            "python": random.getstate()',
+     'rng_states = {\n            "python": self.draws()',
+     "does something else: it uses self.draws, uses random no more, "
+     "uses random.getstate no more"),
+    ("if self.args.world_size <= 1:\n            torch.save(rng_states",
+     "if self.args.world_size < 2:\n            torch.save(rng_states",
+     "does something else: it uses the same in another way"),
+])  # fmt: skip
 def test_a_change_of_theirs_is_told(old: str, new: str, said: str) -> None:
     name = f"{TRAINER}._save_rng_state"
     text = text_of("transformers/trainer.py")

@@ -81,14 +81,11 @@ def test_a_call_that_fails_before_the_function_begins_says_why(file):
     assert str(file) in found.message
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("def f(:\n    pass\n", "SyntaxError: invalid syntax ({file}, line 1)"),
-        ("\n1 / 0\n", "ZeroDivisionError: division by zero ({file}, line 2)"),
-        ("import no_such", "ModuleNotFoundError: No module named 'no_such' ({file}, line 1)"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("def f(:\n    pass\n", "SyntaxError: invalid syntax ({file}, line 1)"),
+    ("\n1 / 0\n", "ZeroDivisionError: division by zero ({file}, line 2)"),
+    ("import no_such", "ModuleNotFoundError: No module named 'no_such' ({file}, line 1)"),
+])  # fmt: skip
 def test_a_file_that_cannot_be_read_is_at_fault_itself(tmp_path, source, message):
     file = tmp_path / "broken_functions.py"
     file.write_text(source)

@@ -80,15 +80,10 @@ _EACH_VALUE = {
 }
 # No test of these files is part of `make test`,
 _FILES = (
-    "aot/test_cubin.py",
-    "benchmarks/test_gates.py",
-    "benchmarks/test_smoke.py",
-    "models/test_quantised.py",
-    "processes/test_commands.py",
-    "processes/test_corrected.py",
-    "processes/test_fitted.py",
-    "processes/test_sharded.py",
-)
+    "aot/test_cubin.py", "benchmarks/test_gates.py", "benchmarks/test_smoke.py",
+    "models/test_quantised.py", "processes/test_commands.py", "processes/test_corrected.py",
+    "processes/test_fitted.py", "processes/test_sharded.py",
+)  # fmt: skip
 # and of these tests only the settings named, or so many.
 _KEPT: dict[str, tuple[str, ...] | int] = {
     "alignment/test_resumed_alignment.py::test_alignment_goes_on_from_any_checkpoint": (

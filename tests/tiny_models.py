@@ -15,23 +15,13 @@ CONTEXT = 48
 PEFT_WARNING = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 _SPECIAL = {"bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
 _ROTARY = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False,
+}  # fmt: skip
 _OPT = {
-    "hidden_size": 16,
-    "ffn_dim": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "dropout": 0.0,
-    "word_embed_proj_dim": 16,
-}
+    "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": CONTEXT, "dropout": 0.0, "word_embed_proj_dim": 16,
+}  # fmt: skip
 _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "gpt2",
@@ -88,35 +78,22 @@ WITHOUT_INTERFACE = ("bloom",)
 # Layers of other kinds: sinks, chunks and layers without RoPE, latents, states. Their mixtures have
 # one expert, or none, so that a token's results do not depend on how many others it has.
 _LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 5,
-}
+    "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6, "v_head_dim": 5,
+}  # fmt: skip
 _ONE_EXPERT = {
-    "num_experts": 1,
-    "num_local_experts": 1,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 8,
+    "num_experts": 1, "num_local_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 8,
-}
+}  # fmt: skip
 _DELTA = {
-    "head_dim": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 4,
+    "head_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4,
     "linear_value_head_dim": 6,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 _MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_d_state": 6,
-    "mamba_n_groups": 2,
+    "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
-}
+}  # fmt: skip
 _OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", _ROTARY | _DELTA),
     "kimi_linear": (
@@ -260,12 +237,9 @@ def lora(**changes: Any) -> Any:
     from peft import LoraConfig
 
     settings = {
-        "r": 2,
-        "target_modules": ["c_attn"],
-        "fan_in_fan_out": True,
-        "task_type": "CAUSAL_LM",
+        "r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM",
         "init_lora_weights": False,
-    }
+    }  # fmt: skip
     return LoraConfig(**{**settings, **changes})
 
 

@@ -22,12 +22,9 @@ __all__ = ["GRADIENT_STEP"]
 
 Make = Callable[..., Any]
 SETTINGS: dict[str, Any] = {
-    "learning_rate": 1e-3,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
+    "learning_rate": 1e-3, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
     "use_cpu": True,
-}
+}  # fmt: skip
 _FACTORYS = ("batch_size", "epochs", "examples", "seed", "shuffle", "annotator", "params")
 
 
@@ -105,11 +102,7 @@ def make_factory(task: str | Task, rows: Sequence[Example] | None = None, **give
     """Of four examples in one batch, in their order."""
     task = find_task(task)
     if task.online:
-        given = {
-            "annotator": LikesHigh(),
-            "params": SamplingParams(max_new_tokens=5),
-            **given,
-        }
+        given = {"annotator": LikesHigh(), "params": SamplingParams(max_new_tokens=5), **given}
     loader = Examples(examples(task.data) if rows is None else rows)
     return BatchFactory(task, loader, **{"batch_size": 4, "shuffle": False, **given})
 

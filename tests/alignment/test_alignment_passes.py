@@ -45,16 +45,13 @@ def test_a_batch_in_passes_learns_what_it_learns_at_once(make_trainer: Make, los
     assert_same_gradients(found, expected)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"padding_free": False},
-        {"reference": "copy"},
-        {"reference": "trunk", "num_shared_layers": 1},
-        {"gradient_accumulation_steps": 2, "batch_size": 4},
-        {"activation_checkpointing": True},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"padding_free": False},
+    {"reference": "copy"},
+    {"reference": "trunk", "num_shared_layers": 1},
+    {"gradient_accumulation_steps": 2, "batch_size": 4},
+    {"activation_checkpointing": True},
+])  # fmt: skip
 def test_other_settings_leave_it_so(make_trainer: Make, settings: dict[str, Any]) -> None:
     model = tiny_models.language_model("llama")
     expected, _ = step(make_trainer, "dpo", model, None, **settings)
@@ -70,15 +67,9 @@ def test_a_pass_draws_the_same_dropout_again(make_trainer: Make) -> None:
     model = tiny_models.language_model("gpt2", resid_pdrop=0.3)
     scores: list[torch.Tensor] = []
     trainer = make_trainer(
-        "sft",
-        model,
-        examples(ANSWERS, 8),
-        task="sft",
-        batch_size=8,
-        disable_dropout=False,
-        micro_batch_tokens=28,
-        learning_rate=0.0,
-    )
+        "sft", model, examples(ANSWERS, 8), task="sft", batch_size=8, disable_dropout=False,
+        micro_batch_tokens=28, learning_rate=0.0,
+    )  # fmt: skip
     drops = model.transformer.h[0].mlp.dropout
     drops.register_forward_hook(lambda _m, _given, out: scores.append(out.detach().clone()))
     trainer.train()

@@ -87,16 +87,13 @@ def test_an_annotator_from_a_name(tmp_path: Path) -> None:
         load_annotator("mine.py")
 
 
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        ([1.0, math.nan, 1.0], "returned nan for completion 1"),
-        ([1.0, 1.0, math.inf], "returned inf for completion 2"),
-        (["good", 1.0, 1.0], "returned 'good' for completion 0"),
-        ([1.0], "returned 1 rewards for 3 completions"),
-        (None, "returned None"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "said"), [
+    ([1.0, math.nan, 1.0], "returned nan for completion 1"),
+    ([1.0, 1.0, math.inf], "returned inf for completion 2"),
+    (["good", 1.0, 1.0], "returned 'good' for completion 0"),
+    ([1.0], "returned 1 rewards for 3 completions"),
+    (None, "returned None"),
+])  # fmt: skip
 def test_scores_that_are_no_numbers_are_refused(returned: Any, said: str) -> None:
     def mine(**_: Any) -> Any:
         return returned

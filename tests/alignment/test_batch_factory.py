@@ -228,17 +228,14 @@ def test_mismatched_pairs_are_each_prompt_with_the_next_ones_response() -> None:
         assert sample.responses[0] == batch.examples[(i + 1) % 4].responses[0]
 
 
-@pytest.mark.parametrize(
-    ("weights", "says"),
-    [
-        ([1.0, -0.5, 1.0, 1.0], r"weights\[1\] is -0.5"),
-        ([1.0, 1.0, float("nan"), 1.0], r"weights\[2\] is nan"),
-        ([float("inf"), 1.0, 1.0, 1.0], r"weights\[0\] is inf"),
-        ([1.0, None, 1.0, 1.0], "weights must be numbers, one per sample"),
-        (None, "weights is None"),
-        ([1.0, 1.0], r"weights has shape \(2,\): pass one number per sample, \[4\]"),
-    ],
-)
+@pytest.mark.parametrize(("weights", "says"), [
+    ([1.0, -0.5, 1.0, 1.0], r"weights\[1\] is -0.5"),
+    ([1.0, 1.0, float("nan"), 1.0], r"weights\[2\] is nan"),
+    ([float("inf"), 1.0, 1.0, 1.0], r"weights\[0\] is inf"),
+    ([1.0, None, 1.0, 1.0], "weights must be numbers, one per sample"),
+    (None, "weights is None"),
+    ([1.0, 1.0], r"weights has shape \(2,\): pass one number per sample, \[4\]"),
+])  # fmt: skip
 def test_a_weight_that_is_none_is_refused(weights: list[float], says: str) -> None:
     batch = first("offline-pairwise", None)
     with pytest.raises(ValueError, match=says):
@@ -250,17 +247,14 @@ def make(task: str, **given: Any) -> BatchFactory:
     return BatchFactory(task, Examples(examples(PAIRS)), **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"task": "dpo"}, "unknown task 'dpo': choose one of sft, reward-modelling"),
-        ({"task": "online-pairwise"}, "needs an annotator"),
-        ({"task": "offline-pairwise", "annotator": LikesHigh()}, "leave out annotator"),
-        ({"task": "sft", "batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"task": "sft", "epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"task": "sft", "examples": -1}, "examples must be at least 1, got -1"),
-    ],
-)
+@pytest.mark.parametrize(("given", "says"), [
+    ({"task": "dpo"}, "unknown task 'dpo': choose one of sft, reward-modelling"),
+    ({"task": "online-pairwise"}, "needs an annotator"),
+    ({"task": "offline-pairwise", "annotator": LikesHigh()}, "leave out annotator"),
+    ({"task": "sft", "batch_size": 0}, "batch_size must be at least 1, got 0"),
+    ({"task": "sft", "epochs": 0}, "epochs must be at least 1, got 0"),
+    ({"task": "sft", "examples": -1}, "examples must be at least 1, got -1"),
+])  # fmt: skip
 def test_a_factory_that_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make(**given)
@@ -284,16 +278,13 @@ def test_a_column_of_prompts_that_replaced_what_rewards_get_is_refused() -> None
     make_factory("sft", [replace(e, columns={"completions": "w5"}) for e in examples(PAIRS)])
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"shuffle": "False"}, "shuffle must be True or False, got 'False'"),
-        ({"batch_size": True}, "batch_size must be a whole number, got True"),
-        ({"epochs": 1.5}, "epochs must be a whole number, got 1.5"),
-        ({"seed": None}, "seed must be a whole number, got None"),
-        ({"seed": -1}, "seed must lie between 0 and 4294967295, got -1"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"shuffle": "False"}, "shuffle must be True or False, got 'False'"),
+    ({"batch_size": True}, "batch_size must be a whole number, got True"),
+    ({"epochs": 1.5}, "epochs must be a whole number, got 1.5"),
+    ({"seed": None}, "seed must be a whole number, got None"),
+    ({"seed": -1}, "seed must lie between 0 and 4294967295, got -1"),
+])  # fmt: skip
 def test_arguments_of_another_type_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         make_factory("sft", **given)

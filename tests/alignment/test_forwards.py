@@ -11,13 +11,7 @@ from fastrl.alignment import DPO
 from fastrl.data.columns import FEEDBACK, PAIRS
 from fastrl.models import CausalLMPolicy
 from tests import tiny_models
-from tests.alignment.conftest import (
-    Make,
-    examples,
-    losses_of,
-    make_factory,
-    trained,
-)
+from tests.alignment.conftest import Make, examples, losses_of, make_factory, trained
 from tests.trainers.conftest import weights
 
 

@@ -106,25 +106,17 @@ CASES: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
     "discopop": ({"beta": BETA, "tau": 0.5}, by_op("discopop", tau=0.5)),
     "ipo of means": ({"beta": BETA, "length_means": True}, by_op("ipo", r="mean r")),
     "sigmoid_norm": ({"beta": BETA}, by_op("sigmoid", r="mean r")),
-    "simpo": (
-        {"beta": 2.0, "gamma": 0.5},
-        pairs(lambda x: formulas.simpo_loss(x["mean p_w"], x["mean p_l"], beta=2.0, gamma=0.5)),
-    ),
-    "orpo": (
-        {"beta": BETA},
-        pairs(
-            lambda x: formulas.orpo_loss(x["mean p_w"], x["mean p_l"], beta=BETA) - x["mean p_w"]
-        ),
-    ),
-    "slic": (
-        {"beta": 1.5, "lam": 0.2},
-        pairs(lambda x: torch.relu(1.5 - x["p_w"] + x["p_l"]) - 0.2 * x["p_w"]),
-    ),
+    "simpo": ({"beta": 2.0, "gamma": 0.5},
+     pairs(lambda x: formulas.simpo_loss(x["mean p_w"], x["mean p_l"], beta=2.0, gamma=0.5))),
+    "orpo": ({"beta": BETA},
+     pairs(lambda x: formulas.orpo_loss(x["mean p_w"], x["mean p_l"], beta=BETA) - x["mean p_w"])),
+    "slic": ({"beta": 1.5, "lam": 0.2},
+     pairs(lambda x: torch.relu(1.5 - x["p_w"] + x["p_l"]) - 0.2 * x["p_w"])),
     "sft": ({}, lambda samples, model, _: per_token_mean(samples, model)),
     "kto": (WEIGHTS, kto),
     "apo_zero_unpaired": (WEIGHTS, lambda *given: kto(*given, has_kl=False)),
     "bradley-terry": ({"center_coef": 0.2}, lambda x, model, _: bradley_terry(x, model)),
-}
+}  # fmt: skip
 # All rows of pairs go one way.
 WEIGHED = ("dpo", "orpo", "sft", "kto", "apo_zero_unpaired", "bradley-terry")
 
@@ -277,17 +269,14 @@ def plain_views(loss: Any) -> tuple[Any, Any]:
     return TrainedPolicy(policy, tokens, passes), ReferencePolicy(reference, tokens)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda x: x.mean(), "returned tensor"),
-        (lambda x: (x, {}), r"of shape \(4,\)"),
-        (lambda x: (x.mean().item(), {}), "returned a loss of the type float"),
-        (lambda x: (x.mean(), None), "metrics of the type NoneType"),
-        (lambda x: (x.mean(), {"m": 1.0}), "the metric 'm' of the type float"),
-        (lambda x: (x.mean(), {"loss": x.mean()}), "the metric 'loss', .* a name of the trainer's"),
-    ],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda x: x.mean(), "returned tensor"),
+    (lambda x: (x, {}), r"of shape \(4,\)"),
+    (lambda x: (x.mean().item(), {}), "returned a loss of the type float"),
+    (lambda x: (x.mean(), None), "metrics of the type NoneType"),
+    (lambda x: (x.mean(), {"m": 1.0}), "the metric 'm' of the type float"),
+    (lambda x: (x.mean(), {"loss": x.mean()}), "the metric 'loss', .* a name of the trainer's"),
+])  # fmt: skip
 def test_what_a_loss_of_a_users_may_not_return_is_named(
     make: Any, said: str, make_trainer: Make
 ) -> None:

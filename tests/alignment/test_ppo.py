@@ -14,14 +14,7 @@ from fastrl.alignment import PPO
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.rollout import RolloutOutput, SamplingParams
 from tests import tiny_models
-from tests.alignment.conftest import (
-    GRADIENT_STEP,
-    Make,
-    examples,
-    make_factory,
-    response,
-    worth,
-)
+from tests.alignment.conftest import GRADIENT_STEP, Make, examples, make_factory, response, worth
 from tests.alignment.test_losses import token_logprobs
 from tests.trainers.conftest import weights
 
@@ -247,14 +240,11 @@ def test_without_a_kl_coefficient_there_is_no_reference(make_trainer: Make) -> N
     assert trainer.state.global_step == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"mini_batches": 0}, "mini_batches must be at least 1, got 0"),
-        ({"cliprange": -1.0}, "cliprange of the loss ppo must be a number of 0 or more"),
-    ],
-)
+@pytest.mark.parametrize(("given", "says"), [
+    ({"epochs": 0}, "epochs must be at least 1, got 0"),
+    ({"mini_batches": 0}, "mini_batches must be at least 1, got 0"),
+    ({"cliprange": -1.0}, "cliprange of the loss ppo must be a number of 0 or more"),
+])  # fmt: skip
 def test_coefficients_out_of_range_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         PPO(**given)

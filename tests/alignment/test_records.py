@@ -54,19 +54,11 @@ class Watches:
 CASES: dict[str, dict[str, Any]] = {
     "scored pairs": {"reweighter": ByMargin, "gradient_accumulation_steps": 2},
     "compared pairs": {"annotator": Undecided},
-    "single responses": {
-        "task": "online-pointwise",
-        "loss": "kto",
-        "reweighter": ByImportance,
-        "temperature": 0.8,
-    },
-    "PPO": {
-        "task": "reinforcement-learning",
-        "loss": "ppo",
-        "options": {"epochs": 2, "mini_batches": 2, "temperature": 0.7},
-        "temperature": 0.7,
-    },
-}
+    "single responses": {"task": "online-pointwise", "loss": "kto", "reweighter": ByImportance,
+     "temperature": 0.8},
+    "PPO": {"task": "reinforcement-learning", "loss": "ppo",
+     "options": {"epochs": 2, "mini_batches": 2, "temperature": 0.7}, "temperature": 0.7},
+}  # fmt: skip
 
 
 def make(folder: Path, name: str = "scored pairs", model: Any = None, **settings: Any) -> Trainer:

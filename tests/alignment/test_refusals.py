@@ -11,60 +11,35 @@ from fastrl.data.columns import PAIRS
 from fastrl.data.datas_loader import DatasLoader
 from fastrl.rollout import SamplingParams
 from tests import tiny_models
-from tests.alignment.conftest import (
-    Examples,
-    LikesHigh,
-    Make,
-    examples,
-    make_factory,
-)
+from tests.alignment.conftest import Examples, LikesHigh, Make, examples, make_factory
 from tests.golden import tiny
 from tests.together import together
 
 
-@together(
-    ("loss", "given", "says"),
-    [
-        ("sft", {"task": "offline-pairwise"}, "sft does not fit the task offline-pairwise"),
-        ("dpo", {"task": "sft"}, "it is for offline-pairwise, online-pairwise; for sft choose sft"),
-        ("kto", {"batch_size": 1}, "batch_size must be at least 2, got 1"),
-        ("simpo", {"reference": "copy"}, "with the loss simpo there is none: leave reference out"),
-        (
-            "dpo",
-            {"ledger": True},
-            "ledger=True is of responses that the policy samples",
-        ),
-        ("dpo", {"log_completions": True}, "from the data: leave log_completions out"),
-        ("sft", {"sync_ref_model": True}, "with the loss sft there is none: leave sync_ref_model"),
-        ("bradley-terry", {"sync_ref_model": True}, "with the loss bradley-terry there is none"),
-        (
-            "dpo",
-            {"sync_ref_model": True, "reference": "cached"},
-            "that sync_ref_model changes: choose reference='copy'",
-        ),
-        (
-            "dpo",
-            {"sync_ref_model": True, "peft_config": tiny_models.lora()},
-            "sync_ref_model: reference='adapter' .* choose reference_adapter='start'",
-        ),
-        (
-            "dpo",
-            {"sync_ref_model": True, "reference_dtype": "bfloat16"},
-            "ref_model_mixup_alpha=0.6 with a reference in bfloat16",
-        ),
-        (
-            "dpo",
-            {"task": "online-pairwise", "reference": "cached"},
-            "unlike those of online-pairwise: choose 'copy', 'adapter'",
-        ),
-        ("dpo", {"reference": "adapter"}, "needs a PEFT model"),
-        ("dpo", {"reference": "trunk"}, "needs num_shared_layers"),
-        ("dpo", {"reference": "whatever"}, "unknown reference 'whatever'"),
-        ("dpo", {"rollout_slots": 0}, "rollout_slots must be at least 1"),
-        ("dqo", {}, "unknown loss 'dqo': choose one of dpo"),
-        ("aot", {}, r"aot compares .* have weights here: use fastrl.DPOConfig\(loss_type='aot'\)"),
-    ],
-)
+@together(("loss", "given", "says"), [
+    ("sft", {"task": "offline-pairwise"}, "sft does not fit the task offline-pairwise"),
+    ("dpo", {"task": "sft"}, "it is for offline-pairwise, online-pairwise; for sft choose sft"),
+    ("kto", {"batch_size": 1}, "batch_size must be at least 2, got 1"),
+    ("simpo", {"reference": "copy"}, "with the loss simpo there is none: leave reference out"),
+    ("dpo", {"ledger": True}, "ledger=True is of responses that the policy samples"),
+    ("dpo", {"log_completions": True}, "from the data: leave log_completions out"),
+    ("sft", {"sync_ref_model": True}, "with the loss sft there is none: leave sync_ref_model"),
+    ("bradley-terry", {"sync_ref_model": True}, "with the loss bradley-terry there is none"),
+    ("dpo", {"sync_ref_model": True, "reference": "cached"},
+     "that sync_ref_model changes: choose reference='copy'"),
+    ("dpo", {"sync_ref_model": True, "peft_config": tiny_models.lora()},
+     "sync_ref_model: reference='adapter' .* choose reference_adapter='start'"),
+    ("dpo", {"sync_ref_model": True, "reference_dtype": "bfloat16"},
+     "ref_model_mixup_alpha=0.6 with a reference in bfloat16"),
+    ("dpo", {"task": "online-pairwise", "reference": "cached"},
+     "unlike those of online-pairwise: choose 'copy', 'adapter'"),
+    ("dpo", {"reference": "adapter"}, "needs a PEFT model"),
+    ("dpo", {"reference": "trunk"}, "needs num_shared_layers"),
+    ("dpo", {"reference": "whatever"}, "unknown reference 'whatever'"),
+    ("dpo", {"rollout_slots": 0}, "rollout_slots must be at least 1"),
+    ("dqo", {}, "unknown loss 'dqo': choose one of dpo"),
+    ("aot", {}, r"aot compares .* have weights here: use fastrl.DPOConfig\(loss_type='aot'\)"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(
     make_trainer: Make, loss: str, given: dict[str, Any], says: str
 ) -> None:
@@ -111,18 +86,15 @@ def test_a_classifier_with_two_labels_is_no_reward_model(make_trainer: Make) -> 
         make_trainer("bradley-terry", reward_model("gpt2", num_labels=2))
 
 
-@pytest.mark.parametrize(
-    ("setting", "remedy"),
-    [
-        ({"num_train_epochs": 2.0}, r"BatchFactory\(epochs=\) does, and is 1"),
-        ({"per_device_train_batch_size": 2}, r"BatchFactory\(batch_size=\) does, and is 4"),
-        ({"per_device_eval_batch_size": 2}, "the eval_factory's batch_size does, and is 4"),
-        ({"label_smoothing_factor": 0.1}, "losses with labels have a label_smoothing"),
-        ({"dataloader_drop_last": True}, r"BatchFactory\(examples=\)"),
-        ({"train_sampling_strategy": "sequential"}, r"BatchFactory\(seed=, shuffle=\)"),
-        ({"dataset_num_proc": 2}, "examples are encoded as they are read"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "remedy"), [
+    ({"num_train_epochs": 2.0}, r"BatchFactory\(epochs=\) does, and is 1"),
+    ({"per_device_train_batch_size": 2}, r"BatchFactory\(batch_size=\) does, and is 4"),
+    ({"per_device_eval_batch_size": 2}, "the eval_factory's batch_size does, and is 4"),
+    ({"label_smoothing_factor": 0.1}, "losses with labels have a label_smoothing"),
+    ({"dataloader_drop_last": True}, r"BatchFactory\(examples=\)"),
+    ({"train_sampling_strategy": "sequential"}, r"BatchFactory\(seed=, shuffle=\)"),
+    ({"dataset_num_proc": 2}, "examples are encoded as they are read"),
+])  # fmt: skip
 def test_settings_that_a_factory_has_are_refused(
     make_trainer: Make, setting: dict[str, Any], remedy: str
 ) -> None:

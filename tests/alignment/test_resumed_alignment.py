@@ -21,46 +21,25 @@ pytestmark = [
 ]
 ROWS = 10
 FOLLOWS: dict[str, Any] = {
-    "sync_ref_model": True,
-    "ref_model_sync_steps": 2,
-    "ref_model_mixup_alpha": 0.5,
-}
+    "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5,
+}  # fmt: skip
 # By case: task, loss with its coefficients, settings, and the numbers of checkpoints, from 0. An
 # epoch of ten examples has five batches of two.
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     "dpo": ("offline-pairwise", "dpo", {}, {}, (4, 6)),
     "accumulation": ("offline-pairwise", "dpo", {}, {"gradient_accumulation_steps": 2}, (0, 2)),
     "an adapter": ("offline-pairwise", "dpo", {}, {"peft_config": tiny_models.lora()}, (2,)),
-    "dropout": (
-        "offline-pairwise",
-        "dpo",
-        {},
-        {"reference": "copy", "disable_dropout": False},
-        (2,),
-    ),
+    "dropout": ("offline-pairwise", "dpo", {}, {"reference": "copy", "disable_dropout": False},
+     (2,)),
     "a reference that follows": ("offline-pairwise", "dpo", {}, FOLLOWS, (2, 4)),
-    "a reference adapter that follows": (
-        "online-pairwise",
-        "dpo",
-        {},
-        {
-            **FOLLOWS,
-            "reference_adapter": "start",
-            "peft_config": tiny_models.lora(),
-            "max_steps": 6,
-        },
-        (2,),
-    ),
+    "a reference adapter that follows": ("online-pairwise", "dpo", {},
+     {**FOLLOWS, "reference_adapter": "start", "peft_config": tiny_models.lora(), "max_steps": 6},
+     (2,)),
     "kto": ("offline-pointwise", "kto", {}, {}, (2,)),
     "a reward model": ("reward-modelling", "bradley-terry", {}, {}, (2,)),
     "online pairs": ("online-pairwise", "dpo", {}, {"max_steps": 7}, (0, 4)),
-    "ppo": (
-        "reinforcement-learning",
-        "ppo",
-        {"epochs": 2, "mini_batches": 2},
-        {"max_steps": 9, "gradient_accumulation_steps": 2},
-        (0, 1),
-    ),
+    "ppo": ("reinforcement-learning", "ppo", {"epochs": 2, "mini_batches": 2},
+     {"max_steps": 9, "gradient_accumulation_steps": 2}, (0, 1)),
     "an early stop": (
         "reinforcement-learning",
         "ppo",
@@ -68,7 +47,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...]
         {"max_steps": 20, "rows": 4},  # its second epoch begins long before the sixteenth step
         (1, -2),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,13 +62,9 @@ def test_alignment_goes_on_from_any_checkpoint(name: str, tmp_path: Path) -> Non
         loss = make_loss(loss_name, **coefficients)
         values = loss.learns == "policy with values"
         args = {
-            **SETTINGS,
-            "learning_rate": 1e-2,
-            "save_strategy": "steps",
-            "save_steps": 1,
-            "logging_steps": 2,
-            **settings,
-        }
+            **SETTINGS, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1,
+            "logging_steps": 2, **settings,
+        }  # fmt: skip
         size = coefficients.get("mini_batches", 1) * 2
         given = {"batch_size": size, "shuffle": True, "epochs": 2}
         return Trainer(

@@ -91,14 +91,11 @@ def test_empty_responses_weigh_as_those_of_a_token() -> None:
     assert weights(made) == [[1.0, 1.0]]
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"margin": [1.0, -3.0, 0]},
-        {"chosen_score": [2, 0.5, 1], "rejected_score": [1.0, 3.5, 1]},
-        {"margin": [1.0, "3", 0], "chosen_score": [0, 0, 0], "rejected_score": [0, 0, 0]},
-    ],
-)
+@pytest.mark.parametrize("columns", [
+    {"margin": [1.0, -3.0, 0]},
+    {"chosen_score": [2, 0.5, 1], "rejected_score": [1.0, 3.5, 1]},
+    {"margin": [1.0, "3", 0], "chosen_score": [0, 0, 0], "rejected_score": [0, 0, 0]},
+])  # fmt: skip
 def test_pairs_weigh_by_their_margins(columns: dict[str, Any]) -> None:
     made = batch((1, 2), (3, 4), (5, 6), columns=columns)
     ByMargin()(made)
@@ -128,16 +125,13 @@ def test_columns_of_margins_may_have_any_name() -> None:
     assert made.weights().tolist() == pytest.approx([1.5, 0.5])
 
 
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    [
-        ({}, r"needs an annotator that scores, or the data's column 'margin'.* columns are none"),
-        ({"chosen_score": [1, 2]}, "columns are chosen_score"),
-        ({"margin": [1.0, None]}, r"ByMargin: margin\[1\] is None: it must be a finite number"),
-        ({"margin": [math.nan, 1.0]}, r"ByMargin: margin\[0\] is nan"),
-        ({"chosen_score": [1, "x"], "rejected_score": [1, 2]}, r"chosen_score\[1\] is 'x'"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "said"), [
+    ({}, r"needs an annotator that scores, or the data's column 'margin'.* columns are none"),
+    ({"chosen_score": [1, 2]}, "columns are chosen_score"),
+    ({"margin": [1.0, None]}, r"ByMargin: margin\[1\] is None: it must be a finite number"),
+    ({"margin": [math.nan, 1.0]}, r"ByMargin: margin\[0\] is nan"),
+    ({"chosen_score": [1, "x"], "rejected_score": [1, 2]}, r"chosen_score\[1\] is 'x'"),
+])  # fmt: skip
 def test_margins_that_are_not_there_are_refused(columns: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ByMargin()(batch((1, 1), (1, 1), columns=columns))
@@ -193,19 +187,16 @@ def test_log_probs_come_from_columns_where_none_are_known() -> None:
     assert made.weights().tolist() == pytest.approx([math.exp(-2)])
 
 
-@pytest.mark.parametrize(
-    ("columns", "named", "said"),
-    [
-        ({}, None, r"choose an online task, or name.* 1 here.* none"),
-        ({"a": [1.0], "b": [1.0]}, "c", "the columns are a, b"),
-        ({"a": [1.0], "b": [1.0]}, ("a", "b"), "1 here"),
-        ({"a": [None]}, "a", r"ByImportance: a\[0\] is None"),
-        ({"a": ["x"]}, "a", r"ByImportance: a\[0\] is 'x'"),
-        ({"a": [math.nan]}, "a", r"ByImportance: a\[0\] is nan"),
-        ({"a": [[-1.0, -math.inf]]}, "a", r"ByImportance: a\[0\] is tensor\(-inf"),
-        ({"a": [[-1.0] * 3]}, "a", r"a\[0\] has 3 numbers for 2 tokens: one per token is needed"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "named", "said"), [
+    ({}, None, r"choose an online task, or name.* 1 here.* none"),
+    ({"a": [1.0], "b": [1.0]}, "c", "the columns are a, b"),
+    ({"a": [1.0], "b": [1.0]}, ("a", "b"), "1 here"),
+    ({"a": [None]}, "a", r"ByImportance: a\[0\] is None"),
+    ({"a": ["x"]}, "a", r"ByImportance: a\[0\] is 'x'"),
+    ({"a": [math.nan]}, "a", r"ByImportance: a\[0\] is nan"),
+    ({"a": [[-1.0, -math.inf]]}, "a", r"ByImportance: a\[0\] is tensor\(-inf"),
+    ({"a": [[-1.0] * 3]}, "a", r"a\[0\] has 3 numbers for 2 tokens: one per token is needed"),
+])  # fmt: skip
 def test_log_probs_that_are_not_there_are_refused(
     columns: dict[str, Any], named: Any, said: str
 ) -> None:
@@ -230,18 +221,15 @@ def test_a_function_weighs_all_generations_or_each() -> None:
     assert weights(made) == [[1.0, 2.0], [3.0, 4.0]]
 
 
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        ([1.0], r"ByFunction\(mine\): weights has shape \(1,\): pass one number per sample, \[2\]"),
-        ([1.0, -1.0], r"ByFunction\(mine\): weights\[1\] is -1\.0"),
-        ([math.nan, 1.0], r"ByFunction\(mine\): weights\[0\] is nan"),
-        ([math.inf, 1.0], r"ByFunction\(mine\): weights\[0\] is inf"),
-        (None, r"ByFunction\(mine\): "),
-        ([None, 1.0], r"ByFunction\(mine\): "),
-        (([1.0, 1.0],), r"ByFunction\(mine\): 1 lists of weights for 2 responses"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "said"), [
+    ([1.0], r"ByFunction\(mine\): weights has shape \(1,\): pass one number per sample, \[2\]"),
+    ([1.0, -1.0], r"ByFunction\(mine\): weights\[1\] is -1\.0"),
+    ([math.nan, 1.0], r"ByFunction\(mine\): weights\[0\] is nan"),
+    ([math.inf, 1.0], r"ByFunction\(mine\): weights\[0\] is inf"),
+    (None, r"ByFunction\(mine\): "),
+    ([None, 1.0], r"ByFunction\(mine\): "),
+    (([1.0, 1.0],), r"ByFunction\(mine\): 1 lists of weights for 2 responses"),
+])  # fmt: skip
 def test_weights_that_cannot_be_are_refused_by_name(returned: Any, said: str) -> None:
     def mine(_: Batch) -> Any:
         return returned
@@ -263,19 +251,16 @@ def test_reweighters_from_names(tmp_path: Path) -> None:
     assert weights(made) == [[2.0, 2.0]]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("size", {}, "unknown reweighter 'size': choose one of uniform, length, margin, import"),
-        ("length", {"cap": 1}, "reweighter 'length': got an unexpected .* 'cap'; it takes power"),
-        ("uniform", {"cap": 1}, "it takes no options"),
-        ("length", {"power": -1}, "power must be a number of 0 or more, got -1"),
-        ("margin", {"power": 0}, "power must be a positive number, got 0"),
-        ("margin", {"score_columns": "ab"}, "must name two columns, got 'ab'"),
-        ("importance", {"cap": 0}, "cap must be positive, got 0"),
-        ("importance", {"cap": math.nan}, "cap must be positive, got nan"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "said"), [
+    ("size", {}, "unknown reweighter 'size': choose one of uniform, length, margin, import"),
+    ("length", {"cap": 1}, "reweighter 'length': got an unexpected .* 'cap'; it takes power"),
+    ("uniform", {"cap": 1}, "it takes no options"),
+    ("length", {"power": -1}, "power must be a number of 0 or more, got -1"),
+    ("margin", {"power": 0}, "power must be a positive number, got 0"),
+    ("margin", {"score_columns": "ab"}, "must name two columns, got 'ab'"),
+    ("importance", {"cap": 0}, "cap must be positive, got 0"),
+    ("importance", {"cap": math.nan}, "cap must be positive, got nan"),
+])  # fmt: skip
 def test_names_and_options_that_are_none_are_refused(
     name: str, options: dict[str, Any], said: str
 ) -> None:

@@ -147,14 +147,9 @@ def test_without_scores_the_first_responses_are_what_a_policy_has_to_beat(
         "online-pairwise", examples(PROMPTS, 8), annotator=OnlyCompares(), batch_size=8
     )
     trainer = make_trainer(
-        "dpo",
-        task="online-pairwise",
-        annotator=OnlyCompares(),
-        eval_factory=factory,
-        learning_rate=0.1,
-        optim="sgd",
-        logging_steps=1,
-    )
+        "dpo", task="online-pairwise", annotator=OnlyCompares(), eval_factory=factory,
+        learning_rate=0.1, optim="sgd", logging_steps=1,
+    )  # fmt: skip
     first = trainer.evaluate()
     assert (first["eval_win_rate"], first["eval_win_rate_sem"]) == (0.5, 0.0)
     trainer.train()
@@ -192,16 +187,9 @@ def test_a_resumed_run_skips_the_prompts_that_were_drawn_before_an_early_stop(
     def drawn(folder: Path, resume: Any = None) -> list[int]:
         loss = make_loss("ppo", early_stopping=True, target_kl=1e-9, kl_coef=0.0, epochs=4)
         trainer = make_trainer(
-            loss,
-            tiny_models.policy(),
-            examples(PROMPTS, 16),
-            batch_size=2,
-            learning_rate=0.5,
-            optim="sgd",
-            save_strategy="steps",
-            save_steps=4,
-            output_dir=str(folder),
-        )
+            loss, tiny_models.policy(), examples(PROMPTS, 16), batch_size=2, learning_rate=0.5,
+            optim="sgd", save_strategy="steps", save_steps=4, output_dir=str(folder),
+        )  # fmt: skip
         numbers: list[int] = []
         make = trainer.factory.batch
 
@@ -244,17 +232,10 @@ def test_ppos_value_head_is_saved_with_its_policy(make_trainer: Make, tmp_path: 
 def test_the_best_model_is_put_back(make_trainer: Make) -> None:
     """A learning rate that ruins the model: the first evaluation is the best one."""
     trainer = make_trainer(
-        "sft",
-        epochs=4,
-        eval_factory=make_factory("sft"),
-        learning_rate=100.0,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-    )
+        "sft", epochs=4, eval_factory=make_factory("sft"), learning_rate=100.0, optim="sgd",
+        lr_scheduler_type="constant", eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=True, metric_for_best_model="eval_loss",
+    )  # fmt: skip
     trainer.train()
     evaluated = [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-5)

@@ -167,18 +167,15 @@ def test_a_loop_of_many_instructions_per_byte_is_marked(toy_reports):
     assert not rows["wide"].per_byte.endswith("!")
 
 
-@pytest.mark.parametrize(
-    ("target", "warps", "registers", "shared", "blocks"),
-    [
-        ("sm_90", 4, 64, 0, 8),  # 8 · 128 threads of 64 registers are all 65536
-        ("sm_90", 4, 65, 0, 7),
-        ("sm_90", 1, 32, 0, 32),
-        ("sm_90", 4, 32, 100 * 1024, 2),
-        ("sm_80", 4, 32, 100 * 1024, 1),
-        ("gfx942", 2, 112, 4096, 8),  # 4 wavefronts on each of 4 units
-        ("gfx942", 2, 32, 40 * 1024, 1),
-    ],
-)
+@pytest.mark.parametrize(("target", "warps", "registers", "shared", "blocks"), [
+    ("sm_90", 4, 64, 0, 8),  # 8 · 128 threads of 64 registers are all 65536
+    ("sm_90", 4, 65, 0, 7),
+    ("sm_90", 1, 32, 0, 32),
+    ("sm_90", 4, 32, 100 * 1024, 2),
+    ("sm_80", 4, 32, 100 * 1024, 1),
+    ("gfx942", 2, 112, 4096, 8),  # 4 wavefronts on each of 4 units
+    ("gfx942", 2, 32, 40 * 1024, 1),
+])  # fmt: skip
 def test_blocks_of_a_multiprocessor(target, warps, registers, shared, blocks):
     assert blocks_per_processor(TARGETS[target], warps, registers, shared) == blocks
 
@@ -291,31 +288,19 @@ def test_a_covering_has_every_shape_with_the_most_options_and_every_value_of_an_
 
 def _row(**changes):
     fields = dict(
-        target="sm_90",
-        kernel="op._op_fwd_kernel",
-        op="op",
-        cases=("op[bf16]",),
-        constants={},
-        warps=4,
-        registers=32,
-        shared=0,
-        spills=0,
-        loads="16",
-        stores="-",
-    )
+        target="sm_90", kernel="op._op_fwd_kernel", op="op", cases=("op[bf16]",), constants={},
+        warps=4, registers=32, shared=0, spills=0, loads="16", stores="-",
+    )  # fmt: skip
     return Row(**{**fields, **changes})
 
 
-@pytest.mark.parametrize(
-    ("report", "code", "said"),
-    [
-        (Report("sm_90", rows=[_row()]), 0, f"triton {versions.installed()}: 1 spec"),
-        (Report("sm_90", rows=[_row(faults=("spills (STACK:8 LOCAL:0)",))]), 1, "STACK:8"),
-        (Report("sm_90", rows=[_row()], missing=["op._new_kernel"]), 1, "no call compiled it"),
-        (Report("sm_90", [_row()], [CaseError("op[x]", "E: why", "")]), 1, "op[x]: E: why"),
-        (Report("sm_90"), 1, "no kernel was compiled"),
-    ],
-)
+@pytest.mark.parametrize(("report", "code", "said"), [
+    (Report("sm_90", rows=[_row()]), 0, f"triton {versions.installed()}: 1 spec"),
+    (Report("sm_90", rows=[_row(faults=("spills (STACK:8 LOCAL:0)",))]), 1, "STACK:8"),
+    (Report("sm_90", rows=[_row()], missing=["op._new_kernel"]), 1, "no call compiled it"),
+    (Report("sm_90", [_row()], [CaseError("op[x]", "E: why", "")]), 1, "op[x]: E: why"),
+    (Report("sm_90"), 1, "no kernel was compiled"),
+])  # fmt: skip
 def test_exit_code_and_json_follow_the_reports(report, code, said, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(aot, "run_targets", lambda *_: [report])
     path = tmp_path / "new" / "aot.json"
@@ -343,14 +328,11 @@ def test_each_version_asked_for_compiles_from_its_own_folder(monkeypatch, capsys
     assert f"FAILED with triton {versions.installed()}" in said
 
 
-@pytest.mark.parametrize(
-    ("told", "error"),
-    [
-        ("(from versions: 3.7.0, 3.7.1)", versions.Unavailable),
-        ("(from versions: none)", RuntimeError),
-        ("no route to host", RuntimeError),
-    ],
-)
+@pytest.mark.parametrize(("told", "error"), [
+    ("(from versions: 3.7.0, 3.7.1)", versions.Unavailable),
+    ("(from versions: none)", RuntimeError),
+    ("no route to host", RuntimeError),
+])  # fmt: skip
 def test_a_version_without_a_wheel_is_told_from_an_index_that_does_not_answer(
     told, error, monkeypatch, tmp_path
 ):

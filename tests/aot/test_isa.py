@@ -4,13 +4,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.aot.isa import (
-    Operand,
-    parse_amdgcn_usage,
-    parse_assembly,
-    parse_loops,
-    parse_ttgir,
-)
+from tests.aot.isa import Operand, parse_amdgcn_usage, parse_assembly, parse_loops, parse_ttgir
 
 
 def test_unreadable_resource_usage_raises():
@@ -23,12 +17,9 @@ def test_unreadable_resource_usage_raises():
 )
 def test_amdgcn_metadata_reports_spills(spilled):
     counts = {
-        "agpr_count": 0,
-        "private_segment_fixed_size": 0,
-        "sgpr_spill_count": 0,
-        "vgpr_count": 64,
+        "agpr_count": 0, "private_segment_fixed_size": 0, "sgpr_spill_count": 0, "vgpr_count": 64,
         "vgpr_spill_count": 0,
-    }
+    }  # fmt: skip
     text = "\n".join(f"    .{name}:     {count}" for name, count in counts.items())
     assert parse_amdgcn_usage(text).spills == 0
     assert parse_amdgcn_usage(text).registers == 64
@@ -38,19 +29,16 @@ def test_amdgcn_metadata_reports_spills(spilled):
     assert usage.spill_detail == f".{spilled}:3"
 
 
-@pytest.mark.parametrize(
-    ("line", "kind", "width"),
-    [
-        ("ld.global.b16 { %rs1 }, [ %rd1 + 0 ];", "load", 2),
-        ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", "load", 16),
-        ("@!%p1 ld.global.L1::evict_first.v2.b64 { %rd1, %rd2 }, [ %rd3 + 0 ];", "load", 16),
-        ("ld.global.v8.b32 { %r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8 }, [ %rd1 ];", "load", 32),
-        ("ld.volatile.global.b8 %rs1, [%rd1];", "load", 1),
-        ("ld.global.nc.f32 %f1, [%rd1];", "load", 4),
-        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, 0x10;", "load", 16),
-        ("@%p2 st.global.v2.b32 [ %rd1 + 0 ], { %r1, %r2 };", "store", 8),
-    ],
-)
+@pytest.mark.parametrize(("line", "kind", "width"), [
+    ("ld.global.b16 { %rs1 }, [ %rd1 + 0 ];", "load", 2),
+    ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", "load", 16),
+    ("@!%p1 ld.global.L1::evict_first.v2.b64 { %rd1, %rd2 }, [ %rd3 + 0 ];", "load", 16),
+    ("ld.global.v8.b32 { %r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8 }, [ %rd1 ];", "load", 32),
+    ("ld.volatile.global.b8 %rs1, [%rd1];", "load", 1),
+    ("ld.global.nc.f32 %f1, [%rd1];", "load", 4),
+    ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, 0x10;", "load", 16),
+    ("@%p2 st.global.v2.b32 [ %rd1 + 0 ], { %r1, %r2 };", "store", 8),
+])  # fmt: skip
 def test_ptx_access_widths(line, kind, width):
     (access,) = parse_assembly(f"\t{line}\n", "cuda")
     assert (access.kind, access.width) == (kind, width)
@@ -64,20 +52,17 @@ def test_ptx_leaves_other_memories_alone(line):
     assert parse_assembly(f"\t{line}\n", "cuda") == []
 
 
-@pytest.mark.parametrize(
-    ("line", "kind", "width"),
-    [
-        ("global_load_dwordx4 v[0:3], v4, s[0:1]", "load", 16),
-        ("buffer_load_dwordx2 v[0:1], v2, s[0:3], 0 offen", "load", 8),
-        ("buffer_load_dword v0, v2, s[0:3], 0 offen lds", "load", 4),
-        ("buffer_load_ushort v0, v2, s[0:3], 0 offen", "load", 2),
-        ("global_load_short_d16_hi v0, v2, s[0:1]", "load", 2),
-        ("global_load_ubyte v0, v2, s[0:1]", "load", 1),
-        ("global_load_b128 v[0:3], v4, s[0:1]", "load", 16),
-        ("buffer_store_short_d16_hi v0, v2, s[0:3], 0 offen", "store", 2),
-        ("global_store_dwordx4 v4, v[0:3], s[0:1]", "store", 16),
-    ],
-)
+@pytest.mark.parametrize(("line", "kind", "width"), [
+    ("global_load_dwordx4 v[0:3], v4, s[0:1]", "load", 16),
+    ("buffer_load_dwordx2 v[0:1], v2, s[0:3], 0 offen", "load", 8),
+    ("buffer_load_dword v0, v2, s[0:3], 0 offen lds", "load", 4),
+    ("buffer_load_ushort v0, v2, s[0:3], 0 offen", "load", 2),
+    ("global_load_short_d16_hi v0, v2, s[0:1]", "load", 2),
+    ("global_load_ubyte v0, v2, s[0:1]", "load", 1),
+    ("global_load_b128 v[0:3], v4, s[0:1]", "load", 16),
+    ("buffer_store_short_d16_hi v0, v2, s[0:3], 0 offen", "store", 2),
+    ("global_store_dwordx4 v4, v[0:3], s[0:1]", "store", 16),
+])  # fmt: skip
 def test_amdgcn_access_widths(line, kind, width):
     (access,) = parse_assembly(f"\t{line}\n", "hip")
     assert (access.kind, access.width) == (kind, width)

@@ -121,29 +121,26 @@ KL, CLIP = "objective/kl", "ppo/val/clipfrac"
 UNKNOWN = test_ppo.UNKNOWN["none"]
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "unknown", "exact", "passes"),
-    [
-        ({KL: 2.001}, {KL: 2.0}, (), None, True),
-        ({KL: 9e-6}, {KL: 0.0}, (), None, True),
-        ({KL: 2.003}, {KL: 2.0}, (), None, False),
-        ({KL: NAN}, {KL: 2.0}, (), None, False),
-        ({}, {KL: 2.0}, (), None, False),
-        # a few tokens may fall on either side of the clip
-        ({CLIP: 0.3404}, {CLIP: 0.34}, (), None, True),
-        ({CLIP: 0.341}, {CLIP: 0.34}, (), None, False),
-        # what cannot be known must be NaN
-        ({KL: NAN}, {KL: 2.0}, UNKNOWN, None, True),
-        ({KL: 0.0}, {KL: 2.0}, UNKNOWN, None, False),
-        # float64 decides: within rounding, nearer than the peer, farther, and what it cannot judge
-        ({KL: 1.0}, {KL: 2.0}, (), {KL: 1.0005}, True),
-        ({KL: 1.0}, {KL: 2.0}, (), {KL: 1.4}, True),
-        ({KL: 1.0}, {KL: 2.0}, (), {KL: 1.6}, False),
-        ({KL: NAN}, {KL: 2.0}, (), {KL: 1.0}, False),
-        ({KL: 1.0}, {KL: 2.0}, (), {}, False),
-        ({}, {KL: 2.0}, (), {KL: 2.0}, False),
-    ],
-)
+@pytest.mark.parametrize(("ours", "theirs", "unknown", "exact", "passes"), [
+    ({KL: 2.001}, {KL: 2.0}, (), None, True),
+    ({KL: 9e-6}, {KL: 0.0}, (), None, True),
+    ({KL: 2.003}, {KL: 2.0}, (), None, False),
+    ({KL: NAN}, {KL: 2.0}, (), None, False),
+    ({}, {KL: 2.0}, (), None, False),
+    # a few tokens may fall on either side of the clip
+    ({CLIP: 0.3404}, {CLIP: 0.34}, (), None, True),
+    ({CLIP: 0.341}, {CLIP: 0.34}, (), None, False),
+    # what cannot be known must be NaN
+    ({KL: NAN}, {KL: 2.0}, UNKNOWN, None, True),
+    ({KL: 0.0}, {KL: 2.0}, UNKNOWN, None, False),
+    # float64 decides: within rounding, nearer than the peer, farther, and what it cannot judge
+    ({KL: 1.0}, {KL: 2.0}, (), {KL: 1.0005}, True),
+    ({KL: 1.0}, {KL: 2.0}, (), {KL: 1.4}, True),
+    ({KL: 1.0}, {KL: 2.0}, (), {KL: 1.6}, False),
+    ({KL: NAN}, {KL: 2.0}, (), {KL: 1.0}, False),
+    ({KL: 1.0}, {KL: 2.0}, (), {}, False),
+    ({}, {KL: 2.0}, (), {KL: 2.0}, False),
+])  # fmt: skip
 def test_statistics_agree_or_float64_decides(ours, theirs, unknown, exact, passes) -> None:
     exact = None if exact is None else [exact]
     lines = list(test_ppo.disagreements([ours], [theirs], unknown, exact))
@@ -151,17 +148,14 @@ def test_statistics_agree_or_float64_decides(ours, theirs, unknown, exact, passe
     assert passes or (KL in lines[0] or CLIP in lines[0])
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "unknown", "said"),
-    [
-        (NAN, 1.0, (), "kl is nan"),
-        (1.0, float("inf"), (), "kl is inf, the peer's"),
-        (None, 1.0, (), "kl is missing"),
-        (5.0, -1.0, (), ""),
-        (NAN, 1.0, ("kl",), ""),
-        (NAN, NAN, ("kl",), "the peer's"),
-    ],
-)
+@pytest.mark.parametrize(("ours", "theirs", "unknown", "said"), [
+    (NAN, 1.0, (), "kl is nan"),
+    (1.0, float("inf"), (), "kl is inf, the peer's"),
+    (None, 1.0, (), "kl is missing"),
+    (5.0, -1.0, (), ""),
+    (NAN, 1.0, ("kl",), ""),
+    (NAN, NAN, ("kl",), "the peer's"),
+])  # fmt: skip
 def test_in_bf16_a_statistic_that_is_no_number_is_named(ours, theirs, unknown, said) -> None:
     mine = {} if ours is None else {"kl": ours}
     lines = list(test_ppo.not_finite([mine], [{"kl": theirs}], unknown))
@@ -194,17 +188,14 @@ def judged_by(exact: float) -> Callable[[StandIn], dict]:
     return lambda side: a_check(exact if side.judge else 1.0 if side.ours or of_adam(side) else 2.0)
 
 
-@pytest.mark.parametrize(
-    ("work", "check", "said"),
-    [
-        (TOY, judged_by(1.0), None),
-        (TOY, judged_by(1.3), None),
-        (TOY, judged_by(1.6), "the peer has 2, float64 1.6"),
-        (TOY, judged_by(2.0), "the peer has 2, float64 2"),
-        (TOY_QWEN, lambda side: a_check(NAN if of_adam(side) else 1.0), "kl is nan"),
-        (TOY_QWEN, lambda side: a_check(1.0, 7 if side.ours else 6), "fastrl trains 7 numbers"),
-    ],
-)
+@pytest.mark.parametrize(("work", "check", "said"), [
+    (TOY, judged_by(1.0), None),
+    (TOY, judged_by(1.3), None),
+    (TOY, judged_by(1.6), "the peer has 2, float64 1.6"),
+    (TOY, judged_by(2.0), "the peer has 2, float64 2"),
+    (TOY_QWEN, lambda side: a_check(NAN if of_adam(side) else 1.0), "kl is nan"),
+    (TOY_QWEN, lambda side: a_check(1.0, 7 if side.ours else 6), "fastrl trains 7 numbers"),
+])  # fmt: skip
 def test_where_sides_differ_there_are_no_figures(measured, work, check, said) -> None:
     red = measured(test_ppo, work, check, "eager", PEER)["red"]
     assert said in red if said else not red
@@ -376,19 +367,16 @@ def _fewer(made: Generated, greedy: bool) -> Generated:
     return made if greedy else made._replace(sequences=[x[:-1] for x in made.sequences])
 
 
-@pytest.mark.parametrize(
-    ("way", "change", "side", "says"),
-    [
-        (rollout.Engine, _tokens, OURS, "greedy tokens of prompt 0"),
-        (rollout.Engine, _logprobs(2e-5), OURS, "log-probs are off"),
-        (rollout.Engine, _logprobs(NAN), OURS, "log-probs are off by nan"),
-        (rollout.Engine, _fewer, OURS, "sample 0 has"),
-        (rollout.Transformers, _fewer, GENERATE, "sample 0 has"),
-        (rollout.Continuous, _tokens, CONTINUOUS, "greedy tokens of prompt 0"),
-        (rollout.Continuous, _logprobs(2e-3), CONTINUOUS, "log-probs are off"),
-        (rollout.Continuous, _logprobs(2e-5), CONTINUOUS, None),  # a peer may be less exact
-    ],
-)
+@pytest.mark.parametrize(("way", "change", "side", "says"), [
+    (rollout.Engine, _tokens, OURS, "greedy tokens of prompt 0"),
+    (rollout.Engine, _logprobs(2e-5), OURS, "log-probs are off"),
+    (rollout.Engine, _logprobs(NAN), OURS, "log-probs are off by nan"),
+    (rollout.Engine, _fewer, OURS, "sample 0 has"),
+    (rollout.Transformers, _fewer, GENERATE, "sample 0 has"),
+    (rollout.Continuous, _tokens, CONTINUOUS, "greedy tokens of prompt 0"),
+    (rollout.Continuous, _logprobs(2e-3), CONTINUOUS, "log-probs are off"),
+    (rollout.Continuous, _logprobs(2e-5), CONTINUOUS, None),  # a peer may be less exact
+])  # fmt: skip
 def test_wrong_rollouts_have_no_figures(rolled_out, way, change, side, says) -> None:
     entry = rolled_out(way, change)
     if says is None:
@@ -443,17 +431,14 @@ def _adapter_left_on(monkeypatch) -> None:
     monkeypatch.setattr(_class_of("adapter"), "_switched", lambda self: contextlib.nullcontext())
 
 
-@pytest.mark.parametrize(
-    ("break_it", "says"),
-    [
-        (lambda patch: _scored(_class_of(COPY), lambda x: x + 2e-5)(patch),
-         "copy: reference log-probs are off by 2."),
-        (_policy_in_place_of_its_copy, "copy: reference log-probs are off by"),
-        (_adapter_left_on, "adapter: reference log-probs are off by"),
-        (lambda patch: _scored(_class_of("none"), lambda x: x.nan_to_num())(patch),
-         "log-probs, though there is no reference"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("break_it", "says"), [
+    (lambda patch: _scored(_class_of(COPY), lambda x: x + 2e-5)(patch),
+     "copy: reference log-probs are off by 2."),
+    (_policy_in_place_of_its_copy, "copy: reference log-probs are off by"),
+    (_adapter_left_on, "adapter: reference log-probs are off by"),
+    (lambda patch: _scored(_class_of("none"), lambda x: x.nan_to_num())(patch),
+     "log-probs, though there is no reference"),
+])  # fmt: skip
 def test_a_reference_that_is_another_model_is_red(break_it, says: str, monkeypatch) -> None:
     pytest.importorskip("peft")
     break_it(monkeypatch)

@@ -86,20 +86,16 @@ def test_rounds_fit_the_time_but_are_no_fewer_than_three(
 A, B, C = 1000, 2000, 3000
 
 
-@pytest.mark.parametrize(
-    ("events", "returned", "peak"),
-    [
-        ([(A, 8), (A, -8), (B, 6), (B, -6)], set(), 8),
-        ([(A, 8), (B, 6), (A, -8), (B, -6)], set(), 14),
-        # What is returned is not counted, wherever in the call it was made ...
-        ([(A, 8), (B, 6), (B, -6)], {A}, 6),
-        # ... but what lay at its address before is.
-        ([(A, 8), (A, -8), (A, 6)], {A}, 8),
-        # Released, though made before the call: not this call's.
-        ([(C, -100), (A, 8), (A, -8)], set(), 8),
-    ],
-    ids=["in turns", "at a time", "returned", "address used again", "made before"],
-)
+@pytest.mark.parametrize(("events", "returned", "peak"), [
+    ([(A, 8), (A, -8), (B, 6), (B, -6)], set(), 8),
+    ([(A, 8), (B, 6), (A, -8), (B, -6)], set(), 14),
+    # What is returned is not counted, wherever in the call it was made ...
+    ([(A, 8), (B, 6), (B, -6)], {A}, 6),
+    # ... but what lay at its address before is.
+    ([(A, 8), (A, -8), (A, 6)], {A}, 8),
+    # Released, though made before the call: not this call's.
+    ([(C, -100), (A, 8), (A, -8)], set(), 8),
+], ids=["in turns", "at a time", "returned", "address used again", "made before"])  # fmt: skip
 def test_allocations_are_replayed(events, returned, peak) -> None:
     assert replay(events, returned) == peak
 

@@ -86,12 +86,9 @@ def test_what_is_live_is_what_counts_as_work() -> None:
 
 
 HEADS = [
-    {},
-    {"backward": False},
-    {"head": "frozen"},
-    {"op": "linear_ppo_loss", "active": 0.5},
+    {}, {"backward": False}, {"head": "frozen"}, {"op": "linear_ppo_loss", "active": 0.5},
     {"op": "linear_ppo_loss", "dtype": "bf16", "head": "frozen"},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", HEADS, ids=str)

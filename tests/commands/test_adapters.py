@@ -117,8 +117,7 @@ def test_a_reward_models_adapter_scores(world, reward, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "flags"),
-    [("ppo", {}), ("align", {"task": "online-pairwise", "max-new-tokens": 6})],
+    ("command", "flags"), [("ppo", {}), ("align", {"task": "online-pairwise", "max-new-tokens": 6})]
 )
 @pytest.mark.parametrize("what", ["sft", "lm"])
 def test_a_model_without_a_classification_head_gives_no_rewards(
@@ -203,19 +202,14 @@ def test_dropout_is_refused_where_it_would_make_the_ratio_lie(command, world, tm
     )
 
 
-@pytest.mark.parametrize(
-    ("command", "flags", "message"),
-    [
-        ("sft", {"lora-dropout": 0.1}, "is for a new adapter: set lora_r, too"),
-        ("sft", {"lora-dropout": 1.5, "lora-r": 2}, "lora_dropout must lie in [0, 1), got 1.5"),
-        ("align", {"lora-dropout": 0.1, "lora-r": 2}, "pass --disable-dropout false"),
-        (
-            "align",
-            {"lora-dropout": 0.1, "lora-r": 2, "task": "reinforcement-learning", "annotator": "x"},
-            "lora_dropout must be 0 with the loss ppo",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("command", "flags", "message"), [
+    ("sft", {"lora-dropout": 0.1}, "is for a new adapter: set lora_r, too"),
+    ("sft", {"lora-dropout": 1.5, "lora-r": 2}, "lora_dropout must lie in [0, 1), got 1.5"),
+    ("align", {"lora-dropout": 0.1, "lora-r": 2}, "pass --disable-dropout false"),
+    ("align",
+     {"lora-dropout": 0.1, "lora-r": 2, "task": "reinforcement-learning", "annotator": "x"},
+     "lora_dropout must be 0 with the loss ppo"),
+])  # fmt: skip
 def test_dropout_that_would_not_act_is_refused(command, flags, message, world, tmp_path, capsys):
     assert run(command, world, tmp_path / "run", model="lm", **flags) == 2
     assert message in capsys.readouterr().err

@@ -20,12 +20,9 @@ from fastrl.tools.commands.sft import SFTFlags, SFTJob
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 KINDS: dict[str, list[Any]] = {
-    "sft": [SFTJob, SFTFlags],
-    "reward": [RewardJob, RewardFlags],
-    "align": [AlignJob, AlignFlags],
-    "ppo": [PPOJob, PPOFlags],
-    "grpo": [GRPOJob, GRPOFlags],
-}
+    "sft": [SFTJob, SFTFlags], "reward": [RewardJob, RewardFlags], "align": [AlignJob, AlignFlags],
+    "ppo": [PPOJob, PPOFlags], "grpo": [GRPOJob, GRPOFlags],
+}  # fmt: skip
 
 
 def parsed(command: str, *words: str) -> Any:
@@ -82,24 +79,21 @@ def test_yaml_takes_them_and_flags_win(tmp_path: Path) -> None:
         cli.parse("grpo", KINDS["grpo"], [str(path)])
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "message"),
-    [
-        ("grpo", "--beta 0.1 --init-kl-coef 0.2", "--beta and --init-kl-coef are one setting"),
-        ("ppo", "--save-every 3 --save-steps 4", "--save-every and --save-steps are one setting"),
-        ("align", '--beta 0.1 --loss-args {"beta":0.2}', "--beta and the beta of loss_args are"),
-        ("align", "--beta 0.1 --loss sft", "the loss sft has no coefficient 'beta'"),
-        ("align", "--max-completion-length 9", "--max-completion-length: of responses that the"),
-        ("ppo", "--beta 0.1", "--beta: it is a coefficient that stays: set --adap-kl-ctrl"),
-        ("grpo", "--kl_coef 0.1", "--kl-coef: it is of a KL in the reward"),
-        ("grpo", "--epsilon-high 5 --policy-loss cispo", "--epsilon-high: of cispo"),
-        ("grpo", "--per-device-train-batch-size 8", "sizes count completions"),
-        ("grpo", "--num-train-epochs 3", "--num-train-epochs: a run has --steps steps"),
-        ("sft", "--use-peft", "--use-peft: --lora-r is the adapter's rank"),
-        ("sft", "--use-peft false --lora-r 8", "--use-peft and --lora-r are one setting"),
-        ("grpo", "--num-generation 4", "did you mean '--num-generations'?"),
-    ],
-)
+@pytest.mark.parametrize(("command", "words", "message"), [
+    ("grpo", "--beta 0.1 --init-kl-coef 0.2", "--beta and --init-kl-coef are one setting"),
+    ("ppo", "--save-every 3 --save-steps 4", "--save-every and --save-steps are one setting"),
+    ("align", '--beta 0.1 --loss-args {"beta":0.2}', "--beta and the beta of loss_args are"),
+    ("align", "--beta 0.1 --loss sft", "the loss sft has no coefficient 'beta'"),
+    ("align", "--max-completion-length 9", "--max-completion-length: of responses that the"),
+    ("ppo", "--beta 0.1", "--beta: it is a coefficient that stays: set --adap-kl-ctrl"),
+    ("grpo", "--kl_coef 0.1", "--kl-coef: it is of a KL in the reward"),
+    ("grpo", "--epsilon-high 5 --policy-loss cispo", "--epsilon-high: of cispo"),
+    ("grpo", "--per-device-train-batch-size 8", "sizes count completions"),
+    ("grpo", "--num-train-epochs 3", "--num-train-epochs: a run has --steps steps"),
+    ("sft", "--use-peft", "--use-peft: --lora-r is the adapter's rank"),
+    ("sft", "--use-peft false --lora-r 8", "--use-peft and --lora-r are one setting"),
+    ("grpo", "--num-generation 4", "did you mean '--num-generations'?"),
+])  # fmt: skip
 def test_what_would_differ_is_refused(command: str, words: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parsed(command, *words.split())

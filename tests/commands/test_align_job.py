@@ -87,11 +87,8 @@ def test_loss_coefficients_weights_and_an_adapter_are_flags(folder, tmp_path):
     flags = {
         "loss": "ipo",
         "loss-args": '{"beta": 0.5, "length_means": true}',
-        "reweighter": "weights.py:half",
-        "lora-r": 2,
-        "eval-examples": 0,
-        "max-steps": 2,
-    }
+        "reweighter": "weights.py:half", "lora-r": 2, "eval-examples": 0, "max-steps": 2,
+    }  # fmt: skip
     assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 0
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["loss"] == pytest.approx(0.5 * (1 / (2 * 0.5)) ** 2)  # the weight, and h = 0
@@ -109,29 +106,23 @@ def test_rows_shorter_than_the_longest_allowed_are_planned(loss, most, folder, t
     assert "no plan" not in said
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"task": "offline"}, "unknown task 'offline': choose one of sft"),
-        ({"loss": "kto", "task": "offline-pairwise"}, "kto does not fit the task offline-pairwise"),
-        ({"loss": "dqo"}, "unknown loss 'dqo'"),
-        ({"loss-args": "{beta: 1}"}, "loss_args is not valid JSON"),
-        ({"loss-args": "[1]"}, "loss_args must be a dict or a JSON object"),
-        ({"loss-args": '{"gamma": 1}'}, "the loss dpo has no coefficient 'gamma'"),
-        (
-            {"loss-args": '{"beta": -1}'},
-            "beta of the loss dpo must be a number of 0",
-        ),
-        ({"loss": "hinge", "loss-args": '{"label_smoothing": 0.1}'}, "has no coefficient 'label_"),
-        ({"loss": "weights.py:half"}, "half must take chosen, rejected, in this order"),
-        ({"task": "online-pairwise"}, "pass --annotator or --judge, one of the two"),
-        ({"annotator": "rewards.py:length"}, "leave out --annotator and --judge"),
-        ({"reweighter": "heavy"}, "unknown reweighter 'heavy'"),
-        ({"num-train-epochs": "1.5"}, "num_train_epochs must be a whole number"),
-        ({"task": "online-pairwise", "judge": "judge.py:first", "top-p": "2"}, "top_p must lie"),
-        ({"reference": "trunk"}, "needs num_shared_layers"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"task": "offline"}, "unknown task 'offline': choose one of sft"),
+    ({"loss": "kto", "task": "offline-pairwise"}, "kto does not fit the task offline-pairwise"),
+    ({"loss": "dqo"}, "unknown loss 'dqo'"),
+    ({"loss-args": "{beta: 1}"}, "loss_args is not valid JSON"),
+    ({"loss-args": "[1]"}, "loss_args must be a dict or a JSON object"),
+    ({"loss-args": '{"gamma": 1}'}, "the loss dpo has no coefficient 'gamma'"),
+    ({"loss-args": '{"beta": -1}'}, "beta of the loss dpo must be a number of 0"),
+    ({"loss": "hinge", "loss-args": '{"label_smoothing": 0.1}'}, "has no coefficient 'label_"),
+    ({"loss": "weights.py:half"}, "half must take chosen, rejected, in this order"),
+    ({"task": "online-pairwise"}, "pass --annotator or --judge, one of the two"),
+    ({"annotator": "rewards.py:length"}, "leave out --annotator and --judge"),
+    ({"reweighter": "heavy"}, "unknown reweighter 'heavy'"),
+    ({"num-train-epochs": "1.5"}, "num_train_epochs must be a whole number"),
+    ({"task": "online-pairwise", "judge": "judge.py:first", "top-p": "2"}, "top_p must lie"),
+    ({"reference": "trunk"}, "needs num_shared_layers"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, message):
     assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 2
     assert message in capsys.readouterr().err
@@ -140,13 +131,9 @@ def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, messag
 
 def test_the_loss_ppo_takes_any_number_of_mini_batches():
     job = AlignJob(
-        model="model",
-        dataset="rows.jsonl",
-        task="reinforcement-learning",
-        loss="ppo",
-        loss_args='{"mini_batches": 4}',
-        annotator="rewards.py:length",
-    )
+        model="model", dataset="rows.jsonl", task="reinforcement-learning", loss="ppo",
+        loss_args='{"mini_batches": 4}', annotator="rewards.py:length",
+    )  # fmt: skip
     assert job.make_loss().mini_batches == 4
 
 
@@ -191,16 +178,13 @@ def test_a_judge_that_says_nothing_may_stop_the_run(folder, tmp_path, capsys):
     assert "'?'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("loss", "task"),
-    [
-        (None, "offline-pairwise"),
-        ("dpo", "offline-pairwise"),
-        ("kto", "offline-pointwise"),
-        ("sft", "sft"),
-        ("bradley-terry", "reward-modelling"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "task"), [
+    (None, "offline-pairwise"),
+    ("dpo", "offline-pairwise"),
+    ("kto", "offline-pointwise"),
+    ("sft", "sft"),
+    ("bradley-terry", "reward-modelling"),
+])  # fmt: skip
 def test_a_loss_without_a_task_takes_its_own_offline_one(loss, task):
     job = AlignJob(model="m", dataset="d.jsonl", loss=loss)
     assert job.task == job.record()["job"]["task"] == task

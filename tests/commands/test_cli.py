@@ -83,30 +83,24 @@ def test_steps_count_ppo_steps_and_names_come_from_the_job():
     assert flags.config_for(job).model_name == "mine"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["pop"], "unknown command 'pop': did you mean 'ppo'?"),
-        (["rm"], "unknown command 'rm': it is fastrl reward"),
-        (["dpo"], "unknown command 'dpo': it is fastrl align --loss dpo"),
-        (["RLOO"], "it is fastrl grpo --advantage rloo"),
-        (["ppo", "-model", "m"], "unknown argument '-model': did you mean '--model'?"),
-        (["ppo"], "the following arguments are required: --model, --dataset"),
-        (["ppo", *REQUIRED, "--batch-sise", "8"], "did you mean '--batch-size'?"),
-        (["ppo", *REQUIRED, "--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["ppo", *REQUIRED, "--top-p", "1.5"], "top_p must lie in (0, 1], got 1.5"),
-        (["ppo", *REQUIRED, "--temperature", "0"], "temperature must be positive, got 0"),
-        (["ppo", *REQUIRED, "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
-        (
-            ["ppo", *REQUIRED, "--eval-prompts", "-1"],
-            "eval_prompts must be 0 or more or None, got -1",
-        ),
-        (["ppo", *REQUIRED, "--batch-size", "0"], "batch_size must be positive, got 0"),
-        (["ppo", "config.txt"], "unexpected argument 'config.txt': a configuration ends in .yaml"),
-        (["demo", "--steps", "0"], "steps must be at least 1 or None, got 0"),
-        (["env", "--all"], "unknown argument '--all'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["pop"], "unknown command 'pop': did you mean 'ppo'?"),
+    (["rm"], "unknown command 'rm': it is fastrl reward"),
+    (["dpo"], "unknown command 'dpo': it is fastrl align --loss dpo"),
+    (["RLOO"], "it is fastrl grpo --advantage rloo"),
+    (["ppo", "-model", "m"], "unknown argument '-model': did you mean '--model'?"),
+    (["ppo"], "the following arguments are required: --model, --dataset"),
+    (["ppo", *REQUIRED, "--batch-sise", "8"], "did you mean '--batch-size'?"),
+    (["ppo", *REQUIRED, "--steps", "many"], "argument --steps: invalid int value: 'many'"),
+    (["ppo", *REQUIRED, "--top-p", "1.5"], "top_p must lie in (0, 1], got 1.5"),
+    (["ppo", *REQUIRED, "--temperature", "0"], "temperature must be positive, got 0"),
+    (["ppo", *REQUIRED, "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+    (["ppo", *REQUIRED, "--eval-prompts", "-1"], "eval_prompts must be 0 or more or None, got -1"),
+    (["ppo", *REQUIRED, "--batch-size", "0"], "batch_size must be positive, got 0"),
+    (["ppo", "config.txt"], "unexpected argument 'config.txt': a configuration ends in .yaml"),
+    (["demo", "--steps", "0"], "steps must be at least 1 or None, got 0"),
+    (["env", "--all"], "unknown argument '--all'"),
+])  # fmt: skip
 def test_user_errors_are_one_line_and_exit_with_two(capsys, arguments, message):
     status, out, err = run(capsys, *arguments)
     assert status == 2
@@ -116,23 +110,20 @@ def test_user_errors_are_one_line_and_exit_with_two(capsys, arguments, message):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("stepz: 3\n", "unknown setting 'stepz': did you mean 'steps'?"),
-        ("- steps\n", "must hold settings"),
-        ("steps: [\n", "is not valid YAML"),
-        ("steps: 3\n\tbatch_size: 4\n", "config.yml has a tab in line 2, where YAML takes spaces"),
-        ("batch-size: 4\nsteps: 1\nbatch_size: 8\n", "sets 'batch_size' twice (line 3)"),
-        ("steps: 1.5\n", "argument --steps: invalid int value: '1.5'"),
-        ("model: [a, b]\n", "model takes one value (text), not a list"),
-        ("model: {a: 1}\n", "model takes one value (text), not a mapping"),
-        ("dataset: [a, b]\n", "dataset takes one value (text), not a list"),
-        ("learning_rate: [1e-4]\n", "learning_rate takes one value (float), not a list"),
-        ("help: true\n", "unknown setting 'help'"),
-        ("batch_size: caf\xe9\n".encode("latin-1"), "config.yml is not UTF-8"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("stepz: 3\n", "unknown setting 'stepz': did you mean 'steps'?"),
+    ("- steps\n", "must hold settings"),
+    ("steps: [\n", "is not valid YAML"),
+    ("steps: 3\n\tbatch_size: 4\n", "config.yml has a tab in line 2, where YAML takes spaces"),
+    ("batch-size: 4\nsteps: 1\nbatch_size: 8\n", "sets 'batch_size' twice (line 3)"),
+    ("steps: 1.5\n", "argument --steps: invalid int value: '1.5'"),
+    ("model: [a, b]\n", "model takes one value (text), not a list"),
+    ("model: {a: 1}\n", "model takes one value (text), not a mapping"),
+    ("dataset: [a, b]\n", "dataset takes one value (text), not a list"),
+    ("learning_rate: [1e-4]\n", "learning_rate takes one value (float), not a list"),
+    ("help: true\n", "unknown setting 'help'"),
+    ("batch_size: caf\xe9\n".encode("latin-1"), "config.yml is not UTF-8"),
+])  # fmt: skip
 def test_yaml_errors_name_what_is_wrong(capsys, tmp_path, text, message):
     path = tmp_path / "config.yml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -321,14 +312,11 @@ def test_optional_booleans_take_a_value():
     assert settings.maybe is True
 
 
-@pytest.mark.parametrize(
-    ("command", "heavy"),
-    [
-        *((name, {"torch", "transformers"}) for name in ("report", "replay")),
-        *((name, {"torch", "peft", "datasets"}) for name in ("grpo", "ppo", "plan")),
-        ("demo", {"transformers.modeling_utils", "torch._inductor", "peft", "datasets"}),
-    ],
-)
+@pytest.mark.parametrize(("command", "heavy"), [
+    *((name, {"torch", "transformers"}) for name in ("report", "replay")),
+    *((name, {"torch", "peft", "datasets"}) for name in ("grpo", "ppo", "plan")),
+    ("demo", {"transformers.modeling_utils", "torch._inductor", "peft", "datasets"}),
+])  # fmt: skip
 def test_help_imports_no_more_than_flags_need(command, heavy):
     program = (
         "import sys; from fastrl.cli import main\n"

@@ -266,17 +266,11 @@ def test_an_interrupted_run_leaves_no_bar(folder, tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:after ValueError the state is saved")
-@pytest.mark.parametrize(
-    ("error", "status", "message"),
-    [
-        (
-            KeyboardInterrupt(),
-            130,
-            "fastrl: interrupted; there is no checkpoint yet: --resume (resume=True) begins anew",
-        ),
-        (ValueError("no\n more"), 2, "fastrl: error: no more"),
-    ],
-)
+@pytest.mark.parametrize(("error", "status", "message"), [
+    (KeyboardInterrupt(), 130,
+     "fastrl: interrupted; there is no checkpoint yet: --resume (resume=True) begins anew"),
+    (ValueError("no\n more"), 2, "fastrl: error: no more"),
+])  # fmt: skip
 def test_training_that_stops_takes_its_bar_away(
     error, status, message, folder, tmp_path, capsys, monkeypatch
 ):
@@ -363,15 +357,12 @@ def test_a_token_that_the_model_has_no_row_for_is_named(command, flags, folder, 
 
 
 @pytest.mark.parametrize("where", ["dataset", "eval_dataset"])
-@pytest.mark.parametrize(
-    ("command", "columns", "says"),
-    [
-        ("sft", {"text": 5}, "column 'text' must hold text, but row 7 holds '5'"),
-        ("reward", {"margin": None}, "margin[7] is None"),
-        ("reward", {"chosen": 5}, "column 'chosen' of row 7 holds 5"),
-        ("align", {"prompt": ""}, "column 'prompt' of row 7 is empty"),
-    ],
-)
+@pytest.mark.parametrize(("command", "columns", "says"), [
+    ("sft", {"text": 5}, "column 'text' must hold text, but row 7 holds '5'"),
+    ("reward", {"margin": None}, "margin[7] is None"),
+    ("reward", {"chosen": 5}, "column 'chosen' of row 7 holds 5"),
+    ("align", {"prompt": ""}, "column 'prompt' of row 7 is empty"),
+])  # fmt: skip
 def test_a_row_that_cannot_be_used_is_named_as_in_its_file(
     command, columns, says, where, folder, tmp_path, capsys
 ):
@@ -399,13 +390,10 @@ def test_an_encoder_decoder_reward_model_needs_texts_that_end(folder, tmp_path, 
     assert "pass append_eos=True (commands: --append-eos true)" in failed(capsys, *words)
 
 
-@pytest.mark.parametrize(
-    ("command", "flags", "says"),
-    [
-        ("reward", {}, "(mamba) cannot be a reward model or a classifier: transformers has no"),
-        ("sft", {"packing": "true"}, "(packing=False; commands: --packing false)"),
-    ],
-)
+@pytest.mark.parametrize(("command", "flags", "says"), [
+    ("reward", {}, "(mamba) cannot be a reward model or a classifier: transformers has no"),
+    ("sft", {"packing": "true"}, "(packing=False; commands: --packing false)"),
+])  # fmt: skip
 def test_what_a_kind_of_model_cannot_do_is_said_once(
     command, flags, says, folder, tmp_path, capsys
 ):

@@ -90,16 +90,13 @@ def test_a_template_says_what_is_learned(folder, tmp_path, capsys):
     assert "does not occur" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"eval-examples": 60}, "60 held-out examples leave none of 60 to train on"),
-        ({"eval-examples": -1}, "eval_examples must be 0 or more or None, got -1"),
-        ({"lora-r": -2}, "lora_r must be 0 or more"),
-        ({"dataset": "nowhere.jsonl"}, "there is no data set at nowhere.jsonl"),
-        ({"packing": "true"}, "unknown argument '--packing'"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"eval-examples": 60}, "60 held-out examples leave none of 60 to train on"),
+    ({"eval-examples": -1}, "eval_examples must be 0 or more or None, got -1"),
+    ({"lora-r": -2}, "lora_r must be 0 or more"),
+    ({"dataset": "nowhere.jsonl"}, "there is no data set at nowhere.jsonl"),
+    ({"packing": "true"}, "unknown argument '--packing'"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, message):
     assert cli.main(arguments("reward", folder, tmp_path / "run", **flags)) == 2
     assert message in capsys.readouterr().err

@@ -5,10 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastrl import cli
 from fastrl.models import AutoModelForCausalLMWithValueHead
@@ -17,20 +14,11 @@ from fastrl.rewards.classifier import ClassifierReward
 
 def arguments(world, output, reward=None, /, **flags) -> list[str]:
     settings = {
-        "model": world / "lm",
-        "dataset": world / "reviews.jsonl",
-        "reward": reward or world / "clf",
-        "output": output,
-        "prompt-words": 5,
-        "max-new-tokens": 6,
-        "steps": 2,
-        "batch-size": 8,
-        "mini-batch-size": 4,
-        "ppo-epochs": 1,
-        "eval-prompts": 10,
-        "learning-rate": "1e-3",
-        **flags,
-    }
+        "model": world / "lm", "dataset": world / "reviews.jsonl",
+        "reward": reward or world / "clf", "output": output, "prompt-words": 5, "max-new-tokens": 6,
+        "steps": 2, "batch-size": 8, "mini-batch-size": 4, "ppo-epochs": 1, "eval-prompts": 10,
+        "learning-rate": "1e-3", **flags,
+    }  # fmt: skip
     return ["ppo", *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
 
 
@@ -132,13 +120,8 @@ def test_several_rewards_have_weights_and_names(world, tmp_path):
     words = arguments(world, run, f"{reward}:length", steps=1)
     where = words.index("--reward") + 2
     words[where:where] = [
-        f"{reward}:labelled",
-        str(world / "clf"),
-        "--reward-weights",
-        "1",
-        "0",
-        "0",
-    ]
+        f"{reward}:labelled", str(world / "clf"), "--reward-weights", "1", "0", "0",
+    ]  # fmt: skip
     assert cli.main([*words, "--reward-batch-size", "3", "--reward-timeout", "30"]) == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     numbers = {name: value for row in rows for name, value in row.items()}
@@ -235,13 +218,10 @@ def test_a_classifier_without_a_template_refuses_chats(world, chats, tmp_path, c
     assert "has no chat template, and the prompts are chats" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"max-prompt-tokens": 4}, "max_prompt_tokens cuts texts, and column 'prompt' holds chat"),
-        ({"prompt-words": 4}, "prompt_words cuts texts"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"max-prompt-tokens": 4}, "max_prompt_tokens cuts texts, and column 'prompt' holds chat"),
+    ({"prompt-words": 4}, "prompt_words cuts texts"),
+])  # fmt: skip
 def test_chats_are_not_cut(chats, tmp_path, capsys, flags, message):
     reward = f"{chats / 'rewards.py'}:gentle"
     words = chat_arguments(chats, tmp_path / "run", reward)
@@ -290,22 +270,19 @@ def test_the_demo_is_one_process(monkeypatch, capsys):
     assert "fastrl demo runs as one process, and was started as 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"prompt-column": "words"}, "no column 'words': its columns are text, label"),
-        ({"dataset": "gone.jsonl"}, "there is no data set at gone.jsonl"),
-        ({"reward": "gone:f"}, "there is no module 'gone'"),
-        ({"eval-prompts": 1000}, "leave none to train on"),
-        ({"reward-label": "happy"}, "no label 'happy'"),
-        ({"reward-weights": "nan"}, "reward_weights[0] must be a finite number, got nan"),
-        ({"reward-timeout": 0}, "reward_timeout must be a positive number of seconds"),
-        ({"reward-retries": -1}, "reward_retries must be 0 or more, got -1"),
-        ({"reward-batch-size": 0}, "reward_batch_size must be positive, got 0"),
-        ({"mini-batch-size": 3}, "must be a multiple of mini_batch_size"),
-        ({"model": "no/such/directory"}, "no/such/directory"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"prompt-column": "words"}, "no column 'words': its columns are text, label"),
+    ({"dataset": "gone.jsonl"}, "there is no data set at gone.jsonl"),
+    ({"reward": "gone:f"}, "there is no module 'gone'"),
+    ({"eval-prompts": 1000}, "leave none to train on"),
+    ({"reward-label": "happy"}, "no label 'happy'"),
+    ({"reward-weights": "nan"}, "reward_weights[0] must be a finite number, got nan"),
+    ({"reward-timeout": 0}, "reward_timeout must be a positive number of seconds"),
+    ({"reward-retries": -1}, "reward_retries must be 0 or more, got -1"),
+    ({"reward-batch-size": 0}, "reward_batch_size must be positive, got 0"),
+    ({"mini-batch-size": 3}, "must be a multiple of mini_batch_size"),
+    ({"model": "no/such/directory"}, "no/such/directory"),
+])  # fmt: skip
 def test_mistakes_are_one_line_and_exit_with_two(world, tmp_path, capsys, flags, message):
     assert cli.main(arguments(world, tmp_path / "run", **flags)) == 2
     err = capsys.readouterr().err

@@ -24,19 +24,11 @@ NAMES = sorted(recipes())
 ON_GPUS = [name for name in NAMES if recipes()[name].gpu_gib is not None]
 # What is smaller here than in a recipe, beside its model and its data.
 SMALL: dict[str, Any] = {
-    "max_length": 96,
-    "max_prompt_length": 48,
-    "max_new_tokens": 4,
-    "batch_size": 4,
-    "mini_batch_size": 4,
-    "group_size": 2,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "steps": 2,
-    "num_train_epochs": 1,
-    "eval_every": 0,
+    "max_length": 96, "max_prompt_length": 48, "max_new_tokens": 4, "batch_size": 4,
+    "mini_batch_size": 4, "group_size": 2, "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1, "steps": 2, "num_train_epochs": 1, "eval_every": 0,
     "eos_token": "<|end|>",
-}
+}  # fmt: skip
 OFFLINE = {"max_steps": 2, "eval_examples": 0, "use_cpu": "true", "save_steps": 0}
 ONLINE = {"steps": 2, "eval_prompts": 0, "save_every": 0, "samples": 0}
 
@@ -99,18 +91,15 @@ def test_all_recipes_are_listed_with_their_memory(capsys: Any, monkeypatch: Any)
     assert said.count(" GiB of ") == len(ON_GPUS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["ppo", "--recipe", "ppo-qwen2.5-0.5b-8"], "did you mean 'ppo-qwen2.5-0.5b-8gb'?"),
-        (["ppo", "--recipe", "none"], "unknown recipe 'none' (see fastrl recipes)"),
-        (["recipes", "none"], "unknown recipe 'none'"),
-        (["plan", "--recipe", "none"], "unknown recipe 'none'"),
-        (["grpo", "--recipe", "dpo-qwen3-4b-24gb"], "fastrl align --recipe dpo-qwen3-4b-24gb"),
-        (["recipes", "--write", "a.yaml"], "--write copies a recipe: name it"),
-        (["env", "--recipe", "ppo-demo-cpu"], "unknown argument '--recipe'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["ppo", "--recipe", "ppo-qwen2.5-0.5b-8"], "did you mean 'ppo-qwen2.5-0.5b-8gb'?"),
+    (["ppo", "--recipe", "none"], "unknown recipe 'none' (see fastrl recipes)"),
+    (["recipes", "none"], "unknown recipe 'none'"),
+    (["plan", "--recipe", "none"], "unknown recipe 'none'"),
+    (["grpo", "--recipe", "dpo-qwen3-4b-24gb"], "fastrl align --recipe dpo-qwen3-4b-24gb"),
+    (["recipes", "--write", "a.yaml"], "--write copies a recipe: name it"),
+    (["env", "--recipe", "ppo-demo-cpu"], "unknown argument '--recipe'"),
+])  # fmt: skip
 def test_what_no_recipe_is_is_refused(capsys: Any, arguments: list[str], message: str) -> None:
     assert message in refused(capsys, *arguments)
 
@@ -144,16 +133,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = chat_tokenizer.tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        num_labels=1,
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=2048, num_labels=1,
         **ids,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     for kind, name in (
         (AutoModelForCausalLM, "model"),

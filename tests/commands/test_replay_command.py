@@ -25,20 +25,11 @@ pytestmark = [
 
 def train(world, output, command="ppo", /, **flags):
     settings = {
-        "model": world / "lm",
-        "dataset": world / "reviews.jsonl",
-        "reward": f"{world / 'rewards.py'}:length",
-        "output": output,
-        "prompt-words": 5,
-        "max-new-tokens": 6,
-        "steps": 3,
-        "save-every": 2,
-        "batch-size": 8,
-        "mini-batch-size": 4,
-        "eval-prompts": 10,
-        "learning-rate": "1e-2",
-        **flags,
-    }
+        "model": world / "lm", "dataset": world / "reviews.jsonl",
+        "reward": f"{world / 'rewards.py'}:length", "output": output, "prompt-words": 5,
+        "max-new-tokens": 6, "steps": 3, "save-every": 2, "batch-size": 8, "mini-batch-size": 4,
+        "eval-prompts": 10, "learning-rate": "1e-2", **flags,
+    }  # fmt: skip
     words = (word for key, value in settings.items() for word in (f"--{key}", str(value)))
     assert cli.main([command, *words]) == 0
 
@@ -199,14 +190,11 @@ def test_a_run_resumed_with_other_settings_is_replayed_with_those_of_each_step(
     assert "the run did another update in step 2: advantages" in out
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"command": "train"}, "is not a run of fastrl ppo, grpo, align"),
-        ({"job": {"later": 1}}, "that this version of fastrl does not know (later)"),
-        ({"job": None}, "(None)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"command": "train"}, "is not a run of fastrl ppo, grpo, align"),
+    ({"job": {"later": 1}}, "that this version of fastrl does not know (later)"),
+    ({"job": None}, "(None)"),
+])  # fmt: skip
 def test_a_run_that_cannot_be_made_again_is_refused(capsys, run, tmp_path, change, message):
     other = tmp_path / "run"
     shutil.copytree(run / "ledger", other / "ledger")
@@ -221,14 +209,11 @@ def test_a_run_that_cannot_be_made_again_is_refused(capsys, run, tmp_path, chang
     assert message in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--step", "4"], "does not have step 4: it has the steps 1 to 3"),
-        (["--step", "1", "--sample", "8"], "--sample 8: step 1 has no such sample"),
-        ([], "the following arguments are required: --step"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--step", "4"], "does not have step 4: it has the steps 1 to 3"),
+    (["--step", "1", "--sample", "8"], "--sample 8: step 1 has no such sample"),
+    ([], "the following arguments are required: --step"),
+])  # fmt: skip
 def test_what_is_not_there_is_named(capsys, run, arguments, message):
     status, _, err = replay(capsys, run, *arguments)
     assert status == 2

@@ -21,14 +21,11 @@ COMMANDS = {
     "sft": ("sft", {"dataset": "reviews.jsonl", **FITTING}),
     "reward": ("reward", {"dataset": "pairs.jsonl", **FITTING}),
     "align": ("align", ALIGNING),
-    "align online": (
-        "align",
-        {"task": "online-pairwise", "annotator": "rewards.py:length", "max-new-tokens": 6}
-        | ALIGNING,
-    ),
+    "align online": ("align",
+     {"task": "online-pairwise", "annotator": "rewards.py:length", "max-new-tokens": 6} | ALIGNING),
     "ppo": ("ppo", LEARNING),
     "grpo": ("grpo", {"group-size": 4, **LEARNING}),
-}
+}  # fmt: skip
 SAMPLED = ("align online", "ppo", "grpo")
 
 

@@ -48,18 +48,15 @@ def answers(text):
     return [word for word in text.split() if word[0].isdigit() and "." in word and "," not in word]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], "3.0 3.1 2.0 2.1 1.0 1.1"),
-        (["--reverse"], "1.0 1.1 2.0 2.1 3.0 3.1"),
-        (["--sort", "reward"], "1.1 3.1 1.0 3.0 2.1 2.0"),
-        (["--sort", "reward", "--reverse"], "2.1 3.0 3.1 1.0 1.1 2.0"),
-        (["--sort", "length", "--top", "2"], "2.1 3.1"),
-        (["--step", "2"], "2.0 2.1"),
-        (["--sample", "1"], "3.1 2.1 1.1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ([], "3.0 3.1 2.0 2.1 1.0 1.1"),
+    (["--reverse"], "1.0 1.1 2.0 2.1 3.0 3.1"),
+    (["--sort", "reward"], "1.1 3.1 1.0 3.0 2.1 2.0"),
+    (["--sort", "reward", "--reverse"], "2.1 3.0 3.1 1.0 1.1 2.0"),
+    (["--sort", "length", "--top", "2"], "2.1 3.1"),
+    (["--step", "2"], "2.0 2.1"),
+    (["--sample", "1"], "3.1 2.1 1.1"),
+])  # fmt: skip
 def test_samples_are_chosen_and_sorted(capsys, run, arguments, expected):
     status, out, _ = samples(capsys, run, "--columns", "completion", *arguments)
     assert (status, answers(out)) == (0, expected.split())
@@ -121,18 +118,15 @@ def test_an_exported_file_has_the_columns_and_the_order_that_are_asked_for(capsy
     assert path.read_text() == '{"length": 1, "step": 1}\n{"length": 4, "step": 3}\n'
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--step", "4"], "does not have step 4: it has the steps 1 to 3"),
-        (["--step", "3", "--sample", "2"], "--sample 2: step 3 has no such sample"),
-        (["--columns", "step,rewards"], "has no column 'rewards': its columns are step, sample"),
-        (["--sort", "kl"], "argument --sort: invalid choice: 'kl'"),
-        (["--top", "0"], "--top must be at least 1, got 0"),
-        (["--export", "x.xlsx"], "must end in one of .jsonl, .csv, .parquet"),
-        (["--export", "no/folder/x.csv"], "there is no folder no/folder: make it"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--step", "4"], "does not have step 4: it has the steps 1 to 3"),
+    (["--step", "3", "--sample", "2"], "--sample 2: step 3 has no such sample"),
+    (["--columns", "step,rewards"], "has no column 'rewards': its columns are step, sample"),
+    (["--sort", "kl"], "argument --sort: invalid choice: 'kl'"),
+    (["--top", "0"], "--top must be at least 1, got 0"),
+    (["--export", "x.xlsx"], "must end in one of .jsonl, .csv, .parquet"),
+    (["--export", "no/folder/x.csv"], "there is no folder no/folder: make it"),
+])  # fmt: skip
 def test_what_is_not_there_is_named(capsys, run, arguments, message):
     status, out, err = samples(capsys, run, *arguments)
     assert (status, out) == (2, "")

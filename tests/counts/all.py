@@ -11,11 +11,6 @@ from tests.counts import (
 )
 
 COUNTS = (
-    *of_launches.COUNTS,
-    *of_decode.COUNTS,
-    *of_heads.COUNTS,
-    *of_instructions.COUNTS,
-    *of_python.COUNTS,
-    *of_device.COUNTS,
-    *of_processes.COUNTS,
-)
+    *of_launches.COUNTS, *of_decode.COUNTS, *of_heads.COUNTS, *of_instructions.COUNTS,
+    *of_python.COUNTS, *of_device.COUNTS, *of_processes.COUNTS,
+)  # fmt: skip

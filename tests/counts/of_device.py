@@ -13,14 +13,11 @@ from pathlib import Path
 from tests.counts.record import Count
 
 _GOALS = {
-    "reads per optimizer step": 1,
-    "reads per mini-batch": 0,
-    "blocking uploads per mini-batch": 0,
-    "blocking uploads per iteration": 0,
-    "reads per rollout": 2,
+    "reads per optimizer step": 1, "reads per mini-batch": 0, "blocking uploads per mini-batch": 0,
+    "blocking uploads per iteration": 0, "reads per rollout": 2,
     "blocking uploads per refilled slot": 0,
     "captures where greedy and sampled calls alternate": 0,
-}
+}  # fmt: skip
 
 
 @cache

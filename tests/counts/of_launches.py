@@ -101,9 +101,7 @@ def _layer(autocast: bool, fused: bool = True) -> float:
     """Of one more layer."""
     three, two = (
         decode_step_launches(
-            tiny_models.language_model("llama", num_hidden_layers=n),
-            autocast=autocast,
-            fused=fused,
+            tiny_models.language_model("llama", num_hidden_layers=n), autocast=autocast, fused=fused
         )
         for n in (3, 2)
     )
@@ -119,13 +117,9 @@ COUNTS = (
     Count("top-k and top-p draw, fp32", "launches", 4, partial(_draw, FP32, top_k=50, top_p=0.9)),
     Count("token_logprobs with entropy, both ways", "launches", 2, _token_logprobs),
     Count("ppo_loss, both ways", "launches", 2, _ppo_loss),
-    Count(
-        "ppo_loss of row means, both ways",
-        "launches",
-        2,
-        partial(_ppo_loss, aggregate="seq-mean-token-mean"),
-    ),
+    Count("ppo_loss of row means, both ways", "launches", 2,
+     partial(_ppo_loss, aggregate="seq-mean-token-mean")),
     Count("gae with whitening", "launches", 2, _gae),
     Count("decoder layer, fp32 weights under bf16 autocast", "launches", 9, partial(_layer, True)),
     Count("decoder layer, other weights", "launches", 9, partial(_layer, False)),
-)
+)  # fmt: skip

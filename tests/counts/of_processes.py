@@ -26,10 +26,6 @@ def received() -> float:
 
 
 COUNTS = (
-    Count(
-        f"exchanged for a token, PPO on {PROCESSES} × {SAMPLES // PROCESSES} samples",
-        "bytes",
-        MOST,
-        received,
-    ),
-)
+    Count(f"exchanged for a token, PPO on {PROCESSES} × {SAMPLES // PROCESSES} samples", "bytes",
+     MOST, received),
+)  # fmt: skip

@@ -72,11 +72,8 @@ def trained(kind: str) -> Any:
     elif kind == "wordpiece":
         special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
         names = {
-            "unk_token": "[UNK]",
-            "cls_token": "[CLS]",
-            "sep_token": "[SEP]",
-            "pad_token": "[PAD]",
-        }
+            "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]",
+        }  # fmt: skip
         backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.decoder = decoders.WordPiece()

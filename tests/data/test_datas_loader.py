@@ -58,19 +58,16 @@ def test_columns_that_are_no_part_of_pairs_are_kept() -> None:
     assert load(labelled)[0].columns == {"score": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "desired", "tokens"),
-    [
-        ({"prompt": "w5"}, "prompts", None, [[5]]),
-        ({"query": "w5"}, "prompts", None, [[5]]),
-        ({"text": "w5"}, "prompts", None, [[5]]),
-        ({"prompt": "w5", "response": "w6"}, "answers", None, [[5], [6, 1]]),
-        ({"prompt": "w5", "completion": "w6"}, "answers", None, [[5], [6, 1]]),
-        ({"prompt": "w5", "response": "w6", "label": True}, "feedback", True, [[5], [6, 1]]),
-        ({"prompt": "w5", "completion": "w6", "desired": 0}, "feedback", False, [[5], [6, 1]]),
-        (PAIR, "pairs", None, [[5, 6], [7, 8, 1], [9, 1]]),
-    ],
-)
+@pytest.mark.parametrize(("row", "kind", "desired", "tokens"), [
+    ({"prompt": "w5"}, "prompts", None, [[5]]),
+    ({"query": "w5"}, "prompts", None, [[5]]),
+    ({"text": "w5"}, "prompts", None, [[5]]),
+    ({"prompt": "w5", "response": "w6"}, "answers", None, [[5], [6, 1]]),
+    ({"prompt": "w5", "completion": "w6"}, "answers", None, [[5], [6, 1]]),
+    ({"prompt": "w5", "response": "w6", "label": True}, "feedback", True, [[5], [6, 1]]),
+    ({"prompt": "w5", "completion": "w6", "desired": 0}, "feedback", False, [[5], [6, 1]]),
+    (PAIR, "pairs", None, [[5, 6], [7, 8, 1], [9, 1]]),
+])  # fmt: skip
 def test_the_kind_is_read_off_the_columns(
     row: dict[str, Any], kind: str, desired: bool | None, tokens: list[list[int]]
 ) -> None:
@@ -123,21 +120,15 @@ def test_prompts_keep_the_answers_beside_them_as_columns() -> None:
     assert loader[0].columns == {"response": "w6", "label": 7}
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "said"),
-    [
-        (
-            {"prompt": "w5", "id": 1},
-            "pairs",
-            "pairs are needed, which are read from chosen and rejected.* columns give prompts "
-            "only: prompt, id",
-        ),
-        ({"prompt": "w5", "response": "w6"}, "feedback", "feedback are needed.*answers only"),
-        ({"prompt": "w5"}, "answers", "answers are needed, .* a prompt and a response"),
-        ({"prompt": "w5"}, "replies", "unknown kind 'replies': choose one of prompts, answers"),
-        ({"question": "w5"}, None, "has columns question: it needs a prompt at least"),
-    ],
-)
+@pytest.mark.parametrize(("row", "kind", "said"), [
+    ({"prompt": "w5", "id": 1}, "pairs",
+     "pairs are needed, which are read from chosen and rejected.* columns give prompts "
+     "only: prompt, id"),
+    ({"prompt": "w5", "response": "w6"}, "feedback", "feedback are needed.*answers only"),
+    ({"prompt": "w5"}, "answers", "answers are needed, .* a prompt and a response"),
+    ({"prompt": "w5"}, "replies", "unknown kind 'replies': choose one of prompts, answers"),
+    ({"question": "w5"}, None, "has columns question: it needs a prompt at least"),
+])  # fmt: skip
 def test_kinds_that_the_columns_do_not_make_are_refused(
     row: dict[str, Any], kind: str | None, said: str
 ) -> None:
@@ -164,13 +155,10 @@ def test_sources_are_files_data_sets_and_lists(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = Dataset.from_list(rows)
     sources = [
-        str(tmp_path / "pairs.jsonl"),
-        tmp_path / "pairs.jsonl",
-        table,
-        table.with_format("torch"),
+        str(tmp_path / "pairs.jsonl"), tmp_path / "pairs.jsonl", table, table.with_format("torch"),
         DatasetDict(train=table, test=table.select([0])),
         rows,
-    ]
+    ]  # fmt: skip
     for source in sources:
         assert list(load(source)) == list(load(rows))
     assert len(load(sources[4], split="test")) == 1
@@ -212,15 +200,12 @@ def test_texts_that_share_no_dialogue_need_a_prompt(sides: tuple[str, str]) -> N
 USER, GOOD, BAD = say("user", "w5"), say("assistant", "w6"), say("assistant", "w7")
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "w5", "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"prompt": "w5", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    ],
-)
+@pytest.mark.parametrize("row", [
+    {"prompt": "w5", "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    {"prompt": "w5", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+])  # fmt: skip
 def test_chats_go_through_the_template(row: dict[str, Any]) -> None:
     for source in ([row], Dataset.from_list([row])):
         pair = load(source, chat_tokenizer())[0]
@@ -293,18 +278,15 @@ def test_eos_comes_once_or_not_at_all() -> None:
 LONG = {"prompt": "w3 w4 w5 w6", "chosen": " w7 w8 w9", "rejected": " w10"}
 
 
-@pytest.mark.parametrize(
-    ("options", "tokens"),
-    [
-        ({"max_prompt_length": 2}, [[5, 6], [7, 8, 9, 1], [10, 1]]),
-        ({"max_prompt_length": 2, "truncation": "keep_start"}, [[3, 4], [7, 8, 9, 1], [10, 1]]),
-        ({"max_prompt_length": 2, "max_length": 4}, [[5, 6], [7, 8], [10, 1]]),
-        ({"max_prompt_length": 3, "max_length": 100}, [[4, 5, 6], [7, 8, 9, 1], [10, 1]]),
-        ({"max_length": 8}, [[3, 4, 5, 6], [7, 8, 9, 1], [10, 1]]),
-        ({"max_length": 7}, [[3, 4, 5, 6], [7, 8, 9], [10, 1]]),
-        ({"max_length": 5}, [[4, 5, 6], [7, 8], [10, 1]]),
-    ],
-)
+@pytest.mark.parametrize(("options", "tokens"), [
+    ({"max_prompt_length": 2}, [[5, 6], [7, 8, 9, 1], [10, 1]]),
+    ({"max_prompt_length": 2, "truncation": "keep_start"}, [[3, 4], [7, 8, 9, 1], [10, 1]]),
+    ({"max_prompt_length": 2, "max_length": 4}, [[5, 6], [7, 8], [10, 1]]),
+    ({"max_prompt_length": 3, "max_length": 100}, [[4, 5, 6], [7, 8, 9, 1], [10, 1]]),
+    ({"max_length": 8}, [[3, 4, 5, 6], [7, 8, 9, 1], [10, 1]]),
+    ({"max_length": 7}, [[3, 4, 5, 6], [7, 8, 9], [10, 1]]),
+    ({"max_length": 5}, [[4, 5, 6], [7, 8], [10, 1]]),
+])  # fmt: skip
 def test_prompts_and_then_responses_are_cut(
     options: dict[str, Any], tokens: list[list[int]]
 ) -> None:
@@ -332,15 +314,12 @@ def test_prompts_alone_are_cut_to_the_whole_length() -> None:
     assert ids(load([LONG], kind="prompts", max_length=3)[0]) == [[4, 5, 6]]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_length": 1}, "max_length must be at least 2, got 1"),
-        ({"max_prompt_length": 0}, "max_prompt_length must be at least 1, got 0"),
-        ({"max_length": 4, "max_prompt_length": 4}, "max_prompt_length=4 leaves nothing of max_le"),
-        ({"truncation": "middle"}, "must be one of keep_end, keep_start, got 'middle'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"max_length": 1}, "max_length must be at least 2, got 1"),
+    ({"max_prompt_length": 0}, "max_prompt_length must be at least 1, got 0"),
+    ({"max_length": 4, "max_prompt_length": 4}, "max_prompt_length=4 leaves nothing of max_le"),
+    ({"truncation": "middle"}, "must be one of keep_end, keep_start, got 'middle'"),
+])  # fmt: skip
 def test_limits_that_leave_no_room_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         load([PAIR], **options)
@@ -348,12 +327,9 @@ def test_limits_that_leave_no_room_are_refused(options: dict[str, Any], said: st
 
 def test_rows_that_teach_nothing_are_dropped_and_counted() -> None:
     rows = [
-        PAIR,
-        {**PAIR, "chosen": " "},
-        {**PAIR, "rejected": None},
-        {"prompt": "w5", "chosen": "w6"},
+        PAIR, {**PAIR, "chosen": " "}, {**PAIR, "rejected": None}, {"prompt": "w5", "chosen": "w6"},
         {**PAIR, "rejected": PAIR["chosen"]},
-    ]
+    ]  # fmt: skip
     said = "4 of 5 rows dropped: 3 have an empty response, 1 have equal sides"
     with pytest.warns(UserWarning, match=said):
         loader = load(rows)
@@ -384,20 +360,17 @@ def test_chats_and_dialogues_without_a_side_are_dropped() -> None:
         load(rows)
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"prompt": ""}, "column 'prompt' of row 1 is empty"),
-        ({"prompt": " \n"}, "column 'prompt' of row 1 is empty"),
-        ({"prompt": None}, "column 'prompt' of row 1 is empty"),
-        ({"prompt": 3}, "column 'prompt' of row 1 holds 3: it must hold text"),
-        ({"response": ["w6"]}, r"column 'response' of row 1 holds \['w6'\]"),
-        ({"response": [{"role": "user"}]}, "column 'response' of row 1, message 0 .* a text"),
-        ({"label": "yes"}, "column 'label' of row 1 holds 'yes': labels are True or False"),
-        ({"label": None}, "column 'label' of row 1 holds None"),
-        ({"label": 0.5}, "column 'label' of row 1 holds 0.5"),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    ({"prompt": ""}, "column 'prompt' of row 1 is empty"),
+    ({"prompt": " \n"}, "column 'prompt' of row 1 is empty"),
+    ({"prompt": None}, "column 'prompt' of row 1 is empty"),
+    ({"prompt": 3}, "column 'prompt' of row 1 holds 3: it must hold text"),
+    ({"response": ["w6"]}, r"column 'response' of row 1 holds \['w6'\]"),
+    ({"response": [{"role": "user"}]}, "column 'response' of row 1, message 0 .* a text"),
+    ({"label": "yes"}, "column 'label' of row 1 holds 'yes': labels are True or False"),
+    ({"label": None}, "column 'label' of row 1 holds None"),
+    ({"label": 0.5}, "column 'label' of row 1 holds 0.5"),
+])  # fmt: skip
 def test_what_is_wrong_is_named_by_row_and_column(row: dict[str, Any], said: str) -> None:
     good = {"prompt": "w5", "response": "w6", "label": True}
     with pytest.raises(ValueError, match=said):

@@ -108,15 +108,12 @@ MARKS = "w11 {% generation %}{{ m.content }}{% endgeneration %} "
 PLAIN = "{% if m.role == 'user' %}w10{% else %}w11{% endif %} {{ m.content }} "
 
 
-@pytest.mark.parametrize(
-    ("marked", "message"),
-    [
-        ("loop.index0 in (1, 2)", "message 2: the chat template marks what the user says"),
-        ("loop.index0 in (0, 2)", "message 0: the chat template marks what the user says"),
-        ("loop.last", "message 1: the chat template does not mark what the assistant says"),
-        ("loop.index0 % 2", None),
-    ],
-)
+@pytest.mark.parametrize(("marked", "message"), [
+    ("loop.index0 in (1, 2)", "message 2: the chat template marks what the user says"),
+    ("loop.index0 in (0, 2)", "message 0: the chat template marks what the user says"),
+    ("loop.last", "message 1: the chat template does not mark what the assistant says"),
+    ("loop.index0 % 2", None),
+])  # fmt: skip
 @pytest.mark.parametrize("second", ["w8", "w6", "w11"])
 def test_marks_are_checked_against_what_the_assistant_says(
     marked: str, message: str | None, second: str
@@ -310,10 +307,7 @@ def test_a_token_that_pads_is_needed_where_lengths_differ_alone() -> None:
 
 
 def test_batches_say_which_tokens_are_learned() -> None:
-    rows = [
-        {"input_ids": [5, 6, 7], "labels": [5, X, 7]},
-        {"input_ids": [8, 9], "labels": [8, 9]},
-    ]
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, X, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
     batch = TextCollator(tiny.tokenizer("left"))(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 2]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -330,16 +324,13 @@ def test_preparing_twice_changes_nothing() -> None:
     assert twice[0] == once[0]
 
 
-@pytest.mark.parametrize(
-    ("row", "cuts"),
-    [
-        ({"text": "w5 w6 w7 w8"}, 1),
-        ({"text": "w5 w6 w7"}, 0),  # with EOS
-        ({"prompt": "w5 w6 ", "completion": "w7 w8"}, 1),
-        ({"prompt": "w5 w6 ", "completion": "w7"}, 0),
-        ({"input_ids": [5, 6, 7, 8, 9]}, 1),
-    ],
-)
+@pytest.mark.parametrize(("row", "cuts"), [
+    ({"text": "w5 w6 w7 w8"}, 1),
+    ({"text": "w5 w6 w7"}, 0),  # with EOS
+    ({"prompt": "w5 w6 ", "completion": "w7 w8"}, 1),
+    ({"prompt": "w5 w6 ", "completion": "w7"}, 0),
+    ({"input_ids": [5, 6, 7, 8, 9]}, 1),
+])  # fmt: skip
 def test_texts_that_are_cut_are_counted(row: dict[str, Any], cuts: int) -> None:
     short = {k: [5, 6] if k == "input_ids" else "w5" for k in row}
     with warnings.catch_warnings(record=True) as caught:
@@ -350,14 +341,11 @@ def test_texts_that_are_cut_are_counted(row: dict[str, Any], cuts: int) -> None:
     assert [x[: len(wanted)] for x in said] == [wanted] * cuts
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"max_length": float("nan")}, "max_length must be a whole number or None, got nan"),
-        ({"max_prompt_length": "8"}, "max_prompt_length must be a whole number or None, got '8'"),
-        ({"add_eos": "False"}, "add_eos must be True or False, got 'False'"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"max_length": float("nan")}, "max_length must be a whole number or None, got nan"),
+    ({"max_prompt_length": "8"}, "max_prompt_length must be a whole number or None, got '8'"),
+    ({"add_eos": "False"}, "add_eos must be True or False, got 'False'"),
+])  # fmt: skip
 def test_arguments_of_another_type_are_refused_by_name(given, said):
     with pytest.raises(TypeError, match=said):
         Encoder(tiny.tokenizer(), **given)

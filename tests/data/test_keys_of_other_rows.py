@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import (
-    Dataset,
-    Features,
-    Json,
-    List,
-    Value,
-    disable_progress_bars,
-    load_dataset,
-)
+from datasets import Dataset, Features, Json, List, Value, disable_progress_bars, load_dataset
 
 from fastrl.data.chat import render, templates_of
 from fastrl.data.datas_loader import DatasLoader

@@ -195,10 +195,7 @@ class Case:
             self.options["chat_template_kwargs"] = {"think": True, "mood": said()}
         turns = [{"role": "user", "content": said()}]
         if what == "turns":
-            turns += [
-                {"role": "assistant", "content": said()},
-                {"role": "user", "content": said()},
-            ]
+            turns += [{"role": "assistant", "content": said()}, {"role": "user", "content": said()}]
         one, other = said(), said() + "d"
         self.messages = turns
         if what == "texts":
@@ -314,11 +311,9 @@ def doors(made: Any, cases: list[Case]) -> dict[str, tuple[list[Any], list[Any]]
     rows = prepare_texts(data, made)
     found["SFT"] = (
         [(row["input_ids"], row["labels"]) for row in rows],
-        [
-            ([*prompt, *said], [IGNORED] * len(prompt) + said)
-            for prompt, (said, _) in zip(prompts, both[True], strict=True)
-        ],
-    )
+        [([*prompt, *said], [IGNORED] * len(prompt) + said) for prompt,
+         (said, _) in zip(prompts, both[True], strict=True)],
+    )  # fmt: skip
     for ends, answers in both.items():
         whole = [[[*prompt, *ids] for ids in x] for prompt, x in zip(prompts, answers, strict=True)]
         rows = prepare_pairs(pairs, made, None, add_eos=ends)

@@ -152,16 +152,13 @@ def test_layers_that_run_again_attend_as_before(family, by):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        (PassLimit(6), [[0, 1, 2, 3, 4, 5]]),
-        (PassLimit(2), [[0, 2], [1, 4], [3, 5]]),
-        (PassLimit(6, 14), [[0, 2, 4], [1, 5], [3]]),
-        (PassLimit(6, 12), [[0, 2], [4], [1, 5], [3]]),
-        (PassLimit(6, 1), [[0], [2], [4], [1], [5], [3]]),
-    ],
-)
+@pytest.mark.parametrize(("limit", "expected"), [
+    (PassLimit(6), [[0, 1, 2, 3, 4, 5]]),
+    (PassLimit(2), [[0, 2], [1, 4], [3, 5]]),
+    (PassLimit(6, 14), [[0, 2, 4], [1, 5], [3]]),
+    (PassLimit(6, 12), [[0, 2], [4], [1, 5], [3]]),
+    (PassLimit(6, 1), [[0], [2], [4], [1], [5], [3]]),
+])  # fmt: skip
 def test_passes_keep_to_their_limit_and_groups_together(limit, expected):
     tokens = batch(PaddingFree())
     parts = tokens.parts(range(6), limit)

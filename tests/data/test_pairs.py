@@ -90,12 +90,9 @@ def test_missing_columns_are_named_beside_those_that_are_there(make_reward: Make
 def test_pairs_that_teach_nothing_are_dropped_and_counted() -> None:
     good = {"prompt": "w5 ", "chosen": "w6", "rejected": "w7"}
     data = [
-        good,
-        {**good, "chosen": ""},
-        {**good, "rejected": None},
-        {**good, "rejected": "w6"},
+        good, {**good, "chosen": ""}, {**good, "rejected": None}, {**good, "rejected": "w6"},
         {**good, "chosen": "w6 " * 20},
-    ]
+    ]  # fmt: skip
     said = (
         "4 of 5 pairs dropped: 2 have an empty side, 1 have equal sides, "
         "1 have a side of more than max_length=10 tokens"
@@ -153,15 +150,12 @@ def test_token_columns_under_other_names_are_said_at_once_and_refused_in_trainin
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "said"),
-    [
-        (Dataset.from_list([]), ValueError, "empty"),
-        ([], ValueError, "empty"),
-        (iter([{}]), TypeError, "without streaming"),
-        ({"train": pairs(2), "test": pairs(2)}, TypeError, "choose one of train, test"),
-    ],
-)
+@pytest.mark.parametrize(("data", "error", "said"), [
+    (Dataset.from_list([]), ValueError, "empty"),
+    ([], ValueError, "empty"),
+    (iter([{}]), TypeError, "without streaming"),
+    ({"train": pairs(2), "test": pairs(2)}, TypeError, "choose one of train, test"),
+])  # fmt: skip
 def test_what_is_no_data_set_is_refused(data: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         prepare_pairs(data, tiny.tokenizer(), None)

@@ -178,14 +178,9 @@ def test_evaluation_packs_as_training_does_unless_it_is_told(make_sft: Make) -> 
     losses = []
     for packing, evaluation in ((False, None), (True, None), (True, False), (False, True)):
         trainer = make_sft(
-            None,
-            texts(6),
-            eval_dataset=texts(6, seed=1),
-            packing=packing,
-            eval_packing=evaluation,
-            max_length=40,
-            per_device_eval_batch_size=16,
-        )
+            None, texts(6), eval_dataset=texts(6, seed=1), packing=packing, eval_packing=evaluation,
+            max_length=40, per_device_eval_batch_size=16,
+        )  # fmt: skip
         packs = packing if evaluation is None else evaluation
         assert isinstance(trainer.eval_dataset, PackedTexts) == packs
         assert isinstance(trainer.train_dataset, PackedTexts) == packing

@@ -7,13 +7,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from fastrl.data import tables as prompt_data
-from fastrl.data.tables import (
-    drop_prompts,
-    held_out_count,
-    load_table,
-    sample_rows,
-    take_prompts,
-)
+from fastrl.data.tables import drop_prompts, held_out_count, load_table, sample_rows, take_prompts
 
 ROWS = [{"text": f"the film number {i} is good", "label": i % 2} for i in range(6)]
 
@@ -75,28 +69,25 @@ def test_paths_that_hold_no_data_are_named(tmp_path):
 GOOD = '{"text": "a film"}\n'
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", "", "a.jsonl is empty"),
-        ("a.csv", "", "a.csv is empty"),
-        ("a.txt", "", "a.txt is empty"),
-        ("a.parquet", "", "a.parquet is empty"),
-        ("a.jsonl", "\n\n", "a.jsonl holds no rows"),
-        ("a.json", "[]", "a.json holds no rows"),
-        ("a.csv", "text\n", "a.csv holds no rows"),
-        ("a.jsonl", GOOD + '{"text": \n' + GOOD, "a.jsonl, line 2 is not valid JSON"),
-        ("a.json", '[{"text": "x"},\n{"text" 3}]', "a.json, line 2 is not valid JSON"),
-        ("a.jsonl", "1\n2\n", "a.jsonl, line 1 is not an object with named columns but 1"),
-        ("a.csv", 'text,label\n"a,1\nb,2,3\n', "a.csv cannot be read as CSV"),
-        ("a.csv", "text,label\na,1\nb,2,3\n", "Expected 2 fields in line 3, saw 3"),
-        ("a.parquet", "no parquet", "a.parquet cannot be read as Parquet"),
-        ("a.jsonl", GOOD + '{"text": "caf\xe9"}\n', "a.jsonl, line 2 is not UTF-8 (byte 0xe9)"),
-        ("a.csv", "text\nfine\ncaf\xe9\n", "a.csv, line 3 is not UTF-8 (byte 0xe9)"),
-        ("a.txt", "caf\xe9\n", "a.txt, line 1 is not UTF-8 (byte 0xe9)"),
-        ("a.txt", "fine\ncut short\xc3", "a.txt, line 2 is not UTF-8 (byte 0xc3)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.jsonl", "", "a.jsonl is empty"),
+    ("a.csv", "", "a.csv is empty"),
+    ("a.txt", "", "a.txt is empty"),
+    ("a.parquet", "", "a.parquet is empty"),
+    ("a.jsonl", "\n\n", "a.jsonl holds no rows"),
+    ("a.json", "[]", "a.json holds no rows"),
+    ("a.csv", "text\n", "a.csv holds no rows"),
+    ("a.jsonl", GOOD + '{"text": \n' + GOOD, "a.jsonl, line 2 is not valid JSON"),
+    ("a.json", '[{"text": "x"},\n{"text" 3}]', "a.json, line 2 is not valid JSON"),
+    ("a.jsonl", "1\n2\n", "a.jsonl, line 1 is not an object with named columns but 1"),
+    ("a.csv", 'text,label\n"a,1\nb,2,3\n', "a.csv cannot be read as CSV"),
+    ("a.csv", "text,label\na,1\nb,2,3\n", "Expected 2 fields in line 3, saw 3"),
+    ("a.parquet", "no parquet", "a.parquet cannot be read as Parquet"),
+    ("a.jsonl", GOOD + '{"text": "caf\xe9"}\n', "a.jsonl, line 2 is not UTF-8 (byte 0xe9)"),
+    ("a.csv", "text\nfine\ncaf\xe9\n", "a.csv, line 3 is not UTF-8 (byte 0xe9)"),
+    ("a.txt", "caf\xe9\n", "a.txt, line 1 is not UTF-8 (byte 0xe9)"),
+    ("a.txt", "fine\ncut short\xc3", "a.txt, line 2 is not UTF-8 (byte 0xc3)"),
+])  # fmt: skip
 def test_files_that_cannot_be_read_are_named_with_their_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=re.escape(message)):

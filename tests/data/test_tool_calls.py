@@ -78,17 +78,12 @@ def test_each_call_has_its_result() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>\n{"arguments": {"a": 3}}\n</tool_call>',
-        '<tool_call>\n{"name": "multiply", "arguments": {a: 3}}\n</tool_call>',
-        '<tool_call>\n{"name": 3}\n</tool_call>',
-        "<tool_call>\n[1]\n</tool_call>",
-        '<tool_call>\n{"name": "mul',
-        "<tool_call>" + "[" * 5000,
-    ],
-)
+@pytest.mark.parametrize("text", [
+    '<tool_call>\n{"arguments": {"a": 3}}\n</tool_call>',
+    '<tool_call>\n{"name": "multiply", "arguments": {a: 3}}\n</tool_call>',
+    '<tool_call>\n{"name": 3}\n</tool_call>', "<tool_call>\n[1]\n</tool_call>",
+    '<tool_call>\n{"name": "mul', "<tool_call>" + "[" * 5000,
+])  # fmt: skip
 def test_what_is_no_call_is_a_text(text: str) -> None:
     tokenizer = chat_tokenizer.tokenizer()
     ids = encode(tokenizer, f"{text}<|end|>")
@@ -140,12 +135,9 @@ def test_a_response_template_of_the_tokenizer_is_used() -> None:
     tokenizer = chat_tokenizer.tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "<call>")
     calls = {
-        "open": "<call>",
-        "close": "</tool_call>",
-        "repeats": True,
-        "content": "json",
+        "open": "<call>", "close": "</tool_call>", "repeats": True, "content": "json",
         "transform": {"type": "function", "function": "{content}"},
-    }
+    }  # fmt: skip
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|start|>assistant\n",

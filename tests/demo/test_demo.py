@@ -117,15 +117,12 @@ def test_quick_demo_runs_every_stage_and_reaches_its_goal(tmp_path, capsys, monk
     AutoModelForCausalLMWithValueHead.from_pretrained(output / "model")
 
 
-@pytest.mark.parametrize(
-    ("after", "kl", "missed"),
-    [
-        (1.0, 3.0, []),
-        (0.5, 3.0, ["the reward rose by 3.5 standard errors, not by 4"]),
-        (1.0, 30.0, ["KL is 30.00, above its ceiling of 5 nats"]),
-        (1.0, float("nan"), ["KL is nan, above its ceiling of 5 nats"]),
-    ],
-)
+@pytest.mark.parametrize(("after", "kl", "missed"), [
+    (1.0, 3.0, []),
+    (0.5, 3.0, ["the reward rose by 3.5 standard errors, not by 4"]),
+    (1.0, 30.0, ["KL is 30.00, above its ceiling of 5 nats"]),
+    (1.0, float("nan"), ["KL is nan, above its ceiling of 5 nats"]),
+])  # fmt: skip
 def test_each_condition_can_be_missed(after, kl, missed):
     assert failures(Comparison(0.0, 0.1, after, 0.1, kl=kl)) == missed
 
@@ -133,16 +130,9 @@ def test_each_condition_can_be_missed(after, kl, missed):
 def test_a_missed_condition_ends_the_demo_with_one(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fastrl.tools.demo.criterion.KL_CEILING", 0.0)
     small = experiment.Size(
-        reviews=64,
-        language_model_steps=1,
-        pairs=64,
-        reward_steps=1,
-        ppo_steps=1,
-        batch_size=8,
-        train_prompts=16,
-        eval_prompts=8,
-        eval_every=0,
-    )
+        reviews=64, language_model_steps=1, pairs=64, reward_steps=1, ppo_steps=1, batch_size=8,
+        train_prompts=16, eval_prompts=8, eval_every=0,
+    )  # fmt: skip
     monkeypatch.setattr(experiment, "QUICK", small)
     words = ["demo", "--quick", "--output", str(tmp_path)]
     assert cli.main(words) == 1

@@ -362,11 +362,9 @@ def _addmm(
 _FOR_GPUS: dict[str, Callable[..., Any]] = {
     "aten::_flash_attention_forward.": _flash_forward,
     "aten::_flash_attention_backward.": _flash_backward,
-    "aten::mm.dtype": _mm,
-    "aten::mm.dtype_out": _mm,
-    "aten::addmm.dtype": _addmm,
+    "aten::mm.dtype": _mm, "aten::mm.dtype_out": _mm, "aten::addmm.dtype": _addmm,
     "aten::addmm.dtype_out": _addmm,
-}
+}  # fmt: skip
 
 
 def _attention(

@@ -76,11 +76,9 @@ def test_what_lies_on_the_device_is_brought_to_the_host_in_one_transfer(device):
 def test_an_iteration_reads_what_its_parts_read(device, mode):
     trainer = trainer_for(mode)
     settings = {
-        "prompts": tiny_models.prompts(*PROMPTS),
-        "steps": 1,
-        "progress": False,
+        "prompts": tiny_models.prompts(*PROMPTS), "steps": 1, "progress": False,
         "generation_kwargs": {"max_new_tokens": 8},
-    }
+    }  # fmt: skip
     trainer.train(longest_word, **settings)
     with device.watched():
         (numbers,) = trainer.train(longest_word, **settings).history

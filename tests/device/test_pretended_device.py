@@ -39,17 +39,13 @@ def test_views_share_memory_and_data_can_be_replaced(device):
     assert host.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "mix",
-    [
-        lambda x: x + torch.ones(3),
-        lambda x: torch.cat([x, torch.ones(3, 3)]),
-        lambda x: x.index_select(0, torch.tensor([1])),
-        lambda x: torch.where(x > 0, torch.ones(3), x),
-        lambda x: x.addmm_(torch.ones(3, 3), torch.ones(3, 3).to(DEVICE)),
-    ],
-    ids=["add", "cat", "index_select", "where", "addmm_"],
-)
+@pytest.mark.parametrize("mix", [
+    lambda x: x + torch.ones(3),
+    lambda x: torch.cat([x, torch.ones(3, 3)]),
+    lambda x: x.index_select(0, torch.tensor([1])),
+    lambda x: torch.where(x > 0, torch.ones(3), x),
+    lambda x: x.addmm_(torch.ones(3, 3), torch.ones(3, 3).to(DEVICE)),
+], ids=["add", "cat", "index_select", "where", "addmm_"])  # fmt: skip
 def test_tensors_of_both_devices_are_refused(device, mix):
     with pytest.raises(RuntimeError, match="device"):
         mix(torch.zeros(3, 3, device=DEVICE))

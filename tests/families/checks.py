@@ -156,10 +156,8 @@ CHECKS: dict[str, Check] = {
     "SFT, padded": lambda name, folder: _sft(name, folder, padding_free=False),
     "SFT, without padding": _sft,
     "SFT, packed": lambda name, folder: _sft(name, folder, packing=True),
-    "DPO": _dpo,
-    "reward model": _reward,
-    "rollouts": _rollouts,
-}
+    "DPO": _dpo, "reward model": _reward, "rollouts": _rollouts,
+}  # fmt: skip
 
 
 def outcome(name: str, check: Check) -> Outcome | None:

@@ -75,13 +75,9 @@ _SIZES: dict[str, Any] = {
 
 _LATENT = {"num_key_value_heads": 4, "head_dim": None}
 _EYES = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 16,
-}
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 32, "patch_size": 16,
+}  # fmt: skip
 _ROUNDED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 # What the names above do not say of a family.
 _OWN: dict[str, dict[str, Any]] = {
@@ -103,44 +99,27 @@ _OWN: dict[str, dict[str, Any]] = {
             }
             for part in ("patcher", "encoder", "decoder")
         },
-        "global_config": {
-            "hidden_size": 128,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        },
+        "global_config": {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
+         "num_attention_heads": 4},
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROUNDED["rope_parameters"]}},
     "ctrl": {"dff": 96},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "ffn_act_fn": {"name": "silu"}},
-        "n_heads": 4,
-        "n_layers": _LAYERS,
-        "max_seq_len": 256,
-    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+     "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "ffn_act_fn": {"name": "silu"}},
+     "n_heads": 4, "n_layers": _LAYERS, "max_seq_len": 256},
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_shared_experts": 1},
-    "dots3_note_text": {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 16,
-        "num_shared_experts": 1,
-    },
+    "dots3_note_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+     "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8,
+     "swa_v_head_dim": 16, "num_shared_experts": 1},
     "falcon": {"head_dim": None},
-    "gemma3n_text": {
-        "num_kv_shared_layers": 0,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "activation_sparsity_pattern": [0.0] * 4,
-    },
+    "gemma3n_text": {"num_kv_shared_layers": 0,
+     "layer_types": ["sliding_attention", "full_attention"] * 2,
+     "activation_sparsity_pattern": [0.0] * 4},
     "gemma3": {"vision_config": _EYES},
     "git": {"vision_config": _EYES},
     "got_ocr2": {
-        "vision_config": _EYES | {"output_channels": 16, "mlp_dim": 32, "global_attn_indexes": [0]}
+        "vision_config": _EYES | {"output_channels": 16, "mlp_dim": 32, "global_attn_indexes": [0]},
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "longcat_flash": {"head_dim": 8, "ffn_hidden_size": 96, "zero_expert_num": 2},
@@ -150,68 +129,32 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 16, "n_groups": 1},
     "phi4_multimodal": {
-        "audio_config": {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_blocks": 2,
-            "num_attention_heads": 2,
-            "ext_pw_out_channel": 32,
-            "depthwise_separable_out_channel": 32,
-            "nemo_conv_channels": 32,
-        },
+        "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 2,
+         "num_attention_heads": 2, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32,
+         "nemo_conv_channels": 32},
         "vision_config": _EYES | {"num_hidden_layers": 2, "crop_size": 32},
     },
-    "prophetnet": {
-        "num_hidden_layers": None,
-        "num_encoder_layers": 2,
-        "num_decoder_layers": 2,
-        "num_encoder_attention_heads": 4,
-        "num_decoder_attention_heads": 4,
-    },
-    "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "hc_lowrank": 16,
-        "split_ngram_parts": 1,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 64,
-        "indexer_compress_ratio": 4,
-    },
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2,
+     "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4},
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"] * 2, "hc_lowrank": 16,
+     "split_ngram_parts": 1, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+     "indexer_budget": 64, "indexer_compress_ratio": 4},
     "recurrent_gemma": {"block_types": ("recurrent", "attention"), "attention_window_size": 8},
-    "reformer": {
-        "is_decoder": True,
-        "attention_head_size": 16,
-        "attn_layers": ["local", "lsh"] * 2,
-        "axial_pos_shape": [16, 16],
-        "axial_pos_embds_dim": [32, 32],
-        "num_buckets": 4,
-        "feed_forward_size": 96,
-    },
-    "roc_bert": {
-        "pronunciation_vocab_size": 16,
-        "shape_vocab_size": 16,
-        "pronunciation_embed_dim": 16,
-        "shape_embed_dim": 16,
-    },
+    "reformer": {"is_decoder": True, "attention_head_size": 16, "attn_layers": ["local", "lsh"] * 2,
+     "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32], "num_buckets": 4,
+     "feed_forward_size": 96},
+    "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16,
+     "pronunciation_embed_dim": 16, "shape_embed_dim": 16},
     "rwkv": {"attention_hidden_size": 64},
     "xlnet": {"max_position_embeddings": None, "d_inner": 96},
     "xlstm": {"v_head_dim": None, "qk_dim_factor": 1.0, "autocast_kernel_dtype": "float32"},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba": {
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "mamba_d_state": 8,
-    },
-    "zamba2": {
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "n_mamba_heads": 8,
-        "mamba_d_state": 16,
-        "adapter_rank": 8,
-    },
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
+     "attention_head_dim": 32, "mamba_d_state": 8},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8,
+     "mamba_d_state": 16, "adapter_rank": 8},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 def names() -> list[str]:

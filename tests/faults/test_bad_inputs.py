@@ -129,36 +129,24 @@ def ppo(**settings):
 
 
 OTHERS = {
-    "a tracker that is not known": (
-        lambda: ppo(log_with="wandbb"),
-        ValueError,
-        "unknown tracker log_with='wandbb'",
-    ),
-    "what accelerate does not take": (
-        lambda: ppo(accelerator_kwargs={"fp7": 1}),
-        ValueError,
-        "accelerator_kwargs.*no 'fp7'",
-    ),
+    "a tracker that is not known": (lambda: ppo(log_with="wandbb"), ValueError,
+     "unknown tracker log_with='wandbb'"),
+    "what accelerate does not take": (lambda: ppo(accelerator_kwargs={"fp7": 1}), ValueError,
+     "accelerator_kwargs.*no 'fp7'"),
     "a loss that is not known": (lambda: make_loss("dpa"), ValueError, "dpa"),
     "a loss's coefficient": (lambda: make_loss("dpo", beta=-1.0), ValueError, "beta"),
     "a loss's name of one": (lambda: make_loss("dpo", gamma=1.0), ValueError, "gamma"),
     "no reward function": (lambda: Rewards([]), ValueError, "reward_fn"),
-    "a rollout of no slots": (
-        lambda: RolloutEngine(tiny_models.policy(), tiny.tokenizer(), 0),
-        ValueError,
-        "max_slots must be at least 1",
-    ),
+    "a rollout of no slots": (lambda: RolloutEngine(tiny_models.policy(), tiny.tokenizer(), 0),
+     ValueError, "max_slots must be at least 1"),
     "shared layers that are not there": (
         lambda: fastrl.create_reference_model(tiny_models.policy(), num_shared_layers=9),
         ValueError,
         "num_shared_layers must lie between",
     ),
-    "the folder of no run": (
-        lambda: RunFolder.open("nowhere"),
-        FileNotFoundError,
-        "nowhere holds no run",
-    ),
-}
+    "the folder of no run": (lambda: RunFolder.open("nowhere"), FileNotFoundError,
+     "nowhere holds no run"),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -189,13 +177,9 @@ def content(folder):
 def test_a_run_is_refused(arguments, kind, said, trainer, folders):
     before, files = bits(trainer), content(folders)
     settings = {
-        "reward_fn": zero,
-        "prompts": PROMPTS,
-        "steps": 1,
-        "generation_kwargs": {"max_new_tokens": 2},
-        "progress": False,
-        **arguments,
-    }
+        "reward_fn": zero, "prompts": PROMPTS, "steps": 1,
+        "generation_kwargs": {"max_new_tokens": 2}, "progress": False, **arguments,
+    }  # fmt: skip
     with pytest.raises(kind, match=said) as error:
         trainer.train(settings.pop("reward_fn"), **settings)
     assert error.type is kind
@@ -256,15 +240,9 @@ def given(world, folders):
 def test_a_command_is_refused(command, flags, said, given, capsys):
     files = content(given)
     settings = {
-        "model": "lm",
-        "dataset": "reviews.jsonl",
-        "reward": "rewards.py:length",
-        "prompt-words": 5,
-        "output": "new",
-        "steps": 1,
-        "batch-size": 8,
-        **flags,
-    }
+        "model": "lm", "dataset": "reviews.jsonl", "reward": "rewards.py:length", "prompt-words": 5,
+        "output": "new", "steps": 1, "batch-size": 8, **flags,
+    }  # fmt: skip
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     assert cli.main([command, *words]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]

@@ -34,11 +34,9 @@ PLACES = {
     "rollout": "fastrl.rollout.decode_step:DecodeStep.__call__",
     "reward": "fastrl.collect.collector:Collector._judged",
     "forward": "fastrl.learn.loss:UpdateLoss.__call__",
-    "update": "fastrl.learn.engine:Engine.step",
-    "tree": "fastrl.run.state:_plain",
-    "ledger": "fastrl.run.ledger:write_file",
-    **SAVING,
-}
+    "update": "fastrl.learn.engine:Engine.step", "tree": "fastrl.run.state:_plain",
+    "ledger": "fastrl.run.ledger:write_file", **SAVING,
+}  # fmt: skip
 FIT_PLACES = {
     "forward": "transformers.trainer:Trainer.compute_loss",
     "update": "torch.optim.adamw:AdamW.step",

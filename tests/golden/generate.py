@@ -25,41 +25,24 @@ from trl.trainer import ppo_trainer
 BATCH = 8
 REFERENCE_PERTURBATION = 0.05
 COMMON = {
-    "batch_size": BATCH,
-    "mini_batch_size": BATCH,
-    "gradient_accumulation_steps": 1,
-    "ppo_epochs": 4,
-    "learning_rate": 2e-3,
-    "seed": 0,
-}
+    "batch_size": BATCH, "mini_batch_size": BATCH, "gradient_accumulation_steps": 1,
+    "ppo_epochs": 4, "learning_rate": 2e-3, "seed": 0,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "default_gpt2": {"arch": "gpt2", "steps": 2},
-    "minibatch_gpt2": {
-        "arch": "gpt2",
-        "steps": 2,
-        "config": {"mini_batch_size": 2, "gradient_accumulation_steps": 2, "ppo_epochs": 3},
-    },
+    "minibatch_gpt2": {"arch": "gpt2", "steps": 2,
+     "config": {"mini_batch_size": 2, "gradient_accumulation_steps": 2, "ppo_epochs": 3}},
     "abs_score_norm_gpt2": {
         "arch": "gpt2",
         "steps": 3,
-        "config": {
-            "kl_penalty": "abs",
-            "use_score_scaling": True,
-            "use_score_norm": True,
-            "score_clip": 0.7,
-        },
+        "config": {"kl_penalty": "abs", "use_score_scaling": True, "use_score_norm": True,
+         "score_clip": 0.7},
     },
-    "full_kl_llama": {
-        "arch": "llama",
-        "steps": 2,
-        "config": {"kl_penalty": "full", "adap_kl_ctrl": False, "init_kl_coef": 0.1},
-    },
-    "whiten_qwen2": {
-        "arch": "qwen2",
-        "steps": 2,
-        "config": {"whiten_rewards": True, "gamma": 0.97, "lam": 0.9},
-    },
-}
+    "full_kl_llama": {"arch": "llama", "steps": 2,
+     "config": {"kl_penalty": "full", "adap_kl_ctrl": False, "init_kl_coef": 0.1}},
+    "whiten_qwen2": {"arch": "qwen2", "steps": 2,
+     "config": {"whiten_rewards": True, "gamma": 0.97, "lam": 0.9}},
+}  # fmt: skip
 
 
 class TensorLikeFloat(float):
@@ -123,10 +106,7 @@ def build_trainer(architecture: str, settings: dict[str, Any]) -> PPOTrainer:
     fill_by_rule(policy)
     fill_by_rule(reference, REFERENCE_PERTURBATION)
     trainer = PPOTrainer(
-        config=PPOConfig(**settings),
-        model=policy,
-        ref_model=reference,
-        tokenizer=build_tokenizer(),
+        config=PPOConfig(**settings), model=policy, ref_model=reference, tokenizer=build_tokenizer()
     )
     mend_score_scaling(trainer)
     np.random.permutation = np.random.RandomState(settings["seed"]).permutation

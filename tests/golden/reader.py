@@ -69,9 +69,7 @@ class GoldenCase:
         """The policy's parameters after the last step."""
         return self._with_prefix("final.")
 
-    def models(
-        self,
-    ) -> tuple[AutoModelForCausalLMWithValueHead, AutoModelForCausalLMWithValueHead]:
+    def models(self) -> tuple[AutoModelForCausalLMWithValueHead, AutoModelForCausalLMWithValueHead]:
         """A policy and a reference with the weights that TRL started from."""
         policy, reference = self._model(), self._model()
         if self._checkpoint.exists():

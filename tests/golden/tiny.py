@@ -25,30 +25,16 @@ VOCABULARY = 97
 
 _SPECIAL = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 _ROTARY = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 48,
-    "rms_norm_eps": 1e-6,
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 48, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 _CONFIGS = {
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=48,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        **_SPECIAL,
-    ),
+    "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_positions=48, n_embd=16, n_layer=2,
+     n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **_SPECIAL),
     "llama": lambda: LlamaConfig(vocab_size=VOCABULARY, **_ROTARY, **_SPECIAL),
     "qwen2": lambda: Qwen2Config(vocab_size=VOCABULARY, **_ROTARY, **_SPECIAL),
-}
+}  # fmt: skip
 
 
 def language_model(architecture: str) -> PreTrainedModel:

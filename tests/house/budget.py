@@ -23,16 +23,13 @@ def numbers(measured: dict[str, Any]) -> Numbers:
     where they were run."""
     rooms = {name: sum(kinds.values()) for name, kinds in measured["rooms"].items()}
     totals = {
-        "lines": sum(rooms.values()),
-        "files": measured["files"],
-        **measured["top floor"],
+        "lines": sum(rooms.values()), "files": measured["files"], **measured["top floor"],
         "containers": len(measured["containers"]),
         "names defined twice": len(measured["defined twice"]),
         "docstrings that begin with a fragment": len(measured["fragments"]),
-        "settings": measured["settings"],
-        "files in circles": len(measured["circles"]),
+        "settings": measured["settings"], "files in circles": len(measured["circles"]),
         "lines of tests": measured["tests"]["lines"],
-    }
+    }  # fmt: skip
     of_trainers = {
         kind: {name: each[kind] for name, each in measured["trainers"].items()}
         for kind in ("bases", "attributes")

@@ -13,16 +13,13 @@ RARE = 4.9
 INF = math.inf
 
 CUTS = {
-    "top-k": {"top_k": 5},
-    "top-k of all but one": {"top_k": 6},
-    "top-k beyond": {"top_k": 60000},
-    "top-p": {"top_p": 0.8},
-    "tiny top-p": {"top_p": 1e-6},
+    "top-k": {"top_k": 5}, "top-k of all but one": {"top_k": 6}, "top-k beyond": {"top_k": 60000},
+    "top-p": {"top_p": 0.8}, "tiny top-p": {"top_p": 1e-6},
     "temperature, top-p": {"temperature": 1.7, "top_p": 0.6},
     "min-p": {"temperature": 0.6, "min_p": 0.1},
     "min-p of one": {"min_p": 1.0},
     "all": {"temperature": 1.3, "top_k": 40, "top_p": 0.7, "min_p": 0.02},
-}
+}  # fmt: skip
 SETTINGS = {"plain": {}, "hot": {"temperature": 1.3}, "all": CUTS["all"]}
 
 

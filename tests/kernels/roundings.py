@@ -60,12 +60,9 @@ _COMPOSED |= {
 }
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 _PRODUCTS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    aten.mm.default: torch.mm,
-    aten.addmm.default: torch.mm,
-    aten.bmm.default: torch.bmm,
-    aten.mv.default: torch.mv,
-    aten.dot.default: torch.dot,
-}
+    aten.mm.default: torch.mm, aten.addmm.default: torch.mm, aten.bmm.default: torch.bmm,
+    aten.mv.default: torch.mv, aten.dot.default: torch.dot,
+}  # fmt: skip
 # These only move and choose numbers, as views do: to know it saves time.
 _EXACT = {
     *(aten.clone.default, aten.where.self, aten.gather.default, aten.index.Tensor),

@@ -25,12 +25,8 @@ def case(device: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any
     reasons = torch.tensor([RUNNING, RUNNING, RUNNING, EOS, LENGTH, STOP, NAN, IDLE])
     count = integers(COLUMNS - 2)
     state = [
-        integers(12),
-        integers(99),
-        count,
-        count + 1 + integers(2),
-        reasons[torch.arange(ROWS) % 8],
-    ]
+        integers(12), integers(99), count, count + 1 + integers(2), reasons[torch.arange(ROWS) % 8],
+    ]  # fmt: skip
     tokens = torch.randint(99, (SLOTS, COLUMNS), generator=generator)
     numbers = torch.randn(4, SLOTS, COLUMNS, generator=generator)
     drawn = integers(12) - (integers(6) == 0) * 12
@@ -85,15 +81,12 @@ def test_it_is_one_launch(device):
     assert calls == ["_advance_slots_kernel"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"reason": torch.zeros(3, dtype=torch.long)}, "slots.reason is torch.int64"),
-        ({"token": torch.zeros(ROWS)}, "slots.token is torch.float32"),
-        ({"tokens": torch.zeros(2, 9, dtype=torch.long)}, "slots.tokens are torch.int64"),
-        ({"per_token": torch.zeros(3, SLOTS, COLUMNS)}, r"they must be float32 \(4, 45, 7\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"reason": torch.zeros(3, dtype=torch.long)}, "slots.reason is torch.int64"),
+    ({"token": torch.zeros(ROWS)}, "slots.token is torch.float32"),
+    ({"tokens": torch.zeros(2, 9, dtype=torch.long)}, "slots.tokens are torch.int64"),
+    ({"per_token": torch.zeros(3, SLOTS, COLUMNS)}, r"they must be float32 \(4, 45, 7\)"),
+])  # fmt: skip
 def test_slots_of_another_shape_are_refused(changes, message):
     slots, draw, _ = case("cpu")
     with pytest.raises(ValueError, match=message):

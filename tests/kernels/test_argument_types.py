@@ -32,36 +32,33 @@ def test_lists_in_place_of_tensors_are_named(op):
     assert str(caught.value).split()[0] in needed
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ops.ppo_loss(X, X, X, MASK, cliprange=(0.1, 0.2, 0.3)),
-         r"cliprange must be a number or \(a number, a number\), got tuple of 3"),
-        (lambda: ops.ppo_loss(X, X, X, MASK, cliprange=(0.1,)), "cliprange must be .*, got tuple"),
-        (lambda: ops.ppo_loss(X, X, X, MASK, cliprange="0.2"), "cliprange must be .*, got str"),
-        (lambda: ops.ppo_loss(X, X, X, MASK, value=X), "value must be ValueTerm or None, got Tens"),
-        (lambda: ops.ppo_loss(X, X, X, MASK, kl=0.1), "kl must be KLTerm or None, got float"),
-        (lambda: ops.ppo_loss(X, X, X, MASK, kl=ops.KLTerm(X, "0.1")),
-         "kl.coef must be a number, got str"),
-        (lambda: ops.ppo_loss(X, X, X, MASK, dual_clip=torch.tensor(3.0)), "must be Python numb"),
-        (lambda: ops.ppo_loss(X, X, X, MASK.tolist()), "mask must be a tensor, got list"),
-        (lambda: ops.gae(X, X, MASK, gamma="1", lam=0.95), "gamma must be a number, got str"),
-        (lambda: ops.kl_rewards(X, X, X[:, 0], MASK, coef="0.1"), "coef must be .*, got str"),
-        (lambda: ops.token_logprobs(LOGITS, LABELS, temperature="1"),
-         "temperature must be a number or a tensor, got str"),
-        (lambda: ops.linear_logprobs(*HEAD, softcap="30"), "softcap must be a number or None, got"),
-        (lambda: ops.linear_logprobs(*HEAD, extras="is_top1"), "extras must be a tuple of names"),
-        (lambda: ops.linear_logprobs(*HEAD, workspace_bytes=1e6), "workspace_bytes must be an int"),
-        (lambda: ops.masked_whiten(X, MASK, moments=X[0, 0]), "moments must be Moments or None"),
-        (lambda: ops.merge_moments([1.0]), "moments must be Moments, got list of 1"),
-        (lambda: ops.dpo_loss(*[X[0]] * 4, beta="0.1"), "beta must be a number, got str"),
-        (lambda: ops.rms_norm(X, X[0], dtype="bfloat16"), "dtype must be float32, bfloat16"),
-        (lambda: ops.rms_norm(X, X[0], dtype=torch.int8), "dtype must be float32, .*, got torch.i"),
-        (lambda: ops.explain(None), "device must be a torch.device or a string, got None"),
-        (lambda: ops.linear_sample_pays(1.5, 8, 512, torch.bfloat16), "rows must be an integer"),
-        (lambda: ops.linear_sample_pays(1, 8, 512, "bf16"), "dtype must be a torch.dtype, got str"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: ops.ppo_loss(X, X, X, MASK, cliprange=(0.1, 0.2, 0.3)),
+     r"cliprange must be a number or \(a number, a number\), got tuple of 3"),
+    (lambda: ops.ppo_loss(X, X, X, MASK, cliprange=(0.1,)), "cliprange must be .*, got tuple"),
+    (lambda: ops.ppo_loss(X, X, X, MASK, cliprange="0.2"), "cliprange must be .*, got str"),
+    (lambda: ops.ppo_loss(X, X, X, MASK, value=X), "value must be ValueTerm or None, got Tens"),
+    (lambda: ops.ppo_loss(X, X, X, MASK, kl=0.1), "kl must be KLTerm or None, got float"),
+    (lambda: ops.ppo_loss(X, X, X, MASK, kl=ops.KLTerm(X, "0.1")),
+     "kl.coef must be a number, got str"),
+    (lambda: ops.ppo_loss(X, X, X, MASK, dual_clip=torch.tensor(3.0)), "must be Python numb"),
+    (lambda: ops.ppo_loss(X, X, X, MASK.tolist()), "mask must be a tensor, got list"),
+    (lambda: ops.gae(X, X, MASK, gamma="1", lam=0.95), "gamma must be a number, got str"),
+    (lambda: ops.kl_rewards(X, X, X[:, 0], MASK, coef="0.1"), "coef must be .*, got str"),
+    (lambda: ops.token_logprobs(LOGITS, LABELS, temperature="1"),
+     "temperature must be a number or a tensor, got str"),
+    (lambda: ops.linear_logprobs(*HEAD, softcap="30"), "softcap must be a number or None, got"),
+    (lambda: ops.linear_logprobs(*HEAD, extras="is_top1"), "extras must be a tuple of names"),
+    (lambda: ops.linear_logprobs(*HEAD, workspace_bytes=1e6), "workspace_bytes must be an int"),
+    (lambda: ops.masked_whiten(X, MASK, moments=X[0, 0]), "moments must be Moments or None"),
+    (lambda: ops.merge_moments([1.0]), "moments must be Moments, got list of 1"),
+    (lambda: ops.dpo_loss(*[X[0]] * 4, beta="0.1"), "beta must be a number, got str"),
+    (lambda: ops.rms_norm(X, X[0], dtype="bfloat16"), "dtype must be float32, bfloat16"),
+    (lambda: ops.rms_norm(X, X[0], dtype=torch.int8), "dtype must be float32, .*, got torch.i"),
+    (lambda: ops.explain(None), "device must be a torch.device or a string, got None"),
+    (lambda: ops.linear_sample_pays(1.5, 8, 512, torch.bfloat16), "rows must be an integer"),
+    (lambda: ops.linear_sample_pays(1, 8, 512, "bf16"), "dtype must be a torch.dtype, got str"),
+])  # fmt: skip
 def test_other_types_are_named(call, message):
     with pytest.raises(TypeError, match=message):
         call()

@@ -24,15 +24,9 @@ HIDDEN, VOCABULARY = 8, 37
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Whose whole work is one operator, so that Triton's kernels run in compiled code as well.
 OPERATORS = {
-    "full_kl",
-    "linear_logprobs",
-    "linear_nll_loss",
-    "linear_ppo_loss",
-    "linear_sample",
-    "sample_keys",
-    "sample_tokens",
-    "token_logprobs",
-}
+    "full_kl", "linear_logprobs", "linear_nll_loss", "linear_ppo_loss", "linear_sample",
+    "sample_keys", "sample_tokens", "token_logprobs",
+}  # fmt: skip
 LEAVES = 10  # of the fields below
 
 
@@ -323,19 +317,15 @@ def test_one_graph_for_all_sizes_with_the_bits_of_eager_mode(case, backend):
         assert_same_bits(outcome(function, x), expected(case, backend, x))
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        ("full_kl masked", torch.float16),
-        ("linear_logprobs entropy", torch.bfloat16),
-        ("linear_logprobs extras", torch.float16),
-        ("linear_nll_loss with everything", torch.bfloat16),
-        ("linear_ppo_loss with everything", torch.float16),
-        ("sample_tokens tensors", torch.bfloat16),
-        ("token_logprobs entropy", torch.float16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "dtype"), [
+    ("full_kl masked", torch.float16),
+    ("linear_logprobs entropy", torch.bfloat16),
+    ("linear_logprobs extras", torch.float16),
+    ("linear_nll_loss with everything", torch.bfloat16),
+    ("linear_ppo_loss with everything", torch.float16),
+    ("sample_tokens tensors", torch.bfloat16),
+    ("token_logprobs entropy", torch.float16),
+], ids=str)  # fmt: skip
 def test_static_shapes_and_low_precision(case, dtype):
     x = inputs(5, dtype)
     function = torch.compile(lambda x: CASES[case](x, "torch"), backend="aot_eager", fullgraph=True)
@@ -378,14 +368,11 @@ def test_autocast_reaches_the_head():
     assert not torch.equal(step(x), _head(ops.linear_logprobs, x, backend="torch"))
 
 
-@pytest.mark.parametrize(
-    ("case", "wanted"),
-    [
-        ("token_logprobs", r"labels\[1, 2\] is 37, outside"),
-        ("linear_logprobs", r"labels\[1, 2\] is 37, outside"),
-        ("sample_tokens tensors", r"temperature\[8\] must be 0 \(greedy\) or positive"),
-    ],
-)
+@pytest.mark.parametrize(("case", "wanted"), [
+    ("token_logprobs", r"labels\[1, 2\] is 37, outside"),
+    ("linear_logprobs", r"labels\[1, 2\] is 37, outside"),
+    ("sample_tokens tensors", r"temperature\[8\] must be 0 \(greedy\) or positive"),
+])  # fmt: skip
 def test_values_are_checked_when_compiled_code_runs(case, wanted):
     x = inputs(6, device="cpu")  # on a device, they are NaN in the results
     function = torch.compile(lambda x: CASES[case](x, "torch"), backend="aot_eager", fullgraph=True)

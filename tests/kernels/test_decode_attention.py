@@ -26,18 +26,12 @@ SPLIT = 256
 ON_AMD = torch.version.hip is not None  # where a second launch merges
 BORDERS = (0, 1, 255, 256, 257, 513)
 OPTIONS = {
-    "plain": {},
-    "window": {"window": 100},
-    "window across a border": {"window": 258},
-    "window of one": {"window": 1},
-    "wide window": {"window": 5000},
-    "chunk": {"chunk": 100},
-    "chunk of a split": {"chunk": SPLIT},
-    "wide chunk": {"chunk": 5000},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": 3.0},
+    "plain": {}, "window": {"window": 100}, "window across a border": {"window": 258},
+    "window of one": {"window": 1}, "wide window": {"window": 5000}, "chunk": {"chunk": 100},
+    "chunk of a split": {"chunk": SPLIT}, "wide chunk": {"chunk": 5000},
+    "softcap": {"softcap": 2.0}, "sinks": {"sinks": 3.0},
     "all": {"scale": 0.3, "softcap": 1.5, "window": 130, "chunk": 200, "sinks": 1.0},
-}
+}  # fmt: skip
 
 
 def cache(
@@ -158,16 +152,11 @@ def test_any_shape_matches_the_formula(data):
     tokens = draw(st.integers(1, 400))
     lengths = draw(st.lists(st.integers(0, tokens), min_size=1, max_size=3))
     inputs = cache(
-        lengths,
-        draw(st.sampled_from(DTYPES)),
-        "cuda" if torch.cuda.is_available() else "cpu",
-        tokens=tokens,
-        heads=draw(st.integers(1, 3)),
-        group=draw(st.integers(1, 5)),
-        width=draw(st.integers(1, 40)),
-        value_width=draw(st.integers(1, 40)),
+        lengths, draw(st.sampled_from(DTYPES)), "cuda" if torch.cuda.is_available() else "cpu",
+        tokens=tokens, heads=draw(st.integers(1, 3)), group=draw(st.integers(1, 5)),
+        width=draw(st.integers(1, 40)), value_width=draw(st.integers(1, 40)),
         seed=draw(st.integers(0, 99)),
-    )
+    )  # fmt: skip
     options = {
         "window": draw(st.none() | st.integers(1, 450)),
         "chunk": draw(st.none() | st.integers(1, 450)),
@@ -324,11 +313,9 @@ def of_many_splits(dtype, device, lengths=LENGTHS, **options):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"window": SMALL * 16 + 3, "softcap": 2.0}, {"chunk": SMALL * 9, "sinks": torch.ones(6)}],
-    ids=["{}", "window", "chunk"],
-)
+@pytest.mark.parametrize("options", [
+    {}, {"window": SMALL * 16 + 3, "softcap": 2.0}, {"chunk": SMALL * 9, "sinks": torch.ones(6)},
+], ids=["{}", "window", "chunk"])  # fmt: skip
 def test_one_launch_and_two_give_the_same(device, dtype, options, small_splits, monkeypatch):
     """To the bit in the interpreter. They are compiled for warps of other numbers of heads: sums
     have other orders, and multiply-adds other pairs."""
@@ -508,49 +495,42 @@ def zeros(*shape, dtype=BF16, device="cpu"):
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
-@together(
-    ("change", "error", "message"),
-    [
-        ({"query": zeros(3, 4, 16, dtype=torch.int64)}, TypeError, "query must be float32"),
-        ({"query": zeros(3, 64)}, ValueError, r"query .* must be \[B, Hq, D\]"),
-        ({"query": zeros(3, 0, 16)}, ValueError, r"query .* must be \[B, Hq, D\]"),
-        ({"query": zeros(3, 4, 16, dtype=FP32)}, TypeError, "keys are torch.bfloat16, query"),
-        ({"values": zeros(5, 300, 2, 8, dtype=FP32)}, TypeError, "values are torch.float32"),
-        ({"keys": zeros(300, 2, 16)}, ValueError, r"keys .* must be \[S, M, Hkv, D\]"),
-        ({"keys": zeros(5, 0, 2, 16)}, ValueError, r"keys .* must be \[S, M, Hkv, D\]"),
-        ({"keys": zeros(5, 300, 16, 2).mT}, ValueError, "keys have strides .* the last must be 1"),
-        ({"values": zeros(5, 300, 8, 2).mT}, ValueError, "values have strides"),
-        ({"keys": zeros(5, 300, 2, 16, device="meta")}, ValueError, "keys is on meta"),
-        ({"values": zeros(5, 300, 2, 8, device="meta")}, ValueError, "values is on meta"),
-        ({"values": zeros(5, 301, 2, 8)}, ValueError, "all but the last"),
-        ({"values": zeros(5, 300, 1, 8)}, ValueError, "all but the last"),
-        ({"query": zeros(3, 4, 17)}, ValueError, "keys are 16 wide, query is 17"),
-        ({"query": zeros(3, 5, 16)}, ValueError, "query has 5 heads, keys have 2"),
-        ({"query": zeros(3, 1, 16)}, ValueError, "query has 1 heads, keys have 2"),
-        ({"query": zeros(6, 4, 16)}, ValueError, "5 slots, query has 6 rows"),
-        ({"lengths": zeros(3)}, TypeError, "lengths must be int32 or int64"),
-        ({"lengths": zeros(4, dtype=torch.int32)}, ValueError, r"must be \(3,\), one per row"),
-        ({"lengths": zeros(3, 1, dtype=torch.int32)}, ValueError, r"must be \(3,\), one per row"),
-        (
-            {"lengths": zeros(3, dtype=torch.int32, device="meta")},
-            ValueError,
-            "lengths is on meta",
-        ),
-        ({"scale": 0.0}, ValueError, "scale must be positive"),
-        ({"scale": math.nan}, ValueError, "scale must be positive"),
-        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
-        ({"softcap": -1.0}, ValueError, "softcap must be positive"),
-        ({"softcap": math.inf}, ValueError, "softcap must be positive"),
-        ({"window": 0}, ValueError, "window must be positive"),
-        ({"chunk": 0}, ValueError, "chunk must be positive"),
-        ({"sinks": zeros(3)}, ValueError, r"sinks .* must be \(4,\), one per head"),
-        ({"sinks": zeros(4, dtype=torch.int64)}, TypeError, "sinks must be float32"),
-        ({"sinks": zeros(4, device="meta")}, ValueError, "sinks is on meta"),
-        ({"span": 0}, ValueError, r"span must be in \[1, 300\]"),
-        ({"span": 301}, ValueError, r"span must be in \[1, 300\]"),
-        ({"backend": "cuda"}, ValueError, "unknown backend"),
-    ],
-)
+@together(("change", "error", "message"), [
+    ({"query": zeros(3, 4, 16, dtype=torch.int64)}, TypeError, "query must be float32"),
+    ({"query": zeros(3, 64)}, ValueError, r"query .* must be \[B, Hq, D\]"),
+    ({"query": zeros(3, 0, 16)}, ValueError, r"query .* must be \[B, Hq, D\]"),
+    ({"query": zeros(3, 4, 16, dtype=FP32)}, TypeError, "keys are torch.bfloat16, query"),
+    ({"values": zeros(5, 300, 2, 8, dtype=FP32)}, TypeError, "values are torch.float32"),
+    ({"keys": zeros(300, 2, 16)}, ValueError, r"keys .* must be \[S, M, Hkv, D\]"),
+    ({"keys": zeros(5, 0, 2, 16)}, ValueError, r"keys .* must be \[S, M, Hkv, D\]"),
+    ({"keys": zeros(5, 300, 16, 2).mT}, ValueError, "keys have strides .* the last must be 1"),
+    ({"values": zeros(5, 300, 8, 2).mT}, ValueError, "values have strides"),
+    ({"keys": zeros(5, 300, 2, 16, device="meta")}, ValueError, "keys is on meta"),
+    ({"values": zeros(5, 300, 2, 8, device="meta")}, ValueError, "values is on meta"),
+    ({"values": zeros(5, 301, 2, 8)}, ValueError, "all but the last"),
+    ({"values": zeros(5, 300, 1, 8)}, ValueError, "all but the last"),
+    ({"query": zeros(3, 4, 17)}, ValueError, "keys are 16 wide, query is 17"),
+    ({"query": zeros(3, 5, 16)}, ValueError, "query has 5 heads, keys have 2"),
+    ({"query": zeros(3, 1, 16)}, ValueError, "query has 1 heads, keys have 2"),
+    ({"query": zeros(6, 4, 16)}, ValueError, "5 slots, query has 6 rows"),
+    ({"lengths": zeros(3)}, TypeError, "lengths must be int32 or int64"),
+    ({"lengths": zeros(4, dtype=torch.int32)}, ValueError, r"must be \(3,\), one per row"),
+    ({"lengths": zeros(3, 1, dtype=torch.int32)}, ValueError, r"must be \(3,\), one per row"),
+    ({"lengths": zeros(3, dtype=torch.int32, device="meta")}, ValueError, "lengths is on meta"),
+    ({"scale": 0.0}, ValueError, "scale must be positive"),
+    ({"scale": math.nan}, ValueError, "scale must be positive"),
+    ({"softcap": 0.0}, ValueError, "softcap must be positive"),
+    ({"softcap": -1.0}, ValueError, "softcap must be positive"),
+    ({"softcap": math.inf}, ValueError, "softcap must be positive"),
+    ({"window": 0}, ValueError, "window must be positive"),
+    ({"chunk": 0}, ValueError, "chunk must be positive"),
+    ({"sinks": zeros(3)}, ValueError, r"sinks .* must be \(4,\), one per head"),
+    ({"sinks": zeros(4, dtype=torch.int64)}, TypeError, "sinks must be float32"),
+    ({"sinks": zeros(4, device="meta")}, ValueError, "sinks is on meta"),
+    ({"span": 0}, ValueError, r"span must be in \[1, 300\]"),
+    ({"span": 301}, ValueError, r"span must be in \[1, 300\]"),
+    ({"backend": "cuda"}, ValueError, "unknown backend"),
+])  # fmt: skip
 def test_what_is_refused_and_why(change, error, message):
     with pytest.raises(error, match=message):
         decode_attention(**{**cache_of_zeros(), "backend": "torch", **change})

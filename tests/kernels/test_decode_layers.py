@@ -187,36 +187,30 @@ def test_nothing_is_done_for_no_rows(backend, device):
     assert swiglu(x, x, backend=backend).shape == (0, 16)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda x, w: rms_norm(x.long(), w), TypeError, "x must be torch.float32|x must be float"),
-        (lambda x, w: rms_norm(x, w[:3]), ValueError, r"x has shape \(2, 16\), weight \(3,\)"),
-        (lambda x, w: rms_norm(x, w, eps=0.0), ValueError, "eps must be positive"),
-        (lambda x, w: rms_norm(x, w, residual=x[:1]), ValueError, "residual has shape"),
-        (lambda x, w: swiglu(x, x.bfloat16()), TypeError, "up is torch.bfloat16, gate"),
-        (lambda x, w: swiglu(x, x[:1]), ValueError, "up has shape"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda x, w: rms_norm(x.long(), w), TypeError, "x must be torch.float32|x must be float"),
+    (lambda x, w: rms_norm(x, w[:3]), ValueError, r"x has shape \(2, 16\), weight \(3,\)"),
+    (lambda x, w: rms_norm(x, w, eps=0.0), ValueError, "eps must be positive"),
+    (lambda x, w: rms_norm(x, w, residual=x[:1]), ValueError, "residual has shape"),
+    (lambda x, w: swiglu(x, x.bfloat16()), TypeError, "up is torch.bfloat16, gate"),
+    (lambda x, w: swiglu(x, x[:1]), ValueError, "up has shape"),
+])  # fmt: skip
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call(normal(2, 16), normal(16))
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"key": normal(3, 2, 8)}, ValueError, r"keys have shape"),
-        ({"key": normal(3, 2, 16, dtype=BF16)}, TypeError, "key is torch.bfloat16, query"),
-        ({"cos": torch.ones(3, 15)}, ValueError, "cos and sin have shapes"),
-        ({"cos": torch.ones(3, 18), "sin": torch.ones(3, 18)}, ValueError, "of at most 16"),
-        ({"sin": torch.ones(3, 16, dtype=BF16)}, TypeError, "sin is torch.bfloat16, cos"),
-        ({"positions": torch.zeros(3, dtype=torch.int32)}, ValueError, "positions are torch.int32"),
-        ({"values": torch.zeros(2, 9, 2, 16)}, ValueError, "values have shape"),
-        ({"norms": HeadNorms(normal(8), normal(8), 1e-6)}, ValueError, "norms have shapes"),
-        ({"norms": HeadNorms(normal(16), normal(16), 0.0)}, ValueError, "norms.eps must be posit"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"key": normal(3, 2, 8)}, ValueError, r"keys have shape"),
+    ({"key": normal(3, 2, 16, dtype=BF16)}, TypeError, "key is torch.bfloat16, query"),
+    ({"cos": torch.ones(3, 15)}, ValueError, "cos and sin have shapes"),
+    ({"cos": torch.ones(3, 18), "sin": torch.ones(3, 18)}, ValueError, "of at most 16"),
+    ({"sin": torch.ones(3, 16, dtype=BF16)}, TypeError, "sin is torch.bfloat16, cos"),
+    ({"positions": torch.zeros(3, dtype=torch.int32)}, ValueError, "positions are torch.int32"),
+    ({"values": torch.zeros(2, 9, 2, 16)}, ValueError, "values have shape"),
+    ({"norms": HeadNorms(normal(8), normal(8), 1e-6)}, ValueError, "norms have shapes"),
+    ({"norms": HeadNorms(normal(16), normal(16), 0.0)}, ValueError, "norms.eps must be posit"),
+])  # fmt: skip
 def test_bad_input_to_the_cache_is_named(changes, error, message):
     keys, values = slots_of(FP32, "cpu", (16, 16))
     given = {

@@ -18,13 +18,10 @@ from tests.kernels.draws import assert_same_bits, batch, keys_for
 
 ALL = os.environ.get("DRAWS") == "all"
 OPTIONS = {
-    "plain": {},
-    "temperature": {"temperature": 0.7},
-    "min-p": {"temperature": 1.3, "min_p": 0.02},
-    "top-k": {"top_k": 50},
-    "top-p": {"temperature": 0.8, "top_p": 0.9},
+    "plain": {}, "temperature": {"temperature": 0.7}, "min-p": {"temperature": 1.3, "min_p": 0.02},
+    "top-k": {"top_k": 50}, "top-p": {"temperature": 0.8, "top_p": 0.9},
     "all": {"temperature": 1.3, "top_k": 400, "top_p": 0.95, "min_p": 0.001},
-}
+}  # fmt: skip
 SCALES = {"flat": 0.5, "peaked": 4.0}
 SEARCHING = ("top-k", "top-p", "all")  # ten times slower in the interpreter
 

@@ -201,21 +201,18 @@ def test_only_the_policy_gets_a_gradient(backend, device):
     assert full_kl(logits, ref_logits.detach(), backend=backend).grad_fn is None
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"logits": torch.zeros(3, 9, dtype=torch.int64)}, TypeError, "logits must be float32"),
-        ({"ref_logits": torch.zeros(3, 9).double()}, TypeError, "ref_logits must be float32"),
-        ({"logits": torch.zeros(3, 0)}, ValueError, "V > 0"),
-        ({"ref_logits": torch.zeros(3, 8)}, ValueError, "ref_logits has shape"),
-        ({"ref_logits": torch.zeros(3, 9, device="meta")}, ValueError, "ref_logits is on meta"),
-        ({"mask": torch.ones(3)}, TypeError, "mask must be boolean"),
-        ({"mask": torch.ones(4, dtype=torch.bool)}, ValueError, "mask has shape"),
-        ({"temperature": 0.0}, ValueError, "temperature must be positive"),
-        ({"temperature": torch.ones(3, requires_grad=True)}, ValueError, "temperature requires"),
-        ({"backend": "cuda"}, ValueError, "unknown backend"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"logits": torch.zeros(3, 9, dtype=torch.int64)}, TypeError, "logits must be float32"),
+    ({"ref_logits": torch.zeros(3, 9).double()}, TypeError, "ref_logits must be float32"),
+    ({"logits": torch.zeros(3, 0)}, ValueError, "V > 0"),
+    ({"ref_logits": torch.zeros(3, 8)}, ValueError, "ref_logits has shape"),
+    ({"ref_logits": torch.zeros(3, 9, device="meta")}, ValueError, "ref_logits is on meta"),
+    ({"mask": torch.ones(3)}, TypeError, "mask must be boolean"),
+    ({"mask": torch.ones(4, dtype=torch.bool)}, ValueError, "mask has shape"),
+    ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+    ({"temperature": torch.ones(3, requires_grad=True)}, ValueError, "temperature requires"),
+    ({"backend": "cuda"}, ValueError, "unknown backend"),
+])  # fmt: skip
 def test_what_is_refused_and_why(change, error, message):
     arguments = {"logits": torch.zeros(3, 9), "ref_logits": torch.zeros(3, 9)}
     with pytest.raises(error, match=message):

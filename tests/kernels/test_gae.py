@@ -8,9 +8,7 @@ from torch import Tensor
 
 from fastrl_kernels import gae, reference
 from tests.kernels.judge import DTYPES, judge, misaligned, names
-from tests.kernels.launches import (
-    watched,
-)
+from tests.kernels.launches import watched
 
 GAMMA, LAM = 0.97, 0.9
 WRT = ("rewards", "values")
@@ -133,15 +131,9 @@ def test_ends_of_episodes_by_hand(backend, device):
     no = torch.zeros_like(end)
     terminated, truncated = torch.cat([end, no, end]), torch.cat([no, end, end])
     advantages, _ = gae(
-        rewards,
-        values,
-        gamma=0.5,
-        lam=1.0,
-        bootstrap_value=bootstrap,
-        terminated=terminated,
-        truncated=truncated,
-        backend=backend,
-    )
+        rewards, values, gamma=0.5, lam=1.0, bootstrap_value=bootstrap, terminated=terminated,
+        truncated=truncated, backend=backend,
+    )  # fmt: skip
     ends = -1.0  # 1 + 0 - 2
     cut = 4.0  # 1 + .5·10 - 2
     first = [1 + 0.5 * 2 - 1 + 0.5 * a for a in (ends, cut, ends)]

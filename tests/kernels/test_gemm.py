@@ -121,22 +121,18 @@ def test_onednn_gets_weights_and_biases_without_gaps():
 LIBRARIES_OF_BF16 = pytest.mark.parametrize("name", gemm.LIBRARIES["bfloat16"])
 
 
-@pytest.mark.parametrize(
-    "product",
-    [
-        lambda a, b: torch.mm(a, b.t()),
-        lambda a, b: torch.mm(b, a.t()),
-        lambda a, b: torch.addmm(torch.zeros(5).bfloat16(), b, a.t()),
-        lambda a, b: torch.bmm(b[None], a.t()[None]),
-        lambda a, b: torch.baddbmm(torch.zeros(7, 5).bfloat16(), b[None], a.t()[None]),
-        lambda a, b: torch.nn.functional.linear(a[:1], b),
-        lambda a, b: torch.nn.functional.linear(b, a, a[:, 0].clone()),
-        lambda a, b: torch.einsum("ik,jk->ij", a, b),
-        lambda a, b: torch.nn.functional.scaled_dot_product_attention(
-            *(x[None, None] for x in (a, b, b))
-        ),
-    ],
-)
+@pytest.mark.parametrize("product", [
+    lambda a, b: torch.mm(a, b.t()),
+    lambda a, b: torch.mm(b, a.t()),
+    lambda a, b: torch.addmm(torch.zeros(5).bfloat16(), b, a.t()),
+    lambda a, b: torch.bmm(b[None], a.t()[None]),
+    lambda a, b: torch.baddbmm(torch.zeros(7, 5).bfloat16(), b[None], a.t()[None]),
+    lambda a, b: torch.nn.functional.linear(a[:1], b),
+    lambda a, b: torch.nn.functional.linear(b, a, a[:, 0].clone()),
+    lambda a, b: torch.einsum("ik,jk->ij", a, b),
+    lambda a,
+     b: torch.nn.functional.scaled_dot_product_attention(*(x[None, None] for x in (a, b, b))),
+])  # fmt: skip
 def test_a_slice_in_half_precision_is_seen(product):
     """What the tests below rely on."""
     a, b = (torch.randn(n, 64).bfloat16() for n in (5, 7))
@@ -374,18 +370,15 @@ def test_a_library_that_is_missing_is_replaced(monkeypatch):
     assert gemm.by_rule()["float32"] == gemm.MM
 
 
-@pytest.mark.parametrize(
-    ("cpu", "instructions", "expected"),
-    [
-        ({"cpu_name": "AMD EPYC 9755", "avx512_bf16": True}, "AVX512", ("onednn", "bf16")),
-        ({"cpu_name": "AMD EPYC 9755", "avx512_bf16": True}, "AVX2", ("mm", "mm")),
-        ({"cpu_name": "AMD EPYC 7763"} | X86, "AVX2", ("mm", "fp32")),
-        ({"cpu_name": "Intel(R) Xeon(R) 8488C", "amx_bf16": True}, "AVX512", ("mm", "bf16")),
-        ({"cpu_name": "Intel(R) Xeon(R) Gold"} | X86, "AVX512", ("mm", "fp32")),
-        ({"cpu_name": "Neoverse-V2", "architecture": "aarch64"}, "DEFAULT", ("mm", "mm")),
-        ({}, "DEFAULT", ("mm", "mm")),
-    ],
-)
+@pytest.mark.parametrize(("cpu", "instructions", "expected"), [
+    ({"cpu_name": "AMD EPYC 9755", "avx512_bf16": True}, "AVX512", ("onednn", "bf16")),
+    ({"cpu_name": "AMD EPYC 9755", "avx512_bf16": True}, "AVX2", ("mm", "mm")),
+    ({"cpu_name": "AMD EPYC 7763"} | X86, "AVX2", ("mm", "fp32")),
+    ({"cpu_name": "Intel(R) Xeon(R) 8488C", "amx_bf16": True}, "AVX512", ("mm", "bf16")),
+    ({"cpu_name": "Intel(R) Xeon(R) Gold"} | X86, "AVX512", ("mm", "fp32")),
+    ({"cpu_name": "Neoverse-V2", "architecture": "aarch64"}, "DEFAULT", ("mm", "mm")),
+    ({}, "DEFAULT", ("mm", "mm")),
+])  # fmt: skip
 @needs_onednn
 def test_the_rule_reads_processor_and_instructions(cpu, instructions, expected, monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)

@@ -101,13 +101,9 @@ def python(code: str, *arguments: str, **environment: str) -> str:
     """What a fresh interpreter prints; Triton's interpreter mode is off unless asked for."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**inherited, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-c", code, *arguments], env={**inherited, **environment}, cwd=ROOT,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -9,9 +9,7 @@ from torch import Tensor
 from fastrl_kernels import kl_penalty, kl_rewards, reference
 from fastrl_kernels.types import KL_KINDS
 from tests.kernels.judge import DTYPES, assert_close_to_exact, judge, misaligned, names
-from tests.kernels.launches import (
-    watched,
-)
+from tests.kernels.launches import watched
 
 SHAPES = ((2, 3, 41), (7, 1), (252, 19))
 
@@ -96,11 +94,9 @@ def test_penalty_values_by_hand(backend, device):
     logprobs = torch.tensor([-1.0, -2.0, -0.5], device=device)
     ref = torch.tensor([-2.0, -1.5, -0.5], device=device)
     expected = {
-        "kl": [1.0, -0.5, 0.0],
-        "abs": [1.0, 0.5, 0.0],
-        "mse": [0.5, 0.125, 0.0],
+        "kl": [1.0, -0.5, 0.0], "abs": [1.0, 0.5, 0.0], "mse": [0.5, 0.125, 0.0],
         "k3": [0.36787944, 0.14872127, 0.0],
-    }
+    }  # fmt: skip
     for kind, values in expected.items():
         actual = kl_penalty(logprobs, ref, kind, backend=backend)
         torch.testing.assert_close(actual, torch.tensor(values, device=device))

@@ -79,12 +79,10 @@ def assert_same_bits(actual, expected) -> None:
 
 
 VARIANTS = {
-    "plain": {},
-    "softcap": {"softcap": 5.0},
-    "scale": {"logit_scale": 0.25},
+    "plain": {}, "softcap": {"softcap": 5.0}, "scale": {"logit_scale": 0.25},
     "temperature": {"temperature": 0.7},
     "everything": {"softcap": 8.0, "logit_scale": 1.5},  # and a bias, temperatures, holes
-}
+}  # fmt: skip
 MANY, WORKSPACE = (11, 2500), 15_000
 
 

@@ -154,15 +154,12 @@ def test_labels_out_of_range(backend, device):
     assert grads["hidden"][0, 0].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [
-        ({"weights": torch.ones(2, 4)}, ValueError, "weights has shape"),
-        ({"weights": torch.ones(3, 4).long()}, TypeError, "weights"),
-        ({"weights": torch.ones(3, 4, requires_grad=True)}, ValueError, "weights requires a grad"),
-        ({"denominator": torch.ones(2)}, ValueError, "denominator must be a number or a 0-d"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "said"), [
+    ({"weights": torch.ones(2, 4)}, ValueError, "weights has shape"),
+    ({"weights": torch.ones(3, 4).long()}, TypeError, "weights"),
+    ({"weights": torch.ones(3, 4, requires_grad=True)}, ValueError, "weights requires a grad"),
+    ({"denominator": torch.ones(2)}, ValueError, "denominator must be a number or a 0-d"),
+])  # fmt: skip
 def test_arguments_are_checked_and_named(change, error, said):
     with pytest.raises(error, match=said):
         linear_nll_loss(**{**batch(*SMALL), **change}, backend="torch")

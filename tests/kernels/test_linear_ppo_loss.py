@@ -45,12 +45,9 @@ def batch(*shape: int, device="cpu", dtype=FP32, seed=0, **options: Any) -> Inpu
         return scale * torch.randn(logprobs.shape, generator=generator)
 
     tokens = {
-        "old_logprobs": logprobs + noise(0.4),
-        "advantages": noise(),
-        "weights": noise().abs(),
-        "token_weights": noise().abs(),
-        "ref_logprobs": logprobs + noise(0.3),
-    }
+        "old_logprobs": logprobs + noise(0.4), "advantages": noise(), "weights": noise().abs(),
+        "token_weights": noise().abs(), "ref_logprobs": logprobs + noise(0.3),
+    }  # fmt: skip
     for at in map(tuple, counted_of(inputs).nonzero()[:1].tolist()):
         tokens["old_logprobs"][at] = logprobs[at] - tokens["advantages"][at].sign()
     return {**inputs, **{name: x.to(device) for name, x in tokens.items()}}

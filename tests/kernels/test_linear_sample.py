@@ -263,30 +263,20 @@ def test_autocast_casts_as_for_a_linear_layer(device):
 
 
 BAD = {
-    "hidden": [
-        ({"hidden": torch.zeros(2, 3, 8)}, ValueError, r"must be \[N, H\]"),
-        ({"hidden": torch.zeros(2, 7)}, ValueError, r"they must be \[..., H\] and \[V, H\]"),
-        ({"hidden": torch.zeros(2, 8).double()}, TypeError, "hidden must be"),
-    ],
-    "weight": [
-        ({"weight": torch.zeros(5, 8, dtype=BF16)}, TypeError, "convert one of them"),
-        ({"weight": torch.zeros(0, 8)}, ValueError, "with V > 0"),
-    ],
-    "keys": [
-        ({"keys": torch.zeros(2)}, TypeError, "see sample_keys"),
-        ({"keys": torch.zeros(3, dtype=torch.int64)}, ValueError, "one per token"),
-    ],
+    "hidden": [({"hidden": torch.zeros(2, 3, 8)}, ValueError, r"must be \[N, H\]"),
+     ({"hidden": torch.zeros(2, 7)}, ValueError, r"they must be \[..., H\] and \[V, H\]"),
+     ({"hidden": torch.zeros(2, 8).double()}, TypeError, "hidden must be")],
+    "weight": [({"weight": torch.zeros(5, 8, dtype=BF16)}, TypeError, "convert one of them"),
+     ({"weight": torch.zeros(0, 8)}, ValueError, "with V > 0")],
+    "keys": [({"keys": torch.zeros(2)}, TypeError, "see sample_keys"),
+     ({"keys": torch.zeros(3, dtype=torch.int64)}, ValueError, "one per token")],
     "bias": [({"bias": torch.zeros(4)}, ValueError, r"it must be \(5,\)")],
-    "temperature": [
-        ({"temperature": -1.0}, ValueError, "temperature must be 0"),
-        ({"temperature": torch.tensor([1.0, -1.0])}, ValueError, r"temperature\[1\] must be"),
-        ({"temperature": "hot"}, TypeError, "temperature must be a number"),
-    ],
-    "transform": [
-        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
-        ({"logit_scale": INF}, ValueError, "logit_scale must be positive"),
-    ],
-}
+    "temperature": [({"temperature": -1.0}, ValueError, "temperature must be 0"),
+     ({"temperature": torch.tensor([1.0, -1.0])}, ValueError, r"temperature\[1\] must be"),
+     ({"temperature": "hot"}, TypeError, "temperature must be a number")],
+    "transform": [({"softcap": 0.0}, ValueError, "softcap must be positive"),
+     ({"logit_scale": INF}, ValueError, "logit_scale must be positive")],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("argument", BAD)

@@ -14,12 +14,7 @@ from fastrl_kernels.lm_head import column_chunks, row_chunks
 from fastrl_kernels.types import LogitTransform, RowGradients, RowStatistics, Temperature
 from fastrl_kernels.workspace import Workspace
 from tests.kernels.judge import assert_close_to_exact, names
-from tests.kernels.launches import (
-    allocations,
-    floats_arrive_as_double,
-    interpreted,
-    watched,
-)
+from tests.kernels.launches import allocations, floats_arrive_as_double, interpreted, watched
 from tests.kernels.roundings import Rounded
 from tests.kernels.test_linear_logprobs import LEAVES, assert_same_bits, batch, run, with_holes
 from tests.together import together
@@ -270,43 +265,40 @@ INTEGERS, FLOATS = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
 
 
 @OPS
-@together(
-    ("change", "error", "message"),
-    [
-        ({"hidden": torch.zeros(2, 3, 4, dtype=torch.int64)}, TypeError, "hidden must be float32"),
-        ({"hidden": torch.zeros(2, 3, 4, dtype=torch.float64)}, TypeError, "hidden must be"),
-        ({"hidden": torch.zeros(2, 3, 5)}, ValueError, r"hidden has shape \(2, 3, 5\), weight"),
-        ({"hidden": torch.zeros(())}, ValueError, "hidden has shape"),
-        ({"hidden": torch.zeros(2, 3, 4, device="meta")}, ValueError, "weight is on cpu, hidden"),
-        ({"weight": torch.zeros(9, 4, dtype=BF16)}, TypeError, "hidden is torch.float32, weight"),
-        ({"weight": torch.zeros(9, 4, dtype=torch.int8)}, TypeError, "weight must be float32"),
-        ({"weight": torch.zeros(4)}, ValueError, r"weight has shape \(4,\): it must be \[V, H\]"),
-        ({"weight": torch.zeros(0, 4)}, ValueError, "V > 0"),
-        ({"weight": torch.zeros(9, 4, device="meta")}, ValueError, "weight is on meta"),
-        ({"bias": torch.zeros(8)}, ValueError, r"bias has shape \(8,\): it must be \(9,\)"),
-        ({"bias": torch.zeros(9, dtype=torch.int64)}, TypeError, "bias must be float32"),
-        ({"bias": torch.zeros(9, device="meta")}, ValueError, "bias is on meta"),
-        ({"labels": FLOATS}, TypeError, "labels must be integers"),
-        ({"labels": INTEGERS == 0}, TypeError, "labels must be integers"),
-        ({"labels": INTEGERS[:1]}, ValueError, "labels has shape"),
-        ({"labels": INTEGERS.to("meta")}, ValueError, "labels is on meta"),
-        ({"mask": FLOATS}, TypeError, "mask must be boolean"),
-        ({"mask": INTEGERS[:1] == 0}, ValueError, "mask has shape"),
-        ({"mask": (INTEGERS == 0).to("meta")}, ValueError, "mask is on meta"),
-        ({"temperature": 0.0}, ValueError, "temperature must be positive"),
-        ({"temperature": -1.0}, ValueError, "temperature must be positive"),
-        ({"temperature": float("nan")}, ValueError, "temperature must be positive and finite"),
-        ({"temperature": torch.ones(2, 1)}, ValueError, "temperature has shape"),
-        ({"temperature": torch.ones(2, 3, device="meta")}, ValueError, "temperature is on meta"),
-        ({"temperature": torch.ones(2, 3, requires_grad=True)}, ValueError, "temperature requires"),
-        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
-        ({"softcap": -30.0}, ValueError, "softcap must be positive"),
-        ({"logit_scale": 0.0}, ValueError, "logit_scale must be positive"),
-        ({"logit_scale": float("inf")}, ValueError, "logit_scale must be positive and finite"),
-        ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be at least 1, got 0"),
-        ({"backend": "cuda"}, ValueError, "unknown backend"),
-    ],
-)  # fmt: skip
+@together(("change", "error", "message"), [
+    ({"hidden": torch.zeros(2, 3, 4, dtype=torch.int64)}, TypeError, "hidden must be float32"),
+    ({"hidden": torch.zeros(2, 3, 4, dtype=torch.float64)}, TypeError, "hidden must be"),
+    ({"hidden": torch.zeros(2, 3, 5)}, ValueError, r"hidden has shape \(2, 3, 5\), weight"),
+    ({"hidden": torch.zeros(())}, ValueError, "hidden has shape"),
+    ({"hidden": torch.zeros(2, 3, 4, device="meta")}, ValueError, "weight is on cpu, hidden"),
+    ({"weight": torch.zeros(9, 4, dtype=BF16)}, TypeError, "hidden is torch.float32, weight"),
+    ({"weight": torch.zeros(9, 4, dtype=torch.int8)}, TypeError, "weight must be float32"),
+    ({"weight": torch.zeros(4)}, ValueError, r"weight has shape \(4,\): it must be \[V, H\]"),
+    ({"weight": torch.zeros(0, 4)}, ValueError, "V > 0"),
+    ({"weight": torch.zeros(9, 4, device="meta")}, ValueError, "weight is on meta"),
+    ({"bias": torch.zeros(8)}, ValueError, r"bias has shape \(8,\): it must be \(9,\)"),
+    ({"bias": torch.zeros(9, dtype=torch.int64)}, TypeError, "bias must be float32"),
+    ({"bias": torch.zeros(9, device="meta")}, ValueError, "bias is on meta"),
+    ({"labels": FLOATS}, TypeError, "labels must be integers"),
+    ({"labels": INTEGERS == 0}, TypeError, "labels must be integers"),
+    ({"labels": INTEGERS[:1]}, ValueError, "labels has shape"),
+    ({"labels": INTEGERS.to("meta")}, ValueError, "labels is on meta"),
+    ({"mask": FLOATS}, TypeError, "mask must be boolean"),
+    ({"mask": INTEGERS[:1] == 0}, ValueError, "mask has shape"),
+    ({"mask": (INTEGERS == 0).to("meta")}, ValueError, "mask is on meta"),
+    ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+    ({"temperature": -1.0}, ValueError, "temperature must be positive"),
+    ({"temperature": float("nan")}, ValueError, "temperature must be positive and finite"),
+    ({"temperature": torch.ones(2, 1)}, ValueError, "temperature has shape"),
+    ({"temperature": torch.ones(2, 3, device="meta")}, ValueError, "temperature is on meta"),
+    ({"temperature": torch.ones(2, 3, requires_grad=True)}, ValueError, "temperature requires"),
+    ({"softcap": 0.0}, ValueError, "softcap must be positive"),
+    ({"softcap": -30.0}, ValueError, "softcap must be positive"),
+    ({"logit_scale": 0.0}, ValueError, "logit_scale must be positive"),
+    ({"logit_scale": float("inf")}, ValueError, "logit_scale must be positive and finite"),
+    ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be at least 1, got 0"),
+    ({"backend": "cuda"}, ValueError, "unknown backend"),
+])  # fmt: skip
 @together("autocast", [False, True])
 def test_what_is_refused_and_why(op, change, error, message, autocast):
     inputs = {"hidden": torch.zeros(2, 3, 4), "weight": torch.zeros(9, 4), "labels": INTEGERS}
@@ -324,30 +316,27 @@ def test_unknown_extras_are_refused(backend, device):
         linear_logprobs(**inputs, extras="is_top1", backend=backend)
 
 
-@together(
-    ("change", "error", "message"),
-    [
-        ({"old_logprobs": INTEGERS}, TypeError, "old_logprobs must be float32"),
-        ({"old_logprobs": FLOATS[:1]}, ValueError, "old_logprobs has shape"),
-        ({"old_logprobs": FLOATS.to("meta")}, ValueError, "old_logprobs is on meta"),
-        ({"old_logprobs": FLOATS.clone().requires_grad_()}, ValueError, "old_logprobs requires"),
-        ({"advantages": FLOATS[:1]}, ValueError, "advantages has shape"),
-        ({"advantages": FLOATS.to("meta")}, ValueError, "advantages is on meta"),
-        ({"advantages": FLOATS.clone().requires_grad_()}, ValueError, "advantages requires"),
-        ({"weights": INTEGERS}, TypeError, "weights must be float32"),
-        ({"weights": FLOATS.to("meta")}, ValueError, "weights is on meta"),
-        ({"kl": KLTerm(FLOATS[:1], 0.1)}, ValueError, "ref_logprobs has shape"),
-        ({"kl": KLTerm(FLOATS.to("meta"), 0.1)}, ValueError, "ref_logprobs is on meta"),
-        ({"kl": KLTerm(FLOATS, 0.1, "k2")}, ValueError, "unknown kind 'k2'"),
-        ({"kl": KLTerm(FLOATS, torch.tensor(0.1))}, TypeError, "must be Python numbers"),
-        ({"cliprange": -0.1}, ValueError, "cliprange must be at least 0, got -0.1"),
-        ({"dual_clip": 1.0}, ValueError, "dual_clip must be above 1"),
-        ({"aggregate": "mean"}, ValueError, "unknown aggregate 'mean'"),
-        ({"denominator": 0.0}, ValueError, "denominator must be above 0"),
-        ({"denominator": torch.ones(2)}, ValueError, "denominator has shape"),
-        ({"denominator": torch.ones((), device="meta")}, ValueError, "denominator is on meta"),
-    ],
-)  # fmt: skip
+@together(("change", "error", "message"), [
+    ({"old_logprobs": INTEGERS}, TypeError, "old_logprobs must be float32"),
+    ({"old_logprobs": FLOATS[:1]}, ValueError, "old_logprobs has shape"),
+    ({"old_logprobs": FLOATS.to("meta")}, ValueError, "old_logprobs is on meta"),
+    ({"old_logprobs": FLOATS.clone().requires_grad_()}, ValueError, "old_logprobs requires"),
+    ({"advantages": FLOATS[:1]}, ValueError, "advantages has shape"),
+    ({"advantages": FLOATS.to("meta")}, ValueError, "advantages is on meta"),
+    ({"advantages": FLOATS.clone().requires_grad_()}, ValueError, "advantages requires"),
+    ({"weights": INTEGERS}, TypeError, "weights must be float32"),
+    ({"weights": FLOATS.to("meta")}, ValueError, "weights is on meta"),
+    ({"kl": KLTerm(FLOATS[:1], 0.1)}, ValueError, "ref_logprobs has shape"),
+    ({"kl": KLTerm(FLOATS.to("meta"), 0.1)}, ValueError, "ref_logprobs is on meta"),
+    ({"kl": KLTerm(FLOATS, 0.1, "k2")}, ValueError, "unknown kind 'k2'"),
+    ({"kl": KLTerm(FLOATS, torch.tensor(0.1))}, TypeError, "must be Python numbers"),
+    ({"cliprange": -0.1}, ValueError, "cliprange must be at least 0, got -0.1"),
+    ({"dual_clip": 1.0}, ValueError, "dual_clip must be above 1"),
+    ({"aggregate": "mean"}, ValueError, "unknown aggregate 'mean'"),
+    ({"denominator": 0.0}, ValueError, "denominator must be above 0"),
+    ({"denominator": torch.ones(2)}, ValueError, "denominator has shape"),
+    ({"denominator": torch.ones((), device="meta")}, ValueError, "denominator is on meta"),
+])  # fmt: skip
 def test_what_the_loss_refuses_and_why(change, error, message):
     inputs = {"hidden": torch.zeros(2, 3, 4), "weight": torch.zeros(9, 4), "labels": INTEGERS}
     with pytest.raises(error, match=message):

@@ -356,30 +356,27 @@ def test_only_shapes_are_compiled_in():
         assert compiled <= {"BLOCK", "VEC", "PART"}
 
 
-@together(
-    ("change", "error", "message"),
-    [
-        ({"logits": torch.zeros(3, 9, dtype=torch.int64)}, TypeError, "logits must be float32"),
-        ({"logits": torch.zeros(3, 9, dtype=torch.float64)}, TypeError, "logits must be float32"),
-        ({"logits": torch.zeros(3, 0)}, ValueError, "V > 0"),
-        ({"logits": torch.zeros(())}, ValueError, "V > 0"),
-        ({"labels": torch.zeros(3)}, TypeError, "labels must be integers"),
-        ({"labels": torch.zeros(3, dtype=torch.bool)}, TypeError, "labels must be integers"),
-        ({"labels": torch.zeros(4, dtype=torch.int64)}, ValueError, "labels has shape"),
-        ({"labels": torch.zeros(3, dtype=torch.int64, device="meta")}, ValueError, "labels is on"),
-        ({"mask": torch.ones(3)}, TypeError, "mask must be boolean"),
-        ({"mask": torch.ones(2, dtype=torch.bool)}, ValueError, "mask has shape"),
-        ({"mask": torch.ones(3, dtype=torch.bool, device="meta")}, ValueError, "mask is on"),
-        ({"temperature": 0.0}, ValueError, "temperature must be positive"),
-        ({"temperature": -1.0}, ValueError, "temperature must be positive"),
-        ({"temperature": float("inf")}, ValueError, "temperature must be positive and finite"),
-        ({"temperature": float("nan")}, ValueError, "temperature must be positive and finite"),
-        ({"temperature": torch.ones(3, 1)}, ValueError, "temperature has shape"),
-        ({"temperature": torch.ones(3, device="meta")}, ValueError, "temperature is on"),
-        ({"temperature": torch.ones(3, requires_grad=True)}, ValueError, "temperature requires"),
-        ({"backend": "cuda"}, ValueError, "unknown backend"),
-    ],
-)
+@together(("change", "error", "message"), [
+    ({"logits": torch.zeros(3, 9, dtype=torch.int64)}, TypeError, "logits must be float32"),
+    ({"logits": torch.zeros(3, 9, dtype=torch.float64)}, TypeError, "logits must be float32"),
+    ({"logits": torch.zeros(3, 0)}, ValueError, "V > 0"),
+    ({"logits": torch.zeros(())}, ValueError, "V > 0"),
+    ({"labels": torch.zeros(3)}, TypeError, "labels must be integers"),
+    ({"labels": torch.zeros(3, dtype=torch.bool)}, TypeError, "labels must be integers"),
+    ({"labels": torch.zeros(4, dtype=torch.int64)}, ValueError, "labels has shape"),
+    ({"labels": torch.zeros(3, dtype=torch.int64, device="meta")}, ValueError, "labels is on"),
+    ({"mask": torch.ones(3)}, TypeError, "mask must be boolean"),
+    ({"mask": torch.ones(2, dtype=torch.bool)}, ValueError, "mask has shape"),
+    ({"mask": torch.ones(3, dtype=torch.bool, device="meta")}, ValueError, "mask is on"),
+    ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+    ({"temperature": -1.0}, ValueError, "temperature must be positive"),
+    ({"temperature": float("inf")}, ValueError, "temperature must be positive and finite"),
+    ({"temperature": float("nan")}, ValueError, "temperature must be positive and finite"),
+    ({"temperature": torch.ones(3, 1)}, ValueError, "temperature has shape"),
+    ({"temperature": torch.ones(3, device="meta")}, ValueError, "temperature is on"),
+    ({"temperature": torch.ones(3, requires_grad=True)}, ValueError, "temperature requires"),
+    ({"backend": "cuda"}, ValueError, "unknown backend"),
+])  # fmt: skip
 def test_what_is_refused_and_why(change, error, message):
     arguments = {"logits": torch.zeros(3, 9), "labels": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(error, match=message):

@@ -46,28 +46,22 @@ def test_a_module_of_defaults_can_be_made(name):
 X = torch.zeros(3, 7)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: losses.PPOLoss(cliprange=-0.1), ValueError, "cliprange must be at least 0"),
-        (lambda: losses.PPOLoss(cliprange=(0.1, 0.2, 0.3)), TypeError, "must be a number or"),
-        (lambda: losses.PPOLoss(aggregate="mean"), ValueError, "unknown aggregate 'mean'"),
-        (lambda: losses.PPOLoss(backend="cuda"), ValueError, "unknown backend 'cuda'"),
-        (lambda: losses.PPOLoss(kl=ops.KLTerm(X, 0.1, "k2")), ValueError, "unknown kind 'k2'"),
-        (lambda: losses.PPOLoss(kl=0.1), TypeError, "kl must be KLTerm or None, got float"),
-        (
-            lambda: losses.PPOLoss(value=ops.ValueTerm(X, X, X, cliprange=-1.0)),
-            ValueError,
-            "value.cliprange must be at least 0",
-        ),
-        (lambda: losses.LinearPPOLoss(entropy="no"), TypeError, "entropy must be bool, got str"),
-        (lambda: losses.LinearNLLLoss(softcap=0.0), ValueError, "softcap must be positive"),
-        (lambda: losses.DPOLoss(beta=0.0), ValueError, "beta must be positive"),
-        (lambda: losses.DPOLoss(beta=torch.tensor(0.1)), TypeError, "beta must be a number"),
-        (lambda: losses.DPOLoss(0.1), TypeError, "DPOLoss takes settings by their names"),
-        (lambda: losses.KTOLoss(undesirable_weight=-1.0), ValueError, "undesirable_weight must be"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: losses.PPOLoss(cliprange=-0.1), ValueError, "cliprange must be at least 0"),
+    (lambda: losses.PPOLoss(cliprange=(0.1, 0.2, 0.3)), TypeError, "must be a number or"),
+    (lambda: losses.PPOLoss(aggregate="mean"), ValueError, "unknown aggregate 'mean'"),
+    (lambda: losses.PPOLoss(backend="cuda"), ValueError, "unknown backend 'cuda'"),
+    (lambda: losses.PPOLoss(kl=ops.KLTerm(X, 0.1, "k2")), ValueError, "unknown kind 'k2'"),
+    (lambda: losses.PPOLoss(kl=0.1), TypeError, "kl must be KLTerm or None, got float"),
+    (lambda: losses.PPOLoss(value=ops.ValueTerm(X, X, X, cliprange=-1.0)), ValueError,
+     "value.cliprange must be at least 0"),
+    (lambda: losses.LinearPPOLoss(entropy="no"), TypeError, "entropy must be bool, got str"),
+    (lambda: losses.LinearNLLLoss(softcap=0.0), ValueError, "softcap must be positive"),
+    (lambda: losses.DPOLoss(beta=0.0), ValueError, "beta must be positive"),
+    (lambda: losses.DPOLoss(beta=torch.tensor(0.1)), TypeError, "beta must be a number"),
+    (lambda: losses.DPOLoss(0.1), TypeError, "DPOLoss takes settings by their names"),
+    (lambda: losses.KTOLoss(undesirable_weight=-1.0), ValueError, "undesirable_weight must be"),
+])  # fmt: skip
 def test_settings_are_judged_before_training(make, error, message):
     with pytest.raises(error, match=message):
         make()

@@ -71,11 +71,9 @@ def test_from_hidden_states(backend, device, workspace):
 
 @pytest.mark.parametrize("dtype", LOWEST)
 @pytest.mark.parametrize("vocabulary", [37, 700])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.7}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.7},
+], ids=str)  # fmt: skip
 def test_draws(backend, device, vocabulary, dtype, options):
     logits = rows_of(vocabulary, device, dtype)
     found = sample_tokens(logits, keys_for(4, device), backend=backend, **options)

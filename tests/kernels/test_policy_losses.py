@@ -135,17 +135,14 @@ def formula(name: str, ratio, a, logprobs):
     return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
 
 
-@pytest.mark.parametrize(
-    ("name", "objective", "cliprange"),
-    [
-        ("cispo", PolicyLoss("cispo"), (math.inf, 4.0)),
-        ("delta", PolicyLoss(delta=1.3), 0.2),
-        ("sapo", PolicyLoss("sapo"), 0.2),
-        ("clip", PolicyLoss(), 0.2),
-        ("clip", PolicyLoss(ratio_level="sequence"), 0.2),
-        ("vespo", PolicyLoss("vespo"), 0.2),
-    ],
-)
+@pytest.mark.parametrize(("name", "objective", "cliprange"), [
+    ("cispo", PolicyLoss("cispo"), (math.inf, 4.0)),
+    ("delta", PolicyLoss(delta=1.3), 0.2),
+    ("sapo", PolicyLoss("sapo"), 0.2),
+    ("clip", PolicyLoss(), 0.2),
+    ("clip", PolicyLoss(ratio_level="sequence"), 0.2),
+    ("vespo", PolicyLoss("vespo"), 0.2),
+])  # fmt: skip
 def test_trls_formulas(backend, device, name, objective, cliprange):
     """Of TRL 1.16's GRPO: one advantage per response, a mean over tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -246,63 +243,39 @@ def test_a_nan_shows(backend, device):
         assert grads["logprobs"][0, 1].isnan(), objective
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"objective": PolicyLoss("ppo")}, ValueError, "unknown policy loss 'ppo': choose one of"),
-        ({"objective": PolicyLoss(ratio_level="word")}, ValueError, "unknown ratio_level 'word'"),
-        ({"objective": PolicyLoss(delta=1.0)}, ValueError, "delta must be above 1, got 1.0"),
-        ({"objective": PolicyLoss("sapo", delta=2.0)}, ValueError, "delta is for the policy loss"),
-        ({"objective": PolicyLoss("cispo"), "dual_clip": 3.0}, ValueError, "dual_clip is for"),
-        (
-            {"objective": PolicyLoss("sapo", sapo_temperatures=(1.0, 0.0))},
-            ValueError,
-            "sapo_temperatures must be positive",
-        ),
-        (
-            {"objective": PolicyLoss("sapo", sapo_temperatures=(1.0, math.nan))},
-            ValueError,
-            "sapo_temperatures must be positive",
-        ),
-        (
-            {"objective": PolicyLoss("vespo", vespo_powers=(1.0, -1.0))},
-            ValueError,
-            "vespo_powers must be 0 or more",
-        ),
-        (
-            {"objective": PolicyLoss("vespo", vespo_decays=(1.0, 0.0))},
-            ValueError,
-            "vespo_decays must be positive",
-        ),
-        (
-            {"objective": PolicyLoss("vespo", "sequence")},
-            ValueError,
-            "ratio_level='sequence', but the policy loss 'vespo'",
-        ),
-        ({"objective": PolicyLoss(delta=torch.tensor(2.0))}, TypeError, "delta must be a number"),
-        ({"lengths": torch.tensor([3, 8])}, ValueError, "lengths add up to 11, but logprobs has"),
-        ({"lengths": torch.tensor([10.0])}, TypeError, "lengths must be int64"),
-        (
-            {"lengths": torch.tensor([10]), "aggregate": "seq-mean-token-sum"},
-            ValueError,
-            "with lengths these are no sequences",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"objective": PolicyLoss("ppo")}, ValueError, "unknown policy loss 'ppo': choose one of"),
+    ({"objective": PolicyLoss(ratio_level="word")}, ValueError, "unknown ratio_level 'word'"),
+    ({"objective": PolicyLoss(delta=1.0)}, ValueError, "delta must be above 1, got 1.0"),
+    ({"objective": PolicyLoss("sapo", delta=2.0)}, ValueError, "delta is for the policy loss"),
+    ({"objective": PolicyLoss("cispo"), "dual_clip": 3.0}, ValueError, "dual_clip is for"),
+    ({"objective": PolicyLoss("sapo", sapo_temperatures=(1.0, 0.0))}, ValueError,
+     "sapo_temperatures must be positive"),
+    ({"objective": PolicyLoss("sapo", sapo_temperatures=(1.0, math.nan))}, ValueError,
+     "sapo_temperatures must be positive"),
+    ({"objective": PolicyLoss("vespo", vespo_powers=(1.0, -1.0))}, ValueError,
+     "vespo_powers must be 0 or more"),
+    ({"objective": PolicyLoss("vespo", vespo_decays=(1.0, 0.0))}, ValueError,
+     "vespo_decays must be positive"),
+    ({"objective": PolicyLoss("vespo", "sequence")}, ValueError,
+     "ratio_level='sequence', but the policy loss 'vespo'"),
+    ({"objective": PolicyLoss(delta=torch.tensor(2.0))}, TypeError, "delta must be a number"),
+    ({"lengths": torch.tensor([3, 8])}, ValueError, "lengths add up to 11, but logprobs has"),
+    ({"lengths": torch.tensor([10.0])}, TypeError, "lengths must be int64"),
+    ({"lengths": torch.tensor([10]), "aggregate": "seq-mean-token-sum"}, ValueError,
+     "with lengths these are no sequences"),
+])  # fmt: skip
 def test_bad_input(options, error, message):
     x = torch.zeros(2, 5)
     with pytest.raises(error, match=message):
         ppo_loss(x, x, x, x == 0, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"entropy_coef": math.nan}, ValueError, "entropy_coef must be finite"),
-        ({"top_entropy": 0.0}, ValueError, r"top_entropy must lie in \(0, 1\], got 0.0"),
-        ({"top_entropy": torch.tensor(0.5)}, TypeError, "must be Python numbers"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"entropy_coef": math.nan}, ValueError, "entropy_coef must be finite"),
+    ({"top_entropy": 0.0}, ValueError, r"top_entropy must lie in \(0, 1\], got 0.0"),
+    ({"top_entropy": torch.tensor(0.5)}, TypeError, "must be Python numbers"),
+])  # fmt: skip
 def test_bad_entropy_terms(options, error, message):
     inputs = linear.batch(*linear.SMALL)
     del inputs["ref_logprobs"]

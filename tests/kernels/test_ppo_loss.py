@@ -13,9 +13,7 @@ from torch import Tensor
 from fastrl_kernels import KLTerm, LossStats, ValueTerm, ppo_loss, reference
 from fastrl_kernels.types import AGGREGATES, KL_KINDS
 from tests.kernels.judge import DTYPES, assert_close_to_exact, misaligned, names
-from tests.kernels.launches import (
-    watched,
-)
+from tests.kernels.launches import watched
 from tests.kernels.roundings import Rounded
 
 SHAPE = (9, 150)  # more than one block, and none of them full at the end
@@ -32,16 +30,12 @@ def batch(shape=SHAPE, dtype=torch.float32, device="cpu", seed=0) -> dict[str, T
     old = -3 * torch.rand(shape, generator=generator)
     tensors = {
         "logprobs": (old + 0.4 * torch.randn(shape, generator=generator)).to(device, dtype),
-        "old_logprobs": old.to(device, dtype),
-        "advantages": numbers(),
-        "weights": numbers().abs(),
-        "token_weights": numbers().abs(),
-        "values": numbers(),
-        "old_values": numbers(),
+        "old_logprobs": old.to(device, dtype), "advantages": numbers(), "weights": numbers().abs(),
+        "token_weights": numbers().abs(), "values": numbers(), "old_values": numbers(),
         "returns": numbers(),
         "ref_logprobs": (old + 0.4 * torch.randn(shape, generator=generator)).to(device, dtype),
         "mask": (torch.rand(shape, generator=generator) > 0.3).to(device),
-    }
+    }  # fmt: skip
     if len(shape) > 1 and shape[0] > 2:
         tensors["mask"][1] = False
         tensors["mask"][2] = True
@@ -384,11 +378,9 @@ def test_a_row_mean_weighs_rows_and_a_token_mean_tokens(backend, device):
     zeros = torch.zeros_like(advantages)
     mask = advantages > 0
     expected = {
-        "token-mean": -7 / 5,
-        "seq-mean-token-sum": -7 / 2,
-        "seq-mean-token-mean": -(1 + 3) / 2,
+        "token-mean": -7 / 5, "seq-mean-token-sum": -7 / 2, "seq-mean-token-mean": -(1 + 3) / 2,
         "seq-mean-token-sum-norm": -7 / 12,
-    }
+    }  # fmt: skip
     for aggregate, value in expected.items():
         loss, _ = ppo_loss(zeros, zeros, advantages, mask, aggregate=aggregate, backend=backend)
         assert loss.item() == pytest.approx(value)
@@ -419,13 +411,10 @@ def test_statistics_are_views_until_asked(device):
         _ = stats.entropy
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("old_logprobs", "advantages", "weights", "token_weights", "old_values", "returns"),
-        "ref_logprobs",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *("old_logprobs", "advantages", "weights", "token_weights", "old_values", "returns"),
+    "ref_logprobs",
+])  # fmt: skip
 def test_constants_that_require_a_gradient_are_refused(backend, device, name):
     tensors = batch((2, 5), device=device)
     tensors[name].requires_grad_()

@@ -408,21 +408,18 @@ def test_tensors_that_do_not_fit_are_refused_by_name(case):
             op(**{**inputs, name: inputs[name].to("meta")})
 
 
-@pytest.mark.parametrize(
-    ("op", "numbers"),
-    [
-        (dpo_loss, ("beta",)),
-        (ipo_loss, ("beta",)),
-        (simpo_loss, ("beta",)),
-        (orpo_loss, ("beta",)),
-        (slic_loss, ("beta",)),
-        (kto_loss, ("beta",)),
-        (simpo_loss, ("gamma",)),
-        (slic_loss, ("lam",)),
-        (kto_loss, ("desirable_weight", "undesirable_weight")),
-        (reward_loss, ("center_coef",)),
-    ],
-)
+@pytest.mark.parametrize(("op", "numbers"), [
+    (dpo_loss, ("beta",)),
+    (ipo_loss, ("beta",)),
+    (simpo_loss, ("beta",)),
+    (orpo_loss, ("beta",)),
+    (slic_loss, ("beta",)),
+    (kto_loss, ("beta",)),
+    (simpo_loss, ("gamma",)),
+    (slic_loss, ("lam",)),
+    (kto_loss, ("desirable_weight", "undesirable_weight")),
+    (reward_loss, ("center_coef",)),
+])  # fmt: skip
 def test_coefficients_that_make_no_sense_are_refused(op, numbers):
     case = next(name for name, (candidate, *_) in CASES.items() if candidate is op)
     inputs = batch(case, 3)
@@ -436,21 +433,18 @@ def test_coefficients_that_make_no_sense_are_refused(op, numbers):
             op(**inputs, **{name: 0.0})
 
 
-@pytest.mark.parametrize(
-    ("kind", "label_smoothing", "message"),
-    [
-        ("sigmoid", -0.1, r"in \[0, 0.5\] for sigmoid, got -0.1"),
-        ("sigmoid", 0.51, r"in \[0, 0.5\] for sigmoid"),
-        ("sigmoid", math.nan, r"in \[0, 0.5\] for sigmoid"),
-        ("robust", 0.5, r"in \[0, 0.5\) for robust, got 0.5"),
-        ("robust", -0.1, r"in \[0, 0.5\) for robust"),
-        ("hinge", 0.1, "must be 0 for the hinge, got 0.1"),
-        ("exo_pair", 0.0, r"in \(0, 1\) for exo_pair, got 0.0: 1e-3 is usual"),
-        ("exo_pair", 1.0, r"in \(0, 1\) for exo_pair"),
-        ("aot", 0.6, r"in \[0, 0.5\]"),
-        *((kind, 0.1, f"must be 0 for {kind}") for kind in ("ipo", "nca_pair", "apo_zero")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "label_smoothing", "message"), [
+    ("sigmoid", -0.1, r"in \[0, 0.5\] for sigmoid, got -0.1"),
+    ("sigmoid", 0.51, r"in \[0, 0.5\] for sigmoid"),
+    ("sigmoid", math.nan, r"in \[0, 0.5\] for sigmoid"),
+    ("robust", 0.5, r"in \[0, 0.5\) for robust, got 0.5"),
+    ("robust", -0.1, r"in \[0, 0.5\) for robust"),
+    ("hinge", 0.1, "must be 0 for the hinge, got 0.1"),
+    ("exo_pair", 0.0, r"in \(0, 1\) for exo_pair, got 0.0: 1e-3 is usual"),
+    ("exo_pair", 1.0, r"in \(0, 1\) for exo_pair"),
+    ("aot", 0.6, r"in \[0, 0.5\]"),
+    *((kind, 0.1, f"must be 0 for {kind}") for kind in ("ipo", "nca_pair", "apo_zero")),
+])  # fmt: skip
 def test_label_smoothing_outside_its_range_is_refused(kind, label_smoothing, message):
     with pytest.raises(ValueError, match=message):
         pair_loss(**batch("DPO", 3), kind=kind, label_smoothing=label_smoothing)
@@ -463,18 +457,15 @@ def test_label_smoothing_is_a_number_and_a_kind_known():
         dpo_loss(**batch("DPO", 3), kind="ipo")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"desirable": torch.ones(3)}, TypeError, "desirable must be boolean"),
-        ({"desirable": torch.ones(2) > 0}, ValueError, "desirable has shape"),
-        ({"desirable": torch.ones(3, device="meta") > 0}, ValueError, "desirable is on meta"),
-        ({"kl": torch.zeros(1)}, ValueError, r"kl has shape \(1,\): pass a float or a 0-d"),
-        ({"kl": torch.tensor(1)}, TypeError, "kl must be float32"),
-        ({"kl": torch.zeros((), device="meta")}, ValueError, "kl is on meta"),
-        ({"kl": math.nan}, ValueError, "kl must be finite, got nan"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"desirable": torch.ones(3)}, TypeError, "desirable must be boolean"),
+    ({"desirable": torch.ones(2) > 0}, ValueError, "desirable has shape"),
+    ({"desirable": torch.ones(3, device="meta") > 0}, ValueError, "desirable is on meta"),
+    ({"kl": torch.zeros(1)}, ValueError, r"kl has shape \(1,\): pass a float or a 0-d"),
+    ({"kl": torch.tensor(1)}, TypeError, "kl must be float32"),
+    ({"kl": torch.zeros((), device="meta")}, ValueError, "kl is on meta"),
+    ({"kl": math.nan}, ValueError, "kl must be finite, got nan"),
+])  # fmt: skip
 def test_what_kto_refuses_besides(change, error, message):
     with pytest.raises(error, match=message):
         kto_loss(**{**batch("KTO", 3), **change})

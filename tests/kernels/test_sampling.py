@@ -26,11 +26,7 @@ from tests.kernels.draws import (
     sample,
 )
 from tests.kernels.judge import DTYPES, assert_close_to_exact, misaligned, names
-from tests.kernels.launches import (
-    floats_arrive_as_double,
-    interpreted,
-    watched,
-)
+from tests.kernels.launches import floats_arrive_as_double, interpreted, watched
 from tests.kernels.roundings import Rounded
 from tests.together import together
 
@@ -205,13 +201,10 @@ def test_parameters_per_row(backend, device):
     """Greedy, plain, and every cut, each as it would be alone with numbers."""
     rows = [
         {"temperature": 0.0, "top_k": 3, "top_p": 0.5},
-        {},
-        {"temperature": 1.5, "top_k": 7},
-        {"temperature": 0.5, "top_k": 2},
-        {"top_p": 0.6},
+        {}, {"temperature": 1.5, "top_k": 7}, {"temperature": 0.5, "top_k": 2}, {"top_p": 0.6},
         {"top_k": 100, "top_p": 0.9, "min_p": 0.05, "temperature": 2.0},
         {"min_p": 0.2},
-    ]
+    ]  # fmt: skip
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     logits = batch(len(rows), 507, dtype=BF16, device=device)
     keys = keys_for(len(rows), device)
@@ -420,40 +413,37 @@ def test_no_gradient_is_recorded(backend, device):
 INT, ONES = torch.int64, torch.ones(3)
 
 
-@together(
-    ("change", "error", "message"),
-    [
-        ({"logits": torch.zeros(3, 9, dtype=INT)}, TypeError, "logits must be float32"),
-        ({"logits": torch.zeros(3, 0)}, ValueError, "V > 0"),
-        ({"logits": torch.zeros(9)}, ValueError, r"must be \[N, V\]"),
-        ({"logits": torch.zeros(3, 2, 9)}, ValueError, r"must be \[N, V\]"),
-        ({"keys": torch.zeros(3)}, TypeError, "keys must be int64 or uint64"),
-        ({"keys": torch.zeros(3, dtype=torch.int32)}, TypeError, "keys must be int64 or uint64"),
-        ({"keys": torch.zeros(4, dtype=INT)}, ValueError, "keys has shape"),
-        ({"keys": torch.zeros(3, dtype=INT, device="meta")}, ValueError, "keys is on"),
-        ({"temperature": -1.0}, ValueError, "temperature must be 0"),
-        ({"temperature": math.nan}, ValueError, "temperature must be 0"),
-        ({"temperature": INF}, ValueError, "temperature must be 0"),
-        ({"temperature": "1"}, TypeError, "temperature must be a number"),
-        ({"temperature": ONES.long()}, TypeError, "temperature must be floating-point"),
-        ({"temperature": -ONES}, ValueError, r"temperature\[0\] must be 0"),
-        ({"temperature": torch.ones(3, 1)}, ValueError, "temperature has shape"),
-        ({"top_k": -1}, ValueError, "top_k must be 0"),
-        ({"top_k": 2.0}, TypeError, "top_k must be an integer"),
-        ({"top_k": True}, TypeError, "top_k must be an integer"),
-        ({"top_k": ONES}, TypeError, "top_k must be integers"),
-        ({"top_k": torch.tensor([1, 2, -3])}, ValueError, r"top_k\[2\] must be 0"),
-        ({"top_p": 0.0}, ValueError, "top_p must be in"),
-        ({"top_p": 1.1}, ValueError, "top_p must be in"),
-        ({"top_p": math.nan}, ValueError, "top_p must be in"),
-        ({"top_p": 2 * ONES}, ValueError, r"top_p\[0\] must be in"),
-        ({"top_p": torch.ones(3, device="meta")}, ValueError, "top_p is on"),
-        ({"min_p": 1.1}, ValueError, "min_p must be in"),
-        ({"min_p": -0.1}, ValueError, "min_p must be in"),
-        ({"min_p": 2 * ONES}, ValueError, r"min_p\[0\] must be in"),
-        ({"backend": "cuda"}, ValueError, "unknown backend"),
-    ],
-)
+@together(("change", "error", "message"), [
+    ({"logits": torch.zeros(3, 9, dtype=INT)}, TypeError, "logits must be float32"),
+    ({"logits": torch.zeros(3, 0)}, ValueError, "V > 0"),
+    ({"logits": torch.zeros(9)}, ValueError, r"must be \[N, V\]"),
+    ({"logits": torch.zeros(3, 2, 9)}, ValueError, r"must be \[N, V\]"),
+    ({"keys": torch.zeros(3)}, TypeError, "keys must be int64 or uint64"),
+    ({"keys": torch.zeros(3, dtype=torch.int32)}, TypeError, "keys must be int64 or uint64"),
+    ({"keys": torch.zeros(4, dtype=INT)}, ValueError, "keys has shape"),
+    ({"keys": torch.zeros(3, dtype=INT, device="meta")}, ValueError, "keys is on"),
+    ({"temperature": -1.0}, ValueError, "temperature must be 0"),
+    ({"temperature": math.nan}, ValueError, "temperature must be 0"),
+    ({"temperature": INF}, ValueError, "temperature must be 0"),
+    ({"temperature": "1"}, TypeError, "temperature must be a number"),
+    ({"temperature": ONES.long()}, TypeError, "temperature must be floating-point"),
+    ({"temperature": -ONES}, ValueError, r"temperature\[0\] must be 0"),
+    ({"temperature": torch.ones(3, 1)}, ValueError, "temperature has shape"),
+    ({"top_k": -1}, ValueError, "top_k must be 0"),
+    ({"top_k": 2.0}, TypeError, "top_k must be an integer"),
+    ({"top_k": True}, TypeError, "top_k must be an integer"),
+    ({"top_k": ONES}, TypeError, "top_k must be integers"),
+    ({"top_k": torch.tensor([1, 2, -3])}, ValueError, r"top_k\[2\] must be 0"),
+    ({"top_p": 0.0}, ValueError, "top_p must be in"),
+    ({"top_p": 1.1}, ValueError, "top_p must be in"),
+    ({"top_p": math.nan}, ValueError, "top_p must be in"),
+    ({"top_p": 2 * ONES}, ValueError, r"top_p\[0\] must be in"),
+    ({"top_p": torch.ones(3, device="meta")}, ValueError, "top_p is on"),
+    ({"min_p": 1.1}, ValueError, "min_p must be in"),
+    ({"min_p": -0.1}, ValueError, "min_p must be in"),
+    ({"min_p": 2 * ONES}, ValueError, r"min_p\[0\] must be in"),
+    ({"backend": "cuda"}, ValueError, "unknown backend"),
+])  # fmt: skip
 def test_what_is_refused_and_why(change, error, message):
     arguments = {"logits": torch.zeros(3, 9), "keys": torch.zeros(3, dtype=INT), "backend": "torch"}
     with pytest.raises(error, match=message):

@@ -42,15 +42,11 @@ INTERPRETED = dispatch.interpreting()
 FEW = 140 if INTERPRETED else 20000  # draws of the kernel
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.6, "min_p": 0.02},
-        {"temperature": 1.3, "top_k": 6, "top_p": 0.97, "min_p": 0.02},
-    ],
-    ids=["plain", "temperature, min-p", "all"],
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"temperature": 0.6, "min_p": 0.02},
+    {"temperature": 1.3, "top_k": 6, "top_p": 0.97, "min_p": 0.02},
+], ids=["plain", "temperature, min-p", "all"])  # fmt: skip
 def test_tokens_are_drawn_as_often_as_they_are_probable(backend, device, options):
     row = torch.tensor([-1.0, 3.0, 0.0, 2.0, -2.0, -INF, 1.0], dtype=BF16, device=device)
     n = 100000 if backend == "torch" else FEW // {0: 1, 2: 2, 4: 4}[len(options)]

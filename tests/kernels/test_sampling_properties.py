@@ -12,14 +12,7 @@ from torch import Tensor
 
 from fastrl_kernels import SampledTokens, reference, sample_keys, sample_tokens
 from tests.kernels.draws import assert_same_bits, formula, kept_by
-from tests.kernels.test_properties import (
-    LAYOUTS,
-    Draw,
-    check,
-    distribution,
-    examples,
-    laid_out,
-)
+from tests.kernels.test_properties import LAYOUTS, Draw, check, distribution, examples, laid_out
 from tests.kernels.test_rng import key_of
 
 LARGE = 5003
@@ -104,12 +97,7 @@ def check_figures(result: SampledTokens, logits: Tensor, temperature: float | Te
 
 
 def again(
-    draw: Draw,
-    logits: Tensor,
-    keys: Tensor,
-    options: dict[str, Any],
-    rows: slice,
-    backend: str,
+    draw: Draw, logits: Tensor, keys: Tensor, options: dict[str, Any], rows: slice, backend: str
 ) -> SampledTokens:
     """The draws of some rows, which lie elsewhere."""
     moved = laid_out(logits[rows].contiguous(), draw.one_of(LAYOUTS, "another layout"))

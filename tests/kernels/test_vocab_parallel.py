@@ -325,13 +325,10 @@ def test_chunks_of_rows_are_the_same_on_all_processes(device, group):
 
 
 RANGES = {
-    "a gap": [(0, 20), (25, 60)],
-    "an overlap": [(0, 20), (15, 60)],
-    "no beginning": [(5, 20), (20, 60)],
-    "an empty one": [(0, 60), (60, 60)],
-    "the same": [(0, 60), (0, 60)],
-    "backwards": [(0, 60), (60, 20)],
-}
+    "a gap": [(0, 20), (25, 60)], "an overlap": [(0, 20), (15, 60)],
+    "no beginning": [(5, 20), (20, 60)], "an empty one": [(0, 60), (60, 60)],
+    "the same": [(0, 60), (0, 60)], "backwards": [(0, 60), (60, 20)],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)

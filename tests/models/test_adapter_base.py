@@ -179,10 +179,7 @@ def test_a_lora_that_is_to_stay_tied_is_refused(base):
 
 @pytest.mark.parametrize(
     ("settings", "found"),
-    [
-        ({"modules_to_save": ["score"]}, "right"),
-        ({}, "neither trains nor saves it"),
-    ],
+    [({"modules_to_save": ["score"]}, "right"), ({}, "neither trains nor saves it")],
 )
 def test_a_classifiers_adapter_without_a_task_type(settings, found, base, tmp_path):
     model = plain(base, AutoModelForSequenceClassification, num_labels=1)

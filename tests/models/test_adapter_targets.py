@@ -62,18 +62,15 @@ def test_layers_that_are_named_stay():
 
 
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ({"target_modules": ["q_proj", "w_proj"]}, "target_modules has w_proj, which LlamaFor"),
-        ({"modules_to_save": ["lm_haed"]}, "has lm_haed, .* without: did you mean 'lm_head'"),
-        ({"layers_to_transform": [1, 7]}, "layers_to_transform has 7, which"),
-        ({"layers_to_transform": 1}, None),
-        ({"target_modules": ["0.self_attn.q_proj"], "modules_to_save": ["embed_tokens"]}, None),
-        ({"target_modules": r".*\.1\.mlp\.up_proj"}, None),
-        ({"target_modules": "all-linear", "modules_to_save": ["score"]}, None),
-    ],
-)
+@pytest.mark.parametrize(("named", "message"), [
+    ({"target_modules": ["q_proj", "w_proj"]}, "target_modules has w_proj, which LlamaFor"),
+    ({"modules_to_save": ["lm_haed"]}, "has lm_haed, .* without: did you mean 'lm_head'"),
+    ({"layers_to_transform": [1, 7]}, "layers_to_transform has 7, which"),
+    ({"layers_to_transform": 1}, None),
+    ({"target_modules": ["0.self_attn.q_proj"], "modules_to_save": ["embed_tokens"]}, None),
+    ({"target_modules": r".*\.1\.mlp\.up_proj"}, None),
+    ({"target_modules": "all-linear", "modules_to_save": ["score"]}, None),
+])  # fmt: skip
 def test_names_that_the_model_does_not_have_are_told_of(named, message):
     config = LoraConfig(r=2, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **named})
     told = nullcontext() if message is None else pytest.warns(UserWarning, match=message)

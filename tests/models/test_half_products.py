@@ -35,16 +35,11 @@ def over_latents(place):
     return [latents.absorbed(query), latents.values(out)]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(in_packed_rows(Variant(None, None, 2.0)), id="soft cap"),
-        pytest.param(
-            in_packed_rows(Variant(None, None, 2.0, sinks=drawn(4))), id="soft cap and sinks"
-        ),
-        pytest.param(over_latents, id="latents"),
-    ],
-)
+@pytest.mark.parametrize("run", [
+    pytest.param(in_packed_rows(Variant(None, None, 2.0)), id="soft cap"),
+    pytest.param(in_packed_rows(Variant(None, None, 2.0, sinks=drawn(4))), id="soft cap and sinks"),
+    pytest.param(over_latents, id="latents"),
+])  # fmt: skip
 def test_nothing_beside_the_operands_is_read(run):
     with HalfOperands() as given:
         alone, among = run(torch.clone), run(among_nan)

@@ -246,17 +246,14 @@ _RECURRENT_FIRST = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "table", "function"),
-    [
-        ("qwen3_5", "_OF_ROWS", "causal_conv1d_fn"),
-        ("qwen3_5", "_OF_ROWS", "torch_chunk_gated_delta_rule"),
-        ("qwen3_5", "_OF_SLOTS", "torch_recurrent_gated_delta_rule"),
-        ("kimi_linear", "_OF_ROWS", "chunk_kimi_delta_attention"),
-        ("nemotron_h", "_OF_ROWS", "mamba2_chunk_scan"),
-        ("lfm2", "_OF_ROWS", "causal_conv1d_fn"),
-    ],
-)
+@pytest.mark.parametrize(("family", "table", "function"), [
+    ("qwen3_5", "_OF_ROWS", "causal_conv1d_fn"),
+    ("qwen3_5", "_OF_ROWS", "torch_chunk_gated_delta_rule"),
+    ("qwen3_5", "_OF_SLOTS", "torch_recurrent_gated_delta_rule"),
+    ("kimi_linear", "_OF_ROWS", "chunk_kimi_delta_attention"),
+    ("nemotron_h", "_OF_ROWS", "mamba2_chunk_scan"),
+    ("lfm2", "_OF_ROWS", "causal_conv1d_fn"),
+])  # fmt: skip
 def test_a_spoiled_layer_is_found_out(family, table, function, monkeypatch):
     """By the engine's self-check and by that of packed batches."""
     functions = getattr(layer_functions, table)
@@ -280,13 +277,10 @@ def test_a_spoiled_layer_is_found_out(family, table, function, monkeypatch):
     assert why_not_packed(again, DEVICE, torch.float32) is None
 
 
-@pytest.mark.parametrize(
-    ("family", "says"),
-    [
-        ("deepseek_v32", "indexed_attention|deepseek_sparse_attention"),
-        ("deepseek_v4", "compressed_sparse_attention"),
-    ],
-)
+@pytest.mark.parametrize(("family", "says"), [
+    ("deepseek_v32", "indexed_attention|deepseek_sparse_attention"),
+    ("deepseek_v4", "compressed_sparse_attention"),
+])  # fmt: skip
 def test_sparse_attention_is_refused_by_name(family, says):
     """On short sequences it may choose all tokens, and look like full attention."""
     from transformers import AutoModelForCausalLM

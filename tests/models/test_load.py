@@ -524,14 +524,11 @@ def test_no_random_head_writes_under_an_adapter(tmp_path):
     assert torch.equal(loaded.modules_to_save["default"].weight, expected)
 
 
-@pytest.mark.parametrize(
-    ("needs", "says"),
-    [
-        (lambda base, saved: load_language_model(saved), "the adapter in .*saved needs peft"),
-        (lambda base, saved: load_tokenizer(saved), "the adapter in .*saved needs peft"),
-        (lambda base, saved: with_adapter(base, LoraConfig()), "peft_config needs peft"),
-    ],
-)
+@pytest.mark.parametrize(("needs", "says"), [
+    (lambda base, saved: load_language_model(saved), "the adapter in .*saved needs peft"),
+    (lambda base, saved: load_tokenizer(saved), "the adapter in .*saved needs peft"),
+    (lambda base, saved: with_adapter(base, LoraConfig()), "peft_config needs peft"),
+])  # fmt: skip
 def test_a_missing_peft_is_named_with_what_installs_it(needs, says, base, tmp_path, monkeypatch):
     adapter(base, tmp_path / "saved")
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -20,19 +20,16 @@ LAYOUTS = {
 }
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0, -0.3, 1.0])  # the first ones, for fewer heads
 VARIANTS = {
-    "plain": Variant(None, None, None),
-    "scaled": Variant(0.3, None, None),
-    "wide window": Variant(None, 100, None),
-    "window": Variant(None, 3, None),
-    "window of one": Variant(None, 1, None),
-    "chunks": Variant(None, None, None, chunk=4),
+    "plain": Variant(None, None, None), "scaled": Variant(0.3, None, None),
+    "wide window": Variant(None, 100, None), "window": Variant(None, 3, None),
+    "window of one": Variant(None, 1, None), "chunks": Variant(None, None, None, chunk=4),
     "sinks": Variant(None, None, None, sinks=SINKS),
     "sinks and window": Variant(0.5, 5, None, sinks=SINKS),
     "sinks and chunks": Variant(None, None, None, sinks=SINKS, chunk=3),
     "capped": Variant(0.5, None, 1.5),
     "capped window": Variant(0.5, 4, 1.5),
     "capped, sinks and chunks": Variant(0.5, None, 1.5, sinks=SINKS, chunk=6),
-}
+}  # fmt: skip
 HEADS = {"equal": (4, 4), "shared": (6, 2)}
 
 
@@ -254,17 +251,14 @@ def test_runs_of_one_query_and_of_none_are_named_to_the_gpus_kernel(varlen):
     assert len(varlen.calls) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "calls"),
-    [
-        ("wide window", 2),  # of prompts and responses, and of responses to prompts
-        ("window", 1),  # of responses with what they see of their prompts
-        ("chunks", 1),
-        ("sinks", 2),
-        ("sinks and window", 1),
-        ("capped window", 0),
-    ],
-)
+@pytest.mark.parametrize(("name", "calls"), [
+    ("wide window", 2),  # of prompts and responses, and of responses to prompts
+    ("window", 1),  # of responses with what they see of their prompts
+    ("chunks", 1),
+    ("sinks", 2),
+    ("sinks and window", 1),
+    ("capped window", 0),
+])  # fmt: skip
 def test_the_gpus_kernel_is_asked_for_windows_and_chunks(name, calls, varlen):
     for groups in LAYOUTS.values():
         judge(PackedLayout(groups), (4, 2), torch.bfloat16, VARIANTS[name])

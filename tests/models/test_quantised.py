@@ -142,13 +142,9 @@ def test_ppo_and_grpo_train_and_reuse_the_rollouts_log_probs(method, family, pol
     trainer = ppo(model, **SETTINGS[method])
     base, adapter = frozen(model), trained(model)
     result = trainer.train(
-        longest_word,
-        steps=2,
-        prompts=PROMPTS,
-        generation_kwargs={"max_new_tokens": 6},
-        eval_prompts=PROMPTS[:2],
-        progress=False,
-    )
+        longest_word, steps=2, prompts=PROMPTS, generation_kwargs={"max_new_tokens": 6},
+        eval_prompts=PROMPTS[:2], progress=False,
+    )  # fmt: skip
     for stats in result.history:
         assert stats["rollout/reused"] == 1
         # Of log-probs and values in fp32: what the audit allows.
@@ -369,15 +365,9 @@ def test_a_run_resumes_on_its_base_and_on_no_other(policy, tmp_path):
     def run(steps, resume=False, **given):
         trainer = ppo(policy(**given))
         trainer.train(
-            longest_word,
-            steps=steps,
-            prompts=PROMPTS,
-            generation_kwargs={"max_new_tokens": 6},
-            output=tmp_path / "run",
-            save_every=1,
-            resume=resume,
-            progress=False,
-        )
+            longest_word, steps=steps, prompts=PROMPTS, generation_kwargs={"max_new_tokens": 6},
+            output=tmp_path / "run", save_every=1, resume=resume, progress=False,
+        )  # fmt: skip
         return trained(trainer._unwrapped)
 
     run(1)

@@ -8,12 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    GPT2Model,
-    LlavaConfig,
-)
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Model, LlavaConfig
 
 from fastrl.models import AutoModelForCausalLMWithValueHead, ValueHead
 from fastrl.models.scoring import ScoringRequest

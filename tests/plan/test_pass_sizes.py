@@ -84,13 +84,9 @@ def _model(kind=LlamaForCausalLM, **more):
 
 def _ppo(tmp_path):
     config = PPOConfig(
-        batch_size=64,
-        mini_batch_size=64,
-        ppo_epochs=1,
-        accelerator_kwargs={"cpu": True},
-        optim="sgd",
-        learning_rate=1.0,
-    )
+        batch_size=64, mini_batch_size=64, ppo_epochs=1, accelerator_kwargs={"cpu": True},
+        optim="sgd", learning_rate=1.0,
+    )  # fmt: skip
     policy = AutoModelForCausalLMWithValueHead.from_pretrained(_model())
     trainer = PPOTrainer(config, policy, tokenizer=blank_tokenizer())
 
@@ -226,16 +222,13 @@ class Told:
         self.limited = passes
 
 
-@pytest.mark.parametrize(
-    ("device", "processes", "asked", "is_open", "limited", "said"),
-    [
-        ("cuda", 1, None, True, PassSize(8192), "passes have 8192 tokens at most: set --micro"),
-        ("cuda", 1, False, True, PassSize(8192), "passes have 8192 tokens at most: set --micro"),
-        ("cuda", 2, None, True, PassSize(16384), "passes have 16384 tokens at most"),
-        ("cuda", 2, None, False, None, ""),
-        ("cpu", 1, None, True, None, ""),
-    ],
-)
+@pytest.mark.parametrize(("device", "processes", "asked", "is_open", "limited", "said"), [
+    ("cuda", 1, None, True, PassSize(8192), "passes have 8192 tokens at most: set --micro"),
+    ("cuda", 1, False, True, PassSize(8192), "passes have 8192 tokens at most: set --micro"),
+    ("cuda", 2, None, True, PassSize(16384), "passes have 16384 tokens at most"),
+    ("cuda", 2, None, False, None, ""),
+    ("cpu", 1, None, True, None, ""),
+])  # fmt: skip
 def test_commands_limit_passes_on_a_gpu_where_nobody_has(
     monkeypatch, capsys, device, processes, asked, is_open, limited, said
 ):

@@ -7,13 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from fastrl import (
-    AutoModelForCausalLMWithValueHead,
-    PPOConfig,
-    PPOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from fastrl.cli import main
 from fastrl.tools.commands.plan import planned_run
 from fastrl.tools.commands.plan_job import new_adapter
@@ -128,37 +122,31 @@ class Fake:
         return Fake(self.gib - gib, *self.savings)
 
 
-@pytest.mark.parametrize(
-    ("gib", "said"),
-    [
-        (23.5, "--1 true "),  # the first that is enough
-        (25, "--3 true "),
-        (26, "--1 true --3 true together"),
-        (27, "--3 true --2 true together"),  # without the one that is not needed
-        (40, "nothing known; --1 true --3 true --2 true leaves 34.00 GiB"),
-    ],
-)
+@pytest.mark.parametrize(("gib", "said"), [
+    (23.5, "--1 true "),  # the first that is enough
+    (25, "--3 true "),
+    (26, "--1 true --3 true together"),
+    (27, "--3 true --2 true together"),  # without the one that is not needed
+    (40, "nothing known; --1 true --3 true --2 true leaves 34.00 GiB"),
+])  # fmt: skip
 def test_what_does_not_fit_comes_with_the_first_change_that_is_enough(gib, said):
     run = Fake(gib, REFUSED, 1, 3, 2)
     assert not run.plan().fits(24)
     assert what_to_change(run, run.plan(), 24).startswith(said)
 
 
-@pytest.mark.parametrize(
-    ("method", "given"),
-    [
-        ("ppo", ["--batch-size", "8", "--mini-batch-size", "4", "--micro-batch-tokens", "2048"]),
-        ("ppo", ["--reference", "copy", "--reference-dtype", "float32"]),
-        ("ppo", ["--lora-r", "8"]),
-        ("ppo", ["--sync-ref-every", "2", "--ref-ema", "0.5"]),
-        ("grpo", ["--num-shared-layers", "1"]),
-        ("sft", ["--lora-r", "8"]),
-        ("dpo", ["--reference", "cached", "--reference-dtype", "bfloat16"]),
-        ("dpo", ["--reference", "offload"]),
-        ("dpo", ["--task", "online-pairwise", "--per-device-train-batch-size", "64"]),
-        ("reward", []),
-    ],
-)
+@pytest.mark.parametrize(("method", "given"), [
+    ("ppo", ["--batch-size", "8", "--mini-batch-size", "4", "--micro-batch-tokens", "2048"]),
+    ("ppo", ["--reference", "copy", "--reference-dtype", "float32"]),
+    ("ppo", ["--lora-r", "8"]),
+    ("ppo", ["--sync-ref-every", "2", "--ref-ema", "0.5"]),
+    ("grpo", ["--num-shared-layers", "1"]),
+    ("sft", ["--lora-r", "8"]),
+    ("dpo", ["--reference", "cached", "--reference-dtype", "bfloat16"]),
+    ("dpo", ["--reference", "offload"]),
+    ("dpo", ["--task", "online-pairwise", "--per-device-train-batch-size", "64"]),
+    ("reward", []),
+])  # fmt: skip
 def test_a_run_with_the_flags_that_are_suggested_is_the_one_that_was_planned(folder, method, given):
     asked = [str(folder), "--method", method, "--device", "cuda"]
     run = planned_run([*asked, *given])
@@ -174,13 +162,10 @@ def test_a_run_with_the_flags_that_are_suggested_is_the_one_that_was_planned(fol
             assert vars(taken.skeleton)[name] == vars(changed.skeleton)[name], flags
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ((48, 1, 1), "--mini-batch-size 16 ("),  # 32 are no part of 48
-        ((12, 1, 3), "--mini-batch-size 4 --gradient-accumulation-steps 1 ("),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "said"), [
+    ((48, 1, 1), "--mini-batch-size 16 ("),  # 32 are no part of 48
+    ((12, 1, 3), "--mini-batch-size 4 --gradient-accumulation-steps 1 ("),
+])  # fmt: skip
 def test_a_size_that_the_run_refuses_is_not_suggested(folder, capsys, sizes, said):
     names = ("--batch-size", "--mini-batch-size", "--gradient-accumulation-steps")
     flags = [word for name, size in zip(names, sizes, strict=True) for word in (name, size)]
@@ -235,38 +220,27 @@ def test_an_unknown_architecture_says_what_is_a_guess(tmp_path, capsys):
     assert "hidden_size" in refused(capsys, tmp_path, *FLAGS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--gpu-gib", "0"], "gpu_gib"),
-        (["--gpu-gib", "5000"], "gpu_gib"),
-        (["--method", "dpoo"], "dpo"),
-        (["--method", "what"], "choose one of ppo, grpo, sft"),
-        (["--method", "ppo", "--task", "sft"], "task='sft'"),
-        (["--method", "dpo", "--task", "sft"], "offline-pairwise"),
-        (["--load-in-4bit", "true"], "--lora-r 16"),
-        (["--lora-r", "4", "--bnb-4bit-quant-type", "fp4"], "set load_in_4bit, too"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
-        (
-            ["--method", "sft", "--prompt-tokens", "400", "--response-tokens", "400"],
-            "--prompt-tokens=400 + --response-tokens=400 are more than the model's context of 512",
-        ),
-        (
-            ["--method", "sft", "--max-length", "100"],
-            "--prompt-tokens + --response-tokens = 512 are more than --max-length=100",
-        ),
-        (
-            ["--method", "dpo", "--micro-batch-tokens", "511"],
-            "--prompt-tokens + --response-tokens = 512: more than --micro-batch-tokens=511",
-        ),
-        (
-            ["--method", "reward", "--micro-batch-tokens", "1023"],
-            "512, and a pair has 1024: more than --micro-batch-tokens=1023",
-        ),
-        (["--prompt-tokens", "1"], "--prompt-tokens must be a number of 2 or more, got 1"),
-        (["--reference", "adapter"], "reference='adapter'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "named"), [
+    (["--gpu-gib", "0"], "gpu_gib"),
+    (["--gpu-gib", "5000"], "gpu_gib"),
+    (["--method", "dpoo"], "dpo"),
+    (["--method", "what"], "choose one of ppo, grpo, sft"),
+    (["--method", "ppo", "--task", "sft"], "task='sft'"),
+    (["--method", "dpo", "--task", "sft"], "offline-pairwise"),
+    (["--load-in-4bit", "true"], "--lora-r 16"),
+    (["--lora-r", "4", "--bnb-4bit-quant-type", "fp4"], "set load_in_4bit, too"),
+    (["--dtype", "int8"], "unknown dtype 'int8'"),
+    (["--method", "sft", "--prompt-tokens", "400", "--response-tokens", "400"],
+     "--prompt-tokens=400 + --response-tokens=400 are more than the model's context of 512"),
+    (["--method", "sft", "--max-length", "100"],
+     "--prompt-tokens + --response-tokens = 512 are more than --max-length=100"),
+    (["--method", "dpo", "--micro-batch-tokens", "511"],
+     "--prompt-tokens + --response-tokens = 512: more than --micro-batch-tokens=511"),
+    (["--method", "reward", "--micro-batch-tokens", "1023"],
+     "512, and a pair has 1024: more than --micro-batch-tokens=1023"),
+    (["--prompt-tokens", "1"], "--prompt-tokens must be a number of 2 or more, got 1"),
+    (["--reference", "adapter"], "reference='adapter'"),
+])  # fmt: skip
 def test_bad_input_is_refused_by_name(folder, capsys, arguments, named):
     assert named in refused(capsys, folder, *arguments)
 
@@ -352,15 +326,12 @@ def test_an_adapter_on_four_bits_is_planned_as_it_was_saved(tmp_path, folder, ca
     assert saved["peak"] < whole["peak"]
 
 
-@pytest.mark.parametrize(
-    ("method", "task"),
-    [
-        ("dpo", "online-pairwise"),
-        ("kto", "offline-pointwise"),
-        ("kto", "online-pointwise"),
-        ("bradley-terry", "reward-modelling"),
-    ],
-)
+@pytest.mark.parametrize(("method", "task"), [
+    ("dpo", "online-pairwise"),
+    ("kto", "offline-pointwise"),
+    ("kto", "online-pointwise"),
+    ("bradley-terry", "reward-modelling"),
+])  # fmt: skip
 def test_each_task_of_preference_learning_is_planned(folder, capsys, method, task):
     sizes = ["--prompt-tokens", "16", "--response-tokens", "16"]
     plan = planned(capsys, folder, "--method", method, "--task", task, *sizes)

@@ -28,67 +28,48 @@ def put(name: str, index: int, value: Any) -> dict[str, Any]:
 
 CASES = {
     "queries shorter": (make_batch() | {"queries": make_batch(3)["queries"]}, "queries has 3"),
-    "responses longer": (
-        make_batch() | {"responses": make_batch(5)["responses"]},
-        "responses has 5 elements, batch_size is 4",
-    ),
+    "responses longer": (make_batch() | {"responses": make_batch(5)["responses"]},
+     "responses has 5 elements, batch_size is 4"),
     "scores shorter": (make_batch() | {"scores": make_batch(3)["scores"]}, "scores has 3"),
     "not a list": (make_batch() | {"queries": torch.ones(4, 3)}, "queries must be a list"),
     "no tensor": (put("responses", 2, [5, 6]), r"responses\[2\] must be a tensor, got list"),
     "float score": (put("scores", 1, 0.5), r"scores\[1\] must be a tensor, got float"),
-    "empty query": (
-        put("queries", 1, torch.tensor([], dtype=torch.long)),
-        r"queries\[1\] is empty",
-    ),
-    "empty response": (
-        put("responses", 3, torch.tensor([], dtype=torch.long)),
-        r"responses\[3\] is empty",
-    ),
-    "2-D query": (
-        put("queries", 0, torch.ones(1, 3, dtype=torch.long)),
-        r"queries\[0\] must be 1-D",
-    ),
+    "empty query": (put("queries", 1, torch.tensor([], dtype=torch.long)),
+     r"queries\[1\] is empty"),
+    "empty response": (put("responses", 3, torch.tensor([], dtype=torch.long)),
+     r"responses\[3\] is empty"),
+    "2-D query": (put("queries", 0, torch.ones(1, 3, dtype=torch.long)),
+     r"queries\[0\] must be 1-D"),
     "float ids": (put("queries", 0, torch.ones(3)), r"queries\[0\] must hold integer"),
-    "token too large": (
-        put("responses", 2, torch.tensor([5, 97])),
-        r"responses\[2\] holds token id 97, outside the vocabulary of 97",
-    ),
+    "token too large": (put("responses", 2, torch.tensor([5, 97])),
+     r"responses\[2\] holds token id 97, outside the vocabulary of 97"),
     "negative token": (put("queries", 2, torch.tensor([5, -1])), r"queries\[2\] holds token id -1"),
     "NaN score": (put("scores", 3, torch.tensor(NAN)), r"scores\[3\] is nan \(prompt 'w"),
     "infinite score": (put("scores", 0, torch.tensor(-INF)), r"scores\[0\] is -inf"),
     "2-D score": (put("scores", 0, torch.ones(1, 1)), r"scores\[0\] must be one number"),
     "two scores": (put("scores", 0, torch.ones(2)), r"scores\[0\] has 2 numbers, responses\[0\]"),
-    "mask length": (
-        make_batch() | {"response_masks": [torch.ones(2)] * 4},
-        r"response_masks\[0\] has shape",
-    ),
+    "mask length": (make_batch() | {"response_masks": [torch.ones(2)] * 4},
+     r"response_masks\[0\] has shape"),
     "mask between": (
         make_batch()
         | {"response_masks": [torch.full((len(r),), 0.5) for r in make_batch()["responses"]]},
         r"response_masks\[0\] holds 0.5: a token counts",
     ),
     "complex score": (put("scores", 1, torch.tensor(1j)), r"scores\[1\] must be real"),
-    "mask count": (
-        make_batch() | {"response_masks": [torch.ones(2)] * 3},
-        "response_masks has 3 elements",
-    ),
-    "too long": (
-        put("queries", 1, torch.full((48,), 5)),
-        r"queries\[1\] and responses\[1\] have 48 \+ \d tokens, beyond the model's context of 48",
-    ),
-}
+    "mask count": (make_batch() | {"response_masks": [torch.ones(2)] * 3},
+     "response_masks has 3 elements"),
+    "too long": (put("queries", 1, torch.full((48,), 5)),
+     r"queries\[1\] and responses\[1\] have 48 \+ \d tokens, beyond the model's context of 48"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "column", "error", "message"),
-    [
-        ("sequences", None, ValueError, "rollout has no sequences: give one for each response"),
-        ("finish_reasons", None, ValueError, "rollout has no finish_reasons"),
-        ("finish_reasons", ["eos"] * 3, ValueError, "rollout.finish_reasons has 3 elements for 4"),
-        ("logprobs", [[0.0]] * 4, TypeError, r"rollout.logprobs\[0\] must be a tensor, got list"),
-        ("values", [torch.zeros(1)] * 5, ValueError, "rollout.values has 5 elements for 4"),
-    ],
-)
+@pytest.mark.parametrize(("name", "column", "error", "message"), [
+    ("sequences", None, ValueError, "rollout has no sequences: give one for each response"),
+    ("finish_reasons", None, ValueError, "rollout has no finish_reasons"),
+    ("finish_reasons", ["eos"] * 3, ValueError, "rollout.finish_reasons has 3 elements for 4"),
+    ("logprobs", [[0.0]] * 4, TypeError, r"rollout.logprobs\[0\] must be a tensor, got list"),
+    ("values", [torch.zeros(1)] * 5, ValueError, "rollout.values has 5 elements for 4"),
+])  # fmt: skip
 def test_a_rollout_of_other_sizes_is_refused(
     name: str, column: Any, error: Any, message: str, shared_trainer: PPOTrainer, unchanged: Any
 ) -> None:
@@ -142,22 +123,16 @@ def test_one_length_needs_no_pad_token() -> None:
     assert math.isfinite(stats["ppo/loss/total"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"config": {"batch_size": 4}}, "config must be a PPOConfig"),
-        (
-            {"model": tiny.language_model("gpt2")},
-            "model must be an AutoModelForCausalLMWithValueHead",
-        ),
-        ({"ref_model": "gpt2"}, "ref_model must be"),
-        ({"model": torch.nn.Linear(2, 2)}, "model must be an AutoModelForCausalLMWithValueHead"),
-        ({"tokenizer": None}, "tokenizer must be a Hugging Face tokenizer, got NoneType"),
-        ({"lr_scheduler": 1.0}, "lr_scheduler must be a torch LRScheduler"),
-        ({"lr_scheduler": ReduceLROnPlateau}, "steps by a metric"),
-        ({"lr_scheduler": lambda x: get_scheduler("greedy", x)}, "GreedyLR.*steps by a metric"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"config": {"batch_size": 4}}, "config must be a PPOConfig"),
+    ({"model": tiny.language_model("gpt2")}, "model must be an AutoModelForCausalLMWithValueHead"),
+    ({"ref_model": "gpt2"}, "ref_model must be"),
+    ({"model": torch.nn.Linear(2, 2)}, "model must be an AutoModelForCausalLMWithValueHead"),
+    ({"tokenizer": None}, "tokenizer must be a Hugging Face tokenizer, got NoneType"),
+    ({"lr_scheduler": 1.0}, "lr_scheduler must be a torch LRScheduler"),
+    ({"lr_scheduler": ReduceLROnPlateau}, "steps by a metric"),
+    ({"lr_scheduler": lambda x: get_scheduler("greedy", x)}, "GreedyLR.*steps by a metric"),
+])  # fmt: skip
 def test_construction_refuses_wrong_types(arguments: dict[str, Any], message: str) -> None:
     right = {"config": PPOConfig(), "model": make_policy(), "tokenizer": tiny.tokenizer()}
     with pytest.raises(TypeError, match=message):

@@ -30,15 +30,9 @@ def test_a_bandit_converges_to_the_tilted_reference(dtype: torch.dtype) -> None:
         model.transformer.wte.weight.mul_(8)
     policy = AutoModelForCausalLMWithValueHead(model.to(dtype), summary_dropout_prob=0.0)
     config = PPOConfig(
-        batch_size=BATCH,
-        ppo_epochs=4,
-        learning_rate=3e-3,
-        adap_kl_ctrl=False,
-        init_kl_coef=BETA,
-        cliprange=0.2,
-        vf_coef=0.1,
-        cliprange_value=10.0,
-    )
+        batch_size=BATCH, ppo_epochs=4, learning_rate=3e-3, adap_kl_ctrl=False, init_kl_coef=BETA,
+        cliprange=0.2, vf_coef=0.1, cliprange_value=10.0,
+    )  # fmt: skip
     trainer = PPOTrainer(config, policy, None, tiny.tokenizer())
     query = torch.tensor([5])
     rewards = torch.linspace(-1, 1, V)[torch.randperm(V)]

@@ -27,13 +27,10 @@ def scheduled(**settings: Any) -> tuple[PPOTrainer, ExponentialLR]:
     return trainer, schedule
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"mini_batch_size": 2, "ppo_epochs": 3},
-        {"mini_batch_size": 1, "gradient_accumulation_steps": 2, "ppo_epochs": 1},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"mini_batch_size": 2, "ppo_epochs": 3},
+    {"mini_batch_size": 1, "gradient_accumulation_steps": 2, "ppo_epochs": 1},
+])  # fmt: skip
 def test_a_schedule_advances_once_a_step_however_many_updates_it_takes(settings: Any) -> None:
     trainer, schedule = scheduled(**settings)
     assert trainer.lr_scheduler.scheduler is schedule
@@ -83,10 +80,8 @@ def test_the_loss_is_that_of_the_specification_in_float64(aggregate: str) -> Non
     for got, expected in zip(gradients, torch.autograd.grad(loss, exact), strict=True):
         torch.testing.assert_close(got.double(), expected, **tolerance)
     names = {
-        "val/clipfrac": "value_clipfrac",
-        "val/vpred": "value_mean",
-        "val/error": "value_error",
-    }
+        "val/clipfrac": "value_clipfrac", "val/vpred": "value_mean", "val/error": "value_error",
+    }  # fmt: skip
     names |= {"policy/clipfrac": "clipfrac", "policy/approxkl": "approx_kl"}
     for name, field in names.items():
         assert float(found[name]) == pytest.approx(stats[field].item(), rel=1e-5), name
@@ -151,11 +146,7 @@ DIFFERENCE = torch.tensor([[0.25, -0.5, 0.0], [-1.0, 2.0, -0.125]])
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [
-        ("kl", DIFFERENCE),
-        ("abs", DIFFERENCE.abs()),
-        ("mse", DIFFERENCE.square() / 2),
-    ],
+    [("kl", DIFFERENCE), ("abs", DIFFERENCE.abs()), ("mse", DIFFERENCE.square() / 2)],
 )
 def test_the_penalty_of_each_token_can_be_asked_for(kind: str, expected: Tensor) -> None:
     penalty = make_trainer(kl_penalty=kind)._kl_penalty

@@ -184,17 +184,13 @@ def half_policy() -> Any:
 
 
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
-@pytest.mark.parametrize(
-    ("policy", "settings"),
-    [
-        (tiny_models.policy, {"optim": "adamw_torch", "optim_args": "weight_decay=0.1"}),
-        (tiny_models.policy, {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}),
-        (tiny_models.policy, {"optim": "adafactor"}),
-        (lora_policy, {}),
-        (half_policy, {}),
-    ],
-    ids=["decay", "accumulated", "adafactor", "adapter", "bfloat16"],
-)
+@pytest.mark.parametrize(("policy", "settings"), [
+    (tiny_models.policy, {"optim": "adamw_torch", "optim_args": "weight_decay=0.1"}),
+    (tiny_models.policy, {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}),
+    (tiny_models.policy, {"optim": "adafactor"}),
+    (lora_policy, {}),
+    (half_policy, {}),
+], ids=["decay", "accumulated", "adafactor", "adapter", "bfloat16"])  # fmt: skip
 def test_the_warm_up_leaves_policy_and_its_moments_as_they_are(policy, settings) -> None:
     model = policy()
     trainer = make_trainer(policy=model, critic_warmup_steps=2, **settings)

@@ -78,13 +78,9 @@ def per_token_figures(trainer: PPOTrainer, batch: Batch) -> tuple[Tensor, dict[s
     rewards, non_score, kls = trainer.compute_rewards(scores, logprobs, ref_logprobs, mask)
     values, advantages, returns = trainer.compute_advantages(values, rewards, mask)
     figures = {
-        "values": values,
-        "rewards": rewards,
-        "non_score": non_score,
-        "kls": kls,
-        "advantages": advantages,
-        "returns": returns,
-    }
+        "values": values, "rewards": rewards, "non_score": non_score, "kls": kls,
+        "advantages": advantages, "returns": returns,
+    }  # fmt: skip
     return mask.bool(), figures
 
 
@@ -149,11 +145,9 @@ def test_final_parameters(run: Run) -> None:
         assert (strays < 0.1 * steps * config.learning_rate).all(), f"{name}: off by {strays}"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"cliprange": 0.21}, {"cliprange_value": 0.21}, {"lam": 0.94}, {"vf_coef": 0.11}, {"seed": 1}],
-    ids=lambda changes: next(iter(changes)),
-)
+@pytest.mark.parametrize("changes", [
+    {"cliprange": 0.21}, {"cliprange_value": 0.21}, {"lam": 0.94}, {"vf_coef": 0.11}, {"seed": 1},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
 def test_a_changed_setting_shows(changes: dict[str, float]) -> None:
     """The comparison is sharp enough to notice what it is there to notice."""
     case = read_case(CASES / "minibatch_gpt2.json")

@@ -34,13 +34,10 @@ def train(path: Any, output: Any = None, **settings: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("limit", "value", "key", "remedy"),
-    [
-        ("max_kl", 1.0, "objective/kl", "raise init_kl_coef"),
-        ("max_ratio", 1.05, "ppo/policy/ratio_max", "lower learning_rate"),
-    ],
-)
+@pytest.mark.parametrize(("limit", "value", "key", "remedy"), [
+    ("max_kl", 1.0, "objective/kl", "raise init_kl_coef"),
+    ("max_ratio", 1.05, "ppo/policy/ratio_max", "lower learning_rate"),
+])  # fmt: skip
 def test_a_run_ends_after_the_step_that_exceeds_a_limit(limit, value, key, remedy, tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(TrainingDiverged, match=rf"{key}.* exceeds {limit}={value:g}: {remedy}"):
@@ -77,11 +74,7 @@ def test_the_largest_ratio_is_that_of_a_mini_batch_and_counts_those_skipped():
     from tests.ppo.updates import rollout_of
 
     config = PPOConfig(
-        batch_size=4,
-        mini_batch_size=2,
-        ppo_epochs=1,
-        old_logprobs="rollout",
-        learning_rate=0.0,
+        batch_size=4, mini_batch_size=2, ppo_epochs=1, old_logprobs="rollout", learning_rate=0.0
     )
     policy = tiny_models.policy()
     trainer = PPOTrainer(config, policy, perturbed(tiny_models.policy()), tiny.tokenizer())

@@ -118,18 +118,11 @@ def test_a_step_follows_the_formulas_gradient(case, fused, monkeypatch):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=3e-5, msg=name)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"policy_loss": "sapo"},
-        {"policy_loss": "vespo"},
-        {"ratio_level": "sequence"},
-        {"top_entropy_quantile": 0.6},
-        {"top_entropy_quantile": 0.6, "policy_loss": "vespo"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    {}, {"policy_loss": "sapo"}, {"policy_loss": "vespo"}, {"ratio_level": "sequence"},
+    {"top_entropy_quantile": 0.6},
+    {"top_entropy_quantile": 0.6, "policy_loss": "vespo"},
+], ids=str)  # fmt: skip
 def test_a_responses_ratio_is_the_same_in_mini_batches_of_any_parts(settings):
     """Forwards of a sample each give the gradient of one of all."""
     moved = []

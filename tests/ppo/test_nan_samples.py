@@ -216,13 +216,10 @@ class Rewards:
         return [float(sum(ids)) for ids in completion_ids]
 
 
-@pytest.mark.parametrize(
-    ("case", "old_logprobs"),
-    [
-        *itertools.product(("gae", "grpo", "trunk"), ("auto", "rollout")),
-        ("generate", "auto"),  # which says no log-probs
-    ],
-)
+@pytest.mark.parametrize(("case", "old_logprobs"), [
+    *itertools.product(("gae", "grpo", "trunk"), ("auto", "rollout")),
+    ("generate", "auto"),  # which says no log-probs
+])  # fmt: skip
 def test_train_goes_on(case, old_logprobs, tmp_path):
     """A prompt whose responses are NaN is left out of what the reward is asked about, of means,
     and of every weight's gradient."""

@@ -52,15 +52,11 @@ WHOLE = {"mini_batch_size": 8}
 ACCUMULATED = {"mini_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        WHOLE,
-        {**ACCUMULATED, "kl_in": "loss", "loss_aggregate": "seq-mean-token-mean"},
-        {**ACCUMULATED, "advantage": "dr_grpo", "group_size": 2, "max_grad_norm": 0.01},
-    ],
-    ids=["whole", "accumulated", "without values"],
-)
+@pytest.mark.parametrize("settings", [
+    WHOLE,
+    {**ACCUMULATED, "kl_in": "loss", "loss_aggregate": "seq-mean-token-mean"},
+    {**ACCUMULATED, "advantage": "dr_grpo", "group_size": 2, "max_grad_norm": 0.01},
+], ids=["whole", "accumulated", "without values"])  # fmt: skip
 def test_the_step_is_that_of_enough_memory(settings):
     """Gradients and all statistics; what fits is kept for later steps."""
     batch = make_batch(BATCH)

@@ -51,11 +51,9 @@ def stepped_alike(settings, others, batch):
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-@pytest.mark.parametrize(
-    "settings",
-    [{"ppo_epochs": 2}, {**GROUPED, "ppo_epochs": 2}, {"kl_in": "loss", "kl_penalty": "abs"}],
-    ids=["gae", "grpo", "kl in loss"],
-)
+@pytest.mark.parametrize("settings", [
+    {"ppo_epochs": 2}, {**GROUPED, "ppo_epochs": 2}, {"kl_in": "loss", "kl_penalty": "abs"},
+], ids=["gae", "grpo", "kl in loss"])  # fmt: skip
 def test_a_step_is_that_of_padded_batches(settings, padding_side):
     batch = grouped_batch() if "group_size" in settings else make_batch()
     settings = {**settings, "padding_side": padding_side}

@@ -14,12 +14,7 @@ from fastrl.models.scoring import ScoringRequest
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import make_policy
-from tests.ppo.test_policy_gradients import (
-    SAMPLING,
-    gradients,
-    groups,
-    make_trainer,
-)
+from tests.ppo.test_policy_gradients import SAMPLING, gradients, groups, make_trainer
 from tests.ppo.test_reuse import policy_scores  # noqa: F401, a fixture
 
 

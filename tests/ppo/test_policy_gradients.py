@@ -344,14 +344,11 @@ def test_a_weight_of_zero_takes_a_samples_gradient_to_the_bit(aggregate):
     assert max(g.abs().max() for g in moved[0].values()) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([1.0, 2.0], r"weights has shape \(2,\): pass one number per sample, \[4\]"),
-        ([1.0, 2.0, -1.0, 0.0], r"weights\[2\] is -1.0"),
-        ([1.0, math.nan, 1.0, 0.0], r"weights\[1\] is nan"),
-    ],
-)
+@pytest.mark.parametrize(("weights", "message"), [
+    ([1.0, 2.0], r"weights has shape \(2,\): pass one number per sample, \[4\]"),
+    ([1.0, 2.0, -1.0, 0.0], r"weights\[2\] is -1.0"),
+    ([1.0, math.nan, 1.0, 0.0], r"weights\[1\] is nan"),
+])  # fmt: skip
 def test_wrong_weights_are_named(weights, message, unchanged):
     trainer = make_trainer(init_kl_coef=0.0)
     with unchanged(trainer), pytest.raises(ValueError, match=message):

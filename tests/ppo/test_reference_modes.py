@@ -6,12 +6,7 @@ import math
 import pytest
 import torch
 
-from fastrl import (
-    AutoModelForCausalLMWithValueHead,
-    PPOConfig,
-    PPOTrainer,
-    create_reference_model,
-)
+from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, create_reference_model
 from fastrl.learn.ref_model import choose_ref_model
 from fastrl.models.trunk import TRUNK_NAME, layer_stack
 from tests import tiny_models
@@ -240,14 +235,11 @@ def test_a_reference_in_bf16_follows_in_whole_steps():
         assert torch.equal(weight, policy.bfloat16()), name
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"num_shared_layers": 2}, "reference='trunk' the bottom layers are the policy's own"),
-        ({"init_kl_coef": 0.0}, "reference='none' has no weights of its own"),
-        ({"sync_ref_every": 1, "ref_ema": 0.1}, "below half the spacing of bfloat16 would be lost"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"num_shared_layers": 2}, "reference='trunk' the bottom layers are the policy's own"),
+    ({"init_kl_coef": 0.0}, "reference='none' has no weights of its own"),
+    ({"sync_ref_every": 1, "ref_ema": 0.1}, "below half the spacing of bfloat16 would be lost"),
+])  # fmt: skip
 def test_a_reference_that_cannot_be_in_bf16_is_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         trainer_of(deep("gpt2"), reference_dtype="bfloat16", **settings)
@@ -350,12 +342,9 @@ def test_the_reference_follows_every_few_steps(mode):
 
 
 MODES = {
-    "copy": {"reference": "copy"},
-    "trunk": {"num_shared_layers": 2},
-    "offload": {"reference": "offload"},
-    "none": {"init_kl_coef": 0.0},
-    "adapter": {},
-}
+    "copy": {"reference": "copy"}, "trunk": {"num_shared_layers": 2},
+    "offload": {"reference": "offload"}, "none": {"init_kl_coef": 0.0}, "adapter": {},
+}  # fmt: skip
 
 
 def policy_of(mode):

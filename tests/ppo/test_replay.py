@@ -18,14 +18,9 @@ STEPS = 5
 # What a step's update depends on besides its samples: moments of scores, the KL coefficient, the
 # schedule, the samples' order over epochs, a reference that moves.
 PPO = {
-    "use_score_scaling": True,
-    "use_score_norm": True,
-    "whiten_rewards": True,
-    "target": 0.01,
-    "horizon": 20,
-    "sync_ref_every": 2,
-    "ppo_epochs": 2,
-}
+    "use_score_scaling": True, "use_score_norm": True, "whiten_rewards": True, "target": 0.01,
+    "horizon": 20, "sync_ref_every": 2, "ppo_epochs": 2,
+}  # fmt: skip
 GRPO = {"advantage": "grpo", "group_size": 2, "kl_in": "loss", "temperature": 0.7}
 
 pytestmark = [

@@ -107,13 +107,7 @@ class Failing:
 
 
 def run(trainer, output, reward_fn=reward, **arguments):
-    arguments = {
-        "steps": STEPS,
-        "save_every": 2,
-        "eval_every": 3,
-        "progress": False,
-        **arguments,
-    }
+    arguments = {"steps": STEPS, "save_every": 2, "eval_every": 3, "progress": False, **arguments}
     return trainer.train(
         reward_fn,
         prompts=TEXTS,
@@ -454,26 +448,18 @@ def other_tokenizer():
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("trainer", "said"),
-    [
-        ({"model": lambda: tiny_models.policy("llama")}, "whose model differs .GPT2LMHeadModel, "),
-        (
-            {"model": lambda: tiny_models.policy(perturbation=0.05)},
-            "whose reference differs: make the trainer",
-        ),
-        ({"tokenizer": other_tokenizer}, "whose tokenizer differs: resume with the tokenizer"),
-        ({"advantage": "grpo", "group_size": 2}, r"whose method differs \(PPO, here GRPO\)"),
-        ({"init_kl_coef": 0.0, "adap_kl_ctrl": False}, "whose reference differs"),
-        ({"optim": "sgd"}, "the checkpoint's run had optim='adam', this one has 'sgd'"),
-        ({"optim_args": "beta2=0.5"}, "had optim_args=None, this one has 'beta2=0.5'"),
-        ({"peft_config": LORA}, "whose (model|frozen weights|reference) differs"),
-        (
-            {"scheduler": lambda o: torch.optim.lr_scheduler.LinearLR(o)},
-            "run had no lr_scheduler",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("trainer", "said"), [
+    ({"model": lambda: tiny_models.policy("llama")}, "whose model differs .GPT2LMHeadModel, "),
+    ({"model": lambda: tiny_models.policy(perturbation=0.05)},
+     "whose reference differs: make the trainer"),
+    ({"tokenizer": other_tokenizer}, "whose tokenizer differs: resume with the tokenizer"),
+    ({"advantage": "grpo", "group_size": 2}, r"whose method differs \(PPO, here GRPO\)"),
+    ({"init_kl_coef": 0.0, "adap_kl_ctrl": False}, "whose reference differs"),
+    ({"optim": "sgd"}, "the checkpoint's run had optim='adam', this one has 'sgd'"),
+    ({"optim_args": "beta2=0.5"}, "had optim_args=None, this one has 'beta2=0.5'"),
+    ({"peft_config": LORA}, "whose (model|frozen weights|reference) differs"),
+    ({"scheduler": lambda o: torch.optim.lr_scheduler.LinearLR(o)}, "run had no lr_scheduler"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(trainer, said, saved):
     made = {k: v() if k in ("model", "tokenizer") else v for k, v in trainer.items()}
     other = make_trainer(**made)

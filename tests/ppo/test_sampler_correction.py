@@ -40,15 +40,12 @@ def in_float64(logprobs, sampled, mask, kind, least=None, most=3.0):
     return torch.where((ratio < least) | (ratio > most), 0.0, ratio)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("token-truncate", [[2.0, 3.0], [0.5, 0.5, 3.0]]),
-        ("token-mask", [[2.0, 0.0], [0.5, 0.0, 3.0]]),
-        ("sequence-truncate", [[3.0, 3.0], [0.5, 0.5, 0.5]]),
-        ("sequence-mask", [[0.0, 0.0], [0.0, 0.0, 0.0]]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("token-truncate", [[2.0, 3.0], [0.5, 0.5, 3.0]]),
+    ("token-mask", [[2.0, 0.0], [0.5, 0.0, 3.0]]),
+    ("sequence-truncate", [[3.0, 3.0], [0.5, 0.5, 0.5]]),
+    ("sequence-mask", [[0.0, 0.0], [0.0, 0.0, 0.0]]),
+])  # fmt: skip
 def test_weights_by_hand(kind, expected):
     logprobs, sampled = log_ratios([2.0, 6.0, 9.0], [0.5, 0.25, 3.0 - 1e-6], [7.0, 7.0, 7.0])
     weights, found = sampler_weights(logprobs, sampled, MASK, kind, 0.5 - 1e-6, 3.0)
@@ -144,26 +141,15 @@ def of_another_engine(model, queries, responses, spread: float = 0.4, seed: int 
 
 CASES = {
     **{kind: {"sampler_correction": kind, "sampler_correction_max": 1.2} for kind in KINDS},
-    "both bounds": {
-        "sampler_correction": "token-mask",
-        "sampler_correction_min": 0.8,
-        "sampler_correction_max": 1.4,
-    },
-    "sequence ratios": {
-        "sampler_correction": "sequence-truncate",
-        "ratio_level": "sequence",
-        "loss_aggregate": "seq-mean-token-mean",
-    },
-    "cispo, a KL term": {
-        "sampler_correction": "token-truncate",
-        "policy_loss": "cispo",
-        "kl_in": "loss",
-        "init_kl_coef": 0.3,
-        "adap_kl_ctrl": False,
-    },
+    "both bounds": {"sampler_correction": "token-mask", "sampler_correction_min": 0.8,
+     "sampler_correction_max": 1.4},
+    "sequence ratios": {"sampler_correction": "sequence-truncate", "ratio_level": "sequence",
+     "loss_aggregate": "seq-mean-token-mean"},
+    "cispo, a KL term": {"sampler_correction": "token-truncate", "policy_loss": "cispo",
+     "kl_in": "loss", "init_kl_coef": 0.3, "adap_kl_ctrl": False},
     "vespo": {"sampler_correction": "token-truncate", "policy_loss": "vespo"},
     "top entropy": {"sampler_correction": "token-truncate", "top_entropy_quantile": 0.4},
-}
+}  # fmt: skip
 
 
 def weighted_loss(model, reference, old, weights, batch, settings):

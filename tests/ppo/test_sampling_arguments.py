@@ -14,13 +14,9 @@ from tests.ppo.conftest import make_trainer
 
 # As Qwen2.5-Instruct ships it.
 QWEN = {
-    "do_sample": True,
-    "repetition_penalty": 1.1,
-    "temperature": 0.7,
-    "top_k": 20,
-    "top_p": 0.8,
+    "do_sample": True, "repetition_penalty": 1.1, "temperature": 0.7, "top_k": 20, "top_p": 0.8,
     "eos_token_id": [tiny.EOS, 40],
-}
+}  # fmt: skip
 LEAKS = {"repetition_penalty": "1.1", "temperature": "0.7", "top_k": "20", "top_p": "0.8"}
 NEUTRAL = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
@@ -206,15 +202,12 @@ def test_the_kl_over_the_vocabulary_is_at_the_temperature():
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, (32, None)),
-        ({"max_new_tokens": 7}, (7, None)),
-        ({"max_length": 30}, (None, 30)),
-        ({"generation_config": GenerationConfig(max_new_tokens=5)}, (5, None)),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    ({}, (32, None)),
+    ({"max_new_tokens": 7}, (7, None)),
+    ({"max_length": 30}, (None, 30)),
+    ({"generation_config": GenerationConfig(max_new_tokens=5)}, (5, None)),
+])  # fmt: skip
 def test_lengths_are_the_callers_too(given, expected):
     policy = instruct(max_new_tokens=3, max_length=40)
     kwargs = SamplingArguments(policy, 1.0).of_the_policy(given)

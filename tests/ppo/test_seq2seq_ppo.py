@@ -306,14 +306,11 @@ def test_reference_adapter(adapter: str) -> None:
     assert all("lora" in name or name.startswith("v_head") for name in moved)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"reference": "trunk", "num_shared_layers": 1}, "reference='trunk', num_shared_layers=1"),
-        ({"num_shared_layers": 1}, "num_shared_layers=1"),
-        ({"reference": "offload"}, "reference='offload'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "named"), [
+    ({"reference": "trunk", "num_shared_layers": 1}, "reference='trunk', num_shared_layers=1"),
+    ({"num_shared_layers": 1}, "num_shared_layers=1"),
+    ({"reference": "offload"}, "reference='offload'"),
+])  # fmt: skip
 def test_references_that_run_layer_by_layer_are_refused(settings: dict, named: str) -> None:
     with pytest.raises(ValueError, match=rf"{named}.*: an encoder–decoder.* reference='copy'"):
         make_trainer(**settings)
@@ -362,14 +359,9 @@ def test_rewards_rise(family: str) -> None:
         seq2seq_models.language_model(family), summary_dropout_prob=0.0
     )
     trainer = make_trainer(
-        family,
-        policy=policy,
-        batch_size=64,
-        mini_batch_size=32,
-        ppo_epochs=2,
-        learning_rate=5e-3,
+        family, policy=policy, batch_size=64, mini_batch_size=32, ppo_epochs=2, learning_rate=5e-3,
         init_kl_coef=0.01,
-    )
+    )  # fmt: skip
     middle = tiny.VOCABULARY // 2
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -418,13 +410,10 @@ def test_models_of_another_kind_are_refused() -> None:
         make_trainer(policy=tiny_models.policy(), ref_model=seq2seq_models.policy())
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"decoder_input_ids": torch.tensor([[2, 5]])}, "decoder_input_ids is not supported here"),
-        ({"decoder_start_token_id": 7}, "decoder_start_token_id is 7, the model's own is 2"),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "message"), [
+    ({"decoder_input_ids": torch.tensor([[2, 5]])}, "decoder_input_ids is not supported here"),
+    ({"decoder_start_token_id": 7}, "decoder_start_token_id is 7, the model's own is 2"),
+])  # fmt: skip
 def test_responses_that_begin_elsewhere_are_refused(kwargs: dict, message: str) -> None:
     trainer = make_trainer()
     with pytest.raises(ValueError, match=message):

@@ -126,15 +126,11 @@ def test_group_baselines_read_the_sum() -> None:
         assert torch.equal(p, dict(other.model.named_parameters())[name]), name
 
 
-@pytest.mark.parametrize(
-    ("place", "number", "message"),
-    [
-        (2, torch.ones(3), r"scores\[2\] has 3 numbers, responses\[2\] has \d tokens: pass one"),
-        (1, torch.tensor(1.0), r"scores\[1\] is one number, and scores\[0\] has shape \(\d,\)"),
-        (3, torch.ones(2, 2), r"scores\[3\] must be one number \(0-D\), or a number for each"),
-    ],
-    ids=["length", "mixed", "2-D"],
-)
+@pytest.mark.parametrize(("place", "number", "message"), [
+    (2, torch.ones(3), r"scores\[2\] has 3 numbers, responses\[2\] has \d tokens: pass one"),
+    (1, torch.tensor(1.0), r"scores\[1\] is one number, and scores\[0\] has shape \(\d,\)"),
+    (3, torch.ones(2, 2), r"scores\[3\] must be one number \(0-D\), or a number for each"),
+], ids=["length", "mixed", "2-D"])  # fmt: skip
 def test_wrong_shapes_are_refused(unchanged, place, number, message) -> None:
     trainer, batch = make_trainer(), batch_of_tokens()
     if number.dim() == 1:
@@ -155,13 +151,10 @@ def test_a_reward_of_a_token_that_does_not_count_is_refused(unchanged) -> None:
         trainer.step(**batch, response_masks=masks)
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"score_clip": 1.0}, "score_clip"),
-        ({"use_score_scaling": True, "use_score_norm": True}, "use_score_norm"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "name"), [
+    ({"score_clip": 1.0}, "score_clip"),
+    ({"use_score_scaling": True, "use_score_norm": True}, "use_score_norm"),
+])  # fmt: skip
 def test_what_changes_whole_scores_is_refused(unchanged, settings, name) -> None:
     trainer = make_trainer(**settings)
     with unchanged(trainer), pytest.raises(ValueError, match=f"{name} changes the score of a"):
@@ -273,21 +266,13 @@ def test_a_function_may_leave_out_completions_and_numbers_then_count_alone() -> 
             assert float(scores[-1]) == -len(scores)
 
 
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        (lambda completion_ids, **_: [[1.0]] * len(completion_ids), r"rewards of shape \(1,\) for"),
-        (
-            lambda completion_ids, **_: [1.0, *dense(completion_ids)[1:]],
-            "returned one number for completion 0, and several for completion 1",
-        ),
-        (
-            lambda completion_ids, **_: [["x"] * len(ids) for ids in completion_ids],
-            "for completion 0: rewards must be finite numbers",
-        ),
-    ],
-    ids=["length", "mixed", "no number"],
-)
+@pytest.mark.parametrize(("reward", "message"), [
+    (lambda completion_ids, **_: [[1.0]] * len(completion_ids), r"rewards of shape \(1,\) for"),
+    (lambda completion_ids, **_: [1.0, *dense(completion_ids)[1:]],
+     "returned one number for completion 0, and several for completion 1"),
+    (lambda completion_ids, **_: [["x"] * len(ids) for ids in completion_ids],
+     "for completion 0: rewards must be finite numbers"),
+], ids=["length", "mixed", "no number"])  # fmt: skip
 def test_a_functions_wrong_rewards_of_tokens_are_refused(unchanged, reward, message) -> None:
     trainer = make_trainer(policy=tiny_models.policy())
     with unchanged(trainer), pytest.raises(ValueError, match=message):

@@ -323,12 +323,9 @@ TEMPLATE = (
 CHATS = [
     [{"role": "user", "content": "w3 w4"}],
     [{"role": "system", "content": "w9"}, {"role": "user", "content": "w5"}],
-    [
-        {"role": "user", "content": "w6"},
-        {"role": "assistant", "content": "w7"},
-        {"role": "user", "content": "w8"},
-    ],
-]
+    [{"role": "user", "content": "w6"}, {"role": "assistant", "content": "w7"},
+     {"role": "user", "content": "w8"}],
+]  # fmt: skip
 
 
 def chat_trainer(template=TEMPLATE, **settings):
@@ -387,16 +384,13 @@ def test_a_text_that_begins_with_bos_gets_no_other():
     assert [ids.tolist() for ids in prompts.samples.prompt_ids] == [[tiny.BOS, 3], [tiny.BOS, 3]]
 
 
-@pytest.mark.parametrize(
-    ("chat", "message"),
-    [
-        ([{"role": "user"}], r"prompts\[1\], message 0 has the content None: it must"),
-        ([{"role": "Usr", "content": "w5"}], r"prompts\[1\], message 0 .*did you mean 'user'"),
-        ([{"role": "user", "content": " "}], r"prompts\[1\] is empty: nothing is said"),
-        (CHATS[2][:2], r"prompts\[1\] ends with an assistant's message"),
-        (CHATS[1][::-1], r"prompts\[1\]: the chat template refuses .* system comes first"),
-    ],
-)
+@pytest.mark.parametrize(("chat", "message"), [
+    ([{"role": "user"}], r"prompts\[1\], message 0 has the content None: it must"),
+    ([{"role": "Usr", "content": "w5"}], r"prompts\[1\], message 0 .*did you mean 'user'"),
+    ([{"role": "user", "content": " "}], r"prompts\[1\] is empty: nothing is said"),
+    (CHATS[2][:2], r"prompts\[1\] ends with an assistant's message"),
+    (CHATS[1][::-1], r"prompts\[1\]: the chat template refuses .* system comes first"),
+])  # fmt: skip
 def test_chats_that_are_no_prompts_are_refused_by_name(chat, message):
     trainer = chat_trainer()
     with pytest.raises(ValueError, match=message):
@@ -490,12 +484,7 @@ def test_the_result_has_the_samples_of_the_first_and_last_evaluation_alone():
     recorded = Evaluations()
     rewards = {"one": Recorder(), "two": zero}
     result = run(
-        make_trainer(),
-        rewards,
-        steps=3,
-        eval_prompts=TEXTS[:3],
-        eval_every=1,
-        callbacks=[recorded],
+        make_trainer(), rewards, steps=3, eval_prompts=TEXTS[:3], eval_every=1, callbacks=[recorded]
     )
     kept = result.evaluations
     assert [e.scalars() for e in kept] == [e.scalars() for e in recorded.seen]
@@ -582,14 +571,9 @@ def test_a_callback_ends_training_as_if_its_step_were_the_last(tmp_path):
     def trained(steps, callbacks=()):
         trainer, recorded = make_trainer(), Evaluations()
         result = run(
-            trainer,
-            zero,
-            steps=steps,
-            eval_prompts=["w3"],
-            eval_every=1,
-            output=tmp_path / f"of {steps}",
-            callbacks=[recorded, *callbacks],
-        )
+            trainer, zero, steps=steps, eval_prompts=["w3"], eval_every=1,
+            output=tmp_path / f"of {steps}", callbacks=[recorded, *callbacks],
+        )  # fmt: skip
         names = [path.name for path in sorted((tmp_path / f"of {steps}/checkpoints").iterdir())]
         return len(result.history), [e.step for e in recorded.seen], names, weights(trainer.model)
 

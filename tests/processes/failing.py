@@ -15,13 +15,7 @@ from typing import Any
 
 import torch
 
-from fastrl import (
-    AutoModelForCausalLMWithValueHead,
-    PPOConfig,
-    PPOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from fastrl.alignment import AlignmentConfig, Trainer
 from fastrl.data import columns
 from fastrl.rollout import SamplingParams
@@ -158,10 +152,7 @@ def unseeded(folder: Path) -> None:
     said: dict[str, Any] = {}
     args = SFTConfig(str(folder), ddp_timeout=77, use_cpu=True, report_to="none")
     SFTTrainer(
-        tiny_models.language_model(),
-        args,
-        train_dataset=texts(),
-        processing_class=tiny.tokenizer(),
+        tiny_models.language_model(), args, train_dataset=texts(), processing_class=tiny.tokenizer()
     )
     group = distributed_c10d._get_default_group()
     said["timeout"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

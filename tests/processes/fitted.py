@@ -269,32 +269,18 @@ def _of_speed(name: str) -> bool:
 
 
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
-    "ppo": lambda: done(
-        aligned,
-        "ppo",
-        "reinforcement-learning",
-        PROMPTS,
-        loss={"epochs": 2, "mini_batches": 2, "early_stopping": True, "target_kl": 0.02},
-        max_steps=6,
-    ),
-    "ppo, weights by likelihood": lambda: done(
-        aligned,
-        "ppo",
-        "reinforcement-learning",
-        PROMPTS,
-        loss={"epochs": 1, "mini_batches": 2},
-        reweighter=_by_likelihood,
-        gradient_accumulation_steps=2,
-        max_steps=3,
-    ),
+    "ppo": lambda: done(aligned, "ppo", "reinforcement-learning", PROMPTS,
+     loss={"epochs": 2, "mini_batches": 2, "early_stopping": True, "target_kl": 0.02}, max_steps=6),
+    "ppo, weights by likelihood": lambda: done(aligned, "ppo", "reinforcement-learning", PROMPTS,
+     loss={"epochs": 1, "mini_batches": 2}, reweighter=_by_likelihood,
+     gradient_accumulation_steps=2, max_steps=3),
     "dpo, online": lambda: done(aligned, "dpo", "online-pairwise", PROMPTS, max_steps=3),
     "kto, online": lambda: done(aligned, "kto", "online-pointwise", PROMPTS, max_steps=3),
     # Their last batch has one to three examples.
     "kto": lambda: done(aligned, "kto", "offline-pointwise", FEEDBACK, 17),
     "sft, aligned": lambda: done(aligned, "sft", "sft", ANSWERS, 17, held_out=1),
-    "dpo, weights by likelihood": lambda: done(
-        aligned, "dpo", "offline-pairwise", PAIRS, 18, reweighter=_by_likelihood
-    ),
+    "dpo, weights by likelihood": lambda: done(aligned, "dpo", "offline-pairwise", PAIRS, 18,
+     reweighter=_by_likelihood),
     "dpo, trainer": lambda: done(preferring, DPOTrainer, DPOConfig, pairs(17)),
     "kto, trainer": lambda: done(
         preferring,
@@ -308,67 +294,39 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         ),
         loss_type="apo_zero_unpaired",
     ),
-    "grpo": lambda: done(
-        online, GRPOTrainer, GRPOConfig, beta=0.1, num_iterations=2, learning_rate=0.01
-    ),
+    "grpo": lambda: done(online, GRPOTrainer, GRPOConfig, beta=0.1, num_iterations=2,
+     learning_rate=0.01),
     # In some steps one process alone draws others.
-    "grpo, other groups for those without spread": lambda: done(
-        online,
-        GRPOTrainer,
-        GRPOConfig,
-        reward=flat_here_and_there,
-        dynamic_sampling_rounds=2,
-        learning_rate=0.01,
-    ),
+    "grpo, other groups for those without spread": lambda: done(online, GRPOTrainer, GRPOConfig,
+     reward=flat_here_and_there, dynamic_sampling_rounds=2, learning_rate=0.01),
     # Some processes have no token to learn.
-    "grpo, without those that are cut": lambda: done(
-        online,
-        GRPOTrainer,
-        GRPOConfig,
-        mask_truncated_completions=True,
-        top_entropy_quantile=0.5,
-        learning_rate=0.01,
-    ),
+    "grpo, without those that are cut": lambda: done(online, GRPOTrainer, GRPOConfig,
+     mask_truncated_completions=True, top_entropy_quantile=0.5, learning_rate=0.01),
     # dapo's loss and weights of whole responses are the defaults.
     "grpo, responses masked by another engine's": lambda: corrected("sequence_mask"),
-    "grpo, responses weighed by another engine's": lambda: corrected(
-        "sequence_truncate",
-        loss_type="grpo",
-        num_iterations=2,
-        off_policy_mask_threshold=0.2,
-        learning_rate=0.01,
-    ),
-    "grpo, tokens weighed by another engine's": lambda: corrected(
-        "token_truncate", vllm_importance_sampling_clip_min=0.5, top_entropy_quantile=0.5, beta=0.1
-    ),
+    "grpo, responses weighed by another engine's": lambda: corrected("sequence_truncate",
+     loss_type="grpo", num_iterations=2, off_policy_mask_threshold=0.2, learning_rate=0.01),
+    "grpo, tokens weighed by another engine's": lambda: corrected("token_truncate",
+     vllm_importance_sampling_clip_min=0.5, top_entropy_quantile=0.5, beta=0.1),
     "vespo, tokens masked by another engine's": lambda: corrected("token_mask", loss_type="vespo"),
     "rloo": lambda: done(online, RLOOTrainer, RLOOConfig, learning_rate=0.01),
     "sft": lambda: done(supervised),
     "sft, packed": lambda: done(supervised, packing=True, max_length=24),
     "sft, fewer texts than processes": lambda: done(supervised, 1),
-    "sft, by length": lambda: done(
-        supervised,
-        50,
-        train_sampling_strategy="group_by_length",
-        gradient_accumulation_steps=2,
-        max_steps=3,
-    ),
+    "sft, by length": lambda: done(supervised, 50, train_sampling_strategy="group_by_length",
+     gradient_accumulation_steps=2, max_steps=3),
     "reward": lambda: done(rewarding, 19),
     # Some batches have more passes in one process.
     "sft, in passes": lambda: done(supervised, micro_batch_tokens=40),
     "reward, in passes": lambda: done(rewarding, 19, micro_batch_tokens=28),
-    "dpo, in passes": lambda: done(
-        aligned, "dpo", "offline-pairwise", PAIRS, 18, micro_batch_tokens=14
-    ),
-}
+    "dpo, in passes": lambda: done(aligned, "dpo", "offline-pairwise", PAIRS, 18,
+     micro_batch_tokens=14),
+}  # fmt: skip
 # Runs that are interrupted in their second epoch, between two checkpoints.
 SAVED = {
-    "logging_steps": 3,
-    "num_train_epochs": 2,
-    "save_strategy": "steps",
-    "save_steps": 4,
+    "logging_steps": 3, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 4,
     "save_total_limit": 1,
-}
+}  # fmt: skip
 RESUMED: dict[str, Callable[..., dict[str, Any]]] = {
     "reward": lambda **given: done(rewarding, **given),
     "dpo": lambda **given: done(aligned, "dpo", "offline-pairwise", PAIRS, 18, **given),
@@ -469,19 +427,11 @@ FAILING: dict[str, Callable[..., None]] = {
     "the loss raises": _failing(rewarding, at="compute_loss"),
     "a process is killed": _failing(supervised, at="compute_loss", act=_die),
     "a process is stopped": _failing(rewarding, at="compute_loss", act=_terminate),
-    "the annotator raises": _failing(
-        aligned, "dpo", "online-pairwise", PROMPTS, at="factory.annotator.compare", waits=True
-    ),
-    "the annotator is stopped": _failing(
-        aligned,
-        "dpo",
-        "online-pairwise",
-        PROMPTS,
-        at="factory.annotator.compare",
-        act=_terminate,
-        waits=True,
-    ),
-}
+    "the annotator raises": _failing(aligned, "dpo", "online-pairwise", PROMPTS,
+     at="factory.annotator.compare", waits=True),
+    "the annotator is stopped": _failing(aligned, "dpo", "online-pairwise", PROMPTS,
+     at="factory.annotator.compare", act=_terminate, waits=True),
+}  # fmt: skip
 
 
 def resume(folder: Path) -> None:

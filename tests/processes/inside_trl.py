@@ -33,25 +33,14 @@ def make(folder: Path, rollouts: Any, reward: Any = even_words, **settings: Any)
 
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     common: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 4,
-        "num_generations": 4,
-        "num_generations_eval": 2,
+        "output_dir": str(folder), "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 4, "num_generations": 4, "num_generations_eval": 2,
         "max_completion_length": 9,
         "generation_kwargs": {"eos_token_id": [tiny.EOS, *range(10, 24)]},
-        "max_steps": 3,
-        "eval_strategy": "no",
-        "eval_on_start": True,
-        "learning_rate": 1e-2,
-        "seed": SEED,
-        "bf16": False,
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-    }
+        "max_steps": 3, "eval_strategy": "no", "eval_on_start": True, "learning_rate": 1e-2,
+        "seed": SEED, "bf16": False, "use_cpu": True, "logging_steps": 1, "save_strategy": "no",
+        "report_to": [], "disable_tqdm": True,
+    }  # fmt: skip
     prompts = settings.pop("prompts", None)
     if prompts is None:
         prompts = [f"w{3 + i} w4" + " w5" * (i % 3) for i in range(16)]

@@ -138,13 +138,9 @@ def train(
     """Four steps with a folder for checkpoints."""
     trainer = trainer or make_trainer()
     settings = {
-        "prompts": PROMPTS,
-        "generation_kwargs": {"max_new_tokens": 9},
-        "progress": False,
-        "output": folder,
-        "save_every": 3,
-        "steps": 4,
-    }
+        "prompts": PROMPTS, "generation_kwargs": {"max_new_tokens": 9}, "progress": False,
+        "output": folder, "save_every": 3, "steps": 4,
+    }  # fmt: skip
     trainer.train(reward, **{**settings, **arguments})
     return trainer
 
@@ -194,14 +190,9 @@ def policy_gradient(
     trainer = trainer or make_trainer(**settings)
     keeper = Keeper()
     result = trainer.train(
-        reward,
-        prompts=prompts,
-        eval_prompts=PROMPTS[:5],
-        steps=3,
-        generation_kwargs={"max_new_tokens": 9},
-        progress=False,
-        callbacks=[keeper],
-    )
+        reward, prompts=prompts, eval_prompts=PROMPTS[:5], steps=3,
+        generation_kwargs={"max_new_tokens": 9}, progress=False, callbacks=[keeper],
+    )  # fmt: skip
     return {
         "weights": weights_of(trainer._unwrapped),
         "samples": keeper.samples,

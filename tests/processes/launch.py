@@ -140,13 +140,9 @@ def _in_rank(rank, processes, port, folder, target, arguments):
         file = os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, descriptor)
     variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
     if processes > 1:
         os.environ |= variables
     warnings.simplefilter("ignore")

@@ -71,14 +71,9 @@ def policy_gradient(
         trainer = make_trainer(make_policy(family, adapter, **shape), step, **settings)
         keeper = Keeper()
         result = trainer.train(
-            reward,
-            prompts=PROMPTS,
-            eval_prompts=PROMPTS[:5],
-            steps=2,
-            generation_kwargs={"max_new_tokens": 9},
-            progress=False,
-            callbacks=[keeper],
-        )
+            reward, prompts=PROMPTS, eval_prompts=PROMPTS[:5], steps=2,
+            generation_kwargs={"max_new_tokens": 9}, progress=False, callbacks=[keeper],
+        )  # fmt: skip
         held = _bytes_held(trainer)
         keeper.metrics.append(_classic_step(trainer))
         greedy = {"do_sample": False, "max_new_tokens": 6, "generate_ref_response": True}
@@ -372,10 +367,8 @@ def conversations(folder: Path) -> dict[str, Any]:
 
 
 _LOADS_ONCE = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_VERSION": "2",
-}
+    "ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2",
+}  # fmt: skip
 FOLLOWS = {"sync_ref_every": 1, "ref_ema": 0.5}
 STATES = "qwen3_5, whose layers keep states"
 # As in jobs.py.

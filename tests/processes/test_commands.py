@@ -12,14 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from fastrl import cli
 from fastrl.run.ledger import read_ledger
 from tests.processes.commands import run_commands
-from tests.processes.launch import (
-    COUNTS,
-    accelerate_launch,
-    assert_close,
-    fork,
-    launch,
-    torchrun,
-)
+from tests.processes.launch import COUNTS, accelerate_launch, assert_close, fork, launch, torchrun
 
 LAUNCHERS = {"torchrun": torchrun, "accelerate launch": accelerate_launch}
 ALL = COUNTS != (2,)
@@ -147,14 +140,11 @@ def test_a_command_does_on_several_processes_what_it_does_on_one(alone, together
     assert_same_run(alone / command, together / command)
 
 
-@pytest.mark.parametrize(
-    ("command", "step", "source", "same"),
-    [
-        ("grpo", 3, "checkpoint-2: 0 updates", "identical"),
-        ("grpo", 2, "the run's beginning: 1 update", "identical but for rounding"),
-        ("align online", 3, "the run's beginning: 2 updates", "identical but for rounding"),
-    ],
-)
+@pytest.mark.parametrize(("command", "step", "source", "same"), [
+    ("grpo", 3, "checkpoint-2: 0 updates", "identical"),
+    ("grpo", 2, "the run's beginning: 1 update", "identical but for rounding"),
+    ("align online", 3, "the run's beginning: 2 updates", "identical but for rounding"),
+])  # fmt: skip
 def test_a_run_of_several_processes_is_replayed_by_one(
     together, capsys, command, step, source, same
 ):

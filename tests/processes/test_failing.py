@@ -35,18 +35,15 @@ def assert_resumed_by_one_process_like(straight, folder):
         assert float((weight - resumed._unwrapped.state_dict()[name]).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("raises", "PeerFailed: process 1 of {count} failed: LookupError: the judge is gone"),
-        ("exits", "PeerFailed: process 1 of {count} failed: ExitCalled: it called sys.exit(None)"),
-        ("raises in a callback", "LookupError: the disk of the notes is full"),
-        ("dies", "PeerFailed: another process has ended, or did not answer"),
-        ("main dies", "PeerFailed: another process has ended, or did not answer"),
-        ("is stopped", "stopped after step 2; saved: "),
-        ("hangs", "PeerFailed: another process has ended, or did not answer within"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("raises", "PeerFailed: process 1 of {count} failed: LookupError: the judge is gone"),
+    ("exits", "PeerFailed: process 1 of {count} failed: ExitCalled: it called sys.exit(None)"),
+    ("raises in a callback", "LookupError: the disk of the notes is full"),
+    ("dies", "PeerFailed: another process has ended, or did not answer"),
+    ("main dies", "PeerFailed: another process has ended, or did not answer"),
+    ("is stopped", "stopped after step 2; saved: "),
+    ("hangs", "PeerFailed: another process has ended, or did not answer within"),
+])  # fmt: skip
 def test_one_process_ends_all_soon_with_the_state_saved(straight, tmp_path, count, name, message):
     folder = tmp_path / "run"
     grace = {"grace": 3} if name == "hangs" else {}

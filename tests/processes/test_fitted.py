@@ -78,27 +78,15 @@ def test_processes_that_differ_all_refuse_to_begin(done, count):
         assert message.startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "job", "saved", "message"),
-    [
-        (
-            "the collator raises",
-            "sft",
-            1,
-            "PeerFailed: process 1 of {count} failed: LookupError",
-        ),
-        ("the loss raises", "reward", 2, "LookupError: there is no such thing"),
-        ("a process is killed", "sft", 2, "RuntimeError"),
-        ("a process is stopped", "reward", 3, "stopped after step 3; saved: "),
-        (
-            "the annotator raises",
-            "dpo, online",
-            2,
-            "PeerFailed: process 1 of {count} failed: LookupError",
-        ),
-        ("the annotator is stopped", "dpo, online", 2, "stopped after step 2; saved: "),
-    ],
-)
+@pytest.mark.parametrize(("name", "job", "saved", "message"), [
+    ("the collator raises", "sft", 1, "PeerFailed: process 1 of {count} failed: LookupError"),
+    ("the loss raises", "reward", 2, "LookupError: there is no such thing"),
+    ("a process is killed", "sft", 2, "RuntimeError"),
+    ("a process is stopped", "reward", 3, "stopped after step 3; saved: "),
+    ("the annotator raises", "dpo, online", 2,
+     "PeerFailed: process 1 of {count} failed: LookupError"),
+    ("the annotator is stopped", "dpo, online", 2, "stopped after step 2; saved: "),
+])  # fmt: skip
 def test_what_goes_wrong_in_one_process_ends_all_with_the_state_saved(
     done, tmp_path, count, name, job, saved, message
 ):

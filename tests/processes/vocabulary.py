@@ -141,11 +141,9 @@ def compiled() -> dict[str, Any]:
 
 
 JOBS = {
-    "ranges": by_ranges,
-    "dtensor": of_a_dtensor,
-    "some processes": of_some_processes,
+    "ranges": by_ranges, "dtensor": of_a_dtensor, "some processes": of_some_processes,
     "compiled": compiled,
-}
+}  # fmt: skip
 
 
 def run(folder: Path, *names: str) -> None:

@@ -190,9 +190,7 @@ def test_flags_without_a_value_are_true(tmp_path: Path) -> None:
         assert (made.gradient_checkpointing, made.bf16) == (True, True)
 
 
-def test_code_of_a_model_is_run_only_if_that_is_said_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_code_of_a_model_is_run_only_if_that_is_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTRL_TRUST_REMOTE_CODE", raising=False)
     assert fastrl.ModelConfig().trust_remote_code is False
     with pytest.raises(ValueError, match="trust_remote_code runs Python code that comes with"):

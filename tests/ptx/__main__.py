@@ -64,15 +64,9 @@ def run(tests: Sequence[str], processes: int | None = 0) -> tuple[int, Record]:
         path = Path(folder) / "record.json"
         environment[RECORD_VARIABLE] = str(path)
         command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.ptx.plugin",
-            "-p",
-            "no:cacheprovider",
+            sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", "-p", "no:cacheprovider",
             "-q",
-        ]
+        ]  # fmt: skip
         command += ["--numprocesses", str(processes or 0), "--dist", "worksteal", *tests]
         status = subprocess.run(command, env=environment).returncode
         text = path.read_text(encoding="utf-8") if path.exists() else ""

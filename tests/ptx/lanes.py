@@ -66,12 +66,10 @@ class Lanes:
         self._special = {
             **{f"%{name}.{axis}": none for name in ("tid", "ctaid") for axis in "yz"},
             **{f"%{name}.{axis}": none + 1 for name in ("ntid", "nctaid") for axis in "yz"},
-            "%tid.x": self.thread,
-            "%ntid.x": none + np.uint32(threads),
-            "%laneid": self.thread % WARP,
-            "%ctaid.x": self.program.astype(np.uint32),
+            "%tid.x": self.thread, "%ntid.x": none + np.uint32(threads),
+            "%laneid": self.thread % WARP, "%ctaid.x": self.program.astype(np.uint32),
             "%nctaid.x": none + np.uint32(launch.programs),
-        }
+        }  # fmt: skip
 
     def activate(self, lanes: Array) -> bool:
         """Whether there are any."""

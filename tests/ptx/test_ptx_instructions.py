@@ -104,15 +104,12 @@ def test_floats(statement, floats):
     np.testing.assert_array_equal(of_two(statement, *floats).view(np.float32), expected)
 
 
-@pytest.mark.parametrize(
-    ("statement", "exact", "bound"),
-    [
-        ("ex2.approx.ftz.f32 %r3, %r1;", lambda x, y: np.exp2(x), 2**-22.5),
-        ("div.full.f32 %r3, %r1, %r2;", lambda x, y: x / y, 2**-22),
-        ("sqrt.approx.f32 %r3, %r2;", lambda x, y: np.sqrt(y), 2**-23),
-        ("lg2.approx.f32 %r3, %r2;", lambda x, y: np.log2(y), 2**-22),
-    ],
-)
+@pytest.mark.parametrize(("statement", "exact", "bound"), [
+    ("ex2.approx.ftz.f32 %r3, %r1;", lambda x, y: np.exp2(x), 2**-22.5),
+    ("div.full.f32 %r3, %r1, %r2;", lambda x, y: x / y, 2**-22),
+    ("sqrt.approx.f32 %r3, %r2;", lambda x, y: np.sqrt(y), 2**-23),
+    ("lg2.approx.f32 %r3, %r2;", lambda x, y: np.log2(y), 2**-22),
+])  # fmt: skip
 def test_approximations_are_off_and_within_their_bounds(statement, exact, bound):
     x, y = np.random.default_rng(0).uniform(2, 9, (2, 64)).astype(np.float32)
     found = of_two(statement, x, y).view(np.float32)
@@ -165,15 +162,12 @@ $L_end:
     np.testing.assert_array_equal(found, np.maximum(low, 1) + np.where(low > 3, 200, 100))
 
 
-@pytest.mark.parametrize(
-    ("kind", "source"),
-    [
-        ("bfly.b32 %r3, %r1, 5, 31", lambda lane: lane ^ 5),
-        ("up.b32 %r3, %r1, 3, 0", lambda lane: np.where(lane % 32 < 3, lane, lane - 3)),
-        ("down.b32 %r3, %r1, 3, 31", lambda lane: np.where(lane % 32 > 28, lane, lane + 3)),
-        ("idx.b32 %r3, %r1, 9, 31", lambda lane: lane // 32 * 32 + 9),
-    ],
-)
+@pytest.mark.parametrize(("kind", "source"), [
+    ("bfly.b32 %r3, %r1, 5, 31", lambda lane: lane ^ 5),
+    ("up.b32 %r3, %r1, 3, 0", lambda lane: np.where(lane % 32 < 3, lane, lane - 3)),
+    ("down.b32 %r3, %r1, 3, 31", lambda lane: np.where(lane % 32 > 28, lane, lane + 3)),
+    ("idx.b32 %r3, %r1, 9, 31", lambda lane: lane // 32 * 32 + 9),
+])  # fmt: skip
 def test_shuffles(kind, source):
     lane = np.arange(64)
     found = of_two(f"shfl.sync.{kind}, -1;", lane.astype(np.int32), lane.astype(np.int32))

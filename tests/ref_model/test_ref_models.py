@@ -384,25 +384,22 @@ def test_auto_takes_what_costs_least_and_says_why():
     assert chosen(policy, create_reference_model(policy, num_shared_layers=1)) == "trunk"
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "settings", "message"),
-    [
-        ("plain", {}, {"reference": "adapter"}, "needs a PEFT model"),
-        ("adapted", {}, {"reference": "copy"}, "is not for a PEFT model: choose 'adapter'"),
-        ("adapted", {}, {"num_shared_layers": 1}, "is for models without an adapter"),
-        ("plain", {}, {"reference": "none"}, "init_kl_coef is 0.2: set it to 0"),
-        ("plain", {}, {"reference": "trunk"}, "needs num_shared_layers"),
-        ("plain", {}, {"reference": "copy", "num_shared_layers": 1}, "num_shared_layers=1:"),
-        ("plain", {"num_shared_layers": -1}, {}, "num_shared_layers must lie between 1 and 1"),
-        ("plain", {"num_shared_layers": 2}, {}, "num_shared_layers must lie between 1 and 1"),
-        ("given", {}, {"reference": "trunk"}, "ref_model shares no layers with model"),
-        ("given", {}, {"reference": "none", "init_kl_coef": 0.0}, "but ref_model was given"),
-        ("adapted", {}, {"sync_ref_every": 4}, "reference='adapter' has no weights of its own"),
-        ("plain", {}, {"sync_ref_every": 4, "init_kl_coef": 0.0}, "reference='none' has no"),
-        ("vocabulary", {}, {}, "ref_model has vocab_size=50, model"),
-        ("eos", {}, {}, "ref_model has eos_token_id=7, model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "arguments", "settings", "message"), [
+    ("plain", {}, {"reference": "adapter"}, "needs a PEFT model"),
+    ("adapted", {}, {"reference": "copy"}, "is not for a PEFT model: choose 'adapter'"),
+    ("adapted", {}, {"num_shared_layers": 1}, "is for models without an adapter"),
+    ("plain", {}, {"reference": "none"}, "init_kl_coef is 0.2: set it to 0"),
+    ("plain", {}, {"reference": "trunk"}, "needs num_shared_layers"),
+    ("plain", {}, {"reference": "copy", "num_shared_layers": 1}, "num_shared_layers=1:"),
+    ("plain", {"num_shared_layers": -1}, {}, "num_shared_layers must lie between 1 and 1"),
+    ("plain", {"num_shared_layers": 2}, {}, "num_shared_layers must lie between 1 and 1"),
+    ("given", {}, {"reference": "trunk"}, "ref_model shares no layers with model"),
+    ("given", {}, {"reference": "none", "init_kl_coef": 0.0}, "but ref_model was given"),
+    ("adapted", {}, {"sync_ref_every": 4}, "reference='adapter' has no weights of its own"),
+    ("plain", {}, {"sync_ref_every": 4, "init_kl_coef": 0.0}, "reference='none' has no"),
+    ("vocabulary", {}, {}, "ref_model has vocab_size=50, model"),
+    ("eos", {}, {}, "ref_model has eos_token_id=7, model"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_changes(kind, arguments, settings, message):
     policy = adapted() if kind == "adapted" else tiny_models.policy("llama")
     others = {"given": {}, "vocabulary": {"vocab_size": 50}, "eos": {"eos_token_id": 7}}

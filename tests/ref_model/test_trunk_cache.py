@@ -56,18 +56,14 @@ def test_a_prompt_runs_once_for_its_responses_and_is_kept_once(padding):
     torch.testing.assert_close(found[0], torch.cat(places), atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("budget", "again"),
-    [
-        (Budget(TOKENS * ROW), 0),
-        (Budget(0, TOKENS * ROW), 0),
-        (Budget(0), TOKENS),
-        # The first three samples, and of the fourth the response alone.
-        (Budget(51 * ROW), TOKENS - 50),
-        (Budget(10 * ROW, 40 * ROW), TOKENS - 50),
-    ],
-    ids=["device", "host", "none", "some", "some on the host"],
-)
+@pytest.mark.parametrize(("budget", "again"), [
+    (Budget(TOKENS * ROW), 0),
+    (Budget(0, TOKENS * ROW), 0),
+    (Budget(0), TOKENS),
+    # The first three samples, and of the fourth the response alone.
+    (Budget(51 * ROW), TOKENS - 50),
+    (Budget(10 * ROW, 40 * ROW), TOKENS - 50),
+], ids=["device", "host", "none", "some", "some on the host"])  # fmt: skip
 def test_what_the_budget_holds_is_not_run_again_and_the_rest_gives_the_same(budget, again):
     model = deep("gpt2")
     kept = trunk_cache(model, LENGTHS, budget)

@@ -106,16 +106,12 @@ def flat(step: int) -> float:
 
 SICK: dict[str, list[RunCurves]] = {
     "negative KL": [record(changes={"objective/kl": lambda s: -0.5 + 0.1 * math.sin(s)})],
-    "exploding KL": [
-        record(changes={"objective/kl": lambda s: s}),
-        record(changes={"objective/kl": lambda s: s / 4}, adap_kl_ctrl=True, target=1.5),
-        record(grpo, {"objective/kl_per_token": lambda s: s / 20}),
-    ],
+    "exploding KL": [record(changes={"objective/kl": lambda s: s}),
+     record(changes={"objective/kl": lambda s: s / 4}, adap_kl_ctrl=True, target=1.5),
+     record(grpo, {"objective/kl_per_token": lambda s: s / 20})],
     "nothing is learned": [
-        record(
-            changes={"objective/kl": lambda s: 1e-4 * math.sin(s), "reward/mean": 0.1},
-            held_out=rewards(0.1, 0.1),
-        ),
+        record(changes={"objective/kl": lambda s: 1e-4 * math.sin(s), "reward/mean": 0.1},
+         held_out=rewards(0.1, 0.1)),
         # Also where all ratios are 1, with several steps for each batch.
         record(
             changes={
@@ -130,52 +126,36 @@ SICK: dict[str, list[RunCurves]] = {
         record(fit, held_out=evaluations("eval_loss", 0.69, 0.69)),
     ],
     "entropy collapse": [record(changes=COLLAPSE | {"reward/mean": flat}, held_out=[])],
-    "reward does not rise": [
-        record(changes={"reward/mean": flat}, held_out=rewards(0.5, 0.52)),
-        record(grpo, {"reward/mean": flat}, held_out=[]),
-    ],
+    "reward does not rise": [record(changes={"reward/mean": flat}, held_out=rewards(0.5, 0.52)),
+     record(grpo, {"reward/mean": flat}, held_out=[])],
     "clip fraction too high": [record(changes={"ppo/policy/clipfrac": 0.4})],
     "clip fraction of zero": [
-        record(changes={"ppo/policy/clipfrac": 0.0, "ppo/policy/approxkl": 1e-9})
+        record(changes={"ppo/policy/clipfrac": 0.0, "ppo/policy/approxkl": 1e-9}),
     ],
     "value loss does not fall": [
-        record(changes={"ppo/loss/value": 0.5, "ppo/val/explained_variance": -0.1})
+        record(changes={"ppo/loss/value": 0.5, "ppo/val/explained_variance": -0.1}),
     ],
     "skipped mini-batches": [record(changes={"ppo/skipped_minibatches": lambda s: 2.0 * (s > 20)})],
-    "equal scores": [
-        record(changes={"reward/std": lambda s: 0.5 * (s < 10)}),
-        record(changes={"groups/no_spread": 0.9}),
-    ],
-    "responses cut by length": [
-        record(changes={"tokens/cut_share": 0.7}),
-        record(changes={"tokens/cut_share": None, "tokens/eos_share": 0.2}),
-    ],
-    "reward falls": [
-        record(changes={"reward/mean": lambda s: -s}, held_out=[]),
-        record(changes={"reward/mean": 1.0}, held_out=rewards(0.9, 0.5)),
-    ],
-    "held-out reward falls": [
-        record(held_out=rewards(0.5, 0.9, 0.4)),
-        record(held_out=rewards(0.5, 0.1)),
-    ],
-    "non-finite numbers": [
-        record(changes={"ppo/nonfinite_minibatches": lambda s: float(s == 7)}),
-        record(held_out=[*rewards(0, 1), {"step": 40, "eval/nan_samples": 2}]),
-        record(fit, {"loss": lambda s: math.nan if s == 7 else 1 / s}),
-        record(fit, {"nonfinite_steps": lambda s: int(s == 7)}),
-    ],
-    "exploding gradients": [
-        record(changes={"ppo/grad_norm": lambda s: 1.3**s}),
-        record(fit, {"grad_norm": lambda s: 1.3**s}),
-    ],
+    "equal scores": [record(changes={"reward/std": lambda s: 0.5 * (s < 10)}),
+     record(changes={"groups/no_spread": 0.9})],
+    "responses cut by length": [record(changes={"tokens/cut_share": 0.7}),
+     record(changes={"tokens/cut_share": None, "tokens/eos_share": 0.2})],
+    "reward falls": [record(changes={"reward/mean": lambda s: -s}, held_out=[]),
+     record(changes={"reward/mean": 1.0}, held_out=rewards(0.9, 0.5))],
+    "held-out reward falls": [record(held_out=rewards(0.5, 0.9, 0.4)),
+     record(held_out=rewards(0.5, 0.1))],
+    "non-finite numbers": [record(changes={"ppo/nonfinite_minibatches": lambda s: float(s == 7)}),
+     record(held_out=[*rewards(0, 1), {"step": 40, "eval/nan_samples": 2}]),
+     record(fit, {"loss": lambda s: math.nan if s == 7 else 1 / s}),
+     record(fit, {"nonfinite_steps": lambda s: int(s == 7)})],
+    "exploding gradients": [record(changes={"ppo/grad_norm": lambda s: 1.3**s}),
+     record(fit, {"grad_norm": lambda s: 1.3**s})],
     "loss does not fall": [record(fit, {"loss": 0.69}, held_out=[])],
     "held-out loss rises": [record(fit, held_out=evaluations("eval_loss", 0.69, 0.5, 0.6))],
-    "accuracy at chance": [
-        record(fit, held_out=[*LOSSES, *AT_CHANCE]),
-        record(fit, held_out=[*LOSSES, *evaluations("eval_accuracy", 0.5, 0.55)]),
-        record(fit, {"rewards/accuracies": lambda s: 0.4 + 0.2 * (s % 2)}),
-    ],
-}
+    "accuracy at chance": [record(fit, held_out=[*LOSSES, *AT_CHANCE]),
+     record(fit, held_out=[*LOSSES, *evaluations("eval_accuracy", 0.5, 0.55)]),
+     record(fit, {"rewards/accuracies": lambda s: 0.4 + 0.2 * (s % 2)})],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [ppo, fit, grpo])

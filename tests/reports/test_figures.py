@@ -77,15 +77,12 @@ def test_where_no_step_is_slow_the_scale_holds_all():
     assert legend == ["rollout"]
 
 
-@pytest.mark.parametrize(
-    ("title", "metrics"),
-    [
-        ("KL to the reference", {"objective__kl": lambda s: -0.3 - 0.1 / s}),
-        ("KL to the reference", {"objective__kl": lambda s: 5.0 + s}),
-        ("Reward", {"reward__mean": lambda s: s - 5.0}),
-        ("Clip fraction", {"ppo__policy__clipfrac": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("title", "metrics"), [
+    ("KL to the reference", {"objective__kl": lambda s: -0.3 - 0.1 / s}),
+    ("KL to the reference", {"objective__kl": lambda s: 5.0 + s}),
+    ("Reward", {"reward__mean": lambda s: s - 5.0}),
+    ("Clip fraction", {"ppo__policy__clipfrac": 0.0}),
+])  # fmt: skip
 def test_zero_is_shown_and_the_curve_beside_it(title, metrics):
     axes, _ = drawn(title, run_of(**metrics))
     bottom, top = axes.get_ylim()

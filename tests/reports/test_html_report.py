@@ -150,17 +150,14 @@ def test_a_report_beside_its_runs_is_no_run(tmp_path, capsys):
     assert {f"color: var(--c{i})" for i in range(12)} <= {v for k, v in names if k == "style"}
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["runs/a", "runs/b"], ["a", "b"]),
-        (["/x/runs/a/1", "/x/runs/b/1"], ["a/1", "b/1"]),
-        (["runs/a"], ["a"]),
-        (["a", "b/c"], ["a", "b/c"]),
-        (["runs/a", "runs/a"], ["a", "a"]),
-        (["runs/a", "runs/a/b"], ["a", "a/b"]),
-    ],
-)
+@pytest.mark.parametrize(("paths", "names"), [
+    (["runs/a", "runs/b"], ["a", "b"]),
+    (["/x/runs/a/1", "/x/runs/b/1"], ["a/1", "b/1"]),
+    (["runs/a"], ["a"]),
+    (["a", "b/c"], ["a", "b/c"]),
+    (["runs/a", "runs/a"], ["a", "a"]),
+    (["runs/a", "runs/a/b"], ["a", "a/b"]),
+])  # fmt: skip
 def test_names_are_paths_without_what_all_share(paths, names):
     assert short_names(paths) == names
 

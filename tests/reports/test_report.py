@@ -129,14 +129,11 @@ def test_samples_table_shows_the_same_prompts_spread_over_the_set():
     assert samples_table(rows, count=50).row_count == 10
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "text"),
-    [
-        ([1.0, 2.0], [2.0, 2.0], "2 held-out prompts"),
-        ([1.0], [2.0], "1 held-out prompt"),
-        ([math.nan, 1.0], [2.0, 2.0], "2 held-out prompts, 1 → 2 with a reward"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "text"), [
+    ([1.0, 2.0], [2.0, 2.0], "2 held-out prompts"),
+    ([1.0], [2.0], "1 held-out prompt"),
+    ([math.nan, 1.0], [2.0, 2.0], "2 held-out prompts, 1 → 2 with a reward"),
+])  # fmt: skip
 def test_prompts_without_a_reward_are_not_counted_in_the_means(before, after, text):
     sides = (evaluation(0.0, 0.0, x, []) for x in (before, after))
     assert evaluated_prompts(*sides) == text

@@ -112,11 +112,8 @@ def test_an_illness_is_found_whoever_trains(kind: str, tmp_path: Path, capsys: A
     assert main(["doctor", str(tmp_path)]) == 1
     assert "nothing is learned" in capsys.readouterr().out
     name = {
-        "sft": "SFTTrainer",
-        "reward": "RewardTrainer",
-        "dpo": "DPOTrainer",
-        "kto": "KTOTrainer",
-    }
+        "sft": "SFTTrainer", "reward": "RewardTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer",
+    }  # fmt: skip
     if kind in name:
         for command in (["samples"], ["replay", "--step=1"]):
             assert main([*command, str(tmp_path)]) == 2

@@ -13,15 +13,9 @@ WORDS = ["the film is good", "the film is bad", "this very long story never ends
 
 def classifier(labels: int, **kwargs) -> BertForSequenceClassification:
     config = BertConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=16,
-        num_labels=labels,
-        **kwargs,
-    )
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=16, num_labels=labels, **kwargs,
+    )  # fmt: skip
     torch.manual_seed(0)
     return BertForSequenceClassification(config)
 

@@ -224,11 +224,9 @@ def test_nothing_is_reached_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         (tmp_path / "kept").touch()
         with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as own:
             known = {
-                "outside": str(tmp_path),
-                "home": os.path.expanduser("~"),
-                "pid": bystander.pid,
+                "outside": str(tmp_path), "home": os.path.expanduser("~"), "pid": bystander.pid,
                 "abstract": f"\0fastrl {os.getpid()}",
-            }
+            }  # fmt: skip
             known["port"] = server.getsockname()[1]
             own.bind(known["abstract"])
             own.listen()

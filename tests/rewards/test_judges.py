@@ -139,35 +139,29 @@ def test_judges_that_do_not_answer_are_refused() -> None:
             JudgeAnnotator(lambda _, a=answers: a).compare(["w5"], ["w6"], ["w7"])
 
 
-@pytest.mark.parametrize(
-    ("answer", "verdict"),
-    [
-        ("[[A]]", 1.0),
-        ("[[A]] no, rather [[b]]", 0.0),
-        (" **B**.\n", 0.0),
-        ("tie", 0.5),
-        ("[[C]]", 0.5),
-        ("A good answer is B", None),
-        ("", None),
-        ("[[D]]", None),
-    ],
-)
+@pytest.mark.parametrize(("answer", "verdict"), [
+    ("[[A]]", 1.0),
+    ("[[A]] no, rather [[b]]", 0.0),
+    (" **B**.\n", 0.0),
+    ("tie", 0.5),
+    ("[[C]]", 0.5),
+    ("A good answer is B", None),
+    ("", None),
+    ("[[D]]", None),
+])  # fmt: skip
 def test_verdicts(answer: str, verdict: float | None) -> None:
     assert parse_verdict(answer) == verdict
 
 
-@pytest.mark.parametrize(
-    ("answer", "rating"),
-    [
-        ("[[5]]", 5.0),
-        ("From 1 to 10: [[3]], or rather [[7.5]]", 7.5),
-        ("Rating: 7/10", 7.0),
-        ("-2", -2.0),
-        ("8 out of 10.", 8.0),
-        ("3 or 4", None),
-        ("none", None),
-    ],
-)
+@pytest.mark.parametrize(("answer", "rating"), [
+    ("[[5]]", 5.0),
+    ("From 1 to 10: [[3]], or rather [[7.5]]", 7.5),
+    ("Rating: 7/10", 7.0),
+    ("-2", -2.0),
+    ("8 out of 10.", 8.0),
+    ("3 or 4", None),
+    ("none", None),
+])  # fmt: skip
 def test_ratings(answer: str, rating: float | None) -> None:
     assert parse_rating(answer) == rating
 

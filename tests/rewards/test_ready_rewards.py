@@ -23,27 +23,18 @@ needs_jsonschema = pytest.mark.skipif(
     importlib.util.find_spec("jsonschema") is None, reason="jsonschema is not installed"
 )
 HOSTILE = {
-    "empty": "",
-    "blank": " \r\n\u2028",
-    "long": "a" * 10_000_000,
-    "marks": "<think>" * 100_000,
+    "empty": "", "blank": " \r\n\u2028", "long": "a" * 10_000_000, "marks": "<think>" * 100_000,
     "the other way round": "<answer>4</answer><think>2 + 2</think>",
     "twice": "<think>a</think><answer>b</answer><answer>c</answer>",
     "within": "<think>a<answer>b</answer></think>",
-    "fences": "```\n" * 100_001,
-    "a fence that is open": "```json\n{}",
-    "Arabic": "مرحبا",
-    "emoji": "🙂" * 100,
-    "half a surrogate": "\ud800",
-    "NUL": "\0" * 1000,
+    "fences": "```\n" * 100_001, "a fence that is open": "```json\n{}", "Arabic": "مرحبا",
+    "emoji": "🙂" * 100, "half a surrogate": "\ud800", "NUL": "\0" * 1000,
     "deep": "[" * 100_000 + "]" * 100_000,
     "deep objects": '{"a":' * 1000 + "1" + "}" * 1000,
-    "a huge number": "1" * 100_000,
-    "beyond floats": "[1e999999, NaN]",
-    "a key twice": '{"a": 1, "a": 2}',
-    "backtracking": "b" + "a" * 40 + "!",
+    "a huge number": "1" * 100_000, "beyond floats": "[1e999999, NaN]",
+    "a key twice": '{"a": 1, "a": 2}', "backtracking": "b" + "a" * 40 + "!",
     "unequal items": "[" + ",".join(['{"x": []}'] * 30_000) + "]",
-}
+}  # fmt: skip
 assert len(HOSTILE) == 20
 
 
@@ -60,35 +51,26 @@ def judged(name: str, completions: list[Any]) -> list[float]:
     return load_reward(name)(**given, completion_ids=ids, other=completions)
 
 
-@pytest.mark.parametrize(
-    ("name", "good"),
-    [
-        ("format", {"twice": 1.0, "within": 1.0}),
-        ('format:{"tags": ["think", "answer"]}', {}),
-        ('regex:{"pattern": "^b(a|a?)+$", "seconds": 0.2}', {}),
-        ('regex:{"pattern": "(?s)^.*$"}', dict.fromkeys(HOSTILE, 1.0)),
-        pytest.param('json_schema:{"schema": {"maxItems": 0}}', {}, marks=needs_jsonschema),
-        pytest.param(
-            'json_schema:{"schema": {"type": "array", "uniqueItems": true}}',
-            {},
-            marks=needs_jsonschema,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "good"), [
+    ("format", {"twice": 1.0, "within": 1.0}),
+    ('format:{"tags": ["think", "answer"]}', {}),
+    ('regex:{"pattern": "^b(a|a?)+$", "seconds": 0.2}', {}),
+    ('regex:{"pattern": "(?s)^.*$"}', dict.fromkeys(HOSTILE, 1.0)),
+    pytest.param('json_schema:{"schema": {"maxItems": 0}}', {}, marks=needs_jsonschema),
+    pytest.param('json_schema:{"schema": {"type": "array", "uniqueItems": true}}', {},
+     marks=needs_jsonschema),
+])  # fmt: skip
 def test_hostile_responses(name: str, good: dict[str, float], monkeypatch: Any) -> None:
     monkeypatch.setattr(json_reward, "SECONDS", 0.3)
     right = dict.fromkeys(HOSTILE, 0.0) | good
     assert dict(zip(HOSTILE, judged(name, list(HOSTILE.values())), strict=True)) == right
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        'length:{"target": 10}',
-        'length:{"target": 10, "unit": "characters", "only_beyond": true}',
-        'soft_overlong:{"max_completion_len": 100, "soft_punish_cache": 50}',
-    ],
-)
+@pytest.mark.parametrize("name", [
+    'length:{"target": 10}',
+    'length:{"target": 10, "unit": "characters", "only_beyond": true}',
+    'soft_overlong:{"max_completion_len": 100, "soft_punish_cache": 50}',
+])  # fmt: skip
 def test_lengths_of_hostile_responses(name: str) -> None:
     rewards = dict(zip(HOSTILE, judged(name, list(HOSTILE.values())), strict=True))
     assert all(-1 <= reward <= 1 for reward in rewards.values())
@@ -134,11 +116,8 @@ def test_json_is_that_of_the_last_block_and_valid(tmp_path: Path) -> None:
     said = [
         '{"answer": 4}',
         'First\n```json\n{}\n```\nno:\n```json\n{"answer": 4}\n```\nand ```python\nx\n```',
-        '{"answer": "4"}',
-        '{"answer": 4} ',
-        '{"answer": 4}}',
-        '[{"answer": NaN}]',
-    ]
+        '{"answer": "4"}', '{"answer": 4} ', '{"answer": 4}}', '[{"answer": NaN}]',
+    ]  # fmt: skip
     schema = tmp_path / "schema.json"
     schema.write_text(
         '{"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "required": ["answer"], '
@@ -179,7 +158,7 @@ def test_parameters_that_a_reward_does_not_take_are_refused() -> None:
 
 def test_every_surface_takes_the_name(tmp_path: Path) -> None:
     assert sorted(READY) == [
-        *("code", "format", "json_schema", "length", "math", "regex", "soft_overlong"),
+        *("code", "format", "json_schema", "length", "math", "regex", "soft_overlong")
     ]
     name = 'length:{"target": 4, "unit": "characters"}'
     said, ids = ["abcd", "ab"], [[1], [2]]

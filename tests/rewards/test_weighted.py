@@ -403,17 +403,14 @@ def test_lines_of_an_async_function_that_was_loaded_are_shown(tmp_path: Any) -> 
     assert fault.where.count("File") == 1
 
 
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        ([1.0] * 4, "returned 4 rewards for 5 completions"),
-        ([1.0] * 6, "returned 6 rewards for 5 completions"),
-        (None, "returned None: it must return a list"),
-        ({1: 2}, r"returned \{1: 2\}: it must return a list"),
-        ([1.0, 1.0, "good", 1.0, 1.0], "returned 'good' for completion 2"),
-        ([[1.0, 2.0]] * 5, "returned 2 numbers for completion 0"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "said"), [
+    ([1.0] * 4, "returned 4 rewards for 5 completions"),
+    ([1.0] * 6, "returned 6 rewards for 5 completions"),
+    (None, "returned None: it must return a list"),
+    ({1: 2}, r"returned \{1: 2\}: it must return a list"),
+    ([1.0, 1.0, "good", 1.0, 1.0], "returned 'good' for completion 2"),
+    ([[1.0, 2.0]] * 5, "returned 2 numbers for completion 0"),
+])  # fmt: skip
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_what_is_no_list_of_numbers_is_not_asked_for_again(
     returned: Any, said: str, on_nonfinite: str
@@ -435,14 +432,11 @@ def test_a_coroutine_of_a_function_that_is_not_async_is_refused() -> None:
         ask(Rewards(lambda **given: half(**given)))
 
 
-@pytest.mark.parametrize(
-    ("bad", "shown"),
-    [
-        (math.nan, "nan"),
-        (torch.tensor(-math.inf), "-inf"),
-        (1e39, r"1e\+39"),  # not in fp32, which scores are
-    ],
-)
+@pytest.mark.parametrize(("bad", "shown"), [
+    (math.nan, "nan"),
+    (torch.tensor(-math.inf), "-inf"),
+    (1e39, r"1e\+39"),  # not in fp32, which scores are
+])  # fmt: skip
 def test_a_reward_that_is_not_finite_is_an_error_or_left_out(bad: Any, shown: str) -> None:
     def sick(completions: list[str], **_: Any) -> list[Any]:
         return [bad if text == " dddd" else float(len(text) - 1) for text in completions]
@@ -510,24 +504,21 @@ def test_messages_ids_and_columns_are_a_functions_own_at_each_call(retries: int)
     assert (prompts, ids, columns["answer"]) == given
 
 
-@together(
-    ("settings", "error", "message"),
-    [
-        ({"reward_fn": []}, ValueError, "reward_fn is empty"),
-        ({"reward_fn": "f.py:g"}, TypeError, r"reward_fn must be a function.*got 'f\.py:g'"),
-        ({"reward_fn": {"": length}}, TypeError, "names of reward functions must be texts, got ''"),
-        ({"reward_weights": [1.0]}, ValueError, "reward_weights has 1 numbers for 2 reward func"),
-        ({"reward_weights": 1.0}, ValueError, "reward_weights must be a list of numbers, got 1.0"),
-        ({"reward_weights": [1, math.nan]}, ValueError, r"reward_weights\[1\] must be a finite"),
-        ({"reward_timeout": 0}, ValueError, "reward_timeout must be a positive number"),
-        ({"reward_timeout": math.inf}, ValueError, "reward_timeout must be a positive number"),
-        ({"reward_timeout": "soon"}, ValueError, "reward_timeout must be a positive number"),
-        ({"reward_retries": -1}, ValueError, "reward_retries must be 0 or more, got -1"),
-        ({"reward_retries": 1.5}, ValueError, r"reward_retries must be 0 or more, got 1\.5"),
-        ({"reward_batch_size": 0}, ValueError, "reward_batch_size must be positive, got 0"),
-        ({"on_nonfinite": "ignore"}, ValueError, "on_nonfinite must be one of .*, got 'ignore'"),
-    ],
-)
+@together(("settings", "error", "message"), [
+    ({"reward_fn": []}, ValueError, "reward_fn is empty"),
+    ({"reward_fn": "f.py:g"}, TypeError, r"reward_fn must be a function.*got 'f\.py:g'"),
+    ({"reward_fn": {"": length}}, TypeError, "names of reward functions must be texts, got ''"),
+    ({"reward_weights": [1.0]}, ValueError, "reward_weights has 1 numbers for 2 reward func"),
+    ({"reward_weights": 1.0}, ValueError, "reward_weights must be a list of numbers, got 1.0"),
+    ({"reward_weights": [1, math.nan]}, ValueError, r"reward_weights\[1\] must be a finite"),
+    ({"reward_timeout": 0}, ValueError, "reward_timeout must be a positive number"),
+    ({"reward_timeout": math.inf}, ValueError, "reward_timeout must be a positive number"),
+    ({"reward_timeout": "soon"}, ValueError, "reward_timeout must be a positive number"),
+    ({"reward_retries": -1}, ValueError, "reward_retries must be 0 or more, got -1"),
+    ({"reward_retries": 1.5}, ValueError, r"reward_retries must be 0 or more, got 1\.5"),
+    ({"reward_batch_size": 0}, ValueError, "reward_batch_size must be positive, got 0"),
+    ({"on_nonfinite": "ignore"}, ValueError, "on_nonfinite must be one of .*, got 'ignore'"),
+])  # fmt: skip
 def test_settings_out_of_range_are_refused(settings: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         Rewards(**{"reward_fn": [length, half], **settings})

@@ -10,12 +10,7 @@ import torch
 from fastrl import SamplingParams
 from fastrl.models.attention import Variant
 from fastrl.rollout import RolloutEngine, attention, choose_engine
-from fastrl.rollout.attention import (
-    DecodeAttention,
-    FlashDecode,
-    choose_decode_kernel,
-    decode,
-)
+from fastrl.rollout.attention import DecodeAttention, FlashDecode, choose_decode_kernel, decode
 from fastrl.rollout.kv_cache import KVCache, LayerShape
 from fastrl_kernels import reference
 from tests import tiny_models
@@ -229,16 +224,13 @@ def test_a_backend_that_the_environment_names_is_ours(flash, backend, monkeypatc
     assert isinstance(choose_decode_kernel(cache_of((8, 8))), FlashDecode)
 
 
-@pytest.mark.parametrize(
-    ("device", "hip", "capability", "runs"),
-    [
-        ("cuda", None, (8, 0), True),
-        ("cuda", None, (9, 0), True),
-        ("cuda", None, (7, 5), False),
-        ("cuda", "6.4", (9, 4), False),
-        ("cpu", None, (9, 0), False),
-    ],
-)
+@pytest.mark.parametrize(("device", "hip", "capability", "runs"), [
+    ("cuda", None, (8, 0), True),
+    ("cuda", None, (9, 0), True),
+    ("cuda", None, (7, 5), False),
+    ("cuda", "6.4", (9, 4), False),
+    ("cpu", None, (9, 0), False),
+])  # fmt: skip
 def test_devices_that_it_runs_on(device, hip, capability, runs, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

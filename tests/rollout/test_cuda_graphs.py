@@ -124,11 +124,9 @@ def test_every_bucket_is_captured_once():
     assert captures(captured, plain=plain) == 0
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"repetition_penalty": 1.3}, {"stop": [[5, 6]]}, {"suppress_tokens": [3, 4]}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    {"repetition_penalty": 1.3}, {"stop": [[5, 6]]}, {"suppress_tokens": [3, 4]},
+], ids=str)  # fmt: skip
 def test_rules_keep_their_addresses_from_call_to_call(settings):
     params = SamplingParams(**{**vars(PARAMS), **settings})
     captured, plain = engines(tiny_models.policy("gpt2"))

@@ -141,14 +141,10 @@ def test_figures_are_the_models_where_tokens_were_barred(height, temperature):
 
 
 CUTS = [
-    {},
-    {"temperature": 0.6},
-    {"top_k": 7},
-    {"top_p": 0.8},
-    {"min_p": 0.05},
+    {}, {"temperature": 0.6}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05},
     {"temperature": 1.4, "top_k": 20, "top_p": 0.9},
     {"temperature": 0.8, "top_k": 12, "top_p": 0.85, "min_p": 0.03},
-]
+]  # fmt: skip
 DRAWS = 100_000
 
 

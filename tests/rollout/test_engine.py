@@ -163,16 +163,10 @@ def test_stop_sequences_end_a_response_and_stay_in_it(gpt2):
     assert out.finish_reasons == ["stop", "stop"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"min_new_tokens": 5},
-        {"repetition_penalty": 1.8},
-        {"suppress_tokens": [3, 7, 9, 12]},
-        {"min_new_tokens": 3, "repetition_penalty": 0.7, "suppress_tokens": [11]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    {"min_new_tokens": 5}, {"repetition_penalty": 1.8}, {"suppress_tokens": [3, 7, 9, 12]},
+    {"min_new_tokens": 3, "repetition_penalty": 0.7, "suppress_tokens": [11]},
+], ids=str)  # fmt: skip
 def test_changes_to_logits_are_those_of_generate(gpt2, settings):
     prompts = tiny_models.prompts(*LENGTHS)
     params = SamplingParams(max_new_tokens=9, temperature=0, **settings)
@@ -474,19 +468,15 @@ def test_a_budget_bounds_the_slots(gpt2):
     assert engine._kv_cache is first
 
 
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
-        ([], {}, "prompts is empty"),
-        ([[1, 2], []], {}, r"prompts\[1\] must be .*at least one token"),
-        ([[1, 2], [1] * 45], {"max_new_tokens": 4}, r"prompts\[1\] has 45 tokens.*context of 48"),
-        ([[1, 2], [3]], {"max_new_tokens": [50, 1]}, r"prompts\[0\] has 2 tokens; with 50"),
-        ([[1, 2]], {"max_new_tokens": [3, 4]}, "2 numbers for 1 prompts"),
-        ([[1, tiny.VOCABULARY]], {}, r"prompts\[0\] holds token id"),
-        ([[1.5]], {}, r"prompts\[0\] must hold integer"),
-    ],
-    ids=lambda x: str(x)[:30],
-)
+@pytest.mark.parametrize(("prompts", "params", "message"), [
+    ([], {}, "prompts is empty"),
+    ([[1, 2], []], {}, r"prompts\[1\] must be .*at least one token"),
+    ([[1, 2], [1] * 45], {"max_new_tokens": 4}, r"prompts\[1\] has 45 tokens.*context of 48"),
+    ([[1, 2], [3]], {"max_new_tokens": [50, 1]}, r"prompts\[0\] has 2 tokens; with 50"),
+    ([[1, 2]], {"max_new_tokens": [3, 4]}, "2 numbers for 1 prompts"),
+    ([[1, tiny.VOCABULARY]], {}, r"prompts\[0\] holds token id"),
+    ([[1.5]], {}, r"prompts\[0\] must hold integer"),
+], ids=lambda x: str(x)[:30])  # fmt: skip
 def test_prompts_that_cannot_be_continued_are_refused_by_name(gpt2, prompts, params, message):
     with pytest.raises(ValueError, match=message):
         engine_of(gpt2).generate(prompts, SamplingParams(**{"max_new_tokens": 4, **params}))
@@ -513,14 +503,11 @@ def test_a_prompt_that_no_slot_holds_is_refused(gpt2):
         )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_slots": 0}, "max_slots must be at least 1"),
-        ({"max_length": 0}, "max_length must be at least 1"),
-        ({"kv_cache_bytes": 0}, "kv_cache_bytes must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"max_slots": 0}, "max_slots must be at least 1"),
+    ({"max_length": 0}, "max_length must be at least 1"),
+    ({"kv_cache_bytes": 0}, "kv_cache_bytes must be at least 1"),
+])  # fmt: skip
 def test_an_engine_without_room_is_refused(gpt2, options, message):
     with pytest.raises(ValueError, match=message):
         engine_of(gpt2, **options)

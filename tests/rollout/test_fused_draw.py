@@ -132,8 +132,7 @@ def test_values_come_with_the_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("gemma2", {}), ("cohere", {}), ("granite", {"logits_scaling": 2.0})],
+    ("family", "changes"), [("gemma2", {}), ("cohere", {}), ("granite", {"logits_scaling": 2.0})]
 )
 def test_logits_that_the_model_changes_are_computed(family: str, changes: dict[str, Any]) -> None:
     """By a soft cap, or a scale; without a word."""

@@ -16,14 +16,12 @@ LENGTHS = (5, 1, 9, 3, 7)
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 FAMILIES = ("gpt2", "llama", "gemma2", *tiny_models.WITHOUT_INTERFACE)
 SAMPLINGS = {
-    "plain": {},
-    "tempered": {"temperature": 0.7},
-    "greedy": {"temperature": 0.0, "top_k": 3},
+    "plain": {}, "tempered": {"temperature": 0.7}, "greedy": {"temperature": 0.0, "top_k": 3},
     "cut": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     "bent": {"repetition_penalty": 1.4, "suppress_tokens": (10, 11), "min_new_tokens": 3},
     "bent_and_cut": {"repetition_penalty": 0.7, "top_p": 0.8, "min_new_tokens": 8},
     "bent_greedy": {"temperature": 0.0, "repetition_penalty": 1.5},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -199,15 +197,12 @@ def test_the_autocast_context_is_open_during_generation():
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (torch.tensor([], dtype=torch.long), r"prompts\[1\] must be a 1-D tensor of at least one"),
-        (torch.ones(1, 3, dtype=torch.long), r"prompts\[1\] must be a 1-D.*got shape \(1, 3\)"),
-        (torch.ones(3), r"prompts\[1\] must hold integer token ids, got torch.float32"),
-        (torch.ones(45, dtype=torch.long), r"prompts\[1\] has 45 tokens; with 4 new .* of 48"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "message"), [
+    (torch.tensor([], dtype=torch.long), r"prompts\[1\] must be a 1-D tensor of at least one"),
+    (torch.ones(1, 3, dtype=torch.long), r"prompts\[1\] must be a 1-D.*got shape \(1, 3\)"),
+    (torch.ones(3), r"prompts\[1\] must hold integer token ids, got torch.float32"),
+    (torch.ones(45, dtype=torch.long), r"prompts\[1\] has 45 tokens; with 4 new .* of 48"),
+])  # fmt: skip
 def test_a_bad_prompt_is_named_by_its_index(engine, bad, message):
     with pytest.raises(ValueError, match=message):
         engine.generate(tiny_models.prompts(3)[:1] + [bad], SamplingParams(max_new_tokens=4))

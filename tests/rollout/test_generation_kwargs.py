@@ -172,19 +172,15 @@ def test_a_bare_model():
     )
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"max_new_tokens": 8},
-        {"max_new_tokens": 8, "repetition_penalty": 1.7},
-        {"max_new_tokens": 8, "min_new_tokens": 6},
-        {"max_new_tokens": 8, "bad_words_ids": [[i] for i in range(30, 97)]},
-        {"max_new_tokens": 8, "suppress_tokens": list(range(3, 60)), "eos_token_id": [70, 80]},
-        {"max_new_tokens": 8, "do_sample": True, "top_k": 1},
-        {},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("kwargs", [
+    {"max_new_tokens": 8},
+    {"max_new_tokens": 8, "repetition_penalty": 1.7},
+    {"max_new_tokens": 8, "min_new_tokens": 6},
+    {"max_new_tokens": 8, "bad_words_ids": [[i] for i in range(30, 97)]},
+    {"max_new_tokens": 8, "suppress_tokens": list(range(3, 60)), "eos_token_id": [70, 80]},
+    {"max_new_tokens": 8, "do_sample": True, "top_k": 1},
+    {},
+], ids=str)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
 @pytest.mark.parametrize("prompt", tiny_models.prompts(4, 1, 7), ids=len)
 def test_the_engine_then_does_what_generate_does(kwargs, prompt, model):
@@ -201,15 +197,12 @@ def test_the_engine_then_does_what_generate_does(kwargs, prompt, model):
     assert torch.equal(got, expected[:cut])
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"do_sample": "False"}, "do_sample='False': it must be True or False"),
-        ({"temperature": "1"}, "temperature='1': it must be a number"),
-        ({"top_p": float("nan")}, "top_p=nan"),
-        ({"pad_token_id": -5}, "pad_token_id=-5: pass the id of a token"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"do_sample": "False"}, "do_sample='False': it must be True or False"),
+    ({"temperature": "1"}, "temperature='1': it must be a number"),
+    ({"top_p": float("nan")}, "top_p=nan"),
+    ({"pad_token_id": -5}, "pad_token_id=-5: pass the id of a token"),
+])  # fmt: skip
 def test_arguments_that_mean_nothing_are_refused(given, message, model):
     with pytest.raises((TypeError, ValueError), match=message):
         translate(given, model)

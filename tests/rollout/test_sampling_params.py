@@ -8,33 +8,30 @@ from tests.golden import tiny
 from tests.together import together
 
 
-@together(
-    ("arguments", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"max_new_tokens": [3, 0]}, r"max_new_tokens\[1\] must be at least 1"),
-        ({"n": 0}, "n must be at least 1"),
-        ({"top_k": -1}, "top_k must be at least 0"),
-        ({"temperature": -0.1}, "temperature must be at least 0"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"min_p": 1.1}, r"min_p must lie in \[0, 1\]"),
-        ({"min_p": -0.1}, "min_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be positive"),
-        ({"stop": "END"}, "stop must be a list of token sequences"),
-        ({"stop": [[1], []]}, "stop holds an empty sequence"),
-        ({"stop": [[-1]]}, r"stop\[0\] must hold token ids"),  # it would stop at any token
-        ({"stop": [[3], [1.7]]}, r"stop\[1\] must hold token ids"),
-        ({"stop": [["a"]]}, r"stop\[0\] must hold token ids"),
-        ({"suppress_tokens": [1.7]}, "suppress_tokens must hold token ids"),
-        ({"suppress_tokens": [-1]}, "suppress_tokens must hold token ids"),
-        ({"suppress_tokens": "5"}, "suppress_tokens must hold token ids"),
-        ({"suppress_tokens": 5}, "suppress_tokens must hold token ids"),
-        ({"eos_token_ids": [True]}, "eos_token_ids must hold token ids"),
-        ({"eos_token_ids": [1.7]}, "eos_token_ids must hold token ids"),
-    ],
-)
+@together(("arguments", "message"), [
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ({"max_new_tokens": [3, 0]}, r"max_new_tokens\[1\] must be at least 1"),
+    ({"n": 0}, "n must be at least 1"),
+    ({"top_k": -1}, "top_k must be at least 0"),
+    ({"temperature": -0.1}, "temperature must be at least 0"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"min_p": 1.1}, r"min_p must lie in \[0, 1\]"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be positive"),
+    ({"stop": "END"}, "stop must be a list of token sequences"),
+    ({"stop": [[1], []]}, "stop holds an empty sequence"),
+    ({"stop": [[-1]]}, r"stop\[0\] must hold token ids"),  # it would stop at any token
+    ({"stop": [[3], [1.7]]}, r"stop\[1\] must hold token ids"),
+    ({"stop": [["a"]]}, r"stop\[0\] must hold token ids"),
+    ({"suppress_tokens": [1.7]}, "suppress_tokens must hold token ids"),
+    ({"suppress_tokens": [-1]}, "suppress_tokens must hold token ids"),
+    ({"suppress_tokens": "5"}, "suppress_tokens must hold token ids"),
+    ({"suppress_tokens": 5}, "suppress_tokens must hold token ids"),
+    ({"eos_token_ids": [True]}, "eos_token_ids must hold token ids"),
+    ({"eos_token_ids": [1.7]}, "eos_token_ids must hold token ids"),
+])  # fmt: skip
 def test_parameters_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**arguments)

@@ -80,16 +80,13 @@ def damage_no_manifest(path):
     (path / "manifest.json").unlink()
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (damage_truncate, r"checkpoint-4/state\.json is damaged: it has 3 bytes, not 500"),
-        (damage_bit, r"checkpoint-4/state\.json is damaged: its checksum"),
-        (damage_missing, "checkpoint-4/part/x is missing"),
-        (damage_manifest, r"checkpoint-4/manifest\.json is damaged"),
-        (damage_no_manifest, r"checkpoint-4 is no whole checkpoint .* no manifest\.json"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "said"), [
+    (damage_truncate, r"checkpoint-4/state\.json is damaged: it has 3 bytes, not 500"),
+    (damage_bit, r"checkpoint-4/state\.json is damaged: its checksum"),
+    (damage_missing, "checkpoint-4/part/x is missing"),
+    (damage_manifest, r"checkpoint-4/manifest\.json is damaged"),
+    (damage_no_manifest, r"checkpoint-4 is no whole checkpoint .* no manifest\.json"),
+])  # fmt: skip
 def test_a_damaged_one_is_named_and_the_one_before_it_taken(checkpoints, damage, said):
     write(checkpoints, 2)
     damage(write(checkpoints, 4))
@@ -208,21 +205,18 @@ def test_another_way_to_draw_tokens_is_told_of(checkpoints):
         warn_of_another_machine(manifest)
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "said"),
-    [
-        ({"threads": 2}, {"threads": 2}, ""),
-        ({"threads": 2}, {"threads": 1}, "OMP_NUM_THREADS=2"),
-        ({"cpu_capability": "AVX2"}, {"cpu_capability": "AVX512"}, "ATEN_CPU_CAPABILITY=avx2"),
-        ({"cpu_capability": "NO AVX"}, {"cpu_capability": "AVX2"}, "ATEN_CPU_CAPABILITY=default"),
-        ({"cpu_capability": "AVX512"}, {"cpu_capability": "AVX2"}, ""),  # it may have no more
-        ({"cpu_capability": "AVX2"}, {"cpu_capability": "SVE256"}, ""),
-        ({}, {"threads": 2, "cpu_capability": "AVX2"}, ""),
-        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {}, "ONEDNN_MAX_CPU_ISA=AVX2"),
-        ({"MKL_CBWR": "AVX2"}, {"MKL_CBWR": "AVX"}, "MKL_CBWR=AVX2"),
-        ({}, {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}, "MKL_ENABLE_INSTRUCTIONS="),
-    ],
-)
+@pytest.mark.parametrize(("before", "now", "said"), [
+    ({"threads": 2}, {"threads": 2}, ""),
+    ({"threads": 2}, {"threads": 1}, "OMP_NUM_THREADS=2"),
+    ({"cpu_capability": "AVX2"}, {"cpu_capability": "AVX512"}, "ATEN_CPU_CAPABILITY=avx2"),
+    ({"cpu_capability": "NO AVX"}, {"cpu_capability": "AVX2"}, "ATEN_CPU_CAPABILITY=default"),
+    ({"cpu_capability": "AVX512"}, {"cpu_capability": "AVX2"}, ""),  # it may have no more
+    ({"cpu_capability": "AVX2"}, {"cpu_capability": "SVE256"}, ""),
+    ({}, {"threads": 2, "cpu_capability": "AVX2"}, ""),
+    ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {}, "ONEDNN_MAX_CPU_ISA=AVX2"),
+    ({"MKL_CBWR": "AVX2"}, {"MKL_CBWR": "AVX"}, "MKL_CBWR=AVX2"),
+    ({}, {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}, "MKL_ENABLE_INSTRUCTIONS="),
+])  # fmt: skip
 def test_the_variables_that_bring_the_same_bits_are_named(before, now, said):
     assert remedies(before, now) == said
 

@@ -18,12 +18,9 @@ CHANGES = {
     "a row": lambda row: {**row, "prompt": "w9 w9"},
     "another column": lambda row: {**row, "answer": -1},
     "a boolean": lambda row: {**row, "ok": not row["ok"]},
-    "a pair turned round": lambda row: {
-        **row,
-        "chosen": row["rejected"],
-        "rejected": row["chosen"],
-    },
-}
+    "a pair turned round": lambda row: {**row, "chosen": row["rejected"],
+     "rejected": row["chosen"]},
+}  # fmt: skip
 
 
 def as_prompts(rows):

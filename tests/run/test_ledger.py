@@ -195,15 +195,12 @@ def test_the_disk_has_all_files_after_a_flush_that_waits(tmp_path, monkeypatch):
     assert written <= set(synced)
 
 
-@pytest.mark.parametrize(
-    ("after", "kept", "moved"),
-    [
-        (0, [], ["1-4", "5-8", "9-10"]),
-        (4, ["1-4"], ["5-8", "9-10"]),
-        (6, ["1-4", "5-6"], ["5-8", "9-10"]),
-        (10, ["1-4", "5-8", "9-10"], []),
-    ],
-)
+@pytest.mark.parametrize(("after", "kept", "moved"), [
+    (0, [], ["1-4", "5-8", "9-10"]),
+    (4, ["1-4"], ["5-8", "9-10"]),
+    (6, ["1-4", "5-6"], ["5-8", "9-10"]),
+    (10, ["1-4", "5-8", "9-10"], []),
+])  # fmt: skip
 def test_superseded_steps_are_moved_and_nothing_is_lost(tmp_path, after, kept, moved):
     ledger = filled(tmp_path, range(1, 11))
     ledger.flush()

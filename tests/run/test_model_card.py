@@ -271,17 +271,12 @@ def test_the_settings_of_a_card_are_those_that_decided_what_was_trained(tmp_path
     known = settings(num_train_epochs=2)
     shown = settings(max_steps=1, use_vllm=True, temperature=0.5, gradient_checkpointing=True)
     decided = {
-        "reward_funcs": "small_tokens",
-        "loss_type": "dapo",
-        "beta": "0.0",
-        "num_generations": "4",
+        "reward_funcs": "small_tokens", "loss_type": "dapo", "beta": "0.0", "num_generations": "4",
         "learning_rate": known["learning_rate"],
         "per_device_train_batch_size": known["per_device_train_batch_size"],
-        "gradient_accumulation_steps": "1",
-        "lora_r": "2",
-        "lora_alpha": "8",
+        "gradient_accumulation_steps": "1", "lora_r": "2", "lora_alpha": "8",
         "lora_target_modules": "c_attn",
-    }
+    }  # fmt: skip
     assert decided.items() <= known.items()
     assert decided.items() <= shown.items()
     assert known["num_train_epochs"] == "2"
@@ -292,13 +287,9 @@ def test_the_settings_of_a_card_are_those_that_decided_what_was_trained(tmp_path
 
 def test_no_account_or_place_is_told(base, tmp_path):
     arguments = SFTConfig(
-        output_dir=str(tmp_path / "secret"),
-        report_to="none",
-        use_cpu=True,
-        hub_token="hf_secret",
-        hub_model_id="org/sft",
-        learning_rate=3e-4,
-    )
+        output_dir=str(tmp_path / "secret"), report_to="none", use_cpu=True, hub_token="hf_secret",
+        hub_model_id="org/sft", learning_rate=3e-4,
+    )  # fmt: skip
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(base),
         arguments,

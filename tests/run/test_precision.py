@@ -21,21 +21,18 @@ from tests.golden import tiny
 FLOAT32 = {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("device", "supports", "weights", "said", "chosen"),
-    [
-        ("cuda", True, FLOAT32, None, "bf16"),
-        ("cuda", False, FLOAT32, None, None),
-        ("cpu", True, FLOAT32, None, None),
-        ("xpu", True, FLOAT32, None, None),
-        ("cuda", True, {torch.bfloat16}, None, None),
-        ("cuda", True, {torch.float32, torch.bfloat16}, None, None),
-        ("cuda", True, {torch.float64}, None, None),
-        ("cuda", True, FLOAT32, "no", None),
-        ("cuda", True, FLOAT32, "fp16", None),
-        ("cuda", True, FLOAT32, "bf16", None),
-    ],
-)
+@pytest.mark.parametrize(("device", "supports", "weights", "said", "chosen"), [
+    ("cuda", True, FLOAT32, None, "bf16"),
+    ("cuda", False, FLOAT32, None, None),
+    ("cpu", True, FLOAT32, None, None),
+    ("xpu", True, FLOAT32, None, None),
+    ("cuda", True, {torch.bfloat16}, None, None),
+    ("cuda", True, {torch.float32, torch.bfloat16}, None, None),
+    ("cuda", True, {torch.float64}, None, None),
+    ("cuda", True, FLOAT32, "no", None),
+    ("cuda", True, FLOAT32, "fp16", None),
+    ("cuda", True, FLOAT32, "bf16", None),
+])  # fmt: skip
 def test_the_decision(
     device: str, supports: bool, weights: set[torch.dtype], said: str | None, chosen: str | None
 ) -> None:

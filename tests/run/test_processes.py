@@ -25,14 +25,11 @@ def found(monkeypatch, kind, count):
     monkeypatch.setattr(accelerate, "Accelerator", Found)
 
 
-@pytest.mark.parametrize(
-    ("environment", "kind", "count", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "NO", 1, "2 processes were started, and accelerate takes each for"),
-        ({}, "DEEPSPEED", 1, "DeepSpeed steps the optimizer within backward.*use DDP"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "MULTI_CPU", 2, "FSDP was asked for, and accelerate"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "kind", "count", "message"), [
+    ({"WORLD_SIZE": "2"}, "NO", 1, "2 processes were started, and accelerate takes each for"),
+    ({}, "DEEPSPEED", 1, "DeepSpeed steps the optimizer within backward.*use DDP"),
+    ({"ACCELERATE_USE_FSDP": "true"}, "MULTI_CPU", 2, "FSDP was asked for, and accelerate"),
+])  # fmt: skip
 def test_what_would_train_several_models_is_refused(monkeypatch, environment, kind, count, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -20,12 +20,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import (
-    EarlyStoppingCallback,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
 
 from fastrl import SFTConfig, SFTTrainer
 from fastrl.run import checkpoints, transformers_files
@@ -46,14 +41,9 @@ def make(folder: Path, model: Any = None, data: Any = None, **settings: Any) -> 
     }
     tokenizer = settings.pop("processing_class", None) or tiny.tokenizer()
     args = {
-        **SETTINGS,
-        "max_steps": 5,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "logging_steps": 2,
-        "eval_strategy": "epoch",
-        **settings,
-    }
+        **SETTINGS, "max_steps": 5, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2,
+        "eval_strategy": "epoch", **settings,
+    }  # fmt: skip
     return SFTTrainer(
         with_dropout(tiny_models.language_model()) if model is None else model,
         SFTConfig(output_dir=str(folder), **args),
@@ -178,22 +168,19 @@ def tokenizer_with_another_token() -> Any:
 
 @pytest.mark.filterwarnings("ignore:.* tokens and are cut")
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data": texts(9)}, r"whose data differs \(8 examples.*, here 9 examples.*resume with th"),
-        ({"data": texts(8, seed=7)}, r"whose data differs .*8 examples.*, here 8 examples"),
-        ({"max_length": 3}, "whose data differs"),
-        ({"processing_class": tokenizer_with_another_token()}, "whose tokenizer differs: resume"),
-        ({"optim_args": "eps=1e-6"}, "whose optimizer differs .*eps=1e-6"),
-        ({"optim": "sgd"}, "whose optimizer differs .*, here sgd"),
-        ({"family": "gpt_neox"}, r"whose model differs \(GPT2LMHeadModel, here GPTNeoX"),
-        ({"vocab_size": 120}, r"whose vocabulary differs \(97, here 120\)"),
-        ({"n_embd": 32}, r"whose transformer\.wte\.weight is float32 \[\d+, 16\], here .*, 32\]"),
-        ({"frozen": True}, "whose frozen weights differs: make the trainer"),
-        ({"peft_config": tiny_models.lora()}, "whose model differs"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"data": texts(9)}, r"whose data differs \(8 examples.*, here 9 examples.*resume with th"),
+    ({"data": texts(8, seed=7)}, r"whose data differs .*8 examples.*, here 8 examples"),
+    ({"max_length": 3}, "whose data differs"),
+    ({"processing_class": tokenizer_with_another_token()}, "whose tokenizer differs: resume"),
+    ({"optim_args": "eps=1e-6"}, "whose optimizer differs .*eps=1e-6"),
+    ({"optim": "sgd"}, "whose optimizer differs .*, here sgd"),
+    ({"family": "gpt_neox"}, r"whose model differs \(GPT2LMHeadModel, here GPTNeoX"),
+    ({"vocab_size": 120}, r"whose vocabulary differs \(97, here 120\)"),
+    ({"n_embd": 32}, r"whose transformer\.wte\.weight is float32 \[\d+, 16\], here .*, 32\]"),
+    ({"frozen": True}, "whose frozen weights differs: make the trainer"),
+    ({"peft_config": tiny_models.lora()}, "whose model differs"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(
     changes: dict[str, Any], said: str, whole: SFTTrainer, tmp_path: Path
 ) -> None:

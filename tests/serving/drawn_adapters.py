@@ -83,13 +83,10 @@ SHAPES: dict[str, Callable[..., dict[str, Any]]] = {
     },
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "dora": {"use_dora": True},
-    "rslora": {"use_rslora": True},
-    "bias": {"bias": "all"},
-    "bias of LoRA": {"bias": "lora_only"},
-    "dropout": {"lora_dropout": 0.1},
+    "dora": {"use_dora": True}, "rslora": {"use_rslora": True}, "bias": {"bias": "all"},
+    "bias of LoRA": {"bias": "lora_only"}, "dropout": {"lora_dropout": 0.1},
     "lora bias": {"lora_bias": True},
-}
+}  # fmt: skip
 _ON_HEAD = ("head", "both", "both, tied")
 _ON_EMBEDDING = ("embedding", "both", "both, tied", "head")
 

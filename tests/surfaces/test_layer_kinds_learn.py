@@ -20,11 +20,9 @@ from tests import tiny_models
 from tests.golden import tiny
 
 FAMILIES = (
-    *tiny_models.KINDS,
-    *tiny_models.MORE_KINDS,
-    *tiny_models.OF_ATTENTION,
+    *tiny_models.KINDS, *tiny_models.MORE_KINDS, *tiny_models.OF_ATTENTION,
     *("llama", "mistral", "qwen3", "gemma3", "phi3", "granite"),
-)
+)  # fmt: skip
 _TEXTS = ["w5 w6 w7 w8", "w4 w9", "w6 w5 w3", "w8"]
 
 

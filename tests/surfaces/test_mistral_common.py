@@ -35,11 +35,9 @@ _CALL = {
 }
 _RESULT = {"role": "tool", "content": "2", "tool_call_id": "123456789"}
 _TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
-    }
-]
+    {"type": "function",
+     "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},
+]  # fmt: skip
 CHATS = {
     "one turn": ([_ASKS, _SAYS], None),
     "two turns": ([_ASKS, _SAYS, _ASKS, {**_SAYS, "content": "it is"}], None),

@@ -49,10 +49,8 @@ _FIT: dict[str, Any] = {
 COMMANDS = {
     "sft": {"dataset": "texts.jsonl", **_FIT},
     "align": {"dataset": "pairs.jsonl", "max-length": 40, **_FIT},
-    "reward": {"dataset": "pairs.jsonl", **_FIT},
-    "ppo": _RL,
-    "grpo": {**_RL, "group-size": 4},
-}
+    "reward": {"dataset": "pairs.jsonl", **_FIT}, "ppo": _RL, "grpo": {**_RL, "group-size": 4},
+}  # fmt: skip
 
 
 def letters(completions: list[Any], **_: Any) -> list[float]:

@@ -205,18 +205,12 @@ def test_an_advantage_that_is_not_finite_names_its_function() -> None:
         trainer.step(*texts, [torch.tensor(1.0)] * 8)
 
 
-@pytest.mark.parametrize(
-    ("found", "says"),
-    [
-        (lambda v, r: (v, r), "must return .values, advantages, returns., got a tuple of 2"),
-        (lambda v, r: (v, r[:, :-1], r), r"each \(8, \d+\) as its arguments are; advantages are"),
-        (
-            lambda v, r: (v, r, torch.full_like(r, torch.inf)),
-            r"finite .*; returns\[0, \d+\] is inf",
-        ),
-        (lambda v, r: (v, (r + 0).requires_grad_(), r), "advantages have a gradient: detach them"),
-    ],
-)
+@pytest.mark.parametrize(("found", "says"), [
+    (lambda v, r: (v, r), "must return .values, advantages, returns., got a tuple of 2"),
+    (lambda v, r: (v, r[:, :-1], r), r"each \(8, \d+\) as its arguments are; advantages are"),
+    (lambda v, r: (v, r, torch.full_like(r, torch.inf)), r"finite .*; returns\[0, \d+\] is inf"),
+    (lambda v, r: (v, (r + 0).requires_grad_(), r), "advantages have a gradient: detach them"),
+])  # fmt: skip
 def test_advantages_of_a_subclass_are_checked(found: Callable[..., Any], says: str) -> None:
     class Own(fastrl.PPOTrainer):
         def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> Any:
@@ -371,14 +365,11 @@ def _framework(folder: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:output_dir .* holds checkpoints later")
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (_online, ("policy loss .*:leaky", "advantage .*:centred")),
-        (_dpo, ("loss .*:pairs",)),
-        (_framework, ("loss .*:pairs", "reweighter")),
-    ],
-)
+@pytest.mark.parametrize(("make", "names"), [
+    (_online, ("policy loss .*:leaky", "advantage .*:centred")),
+    (_dpo, ("loss .*:pairs",)),
+    (_framework, ("loss .*:pairs", "reweighter")),
+])  # fmt: skip
 def test_trainers_name_changed_code(
     make: Callable[[Path], Any], names: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -204,10 +204,7 @@ def test_an_entry_works_behind_every_surface(tmp_path: Path) -> None:
         model = one.run("grpo", tmp_path, rows, model=folder, reward=reward, **flags)
         return one.weights(AutoModelForCausalLM.from_pretrained(model))
 
-    without = {
-        "the loss": step(policy_loss="clip"),
-        "the advantage": step(advantage="grpo"),
-    }
+    without = {"the loss": step(policy_loss="clip"), "the advantage": step(advantage="grpo")}
     found = {"step()": step(), "GRPOTrainer": trainer(), "fastrl grpo": command()}
     one.assert_one(found, one.weights(start), without)
 

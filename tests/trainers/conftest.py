@@ -24,22 +24,14 @@ from tests.golden import tiny
 
 disable_progress_bars()
 ONE_STEP: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 4,
-    "max_steps": 1,
-    "save_strategy": "no",
-    "report_to": None,
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
+    "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 1,
+    "save_strategy": "no", "report_to": None, "disable_tqdm": True, "use_cpu": True,
+}  # fmt: skip
 SETTINGS: dict[str, Any] = {**ONE_STEP, "learning_rate": 1e-3}
 # One step changes every weight by its gradient.
 GRADIENT_STEP: dict[str, Any] = {
-    "optim": "sgd",
-    "learning_rate": 1.0,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-}
+    "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+}  # fmt: skip
 
 
 def text(rng: random.Random, length: int) -> str:
@@ -128,15 +120,9 @@ def make_sft(tmp_path: Path) -> Make:
 
 
 _TRAINERS_OWN = (
-    "eval_dataset",
-    "processing_class",
-    "tokenizer",
-    "data_collator",
-    "compute_metrics",
-    "peft_config",
-    "formatting_func",
-    "callbacks",
-)
+    "eval_dataset", "processing_class", "tokenizer", "data_collator", "compute_metrics",
+    "peft_config", "formatting_func", "callbacks",
+)  # fmt: skip
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:

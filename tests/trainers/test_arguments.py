@@ -56,15 +56,12 @@ def test_data_that_make_no_batch_are_refused(make_sft: Make, make_reward: Make) 
             trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"max_length": 0}, "max_length must be at least 1"),
-        ({"label_smoothing_factor": 0.1}, "does not smooth labels"),
-        ({"tokenizer": tiny.tokenizer()}, "not both"),
-        ({"processing_class": None}, "pass the tokenizer as processing_class"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"max_length": 0}, "max_length must be at least 1"),
+    ({"label_smoothing_factor": 0.1}, "does not smooth labels"),
+    ({"tokenizer": tiny.tokenizer()}, "not both"),
+    ({"processing_class": None}, "pass the tokenizer as processing_class"),
+])  # fmt: skip
 def test_what_cannot_be_meant_is_refused(
     make_sft: Make, make_reward: Make, settings: dict[str, Any], said: str
 ) -> None:

@@ -126,16 +126,13 @@ def test_what_a_pair_begins_with_runs_once(make_reward: Make) -> None:
     assert seen == [total - int(torch.minimum(same, shortest - 1).sum())]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "tokens", "ends"),
-    [
-        ([[1, 2, 3]], [[1, 2, 4, 5]], 2 + 1 + 2, [2, 4]),
-        ([[1, 2]], [[1, 2]], 1 + 1 + 1, [1, 2]),
-        ([[1, 2]], [[1, 2, 3]], 1 + 1 + 2, [1, 3]),
-        ([[1]], [[2, 3]], 3, [0, 2]),
-        ([[1, 2], [7]], [[3], [7]], 3 + 2, [1, 3, 2, 4]),
-    ],
-)
+@pytest.mark.parametrize(("chosen", "rejected", "tokens", "ends"), [
+    ([[1, 2, 3]], [[1, 2, 4, 5]], 2 + 1 + 2, [2, 4]),
+    ([[1, 2]], [[1, 2]], 1 + 1 + 1, [1, 2]),
+    ([[1, 2]], [[1, 2, 3]], 1 + 1 + 2, [1, 3]),
+    ([[1]], [[2, 3]], 3, [0, 2]),
+    ([[1, 2], [7]], [[3], [7]], 3 + 2, [1, 3, 2, 4]),
+])  # fmt: skip
 def test_pairs_share_the_longest_beginning_that_leaves_each_a_token(
     chosen: Any, rejected: Any, tokens: int, ends: list[int]
 ) -> None:

@@ -183,16 +183,13 @@ def test_a_missing_package_is_named_before_anything_is_done(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"optim": "adamw"}, "unknown optim 'adamw': choose one of adam, adamw_torch"),
-        ({"optim": "lomo"}, "unknown optim"),
-        ({"optim_args": "momentum=0.9"}, "optim='adam' has no argument 'momentum'"),
-        ({"optim": "sgd", "optim_args": "beta1=0.9"}, "optim='sgd' has no argument 'beta1'"),
-        ({"optim": "sgd", "optim_args": "momentum"}, 'optim_args must be "name=value,…"'),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"optim": "adamw"}, "unknown optim 'adamw': choose one of adam, adamw_torch"),
+    ({"optim": "lomo"}, "unknown optim"),
+    ({"optim_args": "momentum=0.9"}, "optim='adam' has no argument 'momentum'"),
+    ({"optim": "sgd", "optim_args": "beta1=0.9"}, "optim='sgd' has no argument 'beta1'"),
+    ({"optim": "sgd", "optim_args": "momentum"}, 'optim_args must be "name=value,…"'),
+])  # fmt: skip
 def test_optimizers_that_cannot_be_made_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PPOTrainer(PPOConfig(**settings), tiny_models.policy(), None, tiny.tokenizer())
@@ -207,34 +204,28 @@ def test_an_optimizer_is_named_or_given() -> None:
         PPOTrainer(PPOConfig(optim_args="eps=1"), policy, None, tiny.tokenizer(), optimizer=own)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "found"),
-    [
-        ("adamw_torch", "amsgrad=true,fused=true,eps=1e-3", [True, True, 1e-3]),
-        ("adafactor", "clip_threshold=2,scale_parameter=yes", [2.0, True]),
-        ("sgd", "momentum=0.5,dampening=0.25", [0.5, 0.25]),
-        ("rmsprop", "alpha=0.5,centered=1", [0.5, True]),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "found"), [
+    ("adamw_torch", "amsgrad=true,fused=true,eps=1e-3", [True, True, 1e-3]),
+    ("adafactor", "clip_threshold=2,scale_parameter=yes", [2.0, True]),
+    ("sgd", "momentum=0.5,dampening=0.25", [0.5, 0.25]),
+    ("rmsprop", "alpha=0.5,centered=1", [0.5, True]),
+])  # fmt: skip
 def test_arguments_reach_the_optimizer(name: str, given: str, found: list[Any]) -> None:
     (group,) = make_optimizer(nn.Linear(3, 2), name, 1e-3, given).param_groups
     assert [group[part.split("=")[0]] for part in given.split(",")] == found
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "said"),
-    [
-        ("adamw_torch", "lr=1", "has no argument 'lr': set learning_rate"),
-        ("adamw_torch", "betas=1", "has no argument 'betas': name beta1 and beta2"),
-        ("adamw_torch", "beta3=1", "has no argument 'beta3': leave it out"),
-        ("sgd", "eps=1", "has no argument 'eps': leave it out"),
-        ("adam", "beta1=abc", "beta1=abc of optim='adam' is not of type float"),
-        ("adamw_torch", "amsgrad=2", "amsgrad=2 of optim='adamw_torch' is not true or false"),
-        ("adafactor", "eps=1e-3", "eps of optim='adafactor' cannot be given here"),
-        ("adam", "beta1=0.5,beta1=0.6", "optim_args has beta1 twice"),
-        ("adamw_bnb_8bit", "optim_bits=32", "has no argument 'optim_bits': optim's name says"),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "said"), [
+    ("adamw_torch", "lr=1", "has no argument 'lr': set learning_rate"),
+    ("adamw_torch", "betas=1", "has no argument 'betas': name beta1 and beta2"),
+    ("adamw_torch", "beta3=1", "has no argument 'beta3': leave it out"),
+    ("sgd", "eps=1", "has no argument 'eps': leave it out"),
+    ("adam", "beta1=abc", "beta1=abc of optim='adam' is not of type float"),
+    ("adamw_torch", "amsgrad=2", "amsgrad=2 of optim='adamw_torch' is not true or false"),
+    ("adafactor", "eps=1e-3", "eps of optim='adafactor' cannot be given here"),
+    ("adam", "beta1=0.5,beta1=0.6", "optim_args has beta1 twice"),
+    ("adamw_bnb_8bit", "optim_bits=32", "has no argument 'optim_bits': optim's name says"),
+])  # fmt: skip
 def test_arguments_that_nothing_would_read_are_refused(name: str, given: str, said: str) -> None:
     if "bnb" in name:
         pytest.importorskip("bitsandbytes")
@@ -243,17 +234,14 @@ def test_arguments_that_nothing_would_read_are_refused(name: str, given: str, sa
 
 
 @pytest.mark.parametrize("kind", [SFTConfig, RewardConfig, AlignmentConfig], ids=str)
-@pytest.mark.parametrize(
-    ("name", "given", "said"),
-    [
-        ("adamw_torch", "momentum=0.9", "optim='adamw_torch' has no argument 'momentum'"),
-        ("adamw_torch", "amsgrad=2", "amsgrad=2 of optim='adamw_torch' is not true or false"),
-        ("adamw_torch", "eps", 'optim_args must be "name=value,…"'),
-        ("sgd", "weight_decay=0.1", "'sgd' has no argument 'weight_decay': set weight_decay"),
-        ("lomo", "eps=1", "optim='lomo' has no argument 'eps': leave it out"),
-        ("galore_adamw", "rank=two", "rank=two of optim='galore_adamw' is not of type int"),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "said"), [
+    ("adamw_torch", "momentum=0.9", "optim='adamw_torch' has no argument 'momentum'"),
+    ("adamw_torch", "amsgrad=2", "amsgrad=2 of optim='adamw_torch' is not true or false"),
+    ("adamw_torch", "eps", 'optim_args must be "name=value,…"'),
+    ("sgd", "weight_decay=0.1", "'sgd' has no argument 'weight_decay': set weight_decay"),
+    ("lomo", "eps=1", "optim='lomo' has no argument 'eps': leave it out"),
+    ("galore_adamw", "rank=two", "rank=two of optim='galore_adamw' is not of type int"),
+])  # fmt: skip
 def test_trainers_refuse_arguments_before_anything_is_loaded(
     kind: type, name: str, given: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,14 +256,11 @@ def test_trainers_refuse_arguments_before_anything_is_loaded(
         settings_of(plain, kind)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "found"),
-    [
-        ("adamw_torch", "eps=1e-3,beta2=0.5", {"eps": 1e-3, "betas": (0.9, 0.5)}),
-        ("adamw_torch", "amsgrad=true", {"amsgrad": True}),
-        ("sgd", "momentum=0.5", {"momentum": 0.5}),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "found"), [
+    ("adamw_torch", "eps=1e-3,beta2=0.5", {"eps": 1e-3, "betas": (0.9, 0.5)}),
+    ("adamw_torch", "amsgrad=true", {"amsgrad": True}),
+    ("sgd", "momentum=0.5", {"momentum": 0.5}),
+])  # fmt: skip
 def test_arguments_reach_the_trainers_optimizer(
     make_sft: Make, name: str, given: str, found: dict[str, Any]
 ) -> None:

@@ -164,8 +164,7 @@ def test_columns_are_the_trainers_own_whatever_is_to_be_dropped(
 def test_both_sides_go_through_the_model_in_one_forward(make_reward: Make) -> None:
     model, shapes = reward_model(), []
     model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: shapes.append(kwargs["input_ids"].shape[0]),
-        with_kwargs=True,
+        lambda _module, _args, kwargs: shapes.append(kwargs["input_ids"].shape[0]), with_kwargs=True
     )
     make_reward(model, max_steps=3).train()
     assert shapes[-3:] == [8, 8, 8]
@@ -224,15 +223,10 @@ def test_the_documented_example_trains(tmp_path: Path) -> None:
     data = Dataset.from_list(rows).map(as_tokens).train_test_split(seed=0)
     with pytest.warns(UserWarning, match="evaluation_strategy="):
         args = RewardConfig(
-            output_dir=str(tmp_path / "reward_model"),
-            per_device_train_batch_size=16,
-            evaluation_strategy="steps",
-            logging_steps=1,
-            num_train_epochs=10,
-            learning_rate=1e-2,
-            use_cpu=True,
-            report_to=None,
-        )
+            output_dir=str(tmp_path / "reward_model"), per_device_train_batch_size=16,
+            evaluation_strategy="steps", logging_steps=1, num_train_epochs=10, learning_rate=1e-2,
+            use_cpu=True, report_to=None,
+        )  # fmt: skip
     trainer = RewardTrainer(
         model=model,
         args=args,

@@ -39,11 +39,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
     "funnel": {"block_sizes": [1, 1], "num_hidden_layers": None},
-    "lilt": {"channel_shrink_ratio": 1},
-    "t5": {"decoder_start_token_id": tiny.PAD},
-    "xlnet": {"max_position_embeddings": None},
-    "xmod": {"default_language": "en_XX"},
-}
+    "lilt": {"channel_shrink_ratio": 1}, "t5": {"decoder_start_token_id": tiny.PAD},
+    "xlnet": {"max_position_embeddings": None}, "xmod": {"default_language": "en_XX"},
+}  # fmt: skip
 ON_THE_RIGHT = (
     *("albert", "arcee", "bart", "bert", "big_bird", "bigbird_pegasus", "biogpt", "bloom"),
     *("camembert", "ctrl", "data2vec-text", "deberta", "deberta-v2", "diffllama", "distilbert"),
@@ -69,12 +67,8 @@ def classifier(kind: str) -> Any:
     sizes = {k: v for k, v in _SIZES.items() if isinstance(getattr(usual, k, ""), int | None)}
     special = {"bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
     given = {
-        "vocab_size": tiny.VOCABULARY,
-        "num_labels": 1,
-        **special,
-        **sizes,
-        **_OWN.get(kind, {}),
-    }
+        "vocab_size": tiny.VOCABULARY, "num_labels": 1, **special, **sizes, **_OWN.get(kind, {}),
+    }  # fmt: skip
     config = make(**{name: x for name, x in given.items() if x is not None})
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config).double().eval()

@@ -178,14 +178,9 @@ def test_the_classic_keywords_are_taken(tmp_path: Path) -> None:
     trainer.train()
     with pytest.warns(UserWarning, match="num_of_sequences=8 .changes nothing: packing"):
         trainer = SFTTrainer(
-            tiny_models.language_model(),
-            dataset_text_field="q",
-            packing=True,
-            max_seq_length=10,
-            dataset_num_proc=1,
-            num_of_sequences=8,
-            **common,
-        )
+            tiny_models.language_model(), dataset_text_field="q", packing=True, max_seq_length=10,
+            dataset_num_proc=1, num_of_sequences=8, **common,
+        )  # fmt: skip
     assert [row["seq_lengths"] for row in trainer.train_dataset] == [[3, 3, 3], [3, 3, 3], [3, 3]]
     trainer.train()
     with pytest.raises(TypeError, match="unexpected keyword argument 'packed'"):

@@ -85,14 +85,11 @@ def test_a_stream_needs_max_steps(make_sft: Make) -> None:
         make_sft(accelerator_config={"dispatch_batches": True})
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rows"),
-    [
-        ("bfd", [[3, 4, 5, 6], [7, 8, 9]]),
-        ("bfd_split", [[3, 4, 5, 6], [7, 8, 9, 2]]),
-        ("wrapped", [[3, 4, 5, 6], [2, 7, 8, 9]]),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "rows"), [
+    ("bfd", [[3, 4, 5, 6], [7, 8, 9]]),
+    ("bfd_split", [[3, 4, 5, 6], [7, 8, 9, 2]]),
+    ("wrapped", [[3, 4, 5, 6], [2, 7, 8, 9]]),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:1 of 2 texts are longer")
 @pytest.mark.parametrize("streams", [False, True])
 def test_texts_are_packed_by_a_strategy(
@@ -109,28 +106,22 @@ def test_texts_are_packed_by_a_strategy(
 
 def test_masks_make_labels_and_labels_come_first(make_sft: Make) -> None:
     rows = [
-        {
-            "input_ids": [3, 4, 5, 6],
-            "assistant_masks": [0, 1, 1, 1],
-            "completion_mask": [1, 1, 1, 0],
-        }
-    ]
+        {"input_ids": [3, 4, 5, 6], "assistant_masks": [0, 1, 1, 1],
+         "completion_mask": [1, 1, 1, 0]},
+    ]  # fmt: skip
     assert labels_of(make_sft(data=rows)) == [[X, 4, 5, X]]
     assert labels_of(make_sft(data=[{**rows[0], "labels": [X, X, 5, X]}])) == [[X, X, 5, X]]
     with pytest.raises(ValueError, match="make them of one length"):
         make_sft(data=[{**rows[0], "assistant_masks": [1]}])
 
 
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"input_ids": [3, 5.5, 4]}, r"input_ids of row 0 holds \[3.0, 5.5, 4.0\]"),
-        ({"input_ids": [3, -4, 5]}, "input_ids of row 0 holds .*0 or more"),
-        ({"input_ids": [3, 4, 5], "completion_mask": [0, 2, 7]}, r"completion_mask.* \[0, 2, 7\]"),
-        ({"input_ids": [3, 4, 5], "labels": [3, -1, 5]}, "labels of row 0 holds"),
-        ({"input_ids": [3, 4, 5], "labels": [3, 4]}, "3 tokens, its labels 2"),
-    ],
-)
+@pytest.mark.parametrize(("row", "named"), [
+    ({"input_ids": [3, 5.5, 4]}, r"input_ids of row 0 holds \[3.0, 5.5, 4.0\]"),
+    ({"input_ids": [3, -4, 5]}, "input_ids of row 0 holds .*0 or more"),
+    ({"input_ids": [3, 4, 5], "completion_mask": [0, 2, 7]}, r"completion_mask.* \[0, 2, 7\]"),
+    ({"input_ids": [3, 4, 5], "labels": [3, -1, 5]}, "labels of row 0 holds"),
+    ({"input_ids": [3, 4, 5], "labels": [3, 4]}, "3 tokens, its labels 2"),
+])  # fmt: skip
 def test_rows_of_what_are_no_token_ids_are_refused(make_sft: Make, row: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         make_sft(data=[row])
@@ -299,11 +290,9 @@ def test_reward_models_log_how_far_the_sides_are_apart(make_reward: Make) -> Non
     both = torch.stack([*rewards.values()])
     expected = {
         "accuracy": float((both[0] > both[1]).float().mean()),
-        "margin": float((both[0] - both[1]).mean()),
-        "mean_reward": float(both.mean()),
-        "min_reward": float(both.min()),
-        "max_reward": float(both.max()),
-    }
+        "margin": float((both[0] - both[1]).mean()), "mean_reward": float(both.mean()),
+        "min_reward": float(both.min()), "max_reward": float(both.max()),
+    }  # fmt: skip
     held_out = trainer.evaluate(pairs(), num_print_samples=0)
     trainer.train()
     logged = trainer.state.log_history[-2]

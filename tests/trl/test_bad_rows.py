@@ -127,15 +127,12 @@ def test_a_streams_broken_messages_change_no_weight(kind: str, tmp_path: Path) -
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"prompt": SOUND[:1], "chosen": "w5", "rejected": "w6"}, "row 0 hold texts and chat"),
-        ({"prompt": None, "chosen": "w5", "rejected": "w6"}, "prompt of row 0 is None"),
-        ({"chosen": SOUND, "rejected": said("w7", "w8")}, "row 0 do not begin with the same"),
-        ({"prompt": SOUND[:1], "chosen": [], "rejected": SOUND[1:]}, r"chosen of row 0 is \[\]"),
-    ],
-)
+@pytest.mark.parametrize(("row", "named"), [
+    ({"prompt": SOUND[:1], "chosen": "w5", "rejected": "w6"}, "row 0 hold texts and chat"),
+    ({"prompt": None, "chosen": "w5", "rejected": "w6"}, "prompt of row 0 is None"),
+    ({"chosen": SOUND, "rejected": said("w7", "w8")}, "row 0 do not begin with the same"),
+    ({"prompt": SOUND[:1], "chosen": [], "rejected": SOUND[1:]}, r"chosen of row 0 is \[\]"),
+])  # fmt: skip
 def test_pairs_of_two_kinds_are_refused(row: dict, named: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=named):
         make("DPO", tmp_path, [row])
@@ -196,14 +193,11 @@ def test_smoothed_labels_are_refused(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-@pytest.mark.parametrize(
-    ("reward", "named"),
-    [
-        (lambda completions, **_: [1.0], "short returned 1 rewards for 4 completions"),
-        (lambda completions, **_: [1.0] * 5, "short returned 5 rewards for 4 completions"),
-        (lambda completions, **_: [[1.0, 2.0]] * 4, "short"),
-    ],
-)
+@pytest.mark.parametrize(("reward", "named"), [
+    (lambda completions, **_: [1.0], "short returned 1 rewards for 4 completions"),
+    (lambda completions, **_: [1.0] * 5, "short returned 5 rewards for 4 completions"),
+    (lambda completions, **_: [[1.0, 2.0]] * 4, "short"),
+])  # fmt: skip
 def test_rewards_of_another_length_change_no_weight(
     kind: str, reward: Callable[..., Any], named: str, tmp_path: Path
 ) -> None:
@@ -253,15 +247,12 @@ def test_labels_that_are_no_truth_values_are_refused(label: Any, tmp_path: Path)
         make("KTO", tmp_path, rows)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "error", "message"),
-    [
-        ("GRPO", {"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
-        ("GRPO", {"epsilon": -0.1}, ValueError, "epsilon must be 0 or more, got -0.1"),
-        ("DPO", {"beta": "0.1"}, TypeError, "beta must be a number, got '0.1'"),
-        ("SFT", {"packing": "no"}, TypeError, "packing must be True or False, got 'no'"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "settings", "error", "message"), [
+    ("GRPO", {"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
+    ("GRPO", {"epsilon": -0.1}, ValueError, "epsilon must be 0 or more, got -0.1"),
+    ("DPO", {"beta": "0.1"}, TypeError, "beta must be a number, got '0.1'"),
+    ("SFT", {"packing": "no"}, TypeError, "packing must be True or False, got 'no'"),
+])  # fmt: skip
 def test_settings_of_another_type_are_named(
     kind: str, settings: dict[str, Any], error: Any, message: str, tmp_path: Path
 ) -> None:

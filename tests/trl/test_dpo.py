@@ -184,16 +184,13 @@ def test_metrics_are_those_of_the_formulas(tmp_path):
         "rewards/rejected": mean(rewards[1]),
         "rewards/margins": mean(rewards[0] - rewards[1]),
         "rewards/accuracies": mean((rewards[0] > rewards[1]).double()),
-        "logps/chosen": mean(logps[0]),
-        "logps/rejected": mean(logps[1]),
-        "logits/chosen": mean(said["chosen"]),
-        "logits/rejected": mean(said["rejected"]),
-        "entropy": mean(said["entropy"]),
-        "mean_token_accuracy": mean(said["top"]),
+        "logps/chosen": mean(logps[0]), "logps/rejected": mean(logps[1]),
+        "logits/chosen": mean(said["chosen"]), "logits/rejected": mean(said["rejected"]),
+        "entropy": mean(said["entropy"]), "mean_token_accuracy": mean(said["top"]),
         "num_tokens": sum(
             2 * len(r["prompt_ids"]) + len(r["chosen_ids"]) + len(r["rejected_ids"]) for r in rows
         ),
-    }
+    }  # fmt: skip
     for name, value in expected.items():
         assert log[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
 
@@ -300,18 +297,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"loss_weights": [1.0, 2.0]}, "loss_weights has 2 weights and loss_type 1"),
     "ld_alpha": ({"ld_alpha": 1.5}, "ld_alpha must lie in"),
     "a divergence": ({"f_divergence_type": "tv"}, "unknown f_divergence_type 'tv'"),
-    "its losses": (
-        {"f_divergence_type": "forward_kl", "loss_type": "bco_pair"},
-        "bco_pair is none",
-    ),
+    "its losses": ({"f_divergence_type": "forward_kl", "loss_type": "bco_pair"},
+     "bco_pair is none"),
     "weighting": ({"use_weighting": True, "loss_type": "aot"}, "use_weighting weighs pairs"),
     "exo": ({"loss_type": "exo_pair"}, "label_smoothing must be in"),
     "beta": ({"beta": 0.0}, "beta must be positive"),
-    "a moving reference": (
-        {"sync_ref_model": True, "precompute_ref_log_probs": True},
-        "sync_ref_model=True is of a reference model, and with precompute_ref_log_probs",
-    ),
-}
+    "a moving reference": ({"sync_ref_model": True, "precompute_ref_log_probs": True},
+     "sync_ref_model=True is of a reference model, and with precompute_ref_log_probs"),
+}  # fmt: skip
 
 
 @together("name", BAD)

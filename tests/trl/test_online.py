@@ -31,11 +31,8 @@ from tests.resuming import OwnStates
 from tests.trainers.conftest import GRADIENT_STEP, ONE_STEP
 
 SETTINGS: dict[str, Any] = {
-    **ONE_STEP,
-    "num_generations": 4,
-    "max_completion_length": 6,
-    "logging_steps": 1,
-}
+    **ONE_STEP, "num_generations": 4, "max_completion_length": 6, "logging_steps": 1,
+}  # fmt: skip
 _ARGUMENTS = ("eval_dataset", "peft_config", "rollout_func", "processing_class")
 KINDS: dict[str, tuple[type, type]] = {
     "grpo": (GRPOTrainer, GRPOConfig),
@@ -118,21 +115,18 @@ def loss_of(model: Any, start: Any, of: Samples, name: str, beta: float, **args:
     return torch.cat(losses).sum() / tokens  # bnpo; dapo, cispo and vespo with one batch in a step
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("grpo", {}),
-        ("bnpo", {}),
-        ("dr_grpo", {}),
-        ("dapo", {"beta": 0.1}),
-        ("cispo", {}),
-        ("sapo", {}),
-        ("vespo", {}),
-        ("luspo", {"importance_sampling_level": "sequence"}),
-        ("grpo", {"importance_sampling_level": "sequence"}),
-        ("rloo", {"beta": 0.1}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("grpo", {}),
+    ("bnpo", {}),
+    ("dr_grpo", {}),
+    ("dapo", {"beta": 0.1}),
+    ("cispo", {}),
+    ("sapo", {}),
+    ("vespo", {}),
+    ("luspo", {"importance_sampling_level": "sequence"}),
+    ("grpo", {"importance_sampling_level": "sequence"}),
+    ("rloo", {"beta": 0.1}),
+])  # fmt: skip
 def test_a_step_follows_the_formula(name: str, settings: dict, tmp_path: Path) -> None:
     kind = "rloo" if name == "rloo" else "grpo"
     own = {} if name == "rloo" else {"loss_type": name}
@@ -259,17 +253,14 @@ def test_groups_are_repeated_in_order() -> None:
     assert [row["x"] for row in in_groups(stream, 2, 3, 2)] == list(order)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
-        ({"max_length": 3}, "max_length"),
-        ({"num_generations": 3}, "num_generations"),
-        ({"num_generations": 1}, "num_generations"),
-        ({"loss_type": "other"}, "loss_type"),
-        ({"generation_batch_size": 6}, "generation_batch_size"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "named"), [
+    ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
+    ({"max_length": 3}, "max_length"),
+    ({"num_generations": 3}, "num_generations"),
+    ({"num_generations": 1}, "num_generations"),
+    ({"loss_type": "other"}, "loss_type"),
+    ({"generation_batch_size": 6}, "generation_batch_size"),
+])  # fmt: skip
 def test_settings_that_are_not_honoured_are_named(
     settings: dict, named: str, tmp_path: Path
 ) -> None:
@@ -565,32 +556,26 @@ def test_another_number_of_processes_begins_with_new_responses(tmp_path: Path) -
     assert joined["metrics"] == MetricMeans().state()
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"logprobs": ...}, r"must return keys \['logprobs'\]"),
-        ({"completion_ids": [[4, 5]]}, "1 completion_ids for 4 prompts"),
-        ({"env_mask": [[1]] * 4}, r"env_mask of 1 tokens .* of 2 \(response 0\)"),
-        ({"logprobs": [[-1.0]] * 4}, "logprobs of 1 tokens"),
-        ({"completion_ids": [[4.7, 5]] * 4}, r"completion_ids\[0\] .* must hold whole token ids"),
-        ({"completion_ids": [[True, False]] * 4}, r"completion_ids\[0\] .*whole token ids"),
-        ({"completion_ids": [[4, 5]] * 3 + [[4, -1]]}, r"completion_ids\[3\] has the token id -1"),
-        ({"prompt_ids": [[3, 97]] * 4}, r"prompt_ids\[0\] has the token id 97, .* of 97 tokens"),
-        ({"prompt_ids": [[3], [], [3], [3]]}, r"prompt_ids\[1\] is empty"),
-        (
-            {"prompt_ids": [[3] * 47] * 4},
-            r"47 \+ 2 tokens of response 0 exceed the .*context of 48",
-        ),
-        ({"completion_ids": [[[4], [5]]] * 4}, r"completion_ids\[0\] .* one number for each token"),
-        ({"completion_ids": ["45"] * 4}, r"completion_ids\[0\] .* one number for each token"),
-        ({"completion_ids": None}, "completion_ids must be a list"),
-        ({"env_mask": [[0.5, 1.0]] * 4}, r"env_mask\[0\] holds 0.5: "),
-        ({"env_mask": [[1, 1]] * 3 + [[1, 2]]}, r"env_mask\[3\] holds 2: "),
-        ({"logprobs": [[-1.0, 0.4]] * 4}, r"logprobs\[0\] holds 0.4.*: log-probs are 0 or less"),
-        ({"logprobs": [[[-1.0], [-1.0]]] * 4}, r"logprobs\[0\] .* one number for each token"),
-        ({"turns": [1, 2]}, "2 turns for 4 prompts"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"logprobs": ...}, r"must return keys \['logprobs'\]"),
+    ({"completion_ids": [[4, 5]]}, "1 completion_ids for 4 prompts"),
+    ({"env_mask": [[1]] * 4}, r"env_mask of 1 tokens .* of 2 \(response 0\)"),
+    ({"logprobs": [[-1.0]] * 4}, "logprobs of 1 tokens"),
+    ({"completion_ids": [[4.7, 5]] * 4}, r"completion_ids\[0\] .* must hold whole token ids"),
+    ({"completion_ids": [[True, False]] * 4}, r"completion_ids\[0\] .*whole token ids"),
+    ({"completion_ids": [[4, 5]] * 3 + [[4, -1]]}, r"completion_ids\[3\] has the token id -1"),
+    ({"prompt_ids": [[3, 97]] * 4}, r"prompt_ids\[0\] has the token id 97, .* of 97 tokens"),
+    ({"prompt_ids": [[3], [], [3], [3]]}, r"prompt_ids\[1\] is empty"),
+    ({"prompt_ids": [[3] * 47] * 4}, r"47 \+ 2 tokens of response 0 exceed the .*context of 48"),
+    ({"completion_ids": [[[4], [5]]] * 4}, r"completion_ids\[0\] .* one number for each token"),
+    ({"completion_ids": ["45"] * 4}, r"completion_ids\[0\] .* one number for each token"),
+    ({"completion_ids": None}, "completion_ids must be a list"),
+    ({"env_mask": [[0.5, 1.0]] * 4}, r"env_mask\[0\] holds 0.5: "),
+    ({"env_mask": [[1, 1]] * 3 + [[1, 2]]}, r"env_mask\[3\] holds 2: "),
+    ({"logprobs": [[-1.0, 0.4]] * 4}, r"logprobs\[0\] holds 0.4.*: log-probs are 0 or less"),
+    ({"logprobs": [[[-1.0], [-1.0]]] * 4}, r"logprobs\[0\] .* one number for each token"),
+    ({"turns": [1, 2]}, "2 turns for 4 prompts"),
+])  # fmt: skip
 def test_rollouts_that_are_none_are_named(changed: dict, named: str, tmp_path: Path) -> None:
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         whole = {"prompt_ids": [[3]] * 4, "completion_ids": [[4, 5]] * 4, "logprobs": None}
@@ -628,11 +613,8 @@ def test_a_rollout_function_takes_the_place_of_sampling(kind: str, tmp_path: Pat
 def test_only_the_settings_say_how_is_sampled(tmp_path: Path) -> None:
     drawn: list[list[list[int]]] = []
     saved = {
-        "min_p": 0.9,
-        "suppress_tokens": [*range(5, 60)],
-        "min_new_tokens": 3,
-        "do_sample": True,
-    }
+        "min_p": 0.9, "suppress_tokens": [*range(5, 60)], "min_new_tokens": 3, "do_sample": True,
+    }  # fmt: skip
     for found in ({}, saved):
         seen: list[list[int]] = []
         model = tiny_models.language_model()

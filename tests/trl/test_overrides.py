@@ -20,23 +20,12 @@ from tests.trainers.conftest import reward_model, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 COMMON: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "num_generations": 4,
-    "max_completion_length": 5,
-    "max_steps": 3,
-    "optim": "sgd",
-    "learning_rate": 0.3,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 1e9,
-    "shuffle_dataset": False,
-    "bf16": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4,
+    "max_completion_length": 5, "max_steps": 3, "optim": "sgd", "learning_rate": 0.3,
+    "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "shuffle_dataset": False, "bf16": False,
+    "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
     "use_cpu": True,
-}
+}  # fmt: skip
 
 
 def even(completion_ids: list[list[int]], **_: Any) -> list[float]:

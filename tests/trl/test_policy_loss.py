@@ -139,11 +139,9 @@ def formula(batch: Batch, args: GRPOConfig, leaves: tuple[Tensor, Tensor]) -> Te
     every, size = torch.cat(losses), len(COUNTS)
     loss = {
         "grpo": sum(x.sum() / max(len(x), 1) for x in losses) / size,
-        "bnpo": every.mean(),
-        "dr_grpo": every.sum() / (size * LONGEST),
-        "dapo": every.sum() / GENERATED,
-        "luspo": every.sum() / size,
-    }
+        "bnpo": every.mean(), "dr_grpo": every.sum() / (size * LONGEST),
+        "dapo": every.sum() / GENERATED, "luspo": every.sum() / size,
+    }  # fmt: skip
     loss |= {"sapo": loss["grpo"], "cispo": loss["dapo"], "vespo": loss["dapo"]}
     return loss[name] - args.entropy_coef * entropies.mean()
 
@@ -208,22 +206,16 @@ def test_losses_follow_their_formulas(name: str, policy: str, tmp_path: Path) ->
 def test_most_losses_come_out_of_the_head(name: str, policy: str, tmp_path: Path) -> None:
     args = settings(tmp_path, **CASES[name])
     found = objective_of(Batch(policy), args, GroupLoss.of_grpo(args))
-    needs_more = {
-        "entropy, grpo",
-        *(() if policy == "same" else KL_TIMES_RATIO),
-    }
+    needs_more = {"entropy, grpo", *(() if policy == "same" else KL_TIMES_RATIO)}
     assert (found is None) == (name in needs_more)
 
 
-@pytest.mark.parametrize(
-    ("own", "processes"),
-    [
-        ({"fp16": True}, 1),
-        ({"off_policy_mask_threshold": 0.1}, 1),
-        ({"top_entropy_quantile": 0.5}, 2),
-        ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, 1),
-    ],
-)
+@pytest.mark.parametrize(("own", "processes"), [
+    ({"fp16": True}, 1),
+    ({"off_policy_mask_threshold": 0.1}, 1),
+    ({"top_entropy_quantile": 0.5}, 2),
+    ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, 1),
+])  # fmt: skip
 def test_what_is_known_behind_all_logprobs_is_left_to_them(
     own: dict, processes: int, tmp_path: Path
 ) -> None:
@@ -289,14 +281,11 @@ def _trl_loss(trainer: Any, batch: Batch, args: GRPOConfig, leaves: Any) -> Tens
     host.get_high_entropy_mask = lambda *given: trainer.get_high_entropy_mask(host, *given)
     args.steps_per_generation = 1
     inputs = {
-        "prompt_ids": mask[:, :1],
-        "prompt_mask": mask[:, :1],
-        "completion_ids": mask,
-        "completion_mask": mask,
-        "advantages": batch.advantages.double(),
+        "prompt_ids": mask[:, :1], "prompt_mask": mask[:, :1], "completion_ids": mask,
+        "completion_mask": mask, "advantages": batch.advantages.double(),
         "num_items_in_batch": torch.tensor(GENERATED),
         "ref_per_token_logps": padded(batch.ref.double()),
-    }
+    }  # fmt: skip
     if batch.old is not None:
         inputs["old_per_token_logps"] = padded(batch.old.double())
     if batch.weights is not None:

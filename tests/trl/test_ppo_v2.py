@@ -215,14 +215,11 @@ def test_a_callback_ends_training(tmp_path: Path) -> None:
     assert seen.events == ["begin of 4", "step 1", "step 2", "end"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "steps"),
-    [
-        ({"logging_steps": 0.5}, [2, 4]),
-        ({"logging_steps": 3, "logging_first_step": True}, [1, 3]),
-        ({"logging_strategy": "no"}, []),
-    ],
-)
+@pytest.mark.parametrize(("settings", "steps"), [
+    ({"logging_steps": 0.5}, [2, 4]),
+    ({"logging_steps": 3, "logging_first_step": True}, [1, 3]),
+    ({"logging_strategy": "no"}, []),
+])  # fmt: skip
 def test_metrics_are_logged_as_often_as_was_asked(
     settings: dict[str, Any], steps: list[int], tmp_path: Path
 ) -> None:

@@ -21,16 +21,13 @@ from tests.trl import test_dpo, test_kto, test_online
 
 
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
-@pytest.mark.parametrize(
-    ("begins_at_zero", "fresh", "sync", "kind"),
-    [
-        (True, True, False, AdapterOffRefModel),
-        (False, True, False, AdapterOffRefModel),
-        (True, False, False, AdapterOffRefModel),
-        (False, False, False, StartAdapterRefModel),  # it was trained before
-        (True, True, True, StartAdapterRefModel),
-    ],
-)
+@pytest.mark.parametrize(("begins_at_zero", "fresh", "sync", "kind"), [
+    (True, True, False, AdapterOffRefModel),
+    (False, True, False, AdapterOffRefModel),
+    (True, False, False, AdapterOffRefModel),
+    (False, False, False, StartAdapterRefModel),  # it was trained before
+    (True, True, True, StartAdapterRefModel),
+])  # fmt: skip
 def test_references_of_adapters(begins_at_zero: bool, fresh: bool, sync: bool, kind: type) -> None:
     lora = tiny_models.lora(init_lora_weights=begins_at_zero)
     policy = CausalLMPolicy(with_adapter(tiny_models.language_model(), lora))

@@ -197,29 +197,20 @@ def test_the_off_policy_mask_is_by_the_engine_that_sampled(tmp_path: Path) -> No
 def test_a_run_resumes_in_the_midst_of_weighted_responses(tmp_path: Path) -> None:
     def again(folder: Path) -> Any:
         return make(
-            folder,
-            rollout_func=Engine(),
-            num_iterations=2,
-            max_steps=4,
-            save_strategy="steps",
-            save_steps=1,
-            learning_rate=1e-2,
-            off_policy_mask_threshold=0.4,
+            folder, rollout_func=Engine(), num_iterations=2, max_steps=4, save_strategy="steps",
+            save_steps=1, learning_rate=1e-2, off_policy_mask_threshold=0.4,
             vllm_importance_sampling_mode="token_truncate",
-        )
+        )  # fmt: skip
 
     assert_resumes(again, tmp_path, (1,))
 
 
-@pytest.mark.parametrize(
-    ("own", "named"),
-    [
-        ({"mode": "whole"}, "unknown vllm_importance_sampling_mode 'whole': choose one of token_"),
-        ({"clip_min": 3.0}, "clip_min .3.0. must be less than .*clip_max .3.0."),
-        ({"clip_max": 0.0}, "clip_max must be positive, got 0.0"),
-        ({"clip_max": None, "mode": "token_truncate"}, "'token_truncate' without a bound"),
-    ],
-)
+@pytest.mark.parametrize(("own", "named"), [
+    ({"mode": "whole"}, "unknown vllm_importance_sampling_mode 'whole': choose one of token_"),
+    ({"clip_min": 3.0}, "clip_min .3.0. must be less than .*clip_max .3.0."),
+    ({"clip_max": 0.0}, "clip_max must be positive, got 0.0"),
+    ({"clip_max": None, "mode": "token_truncate"}, "'token_truncate' without a bound"),
+])  # fmt: skip
 def test_bounds_that_cannot_be_are_named(own: dict, named: str, tmp_path: Path) -> None:
     given = {f"vllm_importance_sampling_{key}": value for key, value in own.items()}
     with pytest.raises(ValueError, match=named):

@@ -45,19 +45,10 @@ def make(folder: Path, rollouts: Any = None, family: str = "qwen2", **settings: 
     from trl import GRPOConfig, GRPOTrainer
 
     common: dict[str, Any] = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "seed": 3,
-        "bf16": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        **CPU,
-    }
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6,
+        "max_steps": 2, "learning_rate": 1e-2, "seed": 3, "bf16": False, "logging_steps": 1,
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, **CPU,
+    }  # fmt: skip
     others = {k: settings.pop(k) for k in ("model", "peft_config") if k in settings}
     texts = Dataset.from_dict({"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(8)]})
     data = settings.pop("train_dataset", texts)
@@ -98,15 +89,11 @@ class Noted:
         return float((found[0].cpu() - torch.tensor(logprobs)).abs().max())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1},
-        {"gradient_checkpointing": False, "generation_kwargs": {"min_new_tokens": 2}},
-    ],
-    ids=["plain", "truncated", "generation_kwargs"],
-)
+@pytest.mark.parametrize("settings", [
+    {},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1},
+    {"gradient_checkpointing": False, "generation_kwargs": {"min_new_tokens": 2}},
+], ids=["plain", "truncated", "generation_kwargs"])  # fmt: skip
 def test_log_probs_are_those_that_trl_computes_of_the_weights_it_trains(
     settings: dict, tmp_path: Path
 ) -> None:
@@ -223,15 +210,11 @@ def test_adapters_are_rolled_out(tmp_path: Path) -> None:
     assert max(noted.off) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has num_beams=2"),
-        ({"generation_kwargs": {"temperature": 0.5}}, r"GRPOConfig\(temperature=0.5\)"),
-        ({"family": "bloom"}, "cannot generate with BloomForCausalLM"),
-    ],
-    ids=["argument", "temperature", "model"],
-)
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has num_beams=2"),
+    ({"generation_kwargs": {"temperature": 0.5}}, r"GRPOConfig\(temperature=0.5\)"),
+    ({"family": "bloom"}, "cannot generate with BloomForCausalLM"),
+], ids=["argument", "temperature", "model"])  # fmt: skip
 def test_what_the_engine_does_not_do_is_refused(settings: dict, says: str, tmp_path: Path) -> None:
     trainer = make(tmp_path, TRLRollouts(), **settings)
     with pytest.raises(ValueError, match=says):

@@ -73,16 +73,10 @@ def test_rows_are_what_was_learned(kind: str, tmp_path: Path) -> None:
 STOPS = {"generation_kwargs": {"stop": [[i] for i in range(3, 20)]}}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"dynamic_sampling_rounds": 2},
-        {"beta": 0.1},
-        {"mask_truncated_completions": True, **STOPS},
-    ],
-    ids=["plain", "resampled", "kl", "stops"],
-)
+@pytest.mark.parametrize("settings", [
+    {}, {"dynamic_sampling_rounds": 2}, {"beta": 0.1},
+    {"mask_truncated_completions": True, **STOPS},
+], ids=["plain", "resampled", "kl", "stops"])  # fmt: skip
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_any_generation_is_drawn_again(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     learning(tmp_path, kind, **settings).train()

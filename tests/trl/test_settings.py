@@ -177,9 +177,7 @@ def test_it_is_refused_where_a_script_sets_it_after_parsing(method: str, name: s
 
 
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])
-def test_settings_of_other_engines_change_nothing_and_are_named_in_one_warning(
-    method: str,
-) -> None:
+def test_settings_of_other_engines_change_nothing_and_are_named_in_one_warning(method: str) -> None:
     own = dict.fromkeys([name for m, name in IDLE if m == method])
     values = {name: another(getattr(parsed(method), name)) for name in own}
     short = ("--max_completion_length", "4")  # the model's context is

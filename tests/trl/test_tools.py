@@ -324,11 +324,9 @@ def always_calls(trainer: Any) -> None:
 
 
 TURNS: dict[str, Any] = {
-    "max_completion_length": 120,
-    "generation_kwargs": {"max_new_tokens": 4},
-    "max_tool_calling_iterations": 2,
-    "tools": [echo],
-}
+    "max_completion_length": 120, "generation_kwargs": {"max_new_tokens": 4},
+    "max_tool_calling_iterations": 2, "tools": [echo],
+}  # fmt: skip
 
 
 def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Path) -> None:

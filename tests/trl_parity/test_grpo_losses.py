@@ -186,26 +186,13 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 ENTROPIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "top entropy": ({"top_entropy_quantile": TOP}, {"top_entropy": TOP}),
-    "top entropy, grpo, KL": (
-        {"top_entropy_quantile": TOP, "loss_type": "grpo", "beta": 0.2},
-        {"top_entropy": TOP, **MEAN},
-    ),
-    "top entropy, vespo": (
-        {"top_entropy_quantile": TOP, "loss_type": "vespo"},
-        {"top_entropy": TOP, "objective": PolicyLoss("vespo")},
-    ),
+    "top entropy, grpo, KL": ({"top_entropy_quantile": TOP, "loss_type": "grpo", "beta": 0.2},
+     {"top_entropy": TOP, **MEAN}),
+    "top entropy, vespo": ({"top_entropy_quantile": TOP, "loss_type": "vespo"},
+     {"top_entropy": TOP, "objective": PolicyLoss("vespo")}),
     "entropy bonus": ({"entropy_coef": 0.3}, {"entropy_coef": 0.3}),
-}
-CORRECTED = (
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "luspo of tokens",
-    "cispo",
-    "sapo",
-    "delta",
-    "gspo",
-)
+}  # fmt: skip
+CORRECTED = ("grpo", "dr_grpo", "dapo", "luspo of tokens", "cispo", "sapo", "delta", "gspo")
 KINDS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
 
 

@@ -153,20 +153,11 @@ def train(make: Callable[[dict[str, Any], str], Any], folder: Path, family: str)
         model = tiny_models.language_model(family)
         model.save_pretrained(path)
     common = {
-        "output_dir": str(folder / "run"),
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "seed": 3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": not torch.cuda.is_available(),
-        "bf16": False,
-        "disable_tqdm": True,
-    }
+        "output_dir": str(folder / "run"), "per_device_train_batch_size": 4, "max_steps": STEPS,
+        "learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd", "seed": 3,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [],
+        "use_cpu": not torch.cuda.is_available(), "bf16": False, "disable_tqdm": True,
+    }  # fmt: skip
     torch.manual_seed(3)
     trainer = make(common, str(path))
     trainer.train()
