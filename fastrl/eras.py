@@ -23,7 +23,7 @@ SAID_TWICE = "FASTRL_TRUST_REMOTE_CODE"
 RENAMED, KEPT, IDLE, REFUSED = "renamed", "kept", "changes nothing", "refused"
 
 
-def _as_it_is(value: Any, given: Mapping[str, Any]) -> Any:
+def _as_it_is(value: Any, settings: Mapping[str, Any]) -> Any:
     return value
 
 
@@ -54,20 +54,20 @@ def _renamed(today: str, default: Any = None, value: Any = None) -> Era:
     return Era(RENAMED, today, default, value) if value else Era(RENAMED, today, default)
 
 
-def _warmup(ratio: float, given: Mapping[str, Any]) -> Any:
-    return None if given.get("warmup_steps") else ratio  # steps came first, as they do now
+def _warmup(ratio: float, settings: Mapping[str, Any]) -> Any:
+    return None if settings.get("warmup_steps") else ratio  # steps came first, as they do now
 
 
-def _tensorboard(folder: str, given: Mapping[str, Any]) -> None:
+def _tensorboard(folder: str, settings: Mapping[str, Any]) -> None:
     os.environ["TENSORBOARD_LOGGING_DIR"] = folder
 
 
-def _liger(wanted: bool, given: Mapping[str, Any]) -> bool:
+def _liger(wanted: bool, settings: Mapping[str, Any]) -> bool:
     """Liger's layers, where they are installed; losses are in chunks of the LM head without."""
     return bool(wanted) and importlib.util.find_spec("liger_kernel") is not None
 
 
-def _trusted_twice(trusted: bool, given: Mapping[str, Any]) -> None:
+def _trusted_twice(trusted: bool, settings: Mapping[str, Any]) -> None:
     if trusted and os.environ.get(SAID_TWICE) != "1":
         raise ValueError(
             f"runs Python code that comes with the model: read it, and set {SAID_TWICE}=1 in the "
@@ -75,7 +75,7 @@ def _trusted_twice(trusted: bool, given: Mapping[str, Any]) -> None:
         )
 
 
-def _at_least_one(count: Any, given: Mapping[str, Any]) -> None:
+def _at_least_one(count: Any, settings: Mapping[str, Any]) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError("must be a whole number of at least 1")
 
@@ -236,8 +236,8 @@ def other_defaults(config: Any) -> str:
     }
     if not ours:
         return ""
-    told = ", ".join(f"{k}={v} ({theirs[k]})" for k, v in ours.items())
-    return f"{kind.__name__} has defaults of its own, TRL 1.16's in brackets: {told}"
+    differences = ", ".join(f"{k}={v} ({theirs[k]})" for k, v in ours.items())
+    return f"{kind.__name__} has defaults of its own, TRL 1.16's in brackets: {differences}"
 
 
 @contextmanager
@@ -286,9 +286,9 @@ def fields_added_to(config: type) -> set[str]:
     """The settings that a class of configurations declares itself, beside or in the place of
     fastrl's or transformers'; all of a class that derives from none of theirs."""
     base = base_of(config)
-    known = {} if base is None else base.__dataclass_fields__  # type: ignore[attr-defined]
+    base_fields = {} if base is None else base.__dataclass_fields__  # type: ignore[attr-defined]
     fields = dataclasses.fields(config)
-    return {x.name for x in fields if x.init and x is not known.get(x.name)}
+    return {x.name for x in fields if x.init and x is not base_fields.get(x.name)}
 
 
 class OfEveryEra(type):
@@ -306,12 +306,12 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
     taken = inspect.signature(init).parameters
 
     @functools.wraps(init)
-    def then(self: Any, *args: Any, **given: Any) -> None:
+    def then(self: Any, *args: Any, **keywords: Any) -> None:
         kind = type(self)
         settings = {x.name for x in dataclasses.fields(kind) if x.init}
-        parsed = _PARSED.get(kind, {}) if settings <= given.keys() else {}
-        given = {**_THEIRS.get(config, {}), **parsed, **_FLAGS.get(kind, {}), **given}
-        _check_names(kind, taken, given)
+        parsed = _PARSED.get(kind, {}) if settings <= keywords.keys() else {}
+        keywords = {**_THEIRS.get(config, {}), **parsed, **_FLAGS.get(kind, {}), **keywords}
+        _check_names(kind, taken, keywords)
         all_eras = eras_of(kind)
         fields = {
             name: kind.__dataclass_fields__[name]
@@ -320,27 +320,27 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
         }
         # A subclass's own field of another version's name keeps its value, and has its effect.
         own_fields = {
-            name: given.get(name, field.default)
+            name: keywords.get(name, field.default)
             for name, field in fields.items()
-            if name in taken and (name in given or field.default is not dataclasses.MISSING)
+            if name in taken and (name in keywords or field.default is not dataclasses.MISSING)
         }
         eras = {
             name: era
             for name, era in all_eras.items()
             if name not in own_fields or era.kind in (RENAMED, KEPT)
         }
-        now, kept = todays(kind, {**own_fields, **given}, eras)
-        vars(self).update(kept, _given={k: v for k, v in given.items() if k in eras})
+        now, kept = todays(kind, {**own_fields, **keywords}, eras)
+        vars(self).update(kept, _given={k: v for k, v in keywords.items() if k in eras})
         init(self, *args, **{**now, **own_fields})
 
     return then
 
 
-def _check_names(config: type, taken: Collection[str], given: Mapping[str, Any]) -> None:
+def _check_names(config: type, taken: Collection[str], settings: Mapping[str, Any]) -> None:
     """Raises TypeError for a setting that no version has, and ValueError for two values, by an old
     name and today's. ``taken``: the names that the configuration's ``__init__`` has."""
     eras, shown = eras_of(config), _name_of(config)
-    for name, value in given.items():
+    for name, value in settings.items():
         era = eras.get(name)
         if name not in taken and era is None:
             near = difflib.get_close_matches(name, [*taken, *eras], n=1)
@@ -348,7 +348,7 @@ def _check_names(config: type, taken: Collection[str], given: Mapping[str, Any])
             raise TypeError(f"{shown} has no setting {name!r}{hint}")
         if era is None or not era.is_plain or era.kind != RENAMED or value is None:
             continue
-        now = given.get(era.today)  # parsers of command lines give defaults, too
+        now = settings.get(era.today)  # parsers of command lines give defaults, too
         if now not in (None, value, getattr(config, era.today, None)):
             raise ValueError(
                 f"{shown} has {name}={value!r} and {era.today}={now!r}, which are one setting: "
@@ -357,7 +357,7 @@ def _check_names(config: type, taken: Collection[str], given: Mapping[str, Any])
 
 
 def todays(
-    config: type, given: Mapping[str, Any], eras: Mapping[str, Era] | None = None
+    config: type, settings: Mapping[str, Any], eras: Mapping[str, Era] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings by today's names, and those that are kept under their own.
 
@@ -368,8 +368,8 @@ def todays(
         ValueError: one that is not honoured, named with what to do.
     """
     eras = eras_of(config) if eras is None else eras
-    old = {name: given[name] for name in given if name in eras}
-    now = {name: value for name, value in given.items() if name not in old}
+    old = {name: settings[name] for name in settings if name in eras}
+    now = {name: value for name, value in settings.items() if name not in old}
     kept: dict[str, Any] = {}
     notes = []
     for name, value in old.items():
@@ -394,8 +394,8 @@ def todays(
                 now[era.today] = translated
         notes.append(f"{name}={value!r} ({_note(era, now)})")
     if notes:
-        told = "; ".join(notes)
-        text = f"settings of other versions in {_name_of(config)}: {told}"
+        joined_notes = "; ".join(notes)
+        text = f"settings of other versions in {_name_of(config)}: {joined_notes}"
         warnings.warn(text, stacklevel=3)
     return now, kept
 
@@ -428,12 +428,12 @@ _PARSED: dict[type, dict[str, Any]] = {}
 
 
 @contextmanager
-def settings_taken(configs: Sequence[type], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def settings_taken(configs: Sequence[type], values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Context in which configurations take settings in names of other versions; yields the other
     settings. A setting that a configuration declares itself is left to it."""
     by_kind: dict[type, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         config = taker_of(configs, name)
         (rest if config is None else by_kind.setdefault(config, {}))[name] = value
     before = {config: _FLAGS.get(config, {}) for config in by_kind}

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+def did_you_mean(name: str, names: Iterable[str], likeness: float = 0.6) -> str:
     """``: did you mean 'that'?`` with the most similar of the known names; "" where none is."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=likeness)
     return f": did you mean {near[0]!r}?" if near else ""
 
 
@@ -19,7 +19,8 @@ def did_you_mean_path(path: Path) -> str:
     missing = next((x for x in (*path.parents[::-1], path) if not x.exists()), path)
     if not missing.parent.is_dir():
         return ""
-    there = {x.name: x for x in missing.parent.iterdir()}
+    siblings = {x.name: x for x in missing.parent.iterdir()}
     rest = path.relative_to(missing)
-    near = [x for x in difflib.get_close_matches(missing.name, there) if (there[x] / rest).exists()]
-    return f": did you mean {str(there[near[0]] / rest)!r}?" if near else ""
+    alike = difflib.get_close_matches(missing.name, siblings)
+    near = [x for x in alike if (siblings[x] / rest).exists()]
+    return f": did you mean {str(siblings[near[0]] / rest)!r}?" if near else ""

@@ -156,13 +156,13 @@ def _trial(kind: str, function: Callable[..., Any], cliprange: tuple[float, floa
     def same(one: Tensor, other: Tensor) -> bool:
         return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
-    few, every = 11, len(log_ratios)
+    few, count = 11, len(log_ratios)
     with torch.random.fork_rng(devices=[]):
         try:
-            whole, slope = losses(every)
+            whole, slope = losses(count)
             alone = same(whole[:few], losses(few)[0])
             # One that draws, or counts its calls, differs from itself.
-            alone = alone or not same(whole, losses(every)[0])
+            alone = alone or not same(whole, losses(count)[0])
         except RuntimeError:  # such as of tensors on a GPU: the first update raises others
             return
     if not alone:

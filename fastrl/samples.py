@@ -155,8 +155,8 @@ class Samples:
 
     def known(self) -> dict[str, Any]:
         """The columns that are known, by their names."""
-        every = {name: getattr(self, name) for name in COLUMNS}
-        return {name: column for name, column in every.items() if column is not None}
+        columns = {name: getattr(self, name) for name in COLUMNS}
+        return {name: column for name, column in columns.items() if column is not None}
 
     def without(self, *names: str) -> Samples:
         """The same samples without some of their columns."""

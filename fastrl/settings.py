@@ -201,7 +201,7 @@ def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
                 object.__setattr__(config, name, typed)  # of frozen ones, too
 
 
-def typed_arguments(function: Callable[..., Any], **given: Any) -> tuple[Any, ...]:
+def typed_arguments(function: Callable[..., Any], **values: Any) -> tuple[Any, ...]:
     """Arguments of a function, converted to the types that it declares, as :func:`check_types` does
     with settings: whole floats become whole numbers.
 
@@ -209,7 +209,7 @@ def typed_arguments(function: Callable[..., Any], **given: Any) -> tuple[Any, ..
         TypeError, ValueError: see :func:`check_types`.
     """
     hints = typing.get_type_hints(function)
-    return tuple(_typed(name, value, _kinds(hints[name])) for name, value in given.items())
+    return tuple(_typed(name, value, _kinds(hints[name])) for name, value in values.items())
 
 
 def _typed(name: str, value: Any, wanted: tuple[Any, ...]) -> Any:
@@ -233,8 +233,8 @@ def _typed(name: str, value: Any, wanted: tuple[Any, ...]) -> Any:
 def _kinds(hint: Any) -> tuple[Any, ...]:
     """The types that a hint allows: the members of a union, and list for list[int]."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    every = typing.get_args(hint) if is_union else (hint,)
-    return tuple(typing.get_origin(each) or each for each in every)
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    return tuple(typing.get_origin(each) or each for each in kinds)
 
 
 def check_ranges(

@@ -244,12 +244,12 @@ def _module_name(path: Path) -> str:
     """The module name of a file, by which other processes import what was pickled: the file's name,
     or a new one where another module, such as json of the standard library, has that name."""
     name, whole = path.stem, path.resolve()
-    known = sys.modules.get(name)
-    if known is None and name.isidentifier():
+    module = sys.modules.get(name)
+    if module is None and name.isidentifier():
         spec = importlib.util.find_spec(name)
         origin = whole if spec is None else spec.origin
     else:
-        origin = whole if known is None else getattr(known, "__file__", None)
+        origin = whole if module is None else getattr(module, "__file__", None)
     if origin is not None and Path(origin).resolve() == whole:
         return name
     return f"_fastrl_{name}_{zlib.crc32(os.fsencode(whole)):08x}"

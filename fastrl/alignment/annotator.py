@@ -88,8 +88,8 @@ def ask_preferences(
     others = _others(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
         others["finished"] = finished
-    said = annotator.compare(*map(own_copy, (prompts, firsts, seconds)), **others)
-    return check_preferences(said, len(prompts), f"{name_of(annotator)}.compare")
+    answer = annotator.compare(*map(own_copy, (prompts, firsts, seconds)), **others)
+    return check_preferences(answer, len(prompts), f"{name_of(annotator)}.compare")
 
 
 def name_of(annotator: Any) -> str:

@@ -100,13 +100,13 @@ class Batch(dict[str, Any]):
         """Makes :attr:`whole` that of all processes."""
         if processes.count == 1:
             return
-        own: dict[str, Any] = {name: getattr(self, name) for name in ("rollout_logprobs", "scores")}
-        parts = [x for x in processes.objects((self.places, self.examples, own)) if x[0]]
+        more: dict[str, Any] = {x: getattr(self, x) for x in ("rollout_logprobs", "scores")}
+        parts = [x for x in processes.objects((self.places, self.examples, more)) if x[0]]
         where = {place: (part, i) for part in parts for i, place in enumerate(part[0])}
         rows = [where[place] for place in range(self.total)]
         whole = Batch([part[1][i] for part, i in rows], self.pad_token_id)
         whole.seed = self.seed
-        for name in own:
+        for name in more:
             if all(part[2][name] is not None for part in parts):
                 sides = range(self.generations)
                 setattr(whole, name, [[part[2][name][s][i] for part, i in rows] for s in sides])
@@ -194,8 +194,8 @@ class Batch(dict[str, Any]):
     def mismatched(self) -> Batch:
         """Every prompt with the first response of the next one, among those of all processes; the
         last with that of the first."""
-        every = self.whole.examples
-        following = [every[(i + 1) % len(every)] for i in self.places] or self.examples
+        examples = self.whole.examples
+        following = [examples[(i + 1) % len(examples)] for i in self.places] or self.examples
         return Batch(
             [
                 replace(one, responses=other.responses[:1], rewards=None)

@@ -72,9 +72,9 @@ class BatchFactory:
     ):
         self.task = find_task(task)
         sizes: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs, "examples": examples}
-        given = {**sizes, "seed": seed, "shuffle": shuffle}
+        settings = {**sizes, "seed": seed, "shuffle": shuffle}
         batch_size, epochs, examples, seed, shuffle = typed_arguments(
-            BatchFactory.__init__, **given
+            BatchFactory.__init__, **settings
         )
         for name, x in sizes.items():
             if x is not None and not x >= 1:
@@ -202,10 +202,10 @@ class BatchFactory:
     def share_of(self, chunk: Sequence[int]) -> Batch:
         """This process's share of a batch of all processes, from the indices of its examples. A
         process without an example takes part with one that does not count."""
-        own = self.own(chunk)
-        batch = self.batch([self.data[chunk[i]] for i in own or [0]], own or [0])
-        batch.places, batch.total = own, len(chunk)
-        if not own:
+        share = self.own(chunk)
+        batch = self.batch([self.data[chunk[i]] for i in share or [0]], share or [0])
+        batch.places, batch.total = share, len(chunk)
+        if not share:
             for i in range(1, batch.generations + 1):
                 batch.weigh(i, [0.0])
         return batch
@@ -256,11 +256,11 @@ class BatchFactory:
     def _chunks(self) -> Iterator[list[int]]:
         """Indices of examples, a list per batch, over all processes. A batch may span two passes,
         unless a run is a number of whole passes over data."""
-        every = itertools.chain.from_iterable(self._passes())
+        rows = itertools.chain.from_iterable(self._passes())
         if self.task.online:
-            yield from _pieces(every, self._step)
+            yield from _pieces(rows, self._step)
         if self.examples is not None:
-            yield from _pieces(itertools.islice(every, self.examples), self._step)
+            yield from _pieces(itertools.islice(rows, self.examples), self._step)
             return
         for order in self._passes():
             yield from itertools.islice(_pieces(order, self._step), self._count(len(order)))

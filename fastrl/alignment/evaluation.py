@@ -49,8 +49,8 @@ class OfflineEvaluation:
 
 def taken(means: MetricMeans, processes: Processes, sem_of: Sequence[str] = ()) -> dict[str, float]:
     """The means that are known, by name."""
-    found = means.take(processes, sem_of)
-    return {name: value for name, value in sorted(found.items()) if value is not None}
+    measured = means.take(processes, sem_of)
+    return {name: value for name, value in sorted(measured.items()) if value is not None}
 
 
 def that_count(metrics: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -71,10 +71,10 @@ class OnlineEvaluation:
 
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
         with self.processes.shared_work():
-            own = self._judge()
+            of_process = self._judge()
             # Read here, or they would be counted among those of the next batch to learn from.
             counts = self.factory.annotator.statistics()
-        parts = self.processes.objects((own, counts))
+        parts = self.processes.objects((of_process, counts))
         judged = sorted(row for rows, _ in parts for row in rows)
         _, prompts, completions, rewards = map(list, zip(*judged, strict=True))
         self.judged[1:] = [ShownSamples(prompts, completions, rewards)]
@@ -94,7 +94,7 @@ class OnlineEvaluation:
 
     def _judge(self) -> list[tuple[int, str, str, float]]:
         """Index, prompt, response and reward of this process's examples."""
-        found: list[tuple[int, str, str, float]] = []
+        judged: list[tuple[int, str, str, float]] = []
         sampler, annotator = self.factory.sampler, self.factory.annotator
         assert sampler is not None
         for chunk in self.factory.in_order():
@@ -117,5 +117,5 @@ class OnlineEvaluation:
                 rewards = [0.5 if verdict is None else verdict for verdict in verdicts]
             prompts = [example.prompt for example in examples]
             responses = [example.responses[0].text for example in sampled]
-            found += zip(ids, prompts, responses, rewards, strict=True)
-        return found
+            judged += zip(ids, prompts, responses, rewards, strict=True)
+        return judged

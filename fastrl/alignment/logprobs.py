@@ -55,14 +55,14 @@ class Tokens:
         Raises:
             ValueError: one has more tokens than a forward may have.
         """
-        every = range(len(tokens))
+        places = range(len(tokens))
         if self.most is None:
-            return [list(every)]
-        for i in every:
+            return [list(places)]
+        for i in places:
             size = tokens.padding.tokens(tokens, [i])
             if size > self.most:
                 raise too_long(self.most, f"response {i} of the batch has with its prompt", size)
-        return tokens.parts(every, PassLimit(len(tokens), self.most))
+        return tokens.parts(places, PassLimit(len(tokens), self.most))
 
 
 class TrainedPolicy:
@@ -100,11 +100,11 @@ class SharedPolicy:
         """Returns the log-probs of all processes' responses, one side per generation."""
         processes = self.policy.processes
         shares = processes.shares(range(batch.size))
-        own, lengths = shares[processes.index], list(map(len, shares))
-        found = self.policy.logprobs(batch.select(own or [0]))
+        places, lengths = shares[processes.index], list(map(len, shares))
+        logprobs = self.policy.logprobs(batch.select(places or [0]))
         return tuple(
-            Side(*(processes.joined(x[: len(own)], lengths) for x in (part.sums, part.tokens)))
-            for part in found
+            Side(*(processes.joined(x[: len(places)], lengths) for x in (part.sums, part.tokens)))
+            for part in logprobs
         )
 
 
@@ -143,8 +143,8 @@ class CachedReference:
         if not new:
             return
         part = batch.select(new)
-        found = response_logprobs(self._compute, self.tokens, part)
-        sums = torch.stack([each.sums for each in found], dim=1).tolist()
+        logprobs = response_logprobs(self._compute, self.tokens, part)
+        sums = torch.stack([each.sums for each in logprobs], dim=1).tolist()
         for i, row in enumerate(sums):
             self._known |= dict(zip(_keys(part, i), row, strict=True))
 

@@ -64,13 +64,13 @@ def samples_of(batch: Batch, annotator: Any) -> Samples:
     )
 
 
-def joined_at_main(own: Samples | None, processes: Processes) -> Samples | None:
+def joined_at_main(samples: Samples | None, processes: Processes) -> Samples | None:
     """The responses of all processes in the order of their batch; None but in the main process.
 
     Args:
-        own: None of a process without a sample.
+        samples: None of a process without a sample.
     """
-    parts = [part for part in processes.objects_at_main(own) if part is not None]
+    parts = [part for part in processes.objects_at_main(samples) if part is not None]
     if not processes.is_main:
         return None
     whole = Samples.joined(parts)

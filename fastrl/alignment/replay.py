@@ -74,8 +74,8 @@ class _BatchWalk(LoopWalk):
         names = [x for x in rows[0] if x.startswith(PER_FUNCTION) and rows[0][x] is not None]
         scores = None
         if names and not all(math.isnan(row[names[0]]) for row in rows):
-            known = [0.0 if math.isnan(row[names[0]]) else row[names[0]] for row in rows]
-            scores = [known[side::size] for side in range(size)]
+            values = [0.0 if math.isnan(row[names[0]]) else row[names[0]] for row in rows]
+            scores = [values[side::size] for side in range(size)]
         return judged, scores, recorded_rollout(rows, 1.0)
 
     def _draw(

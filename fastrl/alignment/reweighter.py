@@ -162,22 +162,22 @@ class ByImportance:
     def _data_logprobs(self, batch: Batch) -> Tensor:
         """[generations, B] fp64, sums over tokens."""
         if batch.rollout_logprobs is not None:
-            given: list[Any] = list(batch.rollout_logprobs)
+            logprobs: list[Any] = list(batch.rollout_logprobs)
             names = [f"logprobs of generation {i}" for i in _each(batch)]
         else:
             names = list(self.columns or ())
-            there = batch.columns
-            if len(names) != batch.generations or any(name not in there for name in names):
+            columns = batch.columns
+            if len(names) != batch.generations or any(name not in columns for name in names):
                 raise ValueError(
                     "ByImportance needs the log-probs of the policy that generated the responses: "
                     "choose an online task, or name the data's columns of them with columns=, "
-                    f"{batch.generations} here; the columns are {', '.join(there) or 'none'}"
+                    f"{batch.generations} here; the columns are {', '.join(columns) or 'none'}"
                 )
-            given = [there[name] for name in names]
+            logprobs = [columns[name] for name in names]
         return torch.stack(
             [
                 _numbers(self, name, _totals(name, values, batch.responses(i + 1)))
-                for i, (name, values) in enumerate(zip(names, given, strict=True))
+                for i, (name, values) in enumerate(zip(names, logprobs, strict=True))
             ]
         )
 
@@ -193,13 +193,13 @@ class ByFunction:
     def __call__(self, batch: Batch, policy: Any = None) -> None:
         weights = self.function(batch)
         nested = isinstance(weights, tuple) and all(_is_list(part) for part in weights)
-        every = weights if nested else (weights,) * batch.generations
-        if len(every) != batch.generations:
+        per_response = weights if nested else (weights,) * batch.generations
+        if len(per_response) != batch.generations:
             raise ValueError(
-                f"{self.name}: {len(every)} lists of weights for {batch.generations} responses per "
-                "prompt: return one each, or one for all"
+                f"{self.name}: {len(per_response)} lists of weights for {batch.generations} "
+                "responses per prompt: return one each, or one for all"
             )
-        _weigh(self, batch, every)
+        _weigh(self, batch, per_response)
 
 
 _REWEIGHTERS: dict[str, Callable[..., SampleReweighter]] = {
@@ -234,8 +234,8 @@ def make_reweighter(name: str, **options: Any) -> SampleReweighter:
     try:
         inspect.signature(make).bind(**options)
     except TypeError as error:
-        known = ", ".join(inspect.signature(make).parameters) or "no options"
-        raise ValueError(f"reweighter {name!r}: {error}; it takes {known}") from None
+        allowed = ", ".join(inspect.signature(make).parameters) or "no options"
+        raise ValueError(f"reweighter {name!r}: {error}; it takes {allowed}") from None
     return make(**options)
 
 

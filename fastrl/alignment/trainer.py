@@ -125,8 +125,8 @@ class Trainer(BaseTrainer):
             self._check_passes(args.micro_batch_tokens)
         self.method = Method.aligned(factory.task.name, self.loss.name)
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
-        given, model = model, self.learner.ready(model, ref_model, peft_config)
-        if is_path(given):
+        before, model = model, self.learner.ready(model, ref_model, peft_config)
+        if is_path(before):
             self._limit(args, model)
         for each in (factory, eval_factory):
             if each is not None:
@@ -232,15 +232,15 @@ class Trainer(BaseTrainer):
 
     def _record(self, batch: Batch) -> None:
         """Enters the responses of all processes into the ledger and the table of the latest."""
-        own = samples_of(batch, self.factory.annotator) if batch.places else None
-        every = joined_at_main(own, self.processes)
-        if every is None:
+        samples = samples_of(batch, self.factory.annotator) if batch.places else None
+        joined = joined_at_main(samples, self.processes)
+        if joined is None:
             return
         if self._ledger is not None:
-            self._ledger.add(self.factory.taken, every, self.state.global_step)
-        columns = {name: x.tolist() for name, x in every.rewards_by_function.items()}
-        columns["reward"] = every.rewards.tolist()
-        self._table.add(every.prompts, every.completions, columns)
+            self._ledger.add(self.factory.taken, joined, self.state.global_step)
+        columns = {name: x.tolist() for name, x in joined.rewards_by_function.items()}
+        columns["reward"] = joined.rewards.tolist()
+        self._table.add(joined.prompts, joined.completions, columns)
 
     def compute_loss(
         self,
@@ -343,8 +343,8 @@ class Trainer(BaseTrainer):
             if self.state.global_step == 0 and not self.is_in_train:
                 self.learner.before_training(self._held_out(), last=False)
             with evaluating(self.model):
-                found = self.evaluation(*self.learner.views(self.model_wrapped), self.accelerator)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+                means = self.evaluation(*self.learner.views(self.model_wrapped), self.accelerator)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
@@ -468,18 +468,18 @@ class Trainer(BaseTrainer):
         self.factory.skip(mark["taken"])
         self._place.left = 0
 
-    def _load_own(self, own: Mapping[str, Any]) -> None:
-        batches, first = own["batches"], own["first_evaluation"]
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        batches, first = state["batches"], state["first_evaluation"]
         self.factory.skip(batches["taken"])
         self._place.epoch_began_at = batches["epoch_began_at"]
-        self._follow.load(own.get("reference", {}))
-        if own.get("table"):
-            self._table.load(own["table"])
-        if own.get("room"):
+        self._follow.load(state.get("reference", {}))
+        if state.get("table"):
+            self._table.load(state["table"])
+        if state.get("room"):
             self._ensure_sampler()
             sampler = self.factory.sampler
             assert sampler is not None
-            sampler.engine.reserve(**own["room"])
+            sampler.engine.reserve(**state["room"])
         if isinstance(self.evaluation, OnlineEvaluation):
             self.evaluation.judged[:] = [] if first is None else [ShownSamples(**first)]
         assert self._run.checkpoint is not None
@@ -538,18 +538,18 @@ class Trainer(BaseTrainer):
 
     def _batch_metrics(self, batch: Batch) -> dict[str, Tensor]:
         """The metrics of a batch that do not depend on the loss."""
-        found: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
         if self.reweighter is not None:
-            found = that_count({"weights": batch.weights()}, batch)
+            metrics = that_count({"weights": batch.weights()}, batch)
         sampler = self.factory.sampler
         if sampler is None:
-            return found
+            return metrics
         lengths = [float(len(response)) for response in batch.all_responses()]
-        own = {**sampler.stats, **self.factory.annotator.statistics()}
-        statistics = joined_statistics(self.processes.objects(own))
-        found |= {"rewards/mean": batch.given_scores(), "tokens/responses": torch.tensor(lengths)}
-        found |= {name: torch.tensor(float(value)) for name, value in statistics.items()}
-        return {name: x.to(self.accelerator.device) for name, x in found.items()}
+        counts = {**sampler.stats, **self.factory.annotator.statistics()}
+        statistics = joined_statistics(self.processes.objects(counts))
+        metrics |= {"rewards/mean": batch.given_scores(), "tokens/responses": torch.tensor(lengths)}
+        metrics |= {name: torch.tensor(float(value)) for name, value in statistics.items()}
+        return {name: x.to(self.accelerator.device) for name, x in metrics.items()}
 
     def ready_batch(self, batch: Any) -> Any:
         return batch  # batches stay on the host; the loss moves what a model reads
@@ -611,14 +611,14 @@ def _refuse_sizes(
         ValueError: a size that the factories have, and that was set to another one here.
     """
     held_out = factory if eval_factory is None else eval_factory
-    for name, own, theirs in (
+    for name, ours, theirs in (
         ("num_train_epochs", factory.epochs, "BatchFactory(epochs=)"),
         ("per_device_train_batch_size", factory.batch_size, "BatchFactory(batch_size=)"),
         ("per_device_eval_batch_size", held_out.batch_size, "the eval_factory's batch_size"),
     ):
         value = getattr(args, name)
-        if value not in (own, AlignmentConfig.__dataclass_fields__[name].default):
-            raise ValueError(f"{name}={value} does not act: {theirs} does, and is {own}")
+        if value not in (ours, AlignmentConfig.__dataclass_fields__[name].default):
+            raise ValueError(f"{name}={value} does not act: {theirs} does, and is {ours}")
 
 
 def _check(factory: BatchFactory, eval_factory: BatchFactory | None) -> None:

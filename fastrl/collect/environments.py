@@ -84,10 +84,10 @@ class Environments:
     @property
     def tools(self) -> list[Callable[..., Any]]:
         """The tools of all environments, each once."""
-        found: list[Callable[..., Any]] = []
+        tools: list[Callable[..., Any]] = []
         for box in self.boxes.values():
-            found += [tool for tool in box.functions.values() if tool not in found]
-        return found
+            tools += [tool for tool in box.functions.values() if tool not in tools]
+        return tools
 
     def placeholder(self, args: Any | None) -> Dataset:
         """Rows of empty prompts, where environments say what is asked.
@@ -140,13 +140,13 @@ class Environments:
         for row, environment in zip(rows, self.current, strict=True):
             columns = {k: v for k, v in row.items() if not (self.several and k == _COLUMN)}
             calls.append(functools.partial(environment.reset, **own_copy(columns)))
-        for i, said in enumerate(outcomes(calls, loop)):
+        for i, observation in enumerate(outcomes(calls, loop)):
             kind = type(self.current[i]).__name__
-            if isinstance(said, BaseException):
+            if isinstance(observation, BaseException):
                 with running(f"{kind}.reset"):
-                    raise said
-            if said is not None:
-                prompts[i] = _with(prompts[i], said, kind)
+                    raise observation
+            if observation is not None:
+                prompts[i] = _with(prompts[i], observation, kind)
         return prompts
 
     def current_boxes(self) -> list[Toolbox]:
@@ -160,31 +160,31 @@ class Environments:
     def _taken(self, names: Sequence[Any]) -> list[Any]:
         """An environment for each name, from the pool as far as it goes."""
         used = dict.fromkeys(self.factories, 0)
-        found = []
+        boxes = []
         for name in names:
             pool = self.pool[name]
             if used[name] == len(pool):
                 pool.append(self.factories[name]())
-            found.append(pool[used[name]])
+            boxes.append(pool[used[name]])
             used[name] += 1
-        return found
+        return boxes
 
 
-def _with(prompt: Sequence[dict[str, Any]], said: Any, kind: str) -> list[dict[str, Any]]:
+def _with(prompt: Sequence[dict[str, Any]], observation: Any, kind: str) -> list[dict[str, Any]]:
     """A prompt with what an environment says behind its last message."""
     last = dict(prompt[-1])
     content = last.get("content")
     content = "" if content is None else content
-    if not isinstance(said, str | list):
+    if not isinstance(observation, str | list):
         raise TypeError(
-            f"{kind}.reset returned {said!r:.80}: return the text that the prompt goes on with, or "
-            "None"
+            f"{kind}.reset returned {observation!r:.80}: return the text that the prompt goes on "
+            "with, or None"
         )
-    if isinstance(said, list) and isinstance(content, str):
+    if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    if isinstance(said, str) and isinstance(content, list):
-        said = [{"type": "text", "text": said}]
-    return [*prompt[:-1], {**last, "content": content + said}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**last, "content": content + observation}]
 
 
 def _reward_of(kind: type) -> Callable[..., Any]:
@@ -199,8 +199,8 @@ def _reward_of(kind: type) -> Callable[..., Any]:
 
         async def reward(environments: Sequence[Any], **_: Any) -> list[Any]:
             places = own(environments)
-            found = await asyncio.gather(*(environments[i].get_reward() for i in places))
-            rewards = dict(zip(places, found, strict=True))
+            answers = await asyncio.gather(*(environments[i].get_reward() for i in places))
+            rewards = dict(zip(places, answers, strict=True))
             return [rewards.get(i) for i in range(len(environments))]
 
     else:

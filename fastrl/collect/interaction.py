@@ -68,11 +68,12 @@ class Interaction:
         """
         if self:
             warn_of_schemas(prompts.samples.columns)
-        for said, row in zip(prompts.samples.prompts, prompts.samples.prompt_rows, strict=True):
-            if self and not is_chat(said):
+        for prompt, row in zip(prompts.samples.prompts, prompts.samples.prompt_rows, strict=True):
+            if self and not is_chat(prompt):
                 raise ValueError(
-                    f"{prompts.name_of(row)} is {said!r:.80}: tools and environments need prompts "
-                    "that are lists of messages, as the chat template tells the policy of them"
+                    f"{prompts.name_of(row)} is {prompt!r:.80}: tools and environments need "
+                    "prompts that are lists of messages, as the chat template tells the policy of "
+                    "them"
                 )
 
     def respond(

@@ -181,18 +181,18 @@ def changes(
     return "; ".join(dict.fromkeys(lines))
 
 
-def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], own: Mapping[str, str]) -> None:
+def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], code: Mapping[str, str]) -> None:
     """Warns of users' functions that are not those that the updates of the run were done with.
 
     Args:
         recorded: facts of a ledger.
-        own: hashes, as of :func:`fastrl.collect.ledger.note_settings`.
+        code: hashes, as of :func:`fastrl.collect.ledger.note_settings`.
     """
     changed = {
-        f"{name}: {hash_} → {own.get(name)}": None
+        f"{name}: {hash_} → {code.get(name)}": None
         for facts in recorded
         for name, hash_ in facts.get(CODE, {}).items()
-        if own.get(name) != hash_
+        if code.get(name) != hash_
     }
     if changed:
         warnings.warn(
@@ -203,12 +203,12 @@ def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], own: Mapping[str, 
 
 
 def warn_of_another_machine(recorded: Sequence[Mapping[str, Any]]) -> None:
-    here = machine()
-    now = {**versions(), **here}
-    if found := changes(recorded, lambda facts: {**facts["versions"], **facts["machine"]}, now):
-        remedy = remedies(recorded[-1]["machine"], here)
+    now_here = machine()
+    now = {**versions(), **now_here}
+    if changed := changes(recorded, lambda facts: {**facts["versions"], **facts["machine"]}, now):
+        remedy = remedies(recorded[-1]["machine"], now_here)
         warnings.warn(
-            f"the run was done under other conditions ({found}): the replay is the same "
+            f"the run was done under other conditions ({changed}): the replay is the same "
             "computation, but its last bits may differ, and with them tokens"
             + other_draws(recorded[-1]["versions"])
             + (f"; start it with {remedy} for the run's" if remedy else ""),

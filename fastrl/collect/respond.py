@@ -153,21 +153,21 @@ class RolloutFunction:
     keeps_prompts = False
 
     def __call__(self, asked: Asked) -> Samples:
-        said = asked.prompts.prompts
-        for i, prompt in enumerate(said):
+        contents = asked.prompts.prompts
+        for i, prompt in enumerate(contents):
             check_prompt(prompt, f"prompt {i}")
-        given = self.function(copy.deepcopy(said), self.trainer)
-        found = rolled_out(given, len(said), self.model, self.reserved)
-        texts = as_texts(self.decode, said, found.prompt_ids, found.sequences)
-        prompts = with_prompt_ids(asked.prompts, found.prompt_ids, self.tokenizer)
-        prompts = replace(prompts, columns={**prompts.columns, **found.columns})
+        result = self.function(copy.deepcopy(contents), self.trainer)
+        answer = rolled_out(result, len(contents), self.model, self.reserved)
+        texts = as_texts(self.decode, contents, answer.prompt_ids, answer.sequences)
+        prompts = with_prompt_ids(asked.prompts, answer.prompt_ids, self.tokenizer)
+        prompts = replace(prompts, columns={**prompts.columns, **answer.columns})
         return replace(
-            found,
+            answer,
             **prompts.known(),
-            finish_reasons=[self._finish_reason(ids.tolist()) for ids in found.sequences],
+            finish_reasons=[self._finish_reason(ids.tolist()) for ids in answer.sequences],
             temperature=self.temperature,
             texts=texts,
-            completions=list(map(as_answer, said, texts)),
+            completions=list(map(as_answer, contents, texts)),
         )
 
     def _finish_reason(self, ids: list[int]) -> str:
@@ -206,15 +206,15 @@ class Conversations:
             if limits is None:
                 return self.sampled.sample(ids, asked.size, asked.keys, asked.seed)
             # Another seed for each turn: the number of a response keys its draws.
-            own = asked.seed ^ turn << 32
-            return self.sampled.further(ids, [numbers[i] for i in which], limits, own)
+            seed = asked.seed ^ turn << 32
+            return self.sampled.further(ids, [numbers[i] for i in which], limits, seed)
 
-        chat, said = self.loop.chat, prompts.prompts
-        templates = templates_of(said, prompts.columns, prompts.prompt_rows, chat.template)
-        found = self.loop(sample, said, boxes, templates)
-        prompts = with_prompt_ids(prompts, found.prompt_ids, chat.tokenizer)
-        texts = list(map(self.sampled.decode, found.prompt_ids, found.sequences))
-        return replace(found, **prompts.known(), texts=texts)
+        chat, contents = self.loop.chat, prompts.prompts
+        templates = templates_of(contents, prompts.columns, prompts.prompt_rows, chat.template)
+        answer = self.loop(sample, contents, boxes, templates)
+        prompts = with_prompt_ids(prompts, answer.prompt_ids, chat.tokenizer)
+        texts = list(map(self.sampled.decode, answer.prompt_ids, answer.sequences))
+        return replace(answer, **prompts.known(), texts=texts)
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,9 @@ class InEnvironments:
             }
             for i, prompt in enumerate(prompts.prompts)
         ]
-        said: list[Any] = self.environments.begin(rows, self.event_loop)
+        contents: list[Any] = self.environments.begin(rows, self.event_loop)
         columns = {**columns, "environments": list(self.environments.current or ())}
-        prompts = replace(prompts, prompts=said, columns=columns)
+        prompts = replace(prompts, prompts=contents, columns=columns)
         return self.respond(asked._replace(prompts=prompts))
 
 

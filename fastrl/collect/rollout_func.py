@@ -68,16 +68,16 @@ def rolled_out(
             )
     written = None
     if masks is not None:
-        found = _tensors("env_mask", masks)
-        _check_lengths("env_mask", found, lengths)
-        for i, mask in enumerate(found):
+        tensors = _tensors("env_mask", masks)
+        _check_lengths("env_mask", tensors, lengths)
+        for i, mask in enumerate(tensors):
             other = mask[(mask != 0) & (mask != 1)]
             if len(other):
                 raise ValueError(
                     f"rollout_func: env_mask[{i}] holds {other[0].item()}: 1 is a token that the "
                     "policy wrote, 0 one of an environment"
                 )
-        written = [mask.bool() for mask in found]
+        written = [mask.bool() for mask in tensors]
     if logprobs is not None:
         logprobs = [x.float() for x in _tensors("logprobs", map(_with_nan, logprobs))]
         _check_lengths("logprobs", logprobs, lengths)
@@ -99,8 +99,8 @@ def rolled_out(
 
 
 def _token_ids(name: str, rows: Iterable[Any], vocabulary: int) -> list[Tensor]:
-    found = _tensors(name, rows)
-    for i, ids in enumerate(found):
+    tokens = _tensors(name, rows)
+    for i, ids in enumerate(tokens):
         if len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise ValueError(
                 f"rollout_func: {name}[{i}] is {ids.tolist()!r:.80}: it must hold whole token ids"
@@ -111,12 +111,12 @@ def _token_ids(name: str, rows: Iterable[Any], vocabulary: int) -> list[Tensor]:
                 f"rollout_func: {name}[{i}] has the token id {int(wrong[0])}, outside the model's "
                 f"vocabulary of {vocabulary} tokens"
             )
-    return [ids.long() for ids in found]
+    return [ids.long() for ids in tokens]
 
 
 def _tensors(name: str, rows: Iterable[Any]) -> list[Tensor]:
     """A row of numbers for each response, copied: a function may use its arrays again."""
-    found = []
+    tensors = []
     for i, row in enumerate(rows):
         try:
             numbers = torch.as_tensor(row).detach().cpu().clone()
@@ -127,8 +127,8 @@ def _tensors(name: str, rows: Iterable[Any]) -> list[Tensor]:
                 f"rollout_func: {name}[{i}] is {row!r:.80}: it must be a list of one number for "
                 "each token"
             )
-        found.append(numbers)
-    return found
+        tensors.append(numbers)
+    return tensors
 
 
 def _with_nan(row: Any) -> Any:
@@ -138,13 +138,13 @@ def _with_nan(row: Any) -> Any:
     return row
 
 
-def _check_lengths(name: str, found: Sequence[Tensor], lengths: Sequence[int]) -> None:
-    if len(found) != len(lengths):
+def _check_lengths(name: str, tensors: Sequence[Tensor], lengths: Sequence[int]) -> None:
+    if len(tensors) != len(lengths):
         raise ValueError(
-            f"rollout_func returned {len(found)} {name} for {len(lengths)} completion_ids: return "
-            "one for each"
+            f"rollout_func returned {len(tensors)} {name} for {len(lengths)} completion_ids: "
+            "return one for each"
         )
-    for i, (row, length) in enumerate(zip(found, lengths, strict=True)):
+    for i, (row, length) in enumerate(zip(tensors, lengths, strict=True)):
         if len(row) != length:
             raise ValueError(
                 f"rollout_func returned {name} of {len(row)} tokens for completion_ids of {length} "

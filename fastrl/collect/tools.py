@@ -163,9 +163,9 @@ class _Conversation:
         """The calls of tools in the latest message."""
         return self.messages[-1].get("tool_calls", [])
 
-    def add(self, ids: list[int], own: bool, logprobs: Tensor | None) -> None:
+    def add(self, ids: list[int], by_policy: bool, logprobs: Tensor | None) -> None:
         self.ids += ids
-        self.mask += [own] * len(ids)
+        self.mask += [by_policy] * len(ids)
         if logprobs is not None:
             self.logprobs.append(logprobs)
 
@@ -226,29 +226,29 @@ class ToolLoop:
         ]
         going = list(range(len(talks)))
         output = sample([talk.prompt for talk in talks], going, 0, None)
-        known = self._add(talks, output)
+        counted = self._add(talks, output)
         turn = 0
         while turn != self.most_turns and (going := [i for i in going if talks[i].calls]):
             results = self._run([talks[i] for i in going])
             limits = {}
-            for i, said in zip(going, results, strict=True):
-                ids = self.chat.results(talks[i].ids, said, talks[i].template)
+            for i, result in zip(going, results, strict=True):
+                ids = self.chat.results(talks[i].ids, result, talks[i].template)
                 room = self._room(talks[i]) - len(ids)
                 if room >= 1:
                     talks[i].add(ids, False, torch.zeros(len(ids)))
-                    talks[i].messages += said
+                    talks[i].messages += result
                     limits[i] = room
             turn, going = turn + 1, list(limits)
             if going:
                 sequences = [talks[i].sequence for i in going]
                 output = sample(sequences, going, turn, list(limits.values()))
-                known = self._add([talks[i] for i in going], output) and known
+                counted = self._add([talks[i] for i in going], output) and counted
         return Samples(
             prompt_ids=[talk.prompt for talk in talks],
             sequences=[torch.tensor(talk.ids, dtype=torch.long) for talk in talks],
             completions=[talk.messages for talk in talks],
             masks=[torch.tensor(talk.mask, dtype=torch.bool) for talk in talks],
-            logprobs=[torch.cat(talk.logprobs) for talk in talks] if known else None,
+            logprobs=[torch.cat(talk.logprobs) for talk in talks] if counted else None,
             temperature=self.temperature,
             finish_reasons=[talk.finish_reason for talk in talks],
             tool_calls=[
@@ -269,8 +269,8 @@ class ToolLoop:
         asked = {**template, "tools": box.schemas or None}
         names = [f"prompt {i}"]
         (ids,) = ids_of_prompts([prompt], self.chat.tokenizer, [asked], names, self.longest)
-        own = {name: x for name, x in template.items() if name != "tools"}
-        return _Conversation(ids, box, own)
+        options = {name: x for name, x in template.items() if name != "tools"}
+        return _Conversation(ids, box, options)
 
     def _room(self, talk: _Conversation) -> int:
         """How many tokens may follow."""
@@ -294,13 +294,13 @@ class ToolLoop:
         """A message of the role tool for each call."""
         asked = [(talk, call) for talk in talks for call in talk.calls]
         calls = [functools.partial(_call, talk.box, call) for talk, call in asked]
-        found = iter(outcomes(calls, self.event_loop))
+        results = iter(outcomes(calls, self.event_loop))
         messages: list[list[dict[str, Any]]] = []
         for talk in talks:
             messages.append([])
             talk.called += len(talk.calls)
             for call in talk.calls:
-                result, name = next(found), call["function"]["name"]
+                result, name = next(results), call["function"]["name"]
                 if isinstance(result, Exception):
                     talk.failed, result = talk.failed + 1, {"error": str(result)}
                 messages[-1].append({"role": "tool", "name": name, "content": _text(name, result)})

@@ -95,8 +95,8 @@ class TRLRollouts:
         ids = ids_of_prompts(prompts, trainer.processing_class, templates)
         size = samples_per_prompt(ids, group)
         # Draws differ by the number of a prompt, which no other process has, however many it has.
-        every, own = trainer.accelerator.num_processes, trainer.accelerator.process_index
-        numbers = [own + every * i for i in range(len(ids) // size)]
+        processes, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        numbers = [index + processes * i for i in range(len(ids) // size)]
         place = ("train" if model.training else "eval", trainer.state.global_step)
         self._calls = Counter({place: self._calls[place] + 1})
         seed = seed_at(trainer.args.seed, *place, self._calls[place])

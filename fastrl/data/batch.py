@@ -496,7 +496,7 @@ def on_host(*lists: Any) -> Sequence[Any]:
     if not elsewhere:
         return lists
     joined = torch.cat([x.long() for x in elsewhere]).cpu().split([len(x) for x in elsewhere])
-    moved = {id(x): there.to(x.dtype) for x, there in zip(elsewhere, joined, strict=True)}
+    moved = {id(x): on_cpu.to(x.dtype) for x, on_cpu in zip(elsewhere, joined, strict=True)}
     return [None if rows is None else [moved.get(id(x), x) for x in rows] for rows in lists]
 
 

@@ -34,9 +34,9 @@ _BORDERED = (
 _NOT_TEXT = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 
 
-def is_chat(said: Any) -> bool:
+def is_chat(prompt: Any) -> bool:
     """Whether something is a list of dicts, and neither a text nor token ids."""
-    return isinstance(said, list | tuple) and any(isinstance(each, Mapping) for each in said)
+    return isinstance(prompt, list | tuple) and any(isinstance(each, Mapping) for each in prompt)
 
 
 def check_messages(messages: Sequence[Any], where: str, *, texts: bool = False) -> None:
@@ -105,16 +105,16 @@ def check_unicode(text: str, where: str = "a text holds") -> str:
     return text
 
 
-def is_blank(said: TextOrMessages) -> bool:
-    if isinstance(said, str):
-        return not said.strip()
-    contents = [m.get("content") or m.get("tool_calls") for m in said]
+def is_blank(prompt: TextOrMessages) -> bool:
+    if isinstance(prompt, str):
+        return not prompt.strip()
+    contents = [m.get("content") or m.get("tool_calls") for m in prompt]
     return not any(c.strip() if isinstance(c, str) else c for c in contents)
 
 
-def is_whole(said: TextOrMessages) -> bool:
+def is_whole(prompt: TextOrMessages) -> bool:
     """Whether chat messages begin with their prompt, and not with the answer."""
-    return bool(said) and not isinstance(said, str) and said[0]["role"] != "assistant"
+    return bool(prompt) and not isinstance(prompt, str) and prompt[0]["role"] != "assistant"
 
 
 def as_messages(prompt: TextOrMessages) -> list[dict[str, Any]]:
@@ -128,13 +128,13 @@ def as_answer(prompt: TextOrMessages, text: str) -> TextOrMessages:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def as_text(said: TextOrMessages) -> str:
+def as_text(prompt: TextOrMessages) -> str:
     """A text as it is; a single message's content; several messages with their roles."""
-    if isinstance(said, str):
-        return said
-    if len(said) == 1:
-        return said[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return prompt[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def render(
@@ -426,8 +426,8 @@ def check_spans(
         if content and message["role"] != "assistant" and content in marked:
             break
         if message["role"] == "assistant":
-            _, there, left = left.partition(content) if content else ("", content, left)
-            if there != content:
+            _, separator, left = left.partition(content) if content else ("", content, left)
+            if separator != content:
                 break
     else:
         return answers

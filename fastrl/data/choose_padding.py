@@ -269,8 +269,8 @@ def logprobs_of_labels(model: Any, batch: TokenBatch) -> Tensor:
     inputs = dict(model_pass.inputs)
     with replaced(_language_model(model), inputs.pop("attention", None)):
         logits = model(**inputs, use_cache=False).logits
-    every = logits.flatten(0, 1)[model_pass.rows].float().log_softmax(-1)
-    return every.gather(1, labels[:, None]).squeeze(1)
+    logprobs = logits.flatten(0, 1)[model_pass.rows].float().log_softmax(-1)
+    return logprobs.gather(1, labels[:, None]).squeeze(1)
 
 
 def rewards_of_samples(model: Any, batch: TokenBatch) -> Tensor:

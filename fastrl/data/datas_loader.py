@@ -154,13 +154,13 @@ class DatasLoader(Sequence[Example]):
         other.encoder, other._picks = self.encoder, [self._picks[i] for i in kept]
         dropped = len(self) - len(kept)
         if dropped:
-            said = (
+            rows = (
                 f"{dropped} of {len(self)} examples are longer than max_length="
                 f"{self.encoder.max_length}, max_prompt_length={self.encoder.max_prompt_length}"
             )
             if not kept:
-                raise ValueError(f"no example is left: {said}")
-            warnings.warn(f"{said}: dropped", stacklevel=3)
+                raise ValueError(f"no example is left: {rows}")
+            warnings.warn(f"{rows}: dropped", stacklevel=3)
         return other
 
     def warn_of_cuts(self) -> None:
@@ -232,7 +232,7 @@ class DatasLoader(Sequence[Example]):
         self.kind = kind
         self._picks, dropped = self._picked()
         count = sum(dropped.values())
-        why = ", ".join(f"{dropped[x]} {said}" for x, said in _REASONS.items() if dropped[x])
+        why = ", ".join(f"{dropped[x]} {reason}" for x, reason in _REASONS.items() if dropped[x])
         if not self._picks:
             raise ValueError(
                 f"no example is left of {len(self._rows)} rows: {why or 'none is desired'}"
@@ -245,8 +245,8 @@ class DatasLoader(Sequence[Example]):
         picks, dropped = [], Counter[str]()
         for i, row in enumerate(each_row(self._rows)):
             number = row_number(row, i)
-            said = read_row(row, number, self._roles, self._given)
-            useless = _why_useless(said, self.kind)
+            texts = read_row(row, number, self._roles, self._given)
+            useless = _why_useless(texts, self.kind)
             if useless:
                 dropped[useless] += 1
             elif self.kind == PROMPTS:
@@ -278,8 +278,8 @@ _FROM_PAIRS = {
 }
 
 
-def _why_useless(said: PromptAndAnswers, kind: str) -> str:
-    prompt, answers = said
+def _why_useless(row: PromptAndAnswers, kind: str) -> str:
+    prompt, answers = row
     if kind == PROMPTS:  # blank where the prompt should have been inside the responses
         return "empty" if is_blank(prompt) else ""
     if any(is_blank(answer) for answer in answers):

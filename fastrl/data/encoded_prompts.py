@@ -38,8 +38,8 @@ class TokenRows(Sequence[Tensor]):
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
         ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-        every = itertools.chain.from_iterable(rows)
-        flat = np.fromiter(every, np.int32, int(ends[-1]) if len(ends) else 0)
+        tokens = itertools.chain.from_iterable(rows)
+        flat = np.fromiter(tokens, np.int32, int(ends[-1]) if len(ends) else 0)
         return cls(torch.from_numpy(flat), torch.from_numpy(ends))
 
     @property
@@ -85,9 +85,9 @@ def encode_prompts(
         ValueError: see :func:`fastrl.data.chat.prompt_text`.
     """
     place = _place(prompts, tokenizer, templates, closed) if len(prompts) >= KEPT_FROM else None
-    known = None if place is None else _read(place)
-    if known is not None:
-        texts, rows = known
+    saved = None if place is None else _read(place)
+    if saved is not None:
+        texts, rows = saved
         return texts or list(prompts), rows  # type: ignore[arg-type]
     with _progress(len(prompts)) as advance:
         texts, parts, encoder = [], [], Encoder(tokenizer)

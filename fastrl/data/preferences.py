@@ -167,16 +167,16 @@ class PairCollator:
         sides = [(row["prompt_ids"], row[f"{side}_ids"]) for side in PAIR for row in rows]
         return self._padded(sides) | _numbers(rows, ("ref_chosen_logps", "ref_rejected_logps"))
 
-    def _padded(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Any]:
+    def _padded(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Any]:
         keep = slice(None)
         if self.max_length is not None:
             ends = self.truncation_mode == "keep_end"
             keep = slice(-self.max_length, None) if ends else slice(None, self.max_length)
         ids = [
-            torch.tensor([*prompt, *said][keep], dtype=torch.int64) for prompt, said in sequences
+            torch.tensor([*prompt, *answer][keep], dtype=torch.int64) for prompt, answer in pairs
         ]
         masks = [
-            torch.tensor(([0] * len(prompt) + [1] * len(said))[keep]) for prompt, said in sequences
+            torch.tensor(([0] * len(prompt) + [1] * len(answer))[keep]) for prompt, answer in pairs
         ]
         width, multiple = max(map(len, ids)), self.pad_to_multiple_of or 1
         width = -(-width // multiple) * multiple
@@ -259,8 +259,8 @@ def _cut(
 ) -> Any:
     if cuts == (None, None):
         return dataset
-    given = {"columns": columns, "cuts": cuts, "tokenizer": tokenizer}
-    return dataset.map(_cut_row, fn_kwargs=given, **options)
+    arguments = {"columns": columns, "cuts": cuts, "tokenizer": tokenizer}
+    return dataset.map(_cut_row, fn_kwargs=arguments, **options)
 
 
 def _cut_row(
@@ -357,8 +357,8 @@ def _mismatched(dataset: Any, size: int, options: Mapping[str, Any]) -> Any:
     last = size + 1 if count % size == 1 else 0
     parts = [(dataset.select(range(count - last)), size)] if count > last else []
     parts += [(dataset.select(range(count - last, count)), last)] if last else []
-    found = [x.map(_rotate, batched=True, batch_size=of, **options) for x, of in parts]
-    return found[0] if len(found) == 1 else datasets.concatenate_datasets(found)
+    rotated = [x.map(_rotate, batched=True, batch_size=of, **options) for x, of in parts]
+    return rotated[0] if len(rotated) == 1 else datasets.concatenate_datasets(rotated)
 
 
 def _rotate(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

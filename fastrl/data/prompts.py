@@ -80,30 +80,29 @@ class Prompts:
                 "prompts must be a list of chats, got the messages of one: pass [messages]"
             )
         rows = list(range(len(prompts))) if rows is None else rows
-        given: list[Any] = list(prompts)
-        texts = [""] * len(given)
-        own = {i: _token_ids(x, name_of(rows[i])) for i, x in enumerate(given) if not _is_said(x)}
-        said = [i for i in range(len(given)) if i not in own]
+        chats: list[Any] = list(prompts)
+        texts, places = [""] * len(chats), range(len(chats))
+        ready = {i: _token_ids(x, name_of(rows[i])) for i, x in enumerate(chats) if not _is_said(x)}
+        to_encode = [i for i in places if i not in ready]
         written, ids = encode_prompts(
-            [given[i] for i in said],
-            lambda i: name_of(rows[said[i]]),
+            [chats[i] for i in to_encode],
+            lambda i: name_of(rows[to_encode[i]]),
             tokenizer,
-            [templates[i] for i in said] if templates else (),
+            [templates[i] for i in to_encode] if templates else (),
             closed=closed,
         )
-        for i, text in zip(said, written, strict=True):
+        for i, text in zip(to_encode, written, strict=True):
             texts[i] = text
-        if own:
-            for i, tokens in own.items():
-                given[i] = texts[i] = tokenizer.decode(tokens)
+        if ready:
+            for i, tokens in ready.items():
+                chats[i] = texts[i] = tokenizer.decode(tokens)
             encoded = iter(ids)
-            every = (own[i] if i in own else next(encoded).tolist() for i in range(len(given)))
-            ids = TokenRows.of(list(every))
+            ids = TokenRows.of([ready[i] if i in ready else next(encoded).tolist() for i in places])
         for row, length in zip(rows, ids.lengths, strict=True):
             if not length:
                 raise ValueError(f"{name_of(row)} is empty: every prompt needs at least one token")
         samples = Samples(
-            prompts=given, prompt_texts=texts, prompt_ids=ids, prompt_rows=rows, columns={}
+            prompts=chats, prompt_texts=texts, prompt_ids=ids, prompt_rows=rows, columns={}
         )
         return cls(samples, name_of)
 
@@ -134,9 +133,9 @@ class Prompts:
                 "datasets.Dataset, or a list of rows"
             )
         names = list(dataset.column_names)
-        known = [c for c in (*_PROMPT_COLUMNS, "input_ids") if c in names]
-        if column is None and known:
-            column = known[0]
+        candidates = [c for c in (*_PROMPT_COLUMNS, "input_ids") if c in names]
+        if column is None and candidates:
+            column = candidates[0]
         if column not in names:
             wanted = repr(column) if column else "prompt, query or input_ids"
             raise ValueError(
@@ -148,17 +147,17 @@ class Prompts:
             raise ValueError(f"{of}the dataset has no rows: bring some")
         columns = {c: _whole(dataset, c) for c in names if c not in (column, "input_ids", ROW)}
         rows = _whole(dataset, ROW) if ROW in names else list(range(len(dataset)))
-        said = _whole(dataset, column)
-        found = cls.from_list(
-            said,
+        entries = _whole(dataset, column)
+        prompts = cls.from_list(
+            entries,
             tokenizer,
             lambda row: f"row {row} of {of}column {column!r}",
             rows,
-            templates_of(said, columns, rows),
+            templates_of(entries, columns, rows),
             closed=closed,
         )
-        found.samples.columns = columns
-        return found
+        prompts.samples.columns = columns
+        return prompts
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -213,32 +212,32 @@ class Prompts:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the token ids, and of the other columns, in their order."""
-        every = self._rows_of_ids
-        digest = hashlib.sha256(every.ends.numpy().tobytes())
-        digest.update(every.flat.numpy().tobytes())
+        rows_of_ids = self._rows_of_ids
+        digest = hashlib.sha256(rows_of_ids.ends.numpy().tobytes())
+        digest.update(rows_of_ids.flat.numpy().tobytes())
         columns = self.samples.columns
         names = sorted(columns)
         rows = zip(*(columns[name] for name in names), strict=True)
         return f"{digest.hexdigest()} {hash_of(itertools.chain([names], rows))}"
 
 
-def samples_of_rows(rows: Sequence[Mapping[str, Any]], said: Sequence[Any]) -> Samples:
+def samples_of_rows(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> Samples:
     """A sample for each row, whose prompt is not encoded yet. The columns are whatever the first
     row has.
 
     Args:
-        said: of each row the text or chat messages.
+        prompts: of each row the text or chat messages.
     """
     names = [name for name in (rows[0] if rows else ()) if name != _PROMPT_COLUMNS[0]]
     columns = {name: [row.get(name) for row in rows] for name in names}
-    return Samples(prompts=list(said), prompt_rows=list(range(len(rows))), columns=columns)
+    return Samples(prompts=list(prompts), prompt_rows=list(range(len(rows))), columns=columns)
 
 
 def with_prompt_ids(samples: Samples, ids: Sequence[Tensor], tokenizer: Any) -> Samples:
     """The samples with these token ids of their prompts, and their texts."""
     texts = [
-        said if isinstance(said, str) else tokenizer.decode(own)
-        for said, own in zip(samples.prompts, ids, strict=True)
+        prompt if isinstance(prompt, str) else tokenizer.decode(row)
+        for prompt, row in zip(samples.prompts, ids, strict=True)
     ]
     return dataclasses.replace(samples, prompt_texts=texts, prompt_ids=ids)
 
@@ -299,10 +298,10 @@ class PromptStream:
         Raises:
             ValueError: the state of a stream of other prompts, or another seed.
         """
-        for name, own in (("count", self.count), ("seed", self.seed)):
-            if state[name] != own:
+        for name, ours in (("count", self.count), ("seed", self.seed)):
+            if state[name] != ours:
                 raise ValueError(
-                    f"the stream's state has {name} {state[name]}, this one {own}: it belongs to "
+                    f"the stream's state has {name} {state[name]}, this one {ours}: it belongs to "
                     "another run"
                 )
         self._go_to(state["epoch"], state["index"])

@@ -574,14 +574,14 @@ def find_prompt_column(table: Dataset, column: str | None) -> str:
     Raises:
         ValueError: there is none.
     """
-    there = ", ".join(columns_of(table))
+    columns = ", ".join(columns_of(table))
     if column is None:
         column = next((name for name in USUAL_COLUMNS if name in table.column_names), None)
         if column is None:
             raise ValueError(
                 f"the data set has none of the columns {', '.join(USUAL_COLUMNS)}: "
-                f"choose a prompt column among {there} (prompt_column)"
+                f"choose a prompt column among {columns} (prompt_column)"
             )
     elif column not in table.column_names:
-        raise ValueError(f"the data set has no column {column!r}: its columns are {there}")
+        raise ValueError(f"the data set has no column {column!r}: its columns are {columns}")
     return column

@@ -144,11 +144,12 @@ class TokenBatch:
     @property
     def model_pass(self) -> ModelPass:
         """The forward over all samples."""
-        found = self.padding.model_pass(self)
+        model_pass = self.padding.model_pass(self)
         if self.experts is not None:
-            ids = found.inputs["input_ids"]
-            found.inputs["routing"] = Routing.of(found.places, self.lengths, self.experts, ids)
-        return found
+            ids = model_pass.inputs["input_ids"]
+            routing = Routing.of(model_pass.places, self.lengths, self.experts, ids)
+            model_pass.inputs["routing"] = routing
+        return model_pass
 
     @property
     def padded_inputs(self) -> dict[str, Any]:
@@ -198,10 +199,10 @@ class TokenBatch:
 
     def groups(self, samples: Iterable[int] | None = None) -> list[list[int]]:
         """Samples with the same prompt, in the order of the first of each; default all."""
-        found: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for i in range(len(self)) if samples is None else samples:
-            found.setdefault(self.prompts[i], []).append(i)
-        return list(found.values())
+            groups.setdefault(self.prompts[i], []).append(i)
+        return list(groups.values())
 
     def parts(self, samples: Sequence[int], limit: PassLimit) -> list[list[int]]:
         """Samples that share a forward, in ascending order; those of a prompt share one as far as
@@ -268,14 +269,14 @@ class TokenBatch:
         columns = self.columns(indices)
         shifted = slice(columns.start, columns.stop - 1)
         index = torch.as_tensor(list(indices))
-        there = to_device(index, self.input_ids.device)
+        on_device = to_device(index, self.input_ids.device)
         positions = self.position_ids
         return replace(
             self,
-            input_ids=self.input_ids[there, columns],
-            attention_mask=self.attention_mask[there, columns],
-            position_ids=None if positions is None else positions[there, columns],
-            mask=self.mask[there, shifted],
+            input_ids=self.input_ids[on_device, columns],
+            attention_mask=self.attention_mask[on_device, columns],
+            position_ids=None if positions is None else positions[on_device, columns],
+            mask=self.mask[on_device, shifted],
             response_mask=self.response_mask[index, shifted],
             query_lengths=[self.query_lengths[i] for i in indices],
             response_lengths=[self.response_lengths[i] for i in indices],
@@ -323,11 +324,11 @@ class EncodedBatch(TokenBatch):
 
     def select(self, indices: Sequence[int]) -> Self:
         lengths = [self.encoder_lengths[i] for i in indices]
-        there = to_device(torch.as_tensor(list(indices)), self.encoder_ids.device)
+        on_device = to_device(torch.as_tensor(list(indices)), self.encoder_ids.device)
         return replace(
             super().select(indices),
-            encoder_ids=self.encoder_ids[there, : max(lengths)],
-            encoder_mask=self.encoder_mask[there, : max(lengths)],
+            encoder_ids=self.encoder_ids[on_device, : max(lengths)],
+            encoder_mask=self.encoder_mask[on_device, : max(lengths)],
             encoder_lengths=lengths,
         )
 

@@ -248,15 +248,15 @@ def _reader(tokenizer: Any, written: str) -> Reader:
         return _ByTemplate(tokenizer)
     parameters = inspect.signature(tokenizer.parse_response).parameters
     signs = {"NAME": _NAME, "KEY": _KEY, "VALUE": _VALUE}
-    known = _known(guesses="tools" not in parameters)
-    for syntax in known.values():
+    reader = _known(guesses="tools" not in parameters)
+    for syntax in reader.values():
         pattern = re.sub("NAME|KEY|VALUE", lambda m: signs[m[0]], syntax.written)
         if re.search(pattern, written):
             return _BySyntax(tokenizer, syntax)
     raise ValueError(
         "tools need tokenizer.response_template, which says how calls are read out of a response: "
         f"the chat template writes them otherwise than the families that are known "
-        f"({', '.join(known)})"
+        f"({', '.join(reader)})"
     )
 
 

@@ -20,8 +20,8 @@ _SAID = ("prompt", "chosen", "rejected", "completion", "messages")
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
     """Whether a row holds chat messages, with roles."""
-    said = next((example[name] for name in _SAID if name in example), None)
-    return is_chat(said) and bool(said) and "role" in said[0]  # type: ignore[index]
+    column = next((example[name] for name in _SAID if name in example), None)
+    return is_chat(column) and bool(column) and "role" in column[0]  # type: ignore[index]
 
 
 def apply_chat_template(
@@ -53,8 +53,8 @@ def apply_chat_template(
     options = {"tools": without_nulls(tools), **of_row, **template_kwargs}
 
     def written(messages: list[Any], **more: Any) -> str:
-        said = [as_said(message) for message in messages]
-        return writer.apply_chat_template(said, tokenize=False, **options, **more)
+        written_out = [as_said(message) for message in messages]
+        return writer.apply_chat_template(written_out, tokenize=False, **options, **more)
 
     named = set(_SAID) & set(example)
     if named == {"messages"}:
@@ -160,11 +160,11 @@ def conversations_formatting_function(
     a batch of rows."""
 
     def format_rows(rows: Mapping[str, Any]) -> Any:
-        said = [
+        texts = [
             [as_said(x) for x in chat] if isinstance(chat, list) else as_said(chat)
             for chat in rows[messages_field]
         ]
-        return tokenizer.apply_chat_template(said, tokenize=False, tools=tools)
+        return tokenizer.apply_chat_template(texts, tokenize=False, tools=tools)
 
     return format_rows
 
@@ -206,8 +206,8 @@ class ConstantLengthDataset(IterableDataset):
         self.formatting_func = formatting_func or (lambda row: row[dataset_text_field])
         self.infinite, self.shuffle = infinite, shuffle
         self.max_buffer_size = seq_length * chars_per_token * num_of_sequences
-        own = tokenizer.eos_token_id
-        self.concat_token_id = eos_token_id if own is None else own
+        eos = tokenizer.eos_token_id
+        self.concat_token_id = eos_token_id if eos is None else eos
         self.append_concat_token = append_concat_token
         self.add_special_tokens = add_special_tokens
 

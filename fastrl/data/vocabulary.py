@@ -35,8 +35,8 @@ def check_vocabulary(model: Any, tokenizer: Any, ids: Iterable[Sequence[int]]) -
     largest = max((max(each, default=0) for each in ids), default=0)
     if largest < rows:
         return
-    known = largest < len(tokenizer)
-    named = f"token {tokenizer.convert_ids_to_tokens(largest)!r} (id {largest})" if known else ""
+    fits = largest < len(tokenizer)
+    named = f"token {tokenizer.convert_ids_to_tokens(largest)!r} (id {largest})" if fits else ""
     raise ValueError(
         f"the data has {named or f'the token id {largest}'}, and the model embeddings for {rows} "
         f"tokens only; its tokenizer has {len(tokenizer)}: call "

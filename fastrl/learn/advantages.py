@@ -34,7 +34,7 @@ class Advantages(Protocol):
 
 
 def check_estimates(
-    found: Any, rewards: Tensor, mask: Tensor, *, finite: bool
+    estimates: Any, rewards: Tensor, mask: Tensor, *, finite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a ``compute_advantages`` returned: values, advantages and returns, [B, T-1] each.
 
@@ -46,27 +46,27 @@ def check_estimates(
         TypeError, ValueError: something else; with a gradient; numbers that are not finite where
             the mask and the sample's rewards are.
     """
-    said = "compute_advantages must return (values, advantages, returns)"
-    if not isinstance(found, tuple | list) or len(found) != 3:
-        got = f"{type(found).__name__}" + (f" of {len(found)}" if hasattr(found, "__len__") else "")
-        raise TypeError(f"{said}, got a {got}")
-    known = (mask & rewards.isfinite()) if finite else mask
-    for name, each in zip(("values", "advantages", "returns"), found, strict=True):
+    must = "compute_advantages must return (values, advantages, returns)"
+    if not isinstance(estimates, tuple | list) or len(estimates) != 3:
+        size = f" of {len(estimates)}" if hasattr(estimates, "__len__") else ""
+        raise TypeError(f"{must}, got a {type(estimates).__name__}{size}")
+    checked = (mask & rewards.isfinite()) if finite else mask
+    for name, each in zip(("values", "advantages", "returns"), estimates, strict=True):
         if not isinstance(each, Tensor) or each.shape != rewards.shape:
             shown = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
             raise ValueError(
-                f"{said}, each {tuple(rewards.shape)} as its arguments are; {name} are {shown}"
+                f"{must}, each {tuple(rewards.shape)} as its arguments are; {name} are {shown}"
             )
         if each.requires_grad:
-            raise ValueError(f"{said}, which are constants; {name} have a gradient: detach them")
-        if finite and not (each.isfinite() | ~known).all():
-            row, column = ((~each.isfinite()) & known).nonzero()[0].tolist()
+            raise ValueError(f"{must}, which are constants; {name} have a gradient: detach them")
+        if finite and not (each.isfinite() | ~checked).all():
+            row, column = ((~each.isfinite()) & checked).nonzero()[0].tolist()
             raise ValueError(
-                f"{said} that are finite where the mask is True; {name}[{row}, {column}] is "
+                f"{must} that are finite where the mask is True; {name}[{row}, {column}] is "
                 f"{float(each[row, column]):g}, and the reward there is "
                 f"{float(rewards[row, column]):g}"
             )
-    values, advantages, returns = found
+    values, advantages, returns = estimates
     return values, advantages, returns
 
 
@@ -132,13 +132,13 @@ class DecoupledGAE(GAE):
 
     def _advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
         lam = self.lam if self.alpha is None else 0.0  # with 0 these are δ_t
-        found, _ = fastrl_kernels.gae(
+        advantages, _ = fastrl_kernels.gae(
             rewards, values, mask, gamma=self.gamma, lam=lam, whiten=self.alpha is None
         )
         if self.alpha is None:
-            return found
+            return advantages
         lam_of_each = (1 - 1 / (self.alpha * mask.sum(-1).clamp(min=1))).clamp(min=0)
-        sums = discounted_sums(found, mask, self.gamma * lam_of_each)
+        sums = discounted_sums(advantages, mask, self.gamma * lam_of_each)
         return fastrl_kernels.masked_whiten(sums, mask)
 
 

@@ -31,22 +31,22 @@ class Aggregate(NamedTuple):
     norm_length: int | None = None
     counts_empty: bool = False
 
-    def weights(self, lengths: Tensor, given: Tensor | None = None) -> Tensor | None:
+    def weights(self, lengths: Tensor, weights: Tensor | None = None) -> Tensor | None:
         """v of each response's tokens, [B]; None where all are 1.
 
         Args:
             lengths: tokens of each response, [B].
-            given: the responses' own weights, [B].
+            weights: the responses' own weights, [B].
         """
         if self.kind == "seq-mean-token-mean":
-            own = lengths.clamp(min=1).reciprocal()
+            v = lengths.clamp(min=1).reciprocal()
         elif self.kind == "seq-mean-token-sum-norm" and self.norm_length is None:
-            own = torch.ones_like(lengths) / lengths.max().clamp(min=1)
+            v = torch.ones_like(lengths) / lengths.max().clamp(min=1)
         else:
-            return given
-        return own if given is None else own * given
+            return weights
+        return v if weights is None else v * weights
 
-    def denominator(self, lengths: Tensor, given: Tensor | None = None) -> Tensor:
+    def denominator(self, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
         """D of some responses, [], 1 of none; that of several mini-batches is that of all their
         responses. Arguments are those of :meth:`weights`."""
         if self.kind == "token-mean":
@@ -55,7 +55,7 @@ class Aggregate(NamedTuple):
             counts = torch.full_like(lengths, self._norm)
         else:
             counts = (lengths > 0).long()
-        total = counts.sum() if given is None else (given * counts).sum()
+        total = counts.sum() if weights is None else (weights * counts).sum()
         return torch.where(total > 0, total, 1)
 
     @property

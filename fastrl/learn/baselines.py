@@ -49,30 +49,31 @@ def compared(
         ValueError: a user's function returns no tensor, one of another shape, one with a gradient,
             or one that is not finite where rewards are.
     """
-    found = function(groups, counts)
+    advantages = function(groups, counts)
     name = f"the advantage {getattr(function, '__name__', type(function).__name__)}"
-    if not isinstance(found, Tensor) or found.shape != groups.shape:
-        shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(advantages, Tensor) or advantages.shape != groups.shape:
+        is_tensor = isinstance(advantages, Tensor)
+        shown = tuple(advantages.shape) if is_tensor else type(advantages).__name__
         raise ValueError(
             f"{name} returned {shown} for rewards {tuple(groups.shape)}: return an advantage for "
             "each, as a tensor"
         )
-    if found.requires_grad:
+    if advantages.requires_grad:
         raise ValueError(
             f"{name} returned advantages with a gradient: they are constants, detach them"
         )
     compares = counts & (counts.sum(-1, keepdim=True) > 1)
     if function not in _OURS:  # reading it waits for the device
-        wrong = compares & groups.isfinite().all(-1, keepdim=True) & ~found.isfinite()
+        wrong = compares & groups.isfinite().all(-1, keepdim=True) & ~advantages.isfinite()
         if wrong.any():
             group, i = wrong.nonzero()[0].tolist()
             rewards = ", ".join(f"{x:g}" for x in groups[group].tolist())
             raise ValueError(
-                f"{name} returned {float(found[group, i]):g} for response {i} of group {group}, "
-                f"whose rewards less the first one's are {rewards}: let it return a number, 0 "
-                "where nothing is to be learned"
+                f"{name} returned {float(advantages[group, i]):g} for response {i} of group "
+                f"{group}, whose rewards less the first one's are {rewards}: let it return a "
+                "number, 0 where nothing is to be learned"
             )
-    return torch.where(compares, found.float(), 0.0)
+    return torch.where(compares, advantages.float(), 0.0)
 
 
 def centred(rewards: Tensor, counts: Tensor) -> Tensor:

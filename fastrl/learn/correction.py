@@ -80,14 +80,14 @@ def sampler_weights(
     else:
         weights = torch.where(low | high, 0.0, ratio)
     tokens = mask.sum()
-    found = SamplerStats(
+    stats = SamplerStats(
         *_moments(weights, counted),
         _share(low | high, counted),
         difference.abs().sum() / (tokens - unknown.sum()),
         _moments(difference.abs(), mask)[2],
         _share(unknown, mask),
     )
-    return at_tokens(weights, difference, lengths) if level == "sequence" else weights, found
+    return at_tokens(weights, difference, lengths) if level == "sequence" else weights, stats
 
 
 def on_policy(part: Minibatch, logprobs: Tensor, most: float) -> Tensor:
@@ -126,31 +126,31 @@ def _share(chosen: Tensor, mask: Tensor) -> Tensor:
 
 
 def sampler_logprobs(
-    rollout: Samples | None, known: list[Tensor] | None, temperature: float
+    rollout: Samples | None, logprobs_known: list[Tensor] | None, temperature: float
 ) -> list[Tensor] | None:
     """The sampler's log-probs of each response, where they are known.
 
     Args:
         rollout: that the responses come from, where it was given.
-        known: those of this trainer's own rollouts, where these are its responses.
+        logprobs_known: those of this trainer's own rollouts, where these are its responses.
         temperature: of the policy.
 
     Raises:
         ValueError: numbers that are no log-probs.
     """
     if rollout is None:
-        return known
-    found = rollout.logprobs_at(temperature)
-    if found is None:
+        return logprobs_known
+    logprobs = rollout.logprobs_at(temperature)
+    if logprobs is None:
         return None
-    found = [torch.as_tensor(x, dtype=torch.float32).cpu() for x in found]
-    for i, x in enumerate(found):
+    logprobs = [torch.as_tensor(x, dtype=torch.float32).cpu() for x in logprobs]
+    for i, x in enumerate(logprobs):
         if (x > _ROUNDING).any():
             raise ValueError(
                 f"the rollout's log-probs of sequence {i} reach {float(x.nan_to_num().max())}, and "
                 "none is above 0: give log-probs, not their negatives or probabilities"
             )
-    return found
+    return logprobs
 
 
 class ImportanceWeights:
@@ -189,7 +189,7 @@ class ImportanceWeights:
         on_host = torch.cat([x.cpu() for x in sampled]).float()[batch.mask_of_responses()]
         of_sampler = batch.scatter(to_device(on_host, logprobs.device), batch.rows())
         mask = batch.mask.bool()
-        weights, found = sampler_weights(
+        weights, stats = sampler_weights(
             logprobs, of_sampler, mask, self.kind, self.least, self.most
         )
-        return weights, {f"sampler/{name}": x for name, x in found._asdict().items()}
+        return weights, {f"sampler/{name}": x for name, x in stats._asdict().items()}

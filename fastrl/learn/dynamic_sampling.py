@@ -38,25 +38,25 @@ class DynamicSampling:
         """
         if not self.rounds:
             return samples, {}, {}
-        found, replaced, rounds = dict[int, int](), 0, 0
-        shares, here = self.processes.shares(range(groups)), self.processes.index
+        newest, replaced, rounds = dict[int, int](), 0, 0
+        shares, index = self.processes.shares(range(groups)), self.processes.index
         for _ in range(self.rounds):
             flat = self.processes.objects(without_spread(samples.scores, self.group_size))
             if not any(flat):
                 break
             count = sum(map(len, flat))
             new, keys = take(count), range(groups + replaced, groups + replaced + count)
-            first = sum(map(len, flat[:here]))
-            mine = slice(first, first + len(flat[here]))
+            first = sum(map(len, flat[:index]))
+            mine = slice(first, first + len(flat[index]))
             drawn = draw(new[mine], list(keys[mine]))
             if drawn is not None:
-                order = in_their_places(len(samples), flat[here], self.group_size)
+                order = in_their_places(len(samples), flat[index], self.group_size)
                 samples = samples.followed_by(drawn).select(order)
-            places = [share[j] for share, own in zip(shares, flat, strict=True) for j in own]
-            found |= zip(places, new, strict=True)
+            places = [share[j] for share, chosen in zip(shares, flat, strict=True) for j in chosen]
+            newest |= zip(places, new, strict=True)
             replaced, rounds = replaced + count, rounds + 1
-        known = {"groups/replaced": float(replaced), "groups/sampling_rounds": float(rounds)}
-        return samples, found, known
+        metrics = {"groups/replaced": float(replaced), "groups/sampling_rounds": float(rounds)}
+        return samples, newest, metrics
 
 
 def without_spread(scores: Tensor, size: int) -> list[int]:

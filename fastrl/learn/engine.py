@@ -103,9 +103,9 @@ class Engine:
         """Zeroes the optimizer's gradients, and those of weights that a user's own optimizer leaves
         out: they would add up, and NaN would stay."""
         self.optimizer.zero_grad()
-        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for parameter in self.model.parameters():
-            if id(parameter) not in own:
+            if id(parameter) not in trained:
                 parameter.grad = None
 
     def discard(self) -> None:

@@ -79,14 +79,14 @@ class Experience:
             *("sampler_weights", "chosen", "sampled"),
         )
         of_samples = ("weights", "of_samples", "of_responses")
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for names, some in ((of_tokens, pick), (of_samples, lambda x: x[samples])):
             for name in names:
                 column = getattr(self, name)
-                found[name] = None if column is None else some(column)
+                columns[name] = None if column is None else some(column)
         if self.kl is not None:
-            found["kl"] = self.kl._replace(ref_logprobs=pick(self.kl.ref_logprobs))
-        return Experience(**found)
+            columns["kl"] = self.kl._replace(ref_logprobs=pick(self.kl.ref_logprobs))
+        return Experience(**columns)
 
 
 class LastExperience(NamedTuple):

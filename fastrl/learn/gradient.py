@@ -112,21 +112,21 @@ class GradientStep:
             experience: [], read along: where it is not finite, there is no gradient.
         """
         kept = list(minibatches)
-        found = self._gradient(kept, experience)
-        if not math.isfinite(found.experience):
+        result = self._gradient(kept, experience)
+        if not math.isfinite(result.experience):
             self.engine.zero()
             return StepOutcome(finite_experience=False)
 
-        wrong = [kept[i] for i, total in enumerate(found.totals) if not math.isfinite(total)]
+        wrong = [kept[i] for i, total in enumerate(result.totals) if not math.isfinite(total)]
         blame = self._blame(wrong, f"non-finite loss in {len(wrong)} mini-batch(es)")
         if blame.left_out:
             kept = _without(kept, blame.left_out)
-            found = self._again(kept)
-        finite = [i for i, total in enumerate(found.totals) if math.isfinite(total)]
-        near = [i for i in finite if found.ratios[i] <= self.rules.ratio_threshold]
+            result = self._again(kept)
+        finite = [i for i, total in enumerate(result.totals) if math.isfinite(total)]
+        near = [i for i in finite if result.ratios[i] <= self.rules.ratio_threshold]
         used = [kept[i] for i in near]
         # The gradient contains the others already, perhaps as NaN.
-        gradient = found if len(used) in (0, len(kept)) else self._again(used)
+        gradient = result if len(used) in (0, len(kept)) else self._again(used)
         if used and not math.isfinite(gradient.norm):
             more = self._blame(used, "non-finite gradient norm")
             blame = Blame((*blame.left_out, *more.left_out), blame.because or more.because)
@@ -134,20 +134,20 @@ class GradientStep:
                 used = _without(used, more.left_out)
                 gradient = self._again(used)
         finite_gradient = not used or math.isfinite(gradient.norm)
-        policy_kl = sum(found.kls[i] for i in finite) / len(finite) if finite else math.nan
+        policy_kl = sum(result.kls[i] for i in finite) / len(finite) if finite else math.nan
         too_far = self.rules.most_kl is not None and policy_kl > self.rules.most_kl
         taken = bool(used) and finite_gradient and not too_far
         if not taken:
             self.engine.zero()
         return StepOutcome(
-            [found.losses[i] for i in finite],
+            [result.losses[i] for i in finite],
             nonfinite=len(kept) - len(finite),
             skipped=len(finite) - len(near),
             finite_gradient=finite_gradient,
             moved_too_far=too_far,
             taken=taken,
             norm=math.nan if self.engine.is_scaled else gradient.norm,
-            max_ratio=max((found.ratios[i] for i in finite), default=math.nan),
+            max_ratio=max((result.ratios[i] for i in finite), default=math.nan),
             blame=blame,
         )
 
@@ -194,9 +194,9 @@ class GradientStep:
         losses = []
         denominators = self.loss.denominators(minibatches)
         for minibatch, denominator in zip(minibatches, denominators, strict=True):
-            own, parts, counts = self._share(minibatch, limit)
+            indices, parts, counts = self._share(minibatch, limit)
             parts = self._with_chosen(parts, counts)
-            found = []
+            results = []
             for i, part in enumerate(parts):
                 model_pass = part.tokens.model_pass
                 self.positions.add(part.tokens)
@@ -210,12 +210,12 @@ class GradientStep:
                     if routing is not None and router is not None:
                         share = part.size / minibatch.size
                         own_loss = router.added(own_loss, routing, share, coef)
-                    found.append(own_loss)
-                    loss = found[-1].loss
+                    results.append(own_loss)
+                    loss = results[-1].loss
                     self.engine.add(loss if i < counts else loss * 0, len(minibatches))
-            joined = self.loss.joined(found[: counts or 1], own.old)
+            joined = self.loss.joined(results[: counts or 1], indices.old)
             if self.engine.processes.count > 1:
-                joined = self.loss.share(joined, own.old, minibatch.old, float(counts > 0))
+                joined = self.loss.share(joined, indices.old, minibatch.old, float(counts > 0))
             losses.append(joined)
         return losses
 
@@ -240,9 +240,10 @@ class GradientStep:
                 part.tokens, model_pass, temperature=temperature, entropy=True
             )
             scores.append(self.engine.model(**model_pass.inputs, scoring=request))
-        own = torch.cat([scores[0].entropies[:0], *(x.entropies for x in scores[:counts])])
-        every = self.engine.processes.joined(own, self.engine.processes.objects(len(own)))
-        return self.loss.with_chosen(parts, scores, every)
+        entropies = torch.cat([scores[0].entropies[:0], *(x.entropies for x in scores[:counts])])
+        processes = self.engine.processes
+        joined = processes.joined(entropies, processes.objects(len(entropies)))
+        return self.loss.with_chosen(parts, scores, joined)
 
     def _share(
         self, minibatch: Minibatch, limit: PassLimit
@@ -257,9 +258,9 @@ class GradientStep:
         shares = shares_of(tokens, range(minibatch.size), self.engine.processes)
         passes = max(len(tokens.parts(share, limit)) for share in shares)
         chosen = shares[self.engine.processes.index]
-        own = minibatch.select(chosen or [0])
-        parts = own.split(limit) if chosen else []
-        return own, parts + [minibatch.select([0])] * (passes - len(parts)), len(parts)
+        share = minibatch.select(chosen or [0])
+        parts = share.split(limit) if chosen else []
+        return share, parts + [minibatch.select([0])] * (passes - len(parts)), len(parts)
 
     def _blame(self, minibatches: Sequence[Minibatch], what: str) -> Blame:
         """Handles mini-batches whose loss or gradient is not finite.

@@ -115,15 +115,15 @@ class PositionCount:
 
     def taken(self) -> PositionCount:
         """What was counted since this was called last."""
-        found = PositionCount(self.positions, self.tokens)
+        counts = PositionCount(self.positions, self.tokens)
         self.positions = self.tokens = 0
-        return found
+        return counts
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     # accelerate's function does not take arguments that are no text
-    known = should_reduce_batch_size(RuntimeError(str(error)))
-    return known or isinstance(error, torch.OutOfMemoryError)
+    is_known = should_reduce_batch_size(RuntimeError(str(error)))
+    return is_known or isinstance(error, torch.OutOfMemoryError)
 
 
 def _has_peers() -> bool:

@@ -67,10 +67,10 @@ class NonFiniteNumbers:
             FloatingPointError: with "raise".
         """
         shown = _shown([(i, f"prompt {_short(name(i))}") for i in which[:3]], len(which))
-        found = f"NaN logits in {len(which)} sample(s) of the rollout: {shown}"
+        message = f"NaN logits in {len(which)} sample(s) of the rollout: {shown}"
         if self._kind == "raise":
-            raise FloatingPointError(f"{found}: nothing has changed")
-        self._warn("rollout", found, statistic="ppo/nan_samples")
+            raise FloatingPointError(f"{message}: nothing has changed")
+        self._warn("rollout", message, statistic="ppo/nan_samples")
 
     def scores(
         self, scores: Tensor, left_out: Sequence[int], name: Callable[[int], str]
@@ -80,9 +80,9 @@ class NonFiniteNumbers:
         Raises:
             ValueError: with "raise"; or no score is finite.
         """
-        known = scores.isfinite()
-        known[list(left_out)] = True
-        which = (~known).nonzero()[:, 0].tolist()
+        finite = scores.isfinite()
+        finite[list(left_out)] = True
+        which = (~finite).nonzero()[:, 0].tolist()
         if not which:
             return []
         i = which[0]
@@ -123,15 +123,15 @@ class NonFiniteNumbers:
             )
         counting = len(batch.counting())
         named = [(i, f"its {origins[i]}, {self._prompt(batch, i)}") for i in which[:3]]
-        found = (
+        message = (
             f"numbers that are not finite in {len(which)} of {counting} sample(s): "
             f"{_shown(named, len(which))}; {_ORIGINS[origins[which[0]]]}"
         )
         if len(which) == counting:
-            raise FloatingPointError(f"{found}. The model is broken. {_HELP}")
+            raise FloatingPointError(f"{message}. The model is broken. {_HELP}")
         if self._kind == "raise":
-            raise FloatingPointError(f"{found}: nothing has changed")
-        self._warn("experience", found)
+            raise FloatingPointError(f"{message}: nothing has changed")
+        self._warn("experience", message)
         return which
 
     @property
@@ -181,7 +181,7 @@ class NonFiniteNumbers:
     def _warn(
         self,
         kind: str,
-        found: str,
+        message: str,
         treated: str = "left out of the step (weight 0, in no baseline or mean)",
         statistic: str = "ppo/nonfinite_samples",
     ) -> None:
@@ -190,7 +190,7 @@ class NonFiniteNumbers:
             return
         self._warned.add(kind)
         counted = f"; {statistic} counts them" if self._counts else ""
-        warnings.warn(f"{found}: {treated}, as any later ones will be{counted}", stacklevel=5)
+        warnings.warn(f"{message}: {treated}, as any later ones will be{counted}", stacklevel=5)
 
 
 def samples_left_out(
@@ -229,7 +229,7 @@ def check_a_sample_is_left(left_out: int, count: int) -> None:
 
 def _shown(named: Sequence[tuple[int, str]], count: int) -> str:
     """Samples' indices with what is said of them, of ``count`` samples."""
-    shown = ", ".join(f"{i} ({said})" for i, said in named)
+    shown = ", ".join(f"{i} ({what})" for i, what in named)
     return shown + (f" and {count - len(named)} more" if count > len(named) else "")
 
 

@@ -57,9 +57,9 @@ class Penalties(NamedTuple):
 
     def __call__(self, ended: Sequence[bool], lengths: Sequence[int]) -> Tensor:
         """Returns the penalties of responses, [B] fp32."""
-        found = torch.zeros(len(lengths))
+        penalties = torch.zeros(len(lengths))
         if self.missing_eos is not None:
-            found += self.missing_eos * ~torch.tensor(ended, dtype=torch.bool)
+            penalties += self.missing_eos * ~torch.tensor(ended, dtype=torch.bool)
         if self.overlong is not None:
-            found += self.overlong(lengths)
-        return found
+            penalties += self.overlong(lengths)
+        return penalties

@@ -104,14 +104,14 @@ class PairObjective:
         if kind != "reverse_kl":
             f = partial(fastrl_kernels.f_divergence_scores, divergence=kind, alpha=alpha)
             chosen, rejected = (x.with_ratio(f(x.ratio)) for x in (chosen, rejected))
-        found = self.function(chosen, rejected, **{**self.defaults, **options})
-        if not isinstance(found, Tensor) or found.shape != chosen.sums.shape:
-            shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        losses = self.function(chosen, rejected, **{**self.defaults, **options})
+        if not isinstance(losses, Tensor) or losses.shape != chosen.sums.shape:
+            shown = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise ValueError(
                 f"the loss {self.name!r} returned {shown} for {len(chosen.sums)} pairs: return a "
                 "tensor with the loss of each"
             )
-        return found
+        return losses
 
     def reward(self, side: Side, beta: float = 1.0, **_: Any) -> Tensor:
         """What the log-probs of a side imply, [B]."""
@@ -142,11 +142,11 @@ def loss_of_pairs(
         raise TypeError("write @loss_of_pairs(), with the loss's source if it has one")
 
     def add(function: Callable[..., Tensor]) -> PairObjective:
-        own = list(inspect.signature(function).parameters.values())[2:]
-        if needed := [x.name for x in own if x.default is x.empty]:
+        options = list(inspect.signature(function).parameters.values())[2:]
+        if needed := [x.name for x in options if x.default is x.empty]:
             raise TypeError(f"{function.__name__}: give {', '.join(needed)} a default")
         check_takes(function, "chosen", "rejected")
-        defaults, formula = {x.name: x.default for x in own}, inspect.getdoc(function) or ""
+        defaults, formula = {x.name: x.default for x in options}, inspect.getdoc(function) or ""
         named = name or function.__name__
         if named in _OURS:
             raise ValueError(f"there is a loss {named} already: give yours another name")
@@ -157,12 +157,12 @@ def loss_of_pairs(
     return add
 
 
-def _add(name: str, found: Callable[..., Tensor]) -> None:
+def _add(name: str, loss: Callable[..., Tensor]) -> None:
     """Adds what a user's file has under a name: a row, or a function that has no decorator."""
-    if isinstance(found, PairObjective):
-        _ROWS[name] = found
+    if isinstance(loss, PairObjective):
+        _ROWS[name] = loss
     else:
-        loss_of_pairs(name=name)(found)
+        loss_of_pairs(name=name)(loss)
 
 
 PAIR_LOSSES = Registry(lambda: _ROWS, _add)
@@ -268,10 +268,10 @@ def try_on_a_pair(name: str, loss: Callable[[Side, Side], Tensor]) -> None:
             Side(x.clone().requires_grad_(), torch.full((4,), 3), ref)
             for x, ref in zip(numbers, numbers.flip(0) - 0.5, strict=True)
         )
-        found, leaves = loss(chosen, rejected), [chosen.sums, rejected.sums]
+        losses, leaves = loss(chosen, rejected), [chosen.sums, rejected.sums]
         slopes: Sequence[Tensor | None] = [None]
-        if found.requires_grad:
-            slopes = torch.autograd.grad(found.sum(), leaves, allow_unused=True)
+        if losses.requires_grad:
+            slopes = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
     if not any(slope is not None and slope.any() for slope in slopes):
         raise ValueError(
             f"the loss {name!r} does not depend on the policy's log-probs, and nothing would be "

@@ -29,7 +29,7 @@ def of_learned(samples: Samples, column: Sequence[Tensor]) -> Tensor:
 def to_column(samples: Samples, numbers: Tensor, elsewhere: float = 0.0) -> list[Tensor]:
     """A column of tokens from numbers [N] of those that are learned."""
     each = zip(samples.learned, numbers.split(learned_counts(samples)), strict=True)
-    return [torch.full((len(mask),), elsewhere).masked_scatter(mask, own) for mask, own in each]
+    return [torch.full((len(mask),), elsewhere).masked_scatter(mask, part) for mask, part in each]
 
 
 def token_batch(samples: Samples, pad_token: int, padding: Padding | None = None) -> TokenBatch:
@@ -57,10 +57,10 @@ def minibatch_of(
             is none.
     """
     ref = samples.ref_logprobs if kl_coef else None
-    given = samples.old_logprobs, ref, samples.sampler_weights, samples.sampler_logprobs
-    columns = [None if x is None else of_learned(samples, x) for x in given]
-    there = [samples.advantages, *(x for x in columns if x is not None)]
-    numbers = iter(to_device(torch.cat(there), device).split([len(x) for x in there]))
+    of_tokens = samples.old_logprobs, ref, samples.sampler_weights, samples.sampler_logprobs
+    columns = [None if x is None else of_learned(samples, x) for x in of_tokens]
+    tensors = [samples.advantages, *(x for x in columns if x is not None)]
+    numbers = iter(to_device(torch.cat(tensors), device).split([len(x) for x in tensors]))
     of_each = next(numbers)
     old, ref_logprobs, weights, sampled = (None if x is None else next(numbers) for x in columns)
     tokens = token_batch(samples, pad_token, padding).to(device)

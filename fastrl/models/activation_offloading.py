@@ -48,7 +48,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         model: the model; its weights must not be moved during the context.
-        offloads: whether a tensor is one to copy; by default those that are not in host memory.
+        offloads: whether a tensor is to be copied; by default all that are not in host memory.
     """
 
     def __init__(self, model: nn.Module, offloads: Callable[[Tensor], bool] | None = None):
@@ -79,9 +79,9 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
             tensor.dtype,
             tensor._version,
         )
-        known = self._copies.get(key)
-        if known is not None and known.is_current:
-            return known
+        copied = self._copies.get(key)
+        if copied is not None and copied.is_current:
+            return copied
         packed = Offloaded(tensor, pin=tensor.device.type == "cuda")
         self._copies[key] = packed
         self.bytes += packed.on_host.nbytes

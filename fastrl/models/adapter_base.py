@@ -148,11 +148,11 @@ def warn_of_other_base(model: Any) -> None:
         weight = weights.get(key)
         if weight is None or not _comparable(weight, part):
             continue
-        saved, here = part[:1], weight.detach()[:1].cpu()
+        saved, current = part[:1], weight.detach()[:1].cpu()
         # The weights may have been loaded in a lower precision, and raised again, as beside
         # quantised ones.
-        readings = (saved.to(dtype).to(here.dtype) for dtype in (here.dtype, *_FLOATS[2:]))
-        if not any(torch.equal(reading, here) for reading in readings):
+        readings = (saved.to(dtype).to(current.dtype) for dtype in (current.dtype, *_FLOATS[2:]))
+        if not any(torch.equal(reading, current) for reading in readings):
             warnings.warn(
                 f"the model's weights are not those in {name} (such as {key}), the base that the "
                 "saved adapter names: loaded with that, it is another model than the one that is "

@@ -28,14 +28,14 @@ def check_start(config: Any, made: bool) -> None:
     """
     if not _start(config).startswith(_NOT_REPEATED):
         return
-    told = (
+    message = (
         f"init_lora_weights={config.init_lora_weights!r} changes the base's weights in a way that "
         "PEFT does not repeat when it loads the saved adapter, which is then another model"
     )
     if not made:
-        raise ValueError(f"{told}: choose 'pissa', 'orthogonal' or True")
+        raise ValueError(f"{message}: choose 'pissa', 'orthogonal' or True")
     warnings.warn(
-        f"{told}: save it by model.save_pretrained(folder, "
+        f"{message}: save it by model.save_pretrained(folder, "
         "path_initial_model_for_weight_conversion=…)",
         stacklevel=4,
     )

@@ -51,13 +51,13 @@ def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:
     modules, parameters = ([*dict(x)] for x in (model.named_modules(), model.named_parameters()))
     depth = getattr(cast("Any", model.config).get_text_config(), "num_hidden_layers", None)
     layers = None if depth is None else [*map(str, range(depth))]
-    known: dict[str, tuple[str, Sequence[str] | None]] = {
+    suggestions: dict[str, tuple[str, Sequence[str] | None]] = {
         "target_modules": (".", modules),
         "target_parameters": (".", parameters),
         "modules_to_save": ("", modules),
         "layers_to_transform": (".", layers),
     }
-    for setting, (before, names) in known.items():
+    for setting, (before, names) in suggestions.items():
         listed = getattr(peft_config, setting, None)
         if names is None or listed is None or isinstance(listed, str):
             continue

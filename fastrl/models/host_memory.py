@@ -35,8 +35,8 @@ def to_host(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     keeps that for the next tensor."""
     if x.device.type != "cuda":
         return x.to("cpu", dtype or x.dtype)
-    there = torch.empty(x.shape, dtype=dtype or x.dtype, pin_memory=True)
-    return there.copy_(x)
+    on_host = torch.empty(x.shape, dtype=dtype or x.dtype, pin_memory=True)
+    return on_host.copy_(x)
 
 
 def in_host_memory() -> AbstractContextManager[None]:

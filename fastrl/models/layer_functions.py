@@ -40,8 +40,8 @@ def replacements(
 
     Args:
         homes: names of the modules that define the model's layers.
-        running: whether a forward of ours is going on; else all is as it was.
-        parts: gives the parts of the row that it runs; None: it runs steps of slots.
+        running: whether a forward of ours is going on; else the original functions run.
+        parts: gives the parts of the packed row in that forward; None: it decodes slots.
     """
     homes = [home for home in homes if _replaceable(home)]
     limit = _step_limit(model) if homes else recurrence.NO_LIMIT
@@ -71,10 +71,10 @@ def _replacing(
             return original(*args, **kwargs)
         if name in of_slots:
             return of_slots[name](original, *args, **kwargs)
-        of_row = parts()
-        if of_row is None:
+        packed = parts()
+        if packed is None:
             return original(*args, **kwargs)
-        return _OF_ROWS[name](of_row, original, *args, **kwargs)
+        return _OF_ROWS[name](packed, original, *args, **kwargs)
 
     run.is_ours = True  # type: ignore[attr-defined]
     return run
@@ -91,7 +91,7 @@ def _step_limit(model: nn.Module) -> tuple[float, float]:
     """The limits of the step dt, the same for all layers, from the model's configuration.
 
     Raises:
-        NotImplementedError: layers with several.
+        NotImplementedError: the layers' limits differ.
     """
     limits = {tuple(limit) for x in model.modules() if (limit := getattr(x, "time_step_limit", ()))}
     if len(limits) > 1:

@@ -109,19 +109,19 @@ def unknown_layer(model: Any) -> str | None:
         kinds_by_layer.setdefault(getattr(module, "layer_idx", None), set()).add(kind in ATTENTION)
     interface = getattr(model, "_supports_attention_backend", False)
     if types is None:
-        known = interface or kinds_by_layer
-        return None if known else "it does not support transformers' attention interface"
+        supported = interface or kinds_by_layer
+        return None if supported else "it does not support transformers' attention interface"
     others = set()
     for i, kind in enumerate(types):
         of_layer = kinds_by_layer.get(i, set())
         attends = True in of_layer or interface
-        known = (
+        supported = (
             (kind in _ATTENDS and attends)
             or kind in _MIXES_NO_TOKENS
             or (kind in _RECURRENT and False in of_layer)
             or (kind in _BOTH and of_layer == {False, True})
         )
-        if not known:
+        if not supported:
             others.add(f"{kind}{_class_of(model, i)}")
     if not others:
         return None

@@ -253,9 +253,9 @@ def load_tokenizer(
             model, trust_remote_code=trust_remote_code, **options
         )
     except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
-        there = folder.is_dir()
-        what = model if there else f"{model!r}, which is no folder here,"
-        near = "" if there else did_you_mean_path(folder)
+        is_local = folder.is_dir()
+        what = model if is_local else f"{model!r}, which is no folder here,"
+        near = "" if is_local else did_you_mean_path(folder)
         raise ValueError(
             f"the tokenizer of {what} cannot be loaded{near}: {_line(error)}"
         ) from error
@@ -532,8 +532,8 @@ def _set_adapter(model: Any, file: str) -> str | None:
     name = model.active_adapter
     loaded: Any = set_peft_model_state_dict(model, load_file(file), name)
     missing = [key for key in loaded.missing_keys if f".{name}." in key]
-    for what, every in (("lacks", missing), ("holds", loaded.unexpected_keys)):
-        keys = [key for key in every if ".lora_" in key]
+    for what, names in (("lacks", missing), ("holds", loaded.unexpected_keys)):
+        keys = [key for key in names if ".lora_" in key]
         if keys:
             return f"{what} {keys[0]}" + (f" and {len(keys) - 1} more" if keys[1:] else "")
     return None
@@ -647,8 +647,8 @@ def _check_decoder(name: str, options: dict[str, Any]) -> Any:
             f"{_CHOOSE_A_DECODER}, or train it by PPO in Python (fastrl.PPOTrainer with "
             "fastrl.AutoModelForSeq2SeqLMWithValueHead.from_pretrained)"
         )
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or is_multimodal(config)
-    if not known and not getattr(config, "auto_map", None):
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or is_multimodal(config)
+    if not is_decoder and not getattr(config, "auto_map", None):
         raise ValueError(
             f"{name} ({config.model_type}) is not a causal language model: {_CHOOSE_A_DECODER}"
         )
@@ -658,8 +658,8 @@ def _check_decoder(name: str, options: dict[str, Any]) -> Any:
 def _check_classifier(name: str, options: dict[str, Any]) -> None:
     """Raises ValueError for a model of a kind of which transformers has no sequence classifier."""
     config = _config_of(name, options)
-    known = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    if not known and not getattr(config, "auto_map", None):
+    is_classifier = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if not is_classifier and not getattr(config, "auto_map", None):
         raise ValueError(
             f"{name} ({config.model_type}) cannot be a reward model or a classifier: transformers "
             f"has no sequence classifier of that kind; {_CHOOSE_A_DECODER}"

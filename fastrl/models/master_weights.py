@@ -185,9 +185,9 @@ class MasterWeights(torch.optim.Optimizer):
         """
         for weight, master in self._masters.items():
             for some, of_master in _in_parts(own_share(weight.detach()), own_share(master)):
-                there = to_host(some) if self.on_host else some.to(of_master.device)
-                same = of_master.to(there.dtype) == there
-                torch.where(same, of_master, there, out=of_master)
+                moved = to_host(some) if self.on_host else some.to(of_master.device)
+                same = of_master.to(moved.dtype) == moved
+                torch.where(same, of_master, moved, out=of_master)
 
     def _parts(self) -> Iterator[Sequence[Tensor] | None]:
         """The weights that are stepped together; None: all, whether they have a gradient or not."""

@@ -178,8 +178,8 @@ class MistralCommonTokenizer(MistralCommonBackend):
         control, pattern = self._control
         ids: list[int] = []
         for part in pattern.split(text):
-            known = control.get(part)
-            ids += tekken.encode(part, bos=False, eos=False) if known is None else [known]
+            token_id = control.get(part)
+            ids += tekken.encode(part, bos=False, eos=False) if token_id is None else [token_id]
         return ids
 
     @cached_property
@@ -252,6 +252,6 @@ class MistralCommonTokenizer(MistralCommonBackend):
 
 def _templates(folder: Path) -> list[tuple[str, str | None]]:
     file, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    told = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
-    templates = [(settings.name, told.get("chat_template"))]
+    settings_read = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
+    templates = [(settings.name, settings_read.get("chat_template"))]
     return [*templates, (file.name, file.read_text("utf-8"))] if file.is_file() else templates

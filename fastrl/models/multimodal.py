@@ -20,8 +20,8 @@ def is_multimodal(config: Any) -> bool:
     Qwen3_5ForConditionalGeneration; AutoModelForCausalLM would load the text model alone."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return False
-    known: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    return known.__name__ in (getattr(config, "architectures", None) or ())
+    model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return model_class.__name__ in (getattr(config, "architectures", None) or ())
 
 
 def loader_for(config: Any, loader: Any) -> Any:

@@ -64,7 +64,7 @@ _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 def check_optimizer(
     name: str,
-    given: Any = None,
+    optimizer: Any = None,
     arguments: str | None = None,
     *,
     decay_is_a_setting: bool = False,
@@ -73,23 +73,23 @@ def check_optimizer(
 
     Args:
         name: one of transformers' ``OptimizerNames``, or "adam".
-        given: an optimizer that the user has made; then there may be no name and no arguments.
+        optimizer: an optimizer that the user has made; then there may be no name and no arguments.
         arguments: the setting ``optim_args``.
         decay_is_a_setting: whether ``weight_decay`` is a setting beside it, as of transformers'
             TrainingArguments.
 
     Raises:
-        ValueError: a name or arguments beside ``given``; what :func:`make_optimizer` refuses.
+        ValueError: a name or arguments beside ``optimizer``; what :func:`make_optimizer` refuses.
         ImportError: its package is not installed; says how to install it.
     """
-    if given is not None and name != "adam":
+    if optimizer is not None and name != "adam":
         raise ValueError(
-            f"optim={name!r}, but optimizer was given ({type(given).__name__}): leave one out"
+            f"optim={name!r}, but optimizer was given ({type(optimizer).__name__}): leave one out"
         )
-    if given is not None and arguments:
+    if optimizer is not None and arguments:
         raise ValueError(
-            f"optim_args={arguments!r}, but optimizer was given ({type(given).__name__}), which "
-            "has its own: leave optim_args out"
+            f"optim_args={arguments!r}, but optimizer was given ({type(optimizer).__name__}), "
+            "which has its own: leave optim_args out"
         )
     module, package = _package(name)
     if module is not None and importlib.util.find_spec(module) is None:

@@ -39,7 +39,7 @@ class Runs(NamedTuple):
 class Blocks(NamedTuple):
     """What a packed row attends to, by runs."""
 
-    own: Runs
+    own: Runs  # each token's attention to its own prompt or response
     # The responses' attention to all of their prompts, beside that to themselves.
     shared: Runs | None = None
     # [Tk] int64, the places of the keys of ``own``: None where they are those of the queries.
@@ -90,7 +90,7 @@ class PackedLayout:
         prompt that it sees."""
         if (window, chunk) not in self._near:
             parts = [x for x in self.parts(window, chunk) if x[0].start < x[0].stop]
-            queries = [own.stop - own.start for own, _ in parts]
+            queries = [tokens.stop - tokens.start for tokens, _ in parts]
             keys = [n + of.stop - of.start for n, (_, of) in zip(queries, parts, strict=True)]
             places = None
             if keys != queries:
@@ -120,8 +120,8 @@ class PackedLayout:
         each prompt and then each response, or each chunk of one, in the row's order."""
         ends = list(accumulate(self.prompts))
         prompts = [slice(end - n, end) for n, end in zip(self.prompts, ends, strict=True)]
-        for own in prompts:
-            yield from _parts(own, slice(own.start, own.start), window, chunk)
+        for of_prompt in prompts:
+            yield from _parts(of_prompt, slice(of_prompt.start, of_prompt.start), window, chunk)
         begin = self.first_response
         for prompt, group in zip(prompts, self.groups, strict=True):
             for n in group.responses:

@@ -141,8 +141,8 @@ class Parts:
         return LongerRow(torch.cat(where), size, self.device)
 
     def _ordered(self, order: list[int]) -> tuple[Tensor, Tensor]:
-        there = torch.tensor(order, dtype=torch.long)
-        return to_device(there, self.device), to_device(there.argsort(), self.device)
+        places = torch.tensor(order, dtype=torch.long)
+        return to_device(places, self.device), to_device(places.argsort(), self.device)
 
 
 class PackedParts:
@@ -186,9 +186,9 @@ class PackedParts:
                 where.append(torch.arange(at + before, at + before + n))
                 if i >= len(prompts):
                     prompt = self._prompt_of[i - len(prompts)]
-                    there = min(before, prompts[prompt])
-                    sources.append(torch.arange(ends[prompt] - there, ends[prompt]))
-                    places.append(torch.arange(at + before - there, at + before))
+                    available = min(before, prompts[prompt])
+                    sources.append(torch.arange(ends[prompt] - available, ends[prompt]))
+                    places.append(torch.arange(at + before - available, at + before))
                 at += before + n
             none = torch.empty(0, dtype=torch.long)
             self._halos[before] = Halos(

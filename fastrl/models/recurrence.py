@@ -89,9 +89,9 @@ def gated_delta_rule(
     g, beta = g[0].to(v.dtype), beta[0].to(v.dtype)
 
     def run(first: int, of: Parts, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        here = slice(first, first + of.tokens)
+        tokens = slice(first, first + of.tokens)
         return chunked_delta_rule(
-            q[here], k[here], v[here], g[here], beta[here], of.chunks(CHUNK), initial
+            q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], of.chunks(CHUNK), initial
         )
 
     out, states = run(0, parts.prompts, None)

@@ -252,10 +252,10 @@ class Routing:
             input_ids: the forward's token ids.
         """
         weights = torch.from_numpy(np.bincount(places.numpy(), minlength=input_ids.numel())).float()
-        known = next((x for x in experts if x is not None), None)
+        first = next((x for x in experts if x is not None), None)
         choices = None
-        if known is not None:
-            rows = np.full((input_ids.numel(), *known.shape[1:]), UNKNOWN, np.int16)
+        if first is not None:
+            rows = np.full((input_ids.numel(), *first.shape[1:]), UNKNOWN, np.int16)
             for at, n, chosen in zip(places.split(list(lengths)), lengths, experts, strict=True):
                 if chosen is not None:
                     rows[at[: len(chosen)].numpy()] = chosen[:n].numpy()
@@ -269,11 +269,11 @@ class Routing:
         result, first = None, number not in self._logits
         if self.choices is not None:
             kept = self.choices[:, number].long()
-            known = kept != UNKNOWN
+            is_known = kept != UNKNOWN
             if first:
-                others = (kept.unsqueeze(2) != experts.unsqueeze(1)).all(2) & known
-                self._changed.append(torch.stack([others.sum(), known.sum()]))
-            experts = torch.where(known, kept, experts)
+                others = (kept.unsqueeze(2) != experts.unsqueeze(1)).all(2) & is_known
+                self._changed.append(torch.stack([others.sum(), is_known.sum()]))
+            experts = torch.where(is_known, kept, experts)
             result = replayed(router, args, experts)
             logits = result[0]
         if first:
@@ -313,8 +313,8 @@ class Routing:
             "aux_loss": self.aux_loss().detach(),
         }
         if self.choices is not None:
-            changed, known = torch.stack(self._changed).sum(0)
-            numbers["changed_choices"] = changed / known
+            changed, total = torch.stack(self._changed).sum(0)
+            numbers["changed_choices"] = changed / total
         return numbers
 
 

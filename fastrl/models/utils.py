@@ -63,8 +63,8 @@ def text_config(model: Any) -> Any:
 
 
 def context_length(model: Any) -> int | None:
-    """Number of positions of the model; None where its configuration names none: XLNet's, which has
-    no limit, says -1, others more than any text has."""
+    """Number of positions of the model; None where its configuration names none. That of a model
+    without a limit says -1 (XLNet), or more than any text has."""
     stated = getattr(text_config(model), "max_position_embeddings", None)
     return stated if stated is not None and 0 < stated < NO_LIMIT else None
 
@@ -133,7 +133,7 @@ def without_dropout(model: nn.Module | None) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         _drop_nothing(module)
-        if whole is None:  # it, and what is wrapped around it
+        if whole is None:  # the whole model comes first, perhaps in wrappers
             whole = module if isinstance(module, PreTrainedModel) else None
         elif isinstance(module.__dict__.get("config"), PreTrainedConfig):
             config: Any = module.config

@@ -42,9 +42,9 @@ def is_async(function: Callable[..., Any]) -> bool:
 def wants_finished(function: Callable[..., Any], columns: Container[str] = ()) -> bool:
     """Whether a reward function is told by ``finished`` which responses were not cut: its attribute
     ``wants_finished`` says so, or it has a parameter of that name which no column fills."""
-    said = getattr(function, "wants_finished", None)
-    if said is not None:
-        return bool(said)
+    declared = getattr(function, "wants_finished", None)
+    if declared is not None:
+        return bool(declared)
     try:
         return "finished" not in columns and "finished" in inspect.signature(function).parameters
     except ValueError:  # of some functions written in C

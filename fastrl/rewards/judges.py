@@ -265,9 +265,9 @@ class ModelJudge:
 
 
 def _check_template(name: str, template: str, places: Sequence[str]) -> None:
-    there = {field for _, field, _, _ in Formatter().parse(template)}
+    fields = {field for _, field, _, _ in Formatter().parse(template)}
     for place in places:
-        if place not in there:
+        if place not in fields:
             raise ValueError(f"{name} has no {{{place}}}: put it where that text belongs")
 
 

@@ -195,12 +195,12 @@ def _visible() -> tuple[list[str], list[tuple[str, str]]]:
         *(sysconfig.get_path(kind, vars=stdlib) for kind in ("stdlib", "platstdlib")),
         os.path.realpath(sys.executable),
     ]
-    there = {path: os.path.realpath(path) for path in asked if os.path.exists(path)}
+    real_paths = {path: os.path.realpath(path) for path in asked if os.path.exists(path)}
     paths = list[str]()
-    for real in sorted(set(there.values()), key=len):
+    for real in sorted(set(real_paths.values()), key=len):
         if not any(real.startswith(f"{other}/") for other in paths):
             paths.append(real)
-    links = [(path, real) for path, real in there.items() if path != real]
+    links = [(path, real) for path, real in real_paths.items() if path != real]
     return paths, [x for x in links if not any(x[0].startswith(f"{path}/") for path in paths)]
 
 

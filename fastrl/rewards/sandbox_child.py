@@ -2,8 +2,8 @@
 
 ``python sandbox_child.py JSON`` is started by :mod:`fastrl.rewards.sandbox` and needs the standard
 library alone. It stays outside, makes new namespaces (man 7 namespaces), and forks process 1 of
-them, which forks the program; when process 1 ends, the kernel kills all others there, whatever
-sessions they are in. How the program ended is said on stderr, which the program does not have.
+them, which forks the program; when process 1 ends, the kernel kills all others in the namespaces,
+whatever sessions they are in. How the program ended is written to stderr, which it has not itself.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def isolate(job: dict[str, Any]) -> None:
     failed = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
     if failed:
         raise OSError(failed, os.strerror(failed), "uid_map")
-    # The program may make no namespaces of its own, and no memory or messages that outlast it. #
+    # The program may make no namespaces of its own, and no memory or messages that outlast it.
     # /proc/sys may be read-only, and older kernels keep the last two for the machine's root.
     for limit in ("user/max_user_namespaces", "kernel/shmall", "kernel/msgmni"):
         with suppress(OSError):

@@ -253,9 +253,9 @@ class Rewards:
         """
         skipped = set(left_out)
         asked = [i for i in range(len(prompts)) if i not in skipped]
-        given = {"prompts": prompts, "completions": completions, **(columns or {})}
+        columns_given = {"prompts": prompts, "completions": completions, **(columns or {})}
         if completion_ids is not None:
-            given["completion_ids"] = completion_ids
+            columns_given["completion_ids"] = completion_ids
 
         self._repeated = 0
         rewards: dict[str, list[float | Tensor | None]]
@@ -264,7 +264,7 @@ class Rewards:
         seconds = dict.fromkeys(self.names, 0.0)
         together: list[_Call] = []
         for function in self._functions:
-            calls = _calls(function, given, finished, asked, also or {})
+            calls = _calls(function, columns_given, finished, asked, also or {})
             if function.is_async:
                 together += calls
                 continue
@@ -351,8 +351,8 @@ class Rewards:
         prompts: Sequence[Any],
         asked: list[int],
     ) -> RewardBatch:
-        known = [[math.nan if r is None else _sum(r) for r in row] for row in rewards.values()]
-        values = torch.tensor(known, dtype=torch.float64)  # [K, B], as all here
+        numbers = [[math.nan if r is None else _sum(r) for r in row] for row in rewards.values()]
+        values = torch.tensor(numbers, dtype=torch.float64)  # [K, B], as all here
         judged = torch.tensor(
             [[r is not None for r in row] for row in rewards.values()], dtype=torch.bool
         )
@@ -395,8 +395,8 @@ class Rewards:
                 continue
             what = say_not_finite(which, of_function, prompts)
             if not function.weight:
-                told = f"{what}: left out of its mean, as any later ones will be; its weight is 0"
-                self._warn("nonfinite", function, told)
+                what += ": left out of its mean, as any later ones will be; its weight is 0"
+                self._warn("nonfinite", function, what)
                 continue
             none = self._judges_all and not self._shared and bool(wrong[:, asked].any(0).all())
             if self._raises or none:
@@ -483,13 +483,13 @@ def _by_name(
 
 def numbered(names: Iterable[str]) -> list[str]:
     """Names of which each is there once: behind the first the others of a name have a number."""
-    found: dict[str, None] = {}
+    counted: dict[str, None] = {}
     for name in names:
         unique, number = name, 2
-        while unique in found:
+        while unique in counted:
             unique, number = f"{name}_{number}", number + 1
-        found[unique] = None
-    return [*found]
+        counted[unique] = None
+    return [*counted]
 
 
 def _ready(function: Any) -> Any:
@@ -506,14 +506,14 @@ def _own_name(function: Any) -> str:
 
 def _calls(
     function: _Function,
-    given: Mapping[str, Sequence[Any]],
+    columns: Mapping[str, Sequence[Any]],
     finished: Sequence[bool] | None,
     asked: list[int],
     also: Mapping[str, Any],
 ) -> list[_Call]:
     """The calls of a function that together ask about all samples; their lists are their own."""
-    if finished is not None and wants_finished(function.call, given):
-        given = {**given, "finished": finished}
+    if finished is not None and wants_finished(function.call, columns):
+        columns = {**columns, "finished": finished}
     note = also.get("log_extra")
     size = function.batch_size or max(len(asked), 1)
     parts = [asked[start : start + size] for start in range(0, len(asked), size)]
@@ -522,7 +522,7 @@ def _calls(
             function,
             part,
             {
-                **{name: [column[i] for i in part] for name, column in given.items()},
+                **{name: [column[i] for i in part] for name, column in columns.items()},
                 **also,
                 **({} if note is None else {"log_extra": functools.partial(note, places=part)}),
             },
@@ -537,9 +537,9 @@ def _keep(
     lengths: Sequence[int] | None,
     rewards: dict[str, list[float | Tensor | None]],
 ) -> None:
-    own = None if lengths is None else [lengths[i] for i in call.samples]
-    found = read_token_rewards(answer, call.samples, own, call.function.who)
-    for i, reward in zip(call.samples, found, strict=True):
+    of_call = None if lengths is None else [lengths[i] for i in call.samples]
+    of_tokens = read_token_rewards(answer, call.samples, of_call, call.function.who)
+    for i, reward in zip(call.samples, of_tokens, strict=True):
         rewards[call.function.name][i] = reward
 
 
@@ -559,11 +559,11 @@ def _of_tokens(
     dense = [weight * r for weight, r in rewards if isinstance(r, Tensor)]
     if not dense or not len(dense[0]):
         return None
-    found = torch.stack(dense).sum(0)
+    summed = torch.stack(dense).sum(0)
     for weight, r in rewards:
         if r is not None and not isinstance(r, Tensor):
-            found[-1] += weight * r
-    return found.fill_(math.nan) if total.isnan() else found
+            summed[-1] += weight * r
+    return summed.fill_(math.nan) if total.isnan() else summed
 
 
 def _pause_after(attempt: int) -> float:
@@ -571,5 +571,5 @@ def _pause_after(attempt: int) -> float:
 
 
 def _moments(rewards: Tensor) -> tuple[float, float]:
-    known = rewards[~rewards.isnan()]
-    return float(known.mean()), float(known.std()) if len(known) > 1 else 0.0
+    finite = rewards[~rewards.isnan()]
+    return float(finite.mean()), float(finite.std()) if len(finite) > 1 else 0.0

@@ -347,8 +347,8 @@ class RolloutEngine:
             self._layers, self._autocast_dtype = None, self.model_runner.autocast_dtype()
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits, strict=True))
         needed = max(needed, min(self._expected, self.max_length or self._expected))
-        kv_cache, there = self._kv_cache, self.room()
-        length = there.length
+        kv_cache, room = self._kv_cache, self.room()
+        length = room.length
         if length < needed:
             whole = -(-needed // _ROUND) * _ROUND
             context = context_length(self.model) or whole
@@ -358,7 +358,7 @@ class RolloutEngine:
             assert self._slots is not None
             return kv_cache, self._slots
         # Never fewer slots than before.
-        count = max(count, min(there.slots, self._affordable(length)))
+        count = max(count, min(room.slots, self._affordable(length)))
         self.sleep()
         layers, device = self._shapes(), self.model_runner.device
         self._kv_cache = KVCache(layers, count, length, self.model_runner.dtype, device)

@@ -128,15 +128,15 @@ def check_names(generation_kwargs: Mapping[str, Any], model: Any) -> None:
     """Raises ValueError for an argument that ``model.generate`` does not take, before it runs."""
     model = getattr(model, "pretrained_model", model)
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
-    known = {*_SUPPORTED, *_WITHOUT_EFFECT, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING}
-    known |= {*vars(plain.generation_config)}
+    names = {*_SUPPORTED, *_WITHOUT_EFFECT, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING}
+    names |= {*vars(plain.generation_config)}
     for function in (plain.generate, plain.forward, plain.prepare_inputs_for_generation):
-        known |= {*inspect.signature(function).parameters}
+        names |= {*inspect.signature(function).parameters}
     if getattr(plain.config, "is_encoder_decoder", False):
-        known |= {*inspect.signature(plain.get_encoder().forward).parameters}
+        names |= {*inspect.signature(plain.get_encoder().forward).parameters}
     for name in generation_kwargs:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {close[0]}?" if close else "leave it out"
             raise ValueError(f"generation_kwargs: model.generate takes no {name!r}: {hint}")
 
@@ -249,9 +249,9 @@ class _EffectiveKwargs:
     def unsupported(self) -> str | None:
         """The first argument that the engine does not implement."""
         unsupported = _UNSUPPORTED | (_UNSUPPORTED_SAMPLING if self.sampled else {})
-        known = {*_SUPPORTED, *_WITHOUT_EFFECT, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING}
+        names = {*_SUPPORTED, *_WITHOUT_EFFECT, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING}
         for name in self.kwargs:
-            if name not in known and name != "cache_implementation":
+            if name not in names and name != "cache_implementation":
                 return name
         for name in {**self.kwargs, **self.settings}:
             value = self[name]

@@ -138,11 +138,11 @@ class KVCache:
         if not self.of_prompts:
             self.of_prompts = {key: torch.zeros_like(x) for key, x in self.states.items()}
 
-    def begin_states(self, key: tuple[int, str, int], slots: Tensor, found: Tensor) -> None:
+    def begin_states(self, key: tuple[int, str, int], slots: Tensor, states: Tensor) -> None:
         """Stores a layer's states [n, ...] at the ends of the prompts of slots [n]."""
         for kept in (self.states, self.of_prompts):
             if key in kept:
-                kept[key][slots] = found.to(kept[key].dtype)
+                kept[key][slots] = states.to(kept[key].dtype)
 
     def copy(self, copies: Sequence[PromptCopy]) -> None:
         """Copies prompts from slots that have them to others, or the same, whose other tokens

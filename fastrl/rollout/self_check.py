@@ -140,13 +140,13 @@ def _differences(engine: Trial, prompts: list[Tensor], output: Samples) -> tuple
         ids = torch.cat([prompt, sequence]).unsqueeze(0).to(device)
         with evaluating(engine.model), engine.model_runner.autocast():
             logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
-        every = logits.float().log_softmax(-1).cpu()
-        sound = ~every.isnan().any(-1)
+        full = logits.float().log_softmax(-1).cpu()
+        sound = ~full.isnan().any(-1)
         if len(sequence) < _NEW_TOKENS and sound[-1]:  # the sample ended early by itself
             return torch.nan, torch.nan
-        every, sound = every[:-1], sound[:-1]
-        entropies = torch.special.entr(every.exp()).sum(-1)
-        logprobs = every.gather(1, sequence.unsqueeze(1)).squeeze(1)
+        full, sound = full[:-1], sound[:-1]
+        entropies = torch.special.entr(full.exp()).sum(-1)
+        logprobs = full.gather(1, sequence.unsqueeze(1)).squeeze(1)
         differences += [(logprobs - output.logprobs[i])[sound]]
         differences += [(entropies - output.entropies[i])[sound]]
     off = torch.cat(differences).abs()

@@ -181,8 +181,8 @@ def closing_callbacks(run: Callable[..., TrainResult]) -> Callable[..., TrainRes
 
 
 def _mean_of_known(rewards: list[float]) -> float:
-    known = [reward for reward in rewards if not math.isnan(reward)]
-    return sum(known) / len(known) if known else math.nan
+    numbers = [reward for reward in rewards if not math.isnan(reward)]
+    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def kl_text(nats: float) -> str:

@@ -296,16 +296,16 @@ def _check_kind(checkpoint: Path, kind: Kind) -> None:
             )
 
 
-def check_identity(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_identity(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Compares what a checkpoint says of its run with the run that resumes.
 
     Raises:
         BadCheckpoint: something differs; says what, and the remedy.
     """
-    for name, here in own.items():
-        there = theirs.get(name)
-        if there != here:
-            shown = "" if len(str(here)) > 40 else f" ({there}, here {here})"
+    for name, our in ours.items():
+        their = theirs.get(name)
+        if their != our:
+            shown = "" if len(str(our)) > 40 else f" ({their}, here {our})"
             raise BadCheckpoint(
                 f"resume: the checkpoint is of another run, whose {name} differs{shown}: "
                 f"{_REMEDIES[name]}"
@@ -320,7 +320,7 @@ def describe_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-def check_weights(theirs: Mapping[str, str], own: Mapping[str, str], what: str = "model") -> None:
+def check_weights(theirs: Mapping[str, str], ours: Mapping[str, str], what: str = "model") -> None:
     """Compares the weights that a checkpoint has with those of the model that it is loaded into.
 
     Args:
@@ -329,11 +329,11 @@ def check_weights(theirs: Mapping[str, str], own: Mapping[str, str], what: str =
     Raises:
         BadCheckpoint: a weight that only one of them has, or of another type or shape; names it.
     """
-    for name in dict.fromkeys([*own, *theirs]):
-        there, here = (x.get(name, "none") for x in (theirs, own))
-        if there != here:
+    for name in dict.fromkeys([*ours, *theirs]):
+        their, our = (x.get(name, "none") for x in (theirs, ours))
+        if their != our:
             raise BadCheckpoint(
-                f"resume: the checkpoint is of another {what}, whose {name} is {there}, here {here}"
+                f"resume: the checkpoint is of another {what}, whose {name} is {their}, here {our}"
                 f": resume with the {what}, adapter and dtype that the run began with"
             )
 
@@ -344,15 +344,15 @@ def step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def write_manifest(folder: Path, step: int, known: Mapping[str, str] | None = None) -> None:
+def write_manifest(folder: Path, step: int, checksums: Mapping[str, str] | None = None) -> None:
     """Writes the manifest of a folder's files.
 
     Args:
-        known: checksums of some of them.
+        checksums: checksums of some of them.
     """
-    known = known or {}
+    checksums = checksums or {}
     files = {
-        name: {"size": size, "sha256": known.get(name) or _sha256(folder / name)}
+        name: {"size": size, "sha256": checksums.get(name) or _sha256(folder / name)}
         for name, size in _sizes(folder).items()
     }
     content = {

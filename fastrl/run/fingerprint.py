@@ -25,9 +25,9 @@ def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
     """
     if data is None:
         return "none"
-    known = getattr(data, "fingerprint", None)
-    if isinstance(known, str):
-        return known
+    stored = getattr(data, "fingerprint", None)
+    if isinstance(stored, str):
+        return stored
     if not hasattr(data, "__len__"):
         # Another stream than one of datasets may be there to be read once.
         first = itertools.islice(data, _OF_A_STREAM) if hasattr(data, "take") else ()

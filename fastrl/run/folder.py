@@ -98,13 +98,13 @@ class RunFolder:
         """
         if not self.name.strip():
             raise ValueError("output is empty: name a folder")
-        there = self.path.absolute()
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        if not there.is_dir():
-            raise ValueError(f"output {self.name}: {there} is a file, name a folder")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(f"output {self.name}: {there} cannot be written to")
+        existing = self.path.absolute()
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        if not existing.is_dir():
+            raise ValueError(f"output {self.name}: {existing} is a file, name a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(f"output {self.name}: {existing} cannot be written to")
 
     @contextmanager
     def claim(self, *, resume: Any = False, overwrite: bool = False) -> Iterator[None]:

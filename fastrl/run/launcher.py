@@ -103,8 +103,8 @@ def check_found(accelerator: Accelerator) -> None:
     count = process_count()
     # accelerate launch sets these variables for a number above 1, and leaves WORLD_SIZE to
     # torchrun.
-    told = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
-    if told and count == 1 and "WORLD_SIZE" not in os.environ:
+    by_accelerate = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
+    if by_accelerate and count == 1 and "WORLD_SIZE" not in os.environ:
         _warn_of_a_single_process()
     if accelerator.num_processes == 1 < count:
         raise ValueError(

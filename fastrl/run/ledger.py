@@ -232,8 +232,8 @@ def read_facts(folder: str | Path, first: int, last: int) -> list[dict[str, Any]
 def no_step(folder: str | Path, step: int) -> str:
     """The message that a step is not in a ledger."""
     files = _files(Path(folder))
-    there = f"has the steps {files[0].first} to {files[-1].last}" if files else "is empty"
-    return f"the ledger {folder} does not have step {step}: it {there}"
+    contents = f"has the steps {files[0].first} to {files[-1].last}" if files else "is empty"
+    return f"the ledger {folder} does not have step {step}: it {contents}"
 
 
 class _File(NamedTuple):
@@ -260,9 +260,9 @@ def _read(path: Path, names: Iterable[str] | None = None) -> tuple[dict[str, Any
     import pyarrow as pa
 
     with _open(path) as (file, facts):
-        there = file.schema_arrow.names
-        wanted = there if names is None else {"step", *names}
-        table = file.read(columns=[name for name in there if name in wanted])
+        columns = file.schema_arrow.names
+        wanted = columns if names is None else {"step", *names}
+        table = file.read(columns=[name for name in columns if name in wanted])
         expected = pa.schema([(name, _type_of(name)) for name in table.column_names])
         return facts, table.cast(expected).replace_schema_metadata(None)
 
@@ -341,12 +341,12 @@ def _check_columns(folder: str | Path, names: Sequence[str] | None, files: Seque
     unknown = [name for name in names or () if name not in fields()]
     if not unknown or (not files and all(name.startswith(PER_FUNCTION) for name in unknown)):
         return
-    there = dict.fromkeys(fields())
+    columns = dict.fromkeys(fields())
     for file in files:
         with _open(file.path) as (opened, _):
-            there |= dict.fromkeys(opened.schema_arrow.names)
+            columns |= dict.fromkeys(opened.schema_arrow.names)
     for name in unknown:
-        if name not in there:
+        if name not in columns:
             raise ValueError(
-                f"the ledger {folder} has no column {name!r}: its columns are {', '.join(there)}"
+                f"the ledger {folder} has no column {name!r}: its columns are {', '.join(columns)}"
             )

@@ -99,12 +99,12 @@ def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
     variables = []
     if before.get("threads") != now.get("threads") and before.get("threads"):
         variables.append(f"OMP_NUM_THREADS={before['threads']}")
-    there, here = (x.get("cpu_capability") for x in (before, now))
+    earlier, current = (x.get("cpu_capability") for x in (before, now))
     # torch must not be told of instructions that this processor may lack.
-    if there in _CAPABILITIES and here in _CAPABILITIES:
+    if earlier in _CAPABILITIES and current in _CAPABILITIES:
         names = list(_CAPABILITIES)
-        if names.index(there) < names.index(here):
-            variables.append(f"ATEN_CPU_CAPABILITY={_CAPABILITIES[there]}")
+        if names.index(earlier) < names.index(current):
+            variables.append(f"ATEN_CPU_CAPABILITY={_CAPABILITIES[earlier]}")
     variables += [
         f"{name}={before.get(name, '')}"
         for name in _OF_PRODUCTS

@@ -252,11 +252,11 @@ def _table(*columns: Sequence[Tensor | float]) -> Tensor:
 def _greatest(values: Tensor) -> Tensor:
     """The greatest value that is not NaN, and 1, as [1, 2]; -inf and 0 without one."""
     values = values.detach().float()
-    known = ~values.isnan()
-    candidates = torch.where(known, values, -torch.inf)
+    is_number = ~values.isnan()
+    candidates = torch.where(is_number, values, -torch.inf)
     # One more, so that there always is one.
     best = torch.cat([candidates, candidates.new_full((1,), -torch.inf)]).max()
-    return torch.stack([best, known.any().float()])[None]
+    return torch.stack([best, is_number.any().float()])[None]
 
 
 def _join(kind: str, one: Tensor, other: Tensor) -> Tensor:
@@ -265,5 +265,5 @@ def _join(kind: str, one: Tensor, other: Tensor) -> Tensor:
 
 
 def _mean(values: list[float]) -> float | None:
-    known = [x for x in values if x == x]
-    return sum(known) / len(known) if known else None
+    numbers = [x for x in values if x == x]
+    return sum(numbers) / len(numbers) if numbers else None

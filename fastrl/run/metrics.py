@@ -102,16 +102,16 @@ def check_trackers(flag: str, names: Iterable[str], *, of_transformers: bool = F
     from transformers.integrations import get_available_reporting_integrations
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    known = _names_of_accelerate()
+    trackers = _names_of_accelerate()
     ready = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
     if of_transformers:
-        known = known | set(INTEGRATION_TO_CALLBACK)
+        trackers = trackers | set(INTEGRATION_TO_CALLBACK)
         ready = ready | set(get_available_reporting_integrations())
     for name in names:
         if name in ("all", "none"):
             continue
-        if name not in known:
-            choices = ", ".join(sorted(known))
+        if name not in trackers:
+            choices = ", ".join(sorted(trackers))
             raise ValueError(f"unknown tracker {flag}={name!r}: choose one of {choices}")
         if name not in ready:
             package = _PACKAGES.get(name, name)
@@ -120,8 +120,8 @@ def check_trackers(flag: str, names: Iterable[str], *, of_transformers: bool = F
 
 def split_trackers(names: Iterable[str]) -> tuple[list[str], list[str]]:
     """The trackers that accelerate knows, and those that only transformers knows."""
-    names, known = list(names), _names_of_accelerate()
-    return [n for n in names if n in known], [n for n in names if n not in known]
+    names, of_accelerate = list(names), _names_of_accelerate()
+    return [n for n in names if n in of_accelerate], [n for n in names if n not in of_accelerate]
 
 
 def _names_of_accelerate() -> set[str]:

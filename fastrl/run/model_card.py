@@ -99,9 +99,9 @@ _POLICY_GRADIENTS = {
 def policy_gradient(name: str) -> Method:
     """The method named in ``PPOConfig.method``; one of a user's is a policy gradient by its name,
     which for a function in a file is the function's."""
-    own = name.rpartition(":")[2]
+    short = name.rpartition(":")[2]
     return _POLICY_GRADIENTS.get(name) or Method(
-        f"policy gradients with the advantage {own}", ("reinforcement-learning",)
+        f"policy gradients with the advantage {short}", ("reinforcement-learning",)
     )
 
 
@@ -199,20 +199,20 @@ def card_beside(folder: str | Path, write: Callable[[], None]) -> Iterator[None]
     """Context in which a model is saved to a folder, where PEFT writes a card of its own: the card
     that was there stays, and where there was none it is written."""
     card = Path(folder) / "README.md"
-    own = card.read_bytes() if card.exists() else None
+    before = card.read_bytes() if card.exists() else None
     yield
-    if own is None:
+    if before is None:
         write()
     else:
-        card.write_bytes(own)
+        card.write_bytes(before)
 
 
 def complete_card(folder: Path, dataset: Any, results: Mapping[str, Any]) -> None:
     """Adds to the card in a folder the run's data set, where it is on the Hub, and its results."""
     with contextlib.suppress(FileNotFoundError):
         card = read_card(folder)
-        if found := on_the_hub(dataset):
-            card.data.datasets = found
+        if dataset_id := on_the_hub(dataset):
+            card.data.datasets = dataset_id
         if "## Results" not in card.text:
             card.text = card.text.rstrip() + "\n" + _results(results)
         _write(folder, _card(card.text, **card.data.to_dict()))
@@ -316,8 +316,8 @@ def license_of(base: str | None) -> dict[str, str]:
     def place(name: str) -> Path | None:
         if os.path.isdir(base):
             return Path(base, name)
-        found = try_to_load_from_cache(base, name) if _is_hub_id(base) else None
-        return Path(found) if isinstance(found, str) else None
+        cached = try_to_load_from_cache(base, name) if _is_hub_id(base) else None
+        return Path(cached) if isinstance(cached, str) else None
 
     card, config = place("README.md"), place("config.json")
     named: dict[str, Any] = {}
@@ -329,9 +329,9 @@ def license_of(base: str | None) -> dict[str, str]:
     return {k: named[k] for k in keys if isinstance(named.get(k), str)}
 
 
-def warn_of_unread(**given: Any) -> None:
+def warn_of_unread(**arguments: Any) -> None:
     """Warns of what transformers' cards show, and ours do not, where it is not None."""
-    if names := [name for name, value in given.items() if value is not None]:
+    if names := [name for name, value in arguments.items() if value is not None]:
         warnings.warn(
             f"fastrl's model card does not show {' and '.join(names)}: name data sets on the "
             "Hub by dataset_tags, and write the rest into README.md",
@@ -344,25 +344,25 @@ def card_of_trainer(
     name: str | None,
     model: Any,
     history: Sequence[Mapping[str, Any]],
-    told: Mapping[str, Any],
+    facts: Mapping[str, Any],
 ) -> None:
     """Writes the card of a model that transformers' Trainer has trained.
 
     Args:
         name: by default the folder's.
         history: the trainer's logs, whose last results the card shows.
-        told: what :class:`Training` has.
+        facts: what :class:`Training` has.
     """
     name = name or Path(folder).absolute().name
-    write_model_card(folder, name, model, Training(**{"results": _last_results(history), **told}))
+    write_model_card(folder, name, model, Training(**{"results": _last_results(history), **facts}))
 
 
 def _last_results(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The results of the last evaluation in a log; without any, the last loss and reward."""
     for entry in reversed(history):
-        found = {k: x for k, x in entry.items() if k.startswith("eval_")}
-        if found:
-            return found
+        results = {k: x for k, x in entry.items() if k.startswith("eval_")}
+        if results:
+            return results
     for entry in reversed(history):
         if "loss" in entry:
             return {k: entry[k] for k in ("loss", "reward") if k in entry}
@@ -412,11 +412,11 @@ def _code(*lines: str) -> str:
 
 def _versions(peft: bool) -> str:
     distributions = {"fastrl": "fastrl-lm", "transformers": "transformers", "torch": "torch"}
-    found = []
+    versions = []
     for name, distribution in (distributions | ({"peft": "peft"} if peft else {})).items():
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{name} {metadata.version(distribution)}")
-    return ", ".join(found)
+            versions.append(f"{name} {metadata.version(distribution)}")
+    return ", ".join(versions)
 
 
 def _kind(inner: Any) -> str:
@@ -474,8 +474,8 @@ def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:
     of a whole base, and of one whose own files say it."""
     base = inner.get_base_model() if adapters and hasattr(inner, "get_base_model") else None
     config = getattr(getattr(base, "config", None), "quantization_config", None)
-    own = getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False)
-    if own or not getattr(config, "load_in_4bit", False):
+    prequantized = getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False)
+    if prequantized or not getattr(config, "load_in_4bit", False):
         return {}
     assert config is not None
     return {

@@ -14,7 +14,7 @@ _VARIABLE = "ACCELERATE_MIXED_PRECISION"  # which accelerate launch sets, from i
 
 
 def default_precision(
-    device: str, supports_bf16: bool, weights: Collection[torch.dtype], said: str | None
+    device: str, supports_bf16: bool, weights: Collection[torch.dtype], chosen: str | None
 ) -> str | None:
     """The mixed precision of a run, by accelerate's name; None leaves it to accelerate.
 
@@ -23,22 +23,22 @@ def default_precision(
         supports_bf16: whether it multiplies in bf16.
         weights: types of the model's floating-point weights. Those that are bf16 compute in bf16
             without autocast.
-        said: what a setting, a launcher or an earlier Accelerator says; it wins.
+        chosen: what a setting, a launcher or an earlier Accelerator says; it wins.
     """
-    if said is not None or device != "cuda" or not supports_bf16:
+    if chosen is not None or device != "cuda" or not supports_bf16:
         return None
     return AUTOCAST if set(weights) == {torch.float32} else None
 
 
-def precision_for(model: nn.Module, device: str, said: str | None) -> str | None:
+def precision_for(model: nn.Module, device: str, chosen: str | None) -> str | None:
     """:func:`default_precision` on this machine.
 
     Args:
-        said: the precision that the settings name.
+        chosen: the precision that the settings name.
     """
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
     supports = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return default_precision(device, supports, weights, said or said_outside())
+    return default_precision(device, supports, weights, chosen or said_outside())
 
 
 def said_outside() -> str | None:
@@ -65,6 +65,7 @@ def refuse_fp16_twice(model: nn.Module, mixed_precision: str) -> None:
 
 def kind_of_device(settings: dict[str, Any]) -> str:
     """The kind of the device that an Accelerator with these settings takes."""
-    told = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")
+    wish = os.environ.get("ACCELERATE_USE_CPU", "").lower()
+    wants_cpu = wish in ("1", "true", "yes", "y", "t", "on")
     accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None or told or settings.get("cpu") else accelerator.type
+    return "cpu" if accelerator is None or wants_cpu or settings.get("cpu") else accelerator.type

@@ -59,34 +59,34 @@ class Processes:
         most, and they are about as large."""
         return [range(len(sizes))]
 
-    def objects(self, own: T) -> list[T]:
-        """The values ``own`` of all processes, in their order."""
-        return [own]
+    def objects(self, value: T) -> list[T]:
+        """The ``value`` of each process, in their order."""
+        return [value]
 
-    def objects_at_main(self, own: T) -> list[T]:
-        """The values ``own`` of all processes in the main one, and none in the others."""
-        return [own]
+    def objects_at_main(self, value: T) -> list[T]:
+        """The ``value`` of each process, in the main one; none in the others."""
+        return [value]
 
     def from_main(self, value: T) -> T:
         """The main process's ``value``."""
         return value
 
-    def joined(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+    def joined(self, value: Tensor, lengths: Sequence[int]) -> Tensor:
         """The parts of all processes, one after the other.
 
         Args:
-            own: this process's part, [lengths[index], ...].
+            value: this process's part, [lengths[index], ...].
             lengths: of each process's part.
         """
-        return own
+        return value
 
-    def sums(self, own: Tensor) -> Tensor:
-        """The sum of ``own`` over all processes."""
-        return own
+    def sums(self, value: Tensor) -> Tensor:
+        """The sum of ``value`` over all processes."""
+        return value
 
-    def any(self, own: bool) -> bool:
-        """Whether ``own`` is true in one of the processes."""
-        return own
+    def any(self, value: bool) -> bool:
+        """Whether ``value`` is true in one of the processes."""
+        return value
 
     def one_first(self) -> AbstractContextManager[None]:
         """Context of work that one process of each machine does first, and keeps for the others."""
@@ -115,7 +115,7 @@ class Processes:
         this one with ``error``; so that they can still do something together."""
         return True
 
-    def check_same(self, what: str, own: Mapping[str, Any]) -> None:
+    def check_same(self, what: str, values: Mapping[str, Any]) -> None:
         """Compares what each process was started with.
 
         Raises:
@@ -162,12 +162,12 @@ class SeveralProcesses(Processes):
                 part.append(i)
         return [sorted(part) for part in parts]
 
-    def objects(self, own: T) -> list[T]:
+    def objects(self, value: T) -> list[T]:
         import torch
 
         from fastrl.run.parcels import opened, parcel
 
-        data = parcel(own)
+        data = parcel(value)
         first = torch.zeros(8 + _AT_ONCE, dtype=torch.uint8)
         first[:8] = torch.tensor([len(data)]).view(torch.uint8)
         first[8 : 8 + len(data)] = data[:_AT_ONCE]
@@ -177,12 +177,12 @@ class SeveralProcesses(Processes):
             return [opened(x[8 : 8 + n]) for x, n in zip(firsts, lengths, strict=True)]
         return [opened(x) for x in self.joined(data, lengths).split(lengths)]
 
-    def objects_at_main(self, own: T) -> list[T]:
+    def objects_at_main(self, value: T) -> list[T]:
         import torch
 
         from fastrl.run.parcels import opened, parcel
 
-        data = parcel(own)
+        data = parcel(value)
         lengths = self.joined(torch.tensor([len(data)]), [1] * self.count).tolist()
         device = self.accelerator.device
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
@@ -198,29 +198,29 @@ class SeveralProcesses(Processes):
         with _answers():
             return broadcast_object_list([value])[0]
 
-    def joined(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+    def joined(self, value: Tensor, lengths: Sequence[int]) -> Tensor:
         import torch
         from accelerate.utils import gather
 
         longest, device = max(lengths), self.accelerator.device
-        padded = torch.zeros((longest, *own.shape[1:]), dtype=own.dtype, device=device)
-        padded[: len(own)] = own
+        padded = torch.zeros((longest, *value.shape[1:]), dtype=value.dtype, device=device)
+        padded[: len(value)] = value
         with _answers():
             parts: Any = gather(padded)
         cut = [part[:n] for part, n in zip(parts.split(longest), lengths, strict=True)]
-        return torch.cat(cut).to(own.device)
+        return torch.cat(cut).to(value.device)
 
-    def sums(self, own: Tensor) -> Tensor:
+    def sums(self, value: Tensor) -> Tensor:
         from accelerate.utils import reduce
 
         with _answers():
-            summed: Any = reduce(own.to(self.accelerator.device), reduction="sum")
-        return summed.to(own.device)
+            summed: Any = reduce(value.to(self.accelerator.device), reduction="sum")
+        return summed.to(value.device)
 
-    def any(self, own: bool) -> bool:
+    def any(self, value: bool) -> bool:
         import torch
 
-        return bool(self.sums(torch.tensor(float(own))) > 0)
+        return bool(self.sums(torch.tensor(float(value))) > 0)
 
     @contextmanager
     def one_first(self) -> Iterator[None]:
@@ -260,8 +260,8 @@ class SeveralProcesses(Processes):
     def all_know(self, error: BaseException) -> bool:
         return error is self._known
 
-    def check_same(self, what: str, own: Mapping[str, Any]) -> None:
-        first, *others = self.objects(dict(own))
+    def check_same(self, what: str, values: Mapping[str, Any]) -> None:
+        first, *others = self.objects(dict(values))
         for index, other in enumerate(others, start=1):
             for name in dict.fromkeys([*first, *other]):
                 one, two = first.get(name), other.get(name)
@@ -279,15 +279,15 @@ class SeveralProcesses(Processes):
             of_all = self.objects((failed, stops))
         except PeerFailed as gone:
             raise (error or gone) from None
-        known: BaseException | None = error
+        cause: BaseException | None = error
         for index, (failure, _) in enumerate(of_all):
-            if failure is not None and known is None:
-                known = PeerFailed(f"process {index} of {self.count} failed: {failure}")
-        if known is None and any(stop for _, stop in of_all):
-            known = Stopped()
-        self._known = known
-        if known is not None:
-            raise known
+            if failure is not None and cause is None:
+                cause = PeerFailed(f"process {index} of {self.count} failed: {failure}")
+        if cause is None and any(stop for _, stop in of_all):
+            cause = Stopped()
+        self._known = cause
+        if cause is not None:
+            raise cause
 
 
 class _News:
@@ -317,10 +317,10 @@ def _answers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
         raise PeerFailed(
             "another process has ended, or did not answer within the seconds of ddp_timeout: "
-            f"{told}"
+            f"{first_line}"
         ) from error
 
 

@@ -30,7 +30,7 @@ def write_processor(model: Any, folder: str | Path) -> None:
     files: Mapping[str, bytes] | None = getattr(model, "processor_files", None)
     if files is None:
         source = getattr(model, "name_or_path", None)
-        there = [Path(source, name) for name in PROCESSOR_FILES] if source else []
-        files = {path.name: path.read_bytes() for path in there if path.is_file()}
+        paths = [Path(source, name) for name in PROCESSOR_FILES] if source else []
+        files = {path.name: path.read_bytes() for path in paths if path.is_file()}
     for name, content in files.items():
         (Path(folder) / name).write_bytes(content)

@@ -202,8 +202,8 @@ def _plain(value: Any, place: str, tensors: dict[str, Tensor], shares: dict[str,
     if isinstance(value, Tensor):
         # A copy for each name: safetensors takes no two tensors with the same memory.
         taken = value.detach().cpu()
-        known = {x.data_ptr() for x in tensors.values()}
-        tensors[place] = (taken.clone() if taken.data_ptr() in known else taken).contiguous()
+        addresses = {x.data_ptr() for x in tensors.values()}
+        tensors[place] = (taken.clone() if taken.data_ptr() in addresses else taken).contiguous()
         return {_TENSOR: place}
     if isinstance(value, np.ndarray):
         data = np.frombuffer(value.tobytes(), dtype=np.uint8).copy()

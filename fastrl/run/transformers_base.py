@@ -38,8 +38,8 @@ class OpenTrainer(transformers.Trainer):
     ) -> tuple[int, int]:
         # The place at which a run goes on, a local variable, is computed from the number of steps:
         # wrongly where a stream has ended, or other processes make other batches.
-        given = max_steps, num_update_steps_per_epoch, num_train_epochs
-        return self.begin_at(*super()._init_training_state(*given, *rest), num_train_epochs)
+        lengths = max_steps, num_update_steps_per_epoch, num_train_epochs
+        return self.begin_at(*super()._init_training_state(*lengths, *rest), num_train_epochs)
 
     def begin_at(self, epoch: int, minibatches: int, epochs: int) -> tuple[int, int]:
         """The epoch in which a run begins, and how many of its mini-batches are behind.
@@ -126,8 +126,8 @@ class OpenTrainer(transformers.Trainer):
             self._save_rng_state(str(folder))
         having_state = (*self.callback_handler.callbacks, self.control)
         exported: Any = [x for x in having_state if isinstance(x, ExportableState)]
-        known: Any = self.state.stateful_callbacks
-        known |= TrainerState(stateful_callbacks=exported).stateful_callbacks
+        states: Any = self.state.stateful_callbacks
+        states |= TrainerState(stateful_callbacks=exported).stateful_callbacks
 
     def write_model(self, folder: Path) -> None:
         """Writes what :meth:`save_model` does, but for the card; uploads nothing."""
@@ -227,9 +227,9 @@ def _tied_weights_are_not_missed(model: Any) -> Iterator[None]:
         if not keys.missing_keys:
             return
         weights, missing = model.state_dict(), set(keys.missing_keys)
-        there = {x.data_ptr() for name, x in weights.items() if name not in missing} - {0}
+        loaded = {x.data_ptr() for name, x in weights.items() if name not in missing} - {0}
         keys.missing_keys[:] = [
-            x for x in keys.missing_keys if x not in weights or weights[x].data_ptr() not in there
+            x for x in keys.missing_keys if x not in weights or weights[x].data_ptr() not in loaded
         ]
 
     hook = model.register_load_state_dict_post_hook(found)

@@ -50,14 +50,14 @@ def check_best_metric(args: TrainingArguments, evaluated: Any) -> None:
         )
 
 
-def settings_of_results(args: TrainingArguments, own: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of_results(args: TrainingArguments, of_trainer: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that change what is computed.
 
     Args:
-        own: the trainer's settings that ``args`` lack.
+        of_trainer: the trainer's settings that ``args`` lack.
     """
     of_results = {k: v for k, v in args.to_dict().items() if not k.startswith(_FREE)}
-    return json.loads(json.dumps({**of_results, **own}, default=str))
+    return json.loads(json.dumps({**of_results, **of_trainer}, default=str))
 
 
 def settings_of_steps(args: TrainingArguments) -> dict[str, Any]:

@@ -37,9 +37,9 @@ def settle_precision(args: Any, model: Any) -> bool:
     if shared is not None and not args.fp16 and not args.deepspeed:
         args.bf16, args.fp16, args.mixed_precision = shared == "bf16", shared == "fp16", shared
         return False
-    said = next((x for x in ("fp16", "bf16_full_eval", "deepspeed") if getattr(args, x)), None)
-    known = isinstance(model, nn.Module)  # a model's name is loaded later
-    chosen = precision_for(model, device, said) if known else None
+    setting = next((x for x in ("fp16", "bf16_full_eval", "deepspeed") if getattr(args, x)), None)
+    is_loaded = isinstance(model, nn.Module)  # a model's name is loaded later
+    chosen = precision_for(model, device, setting) if is_loaded else None
     args.bf16 = chosen is not None
     if args.bf16:
         args.mixed_precision = chosen
@@ -83,13 +83,13 @@ def drop_masters(optimizer: Any) -> None:
 def schedule_by_metric(args: Any) -> Iterator[None]:
     """Context in which a schedule that reads a metric is made for one that should rise, where it
     should: transformers makes all of them as if it should fall."""
-    given = args.lr_scheduler_kwargs
+    kwargs = args.lr_scheduler_kwargs
     if args.lr_scheduler_type in SCHEDULES_BY_METRIC and args.greater_is_better:
-        args.lr_scheduler_kwargs = {"mode": "max", **(given or {})}
+        args.lr_scheduler_kwargs = {"mode": "max", **(kwargs or {})}
     try:
         yield
     finally:
-        args.lr_scheduler_kwargs = given
+        args.lr_scheduler_kwargs = kwargs
 
 
 def warn_of_lost_steps(args: Any, model: nn.Module, stacklevel: int) -> None:

@@ -114,12 +114,12 @@ class DeferredGradients:
         passes = on_all_processes(parts, self.processes) if self.bounded else [(parts[0], True)]
         if len(passes) == 1:
             return score(parts[0])
-        found, states = [], []
+        losses, states = [], []
         with torch.no_grad():
             for part, _ in passes:
                 states.append(_random_state(self.accelerator.device))
-                found.append(score(part))
-        scores = in_order(found[: len(parts)], parts)
+                losses.append(score(part))
+        scores = in_order(losses[: len(parts)], parts)
         if torch.is_grad_enabled():
             self._deferred.append(_Deferred(scores.requires_grad_(), score, passes, states))
         return scores
@@ -148,9 +148,9 @@ class DeferredGradients:
                     torch.autograd.backward(again, scores.grad[part] * counts)
 
 
-def in_order(found: Iterable[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
+def in_order(results: Iterable[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
     """Joins the results of parts in the order of their indices."""
-    first, *others = found
+    first, *others = results
     if not others:
         return first
     joined = torch.cat([first, *others])

@@ -12,7 +12,7 @@ from fastrl.models.adapter_start import moves_base
 def reference_of(
     args: Any, policy: CausalLMPolicy, given: CausalLMPolicy | None = None, fresh: bool = False
 ) -> RefModel:
-    """``given``, or the policy as training begins, see
+    """The reference ``given``, or the policy as training begins, see
     :class:`fastrl.learn.ref_model.RefModel`; with ``args.sync_ref_model`` one that can follow the
     policy.
 

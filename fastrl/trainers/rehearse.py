@@ -102,11 +102,11 @@ class Stage:
     def arguments(self, **changed: Any) -> Any:
         """The arguments of a trainer on transformers': the run's, changed for a rehearsal."""
         kind = getattr(self.trainer_class, self.trainer_class.rehearsed_as.arguments)
-        known = {f.name for f in dataclasses.fields(kind) if f.init}
-        settings = {x: getattr(self.settings, x) for x in known if hasattr(self.settings, x)}
+        names = {f.name for f in dataclasses.fields(kind) if f.init}
+        settings = {x: getattr(self.settings, x) for x in names if hasattr(self.settings, x)}
         settings |= {**_NOT_REHEARSED, "gradient_accumulation_steps": self.accumulated, **changed}
         settings["output_dir"] = str(self.memory.folder)
-        return kind(**{name: x for name, x in settings.items() if name in known})
+        return kind(**{name: x for name, x in settings.items() if name in names})
 
     def made(self, model: Any, rows: Mapping[str, list], *others: Any, **changed: Any) -> Any:
         """A trainer on transformers' for a model and rows, by column.

@@ -59,10 +59,10 @@ class Walk(ABC):
         self.ledger = self.folder.ledger
         self.strayed: str | None = None
         self.walked = 0
-        every = read_facts(self.ledger, last, last)
-        if not every:
+        facts = read_facts(self.ledger, last, last)
+        if not facts:
             raise ValueError(no_step(self.ledger, last))
-        self.facts = every[-1]
+        self.facts = facts[-1]
         if read_ledger(self.ledger, ["seed"], last, last)["seed"].null_count:
             raise ValueError(
                 f"the {self.samples_of} of {self.unit} {last} came from {self.others}, which "
@@ -164,8 +164,8 @@ class LoopWalk(Walk):
                     trainer.train(None if checkpoint is None else str(checkpoint))
                 except Drawn:
                     begun_at = 0 if checkpoint is None else step_of(checkpoint)
-                    found = self.samples, self.strayed, self.tolerance, self.walked
-                    return Replayed(self.last, begun_at, *found)
+                    walk = self.samples, self.strayed, self.tolerance, self.walked
+                    return Replayed(self.last, begun_at, *walk)
         raise ValueError(
             f"the run ends before generation {self.last}: make the trainer as for the run"
         )
@@ -174,10 +174,10 @@ class LoopWalk(Walk):
         """The newest good checkpoint that has not made the last generation yet."""
         of_command, (part, name) = self.folder.checkpoints, self.counted_as
         checkpoints = Checkpoints(of_command if of_command.is_dir() else self.folder.path)
-        found = checkpoints.newest_good()
-        while found and load_tree(found / "process-0")["own"][part][name] >= self.last:
-            found = checkpoints.newest_good(before=step_of(found))
-        return found
+        checkpoint = checkpoints.newest_good()
+        while checkpoint and load_tree(checkpoint / "process-0")["own"][part][name] >= self.last:
+            checkpoint = checkpoints.newest_good(before=step_of(checkpoint))
+        return checkpoint
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""What a trainer on transformers' Trainer goes on from: a checkpoint that is found, checked and
-read, also one of another number of processes."""
+"""How a trainer on transformers' Trainer resumes: a checkpoint is found, checked and read, also one
+that another number of processes has saved."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from fastrl.run.transformers_settings import SIZES, warn_of_changes
 
 @dataclass
 class Resuming:
-    """The run that resumes, as far as checkpoints are held against it.
+    """The run that resumes: what a checkpoint is compared with.
 
     Args:
-        identity: what must be the same.
-        settings: what gets a warning where it is not the same.
+        identity: facts that must be the same in the checkpoint.
+        settings: settings that get a warning where the checkpoint's differ.
         samples: the number of samples in a step of all processes, and the settings whose product it
             is.
-        batch_size: of one process.
-        joined: makes one process's own state of those of another number of processes.
+        batch_size: samples in a batch of one process.
+        joined: makes one state of a trainer of those that several processes saved.
         check_foreign: raises BadCheckpoint where the trainer cannot go on from a checkpoint that
             transformers alone has written.
-        adopt: takes over from the machine of the checkpoint what can be chosen.
+        adopt: gets facts of the checkpoint's machine, and sets this run's choices like it.
     """
 
     identity: Mapping[str, Any]
@@ -71,16 +71,16 @@ class Resuming:
         if not (checkpoint / folder_of(0)).is_dir():
             self.check_foreign(checkpoint)
         else:
-            there = len(list(checkpoint.glob("process-*")))
-            states = [load_tree(checkpoint / folder_of(i)) for i in range(there)]
+            folders = len(list(checkpoint.glob("process-*")))
+            states = [load_tree(checkpoint / folder_of(i)) for i in range(folders)]
             first = states[0]
             facts = {k: v for k, v in self.identity.items() if k != "weights"}
             check_identity(first["identity"], facts)
             check_weights(first["identity"]["weights"], self.identity["weights"])
             self._check_processes(first)
-            others = _count_of(first) != self.processes.count
-            warn_of_changes(first["settings"], self.settings, but=SIZES if others else ())
-            same = there == self.processes.count == _count_of(first)
+            resized = _count_of(first) != self.processes.count
+            warn_of_changes(first["settings"], self.settings, but=SIZES if resized else ())
+            same = folders == self.processes.count == _count_of(first)
             step = step_of(checkpoint)
             state = states[self.processes.index] if same else self._of_others(states, step)
         if is_foreign(checkpoint):
@@ -99,16 +99,16 @@ class Resuming:
         """Raises BadCheckpoint where a run of another number of processes had another number of
         samples in a step."""
         count, now = _count_of(state), self.processes.count
-        there, (here, product) = state.get("samples"), self.samples
-        if count != now and there != here:
+        earlier, (samples, product) = state.get("samples"), self.samples
+        if count != now and earlier != samples:
             raise BadCheckpoint(
                 f"resume: the checkpoint's run had {count} process(es) and this one has {now}, so "
-                f"that {product} must be {there or 'the same'} as in that run, and is {here}: set "
-                f"the sizes so, or start {count} process(es)"
+                f"that {product} must be {earlier or 'the same'} as in that run, and is {samples}: "
+                f"set the sizes so, or start {count} process(es)"
             )
 
     def _of_others(self, states: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
-        """This process's state from those of other processes, as far as they are known."""
+        """This process's state, made of those that another number of processes saved."""
         first, count, index = states[0], _count_of(states[0]), self.processes.index
         same = count == self.processes.count
         warnings.warn(
@@ -120,13 +120,13 @@ class Resuming:
         done, size = first["place"], first["settings"]["per_device_train_batch_size"] * count
         now = self.batch_size * self.processes.count
         since = torch.stack([state["losses"]["since_the_log"] for state in states]).mean(0)
-        known = index < len(states)
+        saved = index < len(states)
         return {
             **first,
             "place": {**done, "minibatches": -(-done["minibatches"] * size // now)},
             "losses": {**first["losses"], "since_the_log": since},
             "own": self.joined([state["own"] for state in states]),
-            "random": states[index]["random"] if known else self._new_draws(first["seed"], step),
+            "random": states[index]["random"] if saved else self._new_draws(first["seed"], step),
         }
 
     def _new_draws(self, seed: int, step: int) -> dict[str, Any]:
@@ -142,32 +142,33 @@ def find_to_resume(
     """The checkpoint that a trainer is told to go on from; None: it begins anew.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no checkpoint.
     """
     if resume is None or resume is False:
         return None
-    found = find_trainer_checkpoint(resume, checkpoints, processes)
-    if found is None:
+    checkpoint = find_trainer_checkpoint(resume, checkpoints, processes)
+    if checkpoint is None:
         raise FileNotFoundError(
             f"resume_from_checkpoint: there is no checkpoint in {checkpoints.folder}: name a "
             "checkpoint's folder, or leave it out to begin anew"
         )
-    return found
+    return checkpoint
 
 
 def check_shapes(checkpoint: Path, model: Any) -> None:
-    """
+    """Compares the shapes of a checkpoint's weights with a model's.
+
     Raises:
-        BadCheckpoint: the weights of a checkpoint are those of another model.
+        BadCheckpoint: they are those of another model.
     """
     weights = checkpoint / "model.safetensors"
     if weights.is_file():
-        here = {name: list(x.shape) for name, x in model.state_dict().items()}
+        shapes = {name: list(x.shape) for name, x in model.state_dict().items()}
         for name, shape in shapes_of(weights).items():
-            if here.get(name, shape) != shape:
+            if shapes.get(name, shape) != shape:
                 raise BadCheckpoint(
                     f"resume: {checkpoint} is of another model, whose {name} is {shape}, here "
-                    f"{here[name]}: resume with the model that the run began with"
+                    f"{shapes[name]}: resume with the model that the run began with"
                 )
 
 
@@ -182,8 +183,8 @@ def clear_the_way(
     """Moves records and checkpoints of steps that will be done again, or of another run.
 
     Args:
-        checkpoint, state: what is gone on from; None: nothing.
-        folder: a command's, which has records.
+        checkpoint, state: what the run resumes from; None: it begins anew.
+        folder: a command's run folder, which has records.
         saves: whether checkpoints will be written.
     """
     if folder is not None:

@@ -389,8 +389,8 @@ class RewardTrainer(SupervisedTrainer):
                 metrics.count("num_tokens", mask.sum())
         sides = torch.stack([chosen.float().mean(-1), rejected.float().mean(-1)])  # [2, B]
         lead = sides[0] - sides[1]
-        found = {"accuracy": lead > 0, "margin": lead, "mean_reward": sides}
-        metrics.pool({name: mean_of(x.flatten()) for name, x in found.items()}, of_none=0.0)
+        means = {"accuracy": lead > 0, "margin": lead, "mean_reward": sides}
+        metrics.pool({name: mean_of(x.flatten()) for name, x in means.items()}, of_none=0.0)
         metrics.pool_extremes("min_reward", "max_reward", sides)
 
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
@@ -539,10 +539,10 @@ def _check_classic(args: Any, max_length: int | None, collates: bool) -> None:
         ValueError: ``max_length`` is given twice.
     """
     plain = type(args) is TrainingArguments
-    given = None if plain else getattr(args, "max_length", None)
-    if max_length is not None and given not in (None, RewardConfig.max_length):
+    limit = None if plain else getattr(args, "max_length", None)
+    if max_length is not None and limit not in (None, RewardConfig.max_length):
         raise ValueError(
-            f"max_length is given twice, {max_length} and {given} in args: set it in RewardConfig "
+            f"max_length is given twice, {max_length} and {limit} in args: set it in RewardConfig "
             "alone"
         )
     if plain:

@@ -105,8 +105,8 @@ class FirstToKnow(TrainerCallback):
     def __init__(self, place: Callable[[], RunPlace], mark: Callable[[], None]):
         self.place, self.mark = place, mark
 
-    def on_epoch_begin(self, *_: Any, **told: Any) -> None:
-        self.place().begin_epoch(told["train_dataloader"])
+    def on_epoch_begin(self, *_: Any, **kwargs: Any) -> None:
+        self.place().begin_epoch(kwargs["train_dataloader"])
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.place().passes = 0

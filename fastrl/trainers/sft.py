@@ -222,9 +222,9 @@ class SFTTrainer(SupervisedTrainer):
         self.check_keywords(
             compute_loss_func=compute_loss_func, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs
         )
-        told: dict[str, Any] = {"infinite": infinite, "num_of_sequences": num_of_sequences}
-        told |= {"chars_per_token": chars_per_token, "dataset_batch_size": dataset_batch_size}
-        todays(SFTConfig, told)
+        arguments: dict[str, Any] = {"infinite": infinite, "num_of_sequences": num_of_sequences}
+        arguments |= {"chars_per_token": chars_per_token, "dataset_batch_size": dataset_batch_size}
+        todays(SFTConfig, arguments)
         args = settings_of(
             args,
             SFTConfig,
@@ -300,13 +300,13 @@ class SFTTrainer(SupervisedTrainer):
             rows = PackedCollator(self._tokenizer)
             # The warning of padding is given only where padding is possible; else there is an
             # error.
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 padding_free = self._is_padding_free()
             if not padding_free:
                 rows = choose_collator(self.model, self._tokenizer, autocast)
             rows.pad_to_multiple_of = args.pad_to_multiple_of
-            for each in said:
+            for each in caught:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             self.data_collator = JoinedCollator(rows) if joins else rows
         self.count_learned_tokens()  # by which the loss is divided
@@ -332,8 +332,8 @@ class SFTTrainer(SupervisedTrainer):
         settle_model(model, self._tokenizer, self._settings, adapts)
         model = with_adapter(model, self._peft_config, self._settings)
         self._virtual = virtual_tokens(model)
-        found = router_loss(model, self._settings.router_aux_loss_coef, as_configured=True)
-        self.aux_loss_enabled, self.router_aux_loss_coef = found
+        router = router_loss(model, self._settings.router_aux_loss_coef, as_configured=True)
+        self.aux_loss_enabled, self.router_aux_loss_coef = router
         if hasattr(model, "add_model_tags"):
             model.add_model_tags([*self._tag_names])
         return model
@@ -394,9 +394,9 @@ class SFTTrainer(SupervisedTrainer):
                 "micro_batch_tokens splits batches of tensors with a row for each example, and the "
                 f"data collator makes {', '.join(whole)}: leave it out"
             )
-        given = {name: x for name, x in whole.items() if name != "labels"} | {"use_cache": False}
-        found = self._lengths(given, given.pop("lengths", None), inputs["rows"])
-        sizes = [labels.shape[1]] * len(labels) if found is None else [sum(row) for row in found]
+        batch = {name: x for name, x in whole.items() if name != "labels"} | {"use_cache": False}
+        lengths = self._lengths(batch, batch.pop("lengths", None), inputs["rows"])
+        sizes = [labels.shape[1]] * len(labels) if lengths is None else list(map(sum, lengths))
         parts = []
         for chosen in fill(sizes, most, self.example):
             part = {name: x[chosen] for name, x in whole.items()}
@@ -446,13 +446,13 @@ class SFTTrainer(SupervisedTrainer):
             if training:
                 part = torch.full_like(aux, self._of_batch)
                 self._metrics["train"].pool({"aux_loss": (aux * part, part)}, of_none=0.0)
-            own = self.router_aux_loss_coef * aux * self._of_batch / steps
+            router_part = self.router_aux_loss_coef * aux * self._of_batch / steps
             # What follows multiplies the loss by the number of processes, or by the batch's share.
             if whole_step and self.args.average_tokens_across_devices:
-                own = own / self.accelerator.num_processes
+                router_part = router_part / self.accelerator.num_processes
             elif not whole_step:
-                own = own / self._of_batch
-            loss = loss + own
+                router_part = router_part / self._of_batch
+            loss = loss + router_part
         if whole_step and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over them
         if not self.share:
@@ -517,25 +517,25 @@ class SFTTrainer(SupervisedTrainer):
             metrics.count("num_tokens", inputs["labels"].numel())
         if scores.extras is not None:
             entropies, correct = _predictions(scores)
-            found = {"entropy": mean_of(entropies), "mean_token_accuracy": mean_of(correct)}
-            metrics.pool(found, of_none=0.0)
+            means = {"entropy": mean_of(entropies), "mean_token_accuracy": mean_of(correct)}
+            metrics.pool(means, of_none=0.0)
 
     def _scores(
         self, model: nn.Module, inputs: dict[str, Any], request: ScoringRequest
     ) -> tuple[TokenScores, Any]:
         """Scores of the requested tokens of a batch, and the model's output."""
-        given, attention, rows, _ = self._without_padding(inputs, request.rows)
+        model_inputs, attention, rows, _ = self._without_padding(inputs, request.rows)
         if self._virtual:  # virtual tokens stand in front of each row
             rows = rows + self._virtual * (rows // inputs["labels"].shape[1] + 1)
-        given = {**given, "attention": attention}
-        found = self.scorer(self._plain(model), given, request._replace(rows=rows), model)
-        return found.scores, found.output
+        model_inputs = {**model_inputs, "attention": attention}
+        scored = self.scorer(self._plain(model), model_inputs, request._replace(rows=rows), model)
+        return scored.scores, scored.output
 
     def _outputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """The model's output for a batch, with logits [B, T, V]; those of padding may be 0."""
-        given, attention, _, places = self._without_padding(inputs, inputs["rows"])
+        model_inputs, attention, _, places = self._without_padding(inputs, inputs["rows"])
         with replaced(self._plain(model), attention):
-            outputs = model(**given)
+            outputs = model(**model_inputs)
         if self._virtual:
             outputs["logits"] = outputs.logits[:, self._virtual :]
         if places is not None:

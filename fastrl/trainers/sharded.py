@@ -162,5 +162,5 @@ def weight_shares(
                     "whole"
                 )
     plain = plain_model(accelerator, model)
-    there = checkpoint is not None and (checkpoint / SHARES).is_dir()
-    return Shares(plain) if there or is_spread(plain) else None
+    has_shares = checkpoint is not None and (checkpoint / SHARES).is_dir()
+    return Shares(plain) if has_shares or is_spread(plain) else None

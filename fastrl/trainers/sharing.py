@@ -42,8 +42,8 @@ class SharedBatches(BatchSampler):
         if not isinstance(order, SeedableRandomSampler):  # which depends on its seed alone
             order = self.processes.from_main(list(order))
         for batch in BatchSampler(order, self.batch_size, self.drop_last):
-            own = self._own([self.sizes[i] if self.sizes else 0 for i in batch])
-            yield [batch[k] for k in own] or batch[:1]
+            share = self._own([self.sizes[i] if self.sizes else 0 for i in batch])
+            yield [batch[k] for k in share] or batch[:1]
 
     def part(self, number: int) -> float:
         """This process's part of the examples of a batch, by its number in the epoch."""

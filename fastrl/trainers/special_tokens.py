@@ -38,10 +38,10 @@ def settle_tokenizer(tokenizer: Any, args: Any) -> None:
                 f"chat_template_path: the tokenizer of {path} has no chat template: name another, "
                 "or a file that ends in .jinja"
             )
-    known = {*tokenizer.get_vocab(), *(() if other is None else other.added_tokens_encoder)}
+    tokens = {*tokenizer.get_vocab(), *(() if other is None else other.added_tokens_encoder)}
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name)
-        if token is not None and token not in known:
+        if token is not None and token not in tokens:
             raise ValueError(
                 f"{name}={token!r} is not in the vocabulary of the tokenizer "
                 f"({type(tokenizer).__name__}): name one of its tokens, or add it to tokenizer and "
@@ -50,9 +50,9 @@ def settle_tokenizer(tokenizer: Any, args: Any) -> None:
     if template is not None:
         tokenizer.chat_template = template
     if other is not None:
-        there = tokenizer.get_vocab()
+        vocabulary = tokenizer.get_vocab()
         added = other.added_tokens_decoder.values()
-        tokenizer.add_tokens([token for token in added if token.content not in there])
+        tokenizer.add_tokens([token for token in added if token.content not in vocabulary])
         if other.eos_token is not None:
             tokenizer.eos_token = other.eos_token
     for name in ("eos_token", "pad_token"):

@@ -249,12 +249,12 @@ class SupervisedTrainer(BaseTrainer, ABC):
             texts = getattr(dataset, "texts", dataset)  # packed rows have their texts there
             check_table(self.accelerator.unwrap_model(self.model), self.processing_class, texts)
 
-    def check_keywords(self, **given: Any) -> None:
+    def check_keywords(self, **keywords: Any) -> None:
         """Refuses those of ``refused_keywords`` that are not None."""
-        for name, value in given.items():
+        for name, value in keywords.items():
             if value is not None:
-                own = type(self).__name__
-                raise TypeError(f"{own} does not take {name}: {self.refused_keywords[name]}")
+                class_name = type(self).__name__
+                raise TypeError(f"{class_name} does not take {name}: {self.refused_keywords[name]}")
 
     @abstractmethod
     def prepare_model(self, model: Any) -> Any:
@@ -267,8 +267,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
     def _prepared_rows(self, dataset: Any, training: bool) -> Any:
         if "_prepare_dataset" in self.overrides:
             name = "train" if training else "eval"
-            given = dataset, self._tokenizer, self._settings, *self._preparing(training), name
-            dataset = self._prepare_dataset(*given)
+            arguments = dataset, self._tokenizer, self._settings, *self._preparing(training), name
+            dataset = self._prepare_dataset(*arguments)
         return self.prepare_data(dataset, training)
 
     def _preparing(self, training: bool) -> tuple[Any, ...]:
@@ -277,7 +277,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         return ()
 
     def _prepare_dataset(
-        self, dataset: Any, processing_class: Any, args: Any, *given: Any, **named: Any
+        self, dataset: Any, processing_class: Any, args: Any, *positional: Any, **named: Any
     ) -> Any:
         """Calls :meth:`prepare_data` under TRL's name, for subclasses that override this. What they
         return may be prepared, or not yet.
@@ -288,10 +288,10 @@ class SupervisedTrainer(BaseTrainer, ABC):
         Raises:
             ValueError: another tokenizer, or other arguments, than the trainer's.
         """
-        *others, name = [*given, *named.values()]
+        *others, name = [*positional, *named.values()]
         training = name == "train"
-        own = self._preparing(training)
-        if processing_class is not self._tokenizer or (*others,) != own:
+        options = self._preparing(training)
+        if processing_class is not self._tokenizer or (*others,) != options:
             raise ValueError(
                 "super()._prepare_dataset prepares by the trainer's own tokenizer and settings: "
                 "hand on what was given, or prepare the rows without it"
@@ -363,9 +363,9 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
-        said = other_defaults(self.args)
-        if said and self.processes.is_main and not self.of_a_command:
-            tqdm.write(said, file=sys.stderr)
+        changes = other_defaults(self.args)
+        if changes and self.processes.is_main and not self.of_a_command:
+            tqdm.write(changes, file=sys.stderr)
         self._last = {} if resumed is None else dict(resumed["own"].get("last", {}))
 
     def own_state(self) -> dict[str, Any]:
@@ -453,9 +453,9 @@ class SupervisedTrainer(BaseTrainer, ABC):
         return of_all * self._of_batch
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        known = eval_dataset is None or isinstance(eval_dataset, str)
+        is_prepared = eval_dataset is None or isinstance(eval_dataset, str)
         return super().get_eval_dataloader(
-            eval_dataset if known else self.prepare_eval_data(eval_dataset)
+            eval_dataset if is_prepared else self.prepare_eval_data(eval_dataset)
         )
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -493,12 +493,12 @@ class SupervisedTrainer(BaseTrainer, ABC):
         count = max(len(x) for x in inputs.values() if isinstance(x, Tensor) and x.dim())
         labels = inputs.get("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
-            given = copy.copy(inputs)  # programs may take entries out of the batch
+            batch = copy.copy(inputs)  # programs may take entries out of the batch
             if loss_alone:
-                found: Any = self.compute_loss(model, given), None
+                result: Any = self.compute_loss(model, batch), None
             else:
-                found = self.compute_loss(model, given, return_outputs=True)
-        loss, outputs = found[0].detach(), found[1]
+                result = self.compute_loss(model, batch, return_outputs=True)
+        loss, outputs = result[0].detach(), result[1]
         self.held_out(loss.expand(count), torch.ones(count, device=loss.device))
         return loss, getattr(outputs, "logits", outputs), None if loss_alone else labels
 
@@ -521,23 +521,23 @@ class SupervisedTrainer(BaseTrainer, ABC):
         """
         if self._losses_so_far is None:
             return
-        own = torch.stack([x.float() for x in (sums, counts, *columns)], dim=-1)
+        numbers = torch.stack([x.float() for x in (sums, counts, *columns)], dim=-1)
         # Examples that are there twice, so that all processes have as many, are left out.
-        self._losses_so_far.append(self.accelerator.gather_for_metrics(own).cpu())
+        self._losses_so_far.append(self.accelerator.gather_for_metrics(numbers).cpu())
 
     def counting(self, count: int) -> Tensor:
         """Which of a batch's examples count, [count] bool: where several processes share the last
         batch of an epoch or of an evaluation, some have examples that others have, too."""
-        own = self.processes.index * count + torch.arange(count, device=self.args.device)
+        places = self.processes.index * count + torch.arange(count, device=self.args.device)
         if self.model.training:
-            return torch.full_like(own, bool(self.share), dtype=torch.bool)
+            return torch.full_like(places, bool(self.share), dtype=torch.bool)
         if self._losses_so_far is None or self.processes.count == 1:
-            return torch.ones_like(own, dtype=torch.bool)
-        return torch.isin(own, self.accelerator.gather_for_metrics(own))
+            return torch.ones_like(places, dtype=torch.bool)
+        return torch.isin(places, self.accelerator.gather_for_metrics(places))
 
     def prepare_eval_data(self, dataset: Any) -> Any:
         """A data set for evaluation, prepared unless it is already."""
-        if any(dataset is known for known in self._prepared):
+        if any(dataset is prepared for prepared in self._prepared):
             return dataset
         ready = self._prepared_rows(dataset, False)
         if hasattr(self, "products"):  # before that is set the constructor checks
@@ -627,8 +627,8 @@ def check_numbers(args: Any, kind: type) -> None:
     check_ranges(args, kind, _RANGES)
     parallelism = getattr(args, "parallelism_config", None)
     if parallelism is not None and not hasattr(parallelism, "get_device_mesh"):
-        given = type(parallelism).__name__
-        raise TypeError(f"parallelism_config must be accelerate's or None, got {given}")
+        name_given = type(parallelism).__name__
+        raise TypeError(f"parallelism_config must be accelerate's or None, got {name_given}")
     args.adam_beta1, args.adam_beta2 = (
         float(args.adam_beta1),
         float(args.adam_beta2),
@@ -687,10 +687,10 @@ def with_quantization(args: Any, model: Any, config: Any) -> None:
             "quantization_config is for a model that is loaded by its path: pass it to "
             "from_pretrained"
         )
-    given = args.model_init_kwargs or {}
-    if given.get("quantization_config") is not None:
+    arguments = args.model_init_kwargs or {}
+    if arguments.get("quantization_config") is not None:
         raise ValueError("quantization_config is given twice: leave it out of model_init_kwargs")
-    args.model_init_kwargs = {**given, "quantization_config": config}
+    args.model_init_kwargs = {**arguments, "quantization_config": config}
 
 
 def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
@@ -698,8 +698,8 @@ def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
     limits = [args.max_length, getattr(tokenizer, "model_max_length", None)]
     if getattr(model, "config", None) is not None:
         limits.append(context_length(model))
-    known = [limit for limit in limits if limit is not None and 0 < limit < NO_LIMIT]
-    return min(known, default=None)
+    finite = [limit for limit in limits if limit is not None and 0 < limit < NO_LIMIT]
+    return min(finite, default=None)
 
 
 def refuse_processor(processing_class: Any) -> None:

@@ -116,11 +116,11 @@ def output_of(loss: Loss, batch: Batch, policy: Any, reference: Any) -> LossOutp
     Raises:
         TypeError: it is not a number with its metrics, all of them tensors.
     """
-    found = loss(batch, policy, reference)
-    said = "it must return LossOutput(loss, metrics), a tensor of one number and a dict of tensors"
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise TypeError(f"the loss {loss.name} returned {found!r:.80}: {said}")
-    number, metrics = found
+    output = loss(batch, policy, reference)
+    must = "it must return LossOutput(loss, metrics), a tensor of one number and a dict of tensors"
+    if not isinstance(output, tuple) or len(output) != 2:
+        raise TypeError(f"the loss {loss.name} returned {output!r:.80}: {must}")
+    number, metrics = output
     wrong = None
     if not isinstance(number, Tensor):
         wrong = f"a loss of the type {type(number).__name__}"
@@ -134,7 +134,7 @@ def output_of(loss: Loss, batch: Batch, policy: Any, reference: Any) -> LossOutp
         elif name in _TRAINERS:
             wrong = f"the metric {name!r}, and that is a name of the trainer's own"
     if wrong:
-        raise TypeError(f"the loss {loss.name} returned {wrong}: {said}")
+        raise TypeError(f"the loss {loss.name} returned {wrong}: {must}")
     return LossOutput(number, metrics)
 
 

@@ -35,19 +35,19 @@ def make_loss(kind: str | type[Loss] | PairObjective, **coefficients: Any) -> Lo
             f"{kind!r} is no loss: derive a dataclass from PairwiseLoss or Loss, or write "
             "@loss_of_pairs() above a function of two sides"
         )
-    own = [field.name for field in dataclasses.fields(made) if field.init]
-    for given in coefficients:
-        if given not in own:
+    names = [field.name for field in dataclasses.fields(made) if field.init]
+    for name in coefficients:
+        if name not in names:
             raise ValueError(
-                f"the loss {made.name} has no coefficient {given!r}: it has "
-                f"{', '.join(own) or 'none'}"
+                f"the loss {made.name} has no coefficient {name!r}: it has "
+                f"{', '.join(names) or 'none'}"
             )
     return made(**coefficients)
 
 
 def _named(name: str) -> Any:
-    if ":" in name and isinstance(own := load_function(name), type):
-        return own
+    if ":" in name and isinstance(loss_class := load_function(name), type):
+        return loss_class
     if name in LOSSES:
         return LOSSES[name]
     if name not in PAIR_LOSSES:

@@ -100,10 +100,10 @@ def loss_of_row(row: PairObjective, class_name: str | None = None) -> Any:
             f"weights here: use fastrl.DPOConfig(loss_type={row.name!r})"
         )
     fields = [(name, type(default), default) for name, default in row.options.items()]
-    own = {"row": row, "name": row.name, "compares": row.reads != "p", "__module__": __name__}
-    own["__doc__"] = f"{row.formula}: {row.source}."
+    body = {"row": row, "name": row.name, "compares": row.reads != "p", "__module__": __name__}
+    body["__doc__"] = f"{row.formula}: {row.source}."
     made = class_name or row.name
-    return dataclasses.make_dataclass(made, fields, bases=(RowLoss,), namespace=own, frozen=True)
+    return dataclasses.make_dataclass(made, fields, bases=(RowLoss,), namespace=body, frozen=True)
 
 
 DPO = register(loss_of_row(PAIR_LOSSES["dpo"], "DPO"))

@@ -152,8 +152,8 @@ class PPO(Loss):
         model_pass = minibatch.tokens.model_pass
         request = loss.request(minibatch, model_pass, denominator)
         scores = policy.model(**model_pass.inputs, scoring=request)
-        found = loss(minibatch.old, request, scores)
-        return LossOutput(found.loss, found.stats)
+        terms = loss(minibatch.old, request, scores)
+        return LossOutput(terms.loss, terms.stats)
 
     def backward(
         self, minibatches: Sequence[Batch], model: Any, accelerator: Any, optimizer: Any

@@ -87,21 +87,21 @@ class PPOv2Trainer:
         peft_config: Any = None,
         **old: Any,
     ):
-        given = {"args": args, "processing_class": processing_class, "model": model}
-        given["ref_model"] = ref_model
-        own = type(self).__name__
+        passed = {"args": args, "processing_class": processing_class, "model": model}
+        passed["ref_model"] = ref_model
+        class_name = type(self).__name__
         for name, value in old.items():
             if name not in self.old_keywords:
-                raise TypeError(f"{own} got an unexpected keyword argument {name!r}")
-            given[self.old_keywords[name]] = value
-        self.args, self.processing_class = given["args"], given["processing_class"]
-        model, ref_model = given["model"], given["ref_model"]
+                raise TypeError(f"{class_name} got an unexpected keyword argument {name!r}")
+            passed[self.old_keywords[name]] = value
+        self.args, self.processing_class = passed["args"], passed["processing_class"]
+        model, ref_model = passed["model"], passed["ref_model"]
         for name, value in (("model", model), ("reward_model", reward_model)):
             if value is None:
-                raise TypeError(f"{own} needs a {name}")
+                raise TypeError(f"{class_name} needs a {name}")
         if (value_model is None) is self.has_values:
             what = "needs a value_model" if self.has_values else "has no value_model"
-            raise TypeError(f"{own} {what}: a sequence classifier of one label")
+            raise TypeError(f"{class_name} {what}: a sequence classifier of one label")
         if value_model is reward_model:
             raise ValueError(
                 "value_model and reward_model are one object, and the value model is trained while "
@@ -225,14 +225,14 @@ class PPOv2Trainer:
         responses that ended, or without, as a model that records it was trained."""
         model, size = self.reward_model, self.args.local_rollout_forward_batch_size
         pairs = zip(query_ids, map(self._as_trained, completion_ids), strict=True)
-        rows = [torch.tensor([*query, *said]) for query, said in pairs]
+        rows = [torch.tensor([*query, *response]) for query, response in pairs]
         side = classifier_side(model, model.device, model.dtype, stacklevel=4)
-        found: list[float] = []
+        rewards: list[float] = []
         for i in range(0, len(rows), size):
             batch = pad(rows[i : i + size], self.processing_class.pad_token_id, "right")
             inputs = {name: x.to(model.device) for name, x in batch.items()}
-            found += rewards_of_padded(model, inputs, side, padding_of(model))[:, 0].tolist()
-        return found
+            rewards += rewards_of_padded(model, inputs, side, padding_of(model))[:, 0].tolist()
+        return rewards
 
     def _as_trained(self, response: Sequence[int]) -> Sequence[int]:
         """A response's ids as the reward model reads them, see :mod:`fastrl.data.reads_eos`."""
@@ -248,11 +248,11 @@ class PPOv2Trainer:
             raise ValueError("generate_completions needs an eval_dataset")
         ids = list(map(torch.tensor, self.eval_prompts[_IDS]))
         ids = ids[: self.args.per_device_eval_batch_size] if sampling else ids
-        said = self.ppo.generate(ids, max_new_tokens=self.args.response_length, **self._ends)
-        said = [row[len(prompt) :] for row, prompt in zip(said, ids, strict=True)]
+        responses = self.ppo.generate(ids, max_new_tokens=self.args.response_length, **self._ends)
+        responses = [row[len(prompt) :] for row, prompt in zip(responses, ids, strict=True)]
         decode = self.processing_class.batch_decode
-        texts = decode(said)
-        scores = self.score([], texts, [x.tolist() for x in said], [x.tolist() for x in ids])
+        texts = decode(responses)
+        scores = self.score([], texts, [x.tolist() for x in responses], [x.tolist() for x in ids])
         self._show(decode(ids, skip_special_tokens=True), texts, scores)
 
     def _show(self, prompts: Sequence[str], texts: Sequence[str], scores: Sequence[float]) -> None:
@@ -273,9 +273,9 @@ class PPOv2Trainer:
         """Uploads the policy to ``hub_model_id``, by default the name of ``output_dir``."""
         args = self.args
         name = args.hub_model_id or Path(args.output_dir).name
-        own = {"private": args.hub_private_repo, "revision": args.hub_revision}
-        own = {option: value for option, value in own.items() if value is not None}
-        return self.ppo.push_to_hub(name, token=args.hub_token, **{**own, **options})
+        hub_options = {"private": args.hub_private_repo, "revision": args.hub_revision}
+        hub_options = {option: value for option, value in hub_options.items() if value is not None}
+        return self.ppo.push_to_hub(name, token=args.hub_token, **{**hub_options, **options})
 
 
 def _prompts(dataset: Any, name: str) -> Dataset:
@@ -321,7 +321,7 @@ class _Transformers(TrainCallback):
     def on_train_end(self, trainer: Any, result: Any) -> None:
         self._call("on_train_end")
 
-    def _call(self, event: str, **given: Any) -> None:
+    def _call(self, event: str, **arguments: Any) -> None:
         of = self.of
         handler = of.callback_handler
-        of.control = handler.call_event(event, of.args, of.state, of.control, **given)
+        of.control = handler.call_event(event, of.args, of.state, of.control, **arguments)

@@ -155,8 +155,8 @@ class PPOv2Config(SupervisedArguments):
         """Returns how many of a run's steps lie between two checkpoints; 0: there are none."""
         if self._text("save_strategy") == "no" or not self.save_steps:
             return 0
-        every = self.save_steps if self.save_steps >= 1 else self.save_steps * steps
-        return max(1, math.ceil(every))
+        interval = self.save_steps if self.save_steps >= 1 else self.save_steps * steps
+        return max(1, math.ceil(interval))
 
     def _text(self, name: str) -> str:
         value = getattr(self, name)
@@ -166,12 +166,12 @@ class PPOv2Config(SupervisedArguments):
     def optimizer_arguments(self) -> str:
         """``optim_args``, with what has a setting of its own."""
         _, keywords = class_and_keywords(self)
-        own: dict[str, Any] = {"weight_decay": self.weight_decay}
+        arguments: dict[str, Any] = {"weight_decay": self.weight_decay}
         if "betas" in keywords:
-            own["beta1"], own["beta2"] = keywords["betas"]
+            arguments["beta1"], arguments["beta2"] = keywords["betas"]
         if "eps" in keywords:
-            own["eps"] = keywords["eps"]
-        named = [f"{name}={value}" for name, value in own.items()]
+            arguments["eps"] = keywords["eps"]
+        named = [f"{name}={value}" for name, value in arguments.items()]
         return ",".join([*named, *filter(None, [self.optim_args])])
 
     def classic(self) -> PPOConfig:
@@ -211,5 +211,5 @@ class PPOv2Config(SupervisedArguments):
 
     def _accelerator_kwargs(self) -> dict[str, Any]:
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else None
-        found: dict[str, Any] = {"cpu": True} if self.use_cpu else {}
-        return found if precision is None else {**found, "mixed_precision": precision}
+        arguments: dict[str, Any] = {"cpu": True} if self.use_cpu else {}
+        return arguments if precision is None else {**arguments, "mixed_precision": precision}

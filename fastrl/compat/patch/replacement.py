@@ -155,9 +155,9 @@ def _differences(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[tuple[s
     """Names and descriptions of the differences; empty where there are none."""
     differences = []
     names = (("results", RESULT_TOLERANCE), ("gradients", GRADIENT_TOLERANCE))
-    for (what, tolerance), here, there in zip(names, ours, theirs, strict=True):
+    for (what, tolerance), our, their in zip(names, ours, theirs, strict=True):
         try:
-            torch.testing.assert_close(here, there, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(our, their, rtol=tolerance, atol=tolerance)
         except (AssertionError, TypeError) as error:
             differences.append((what, " ".join(str(error).split())))
     return differences

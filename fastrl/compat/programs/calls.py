@@ -37,7 +37,7 @@ def calls_of(tree: ast.Module, names: Mapping[str, str]) -> Iterator[Call]:
         names: the names, by what the program imports them as.
     """
     nodes = list(ast.walk(tree))
-    known = dict(names)
+    bound = dict(names)
     dicts: dict[str, list[ast.keyword]] = {}
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -46,16 +46,16 @@ def calls_of(tree: ast.Module, names: Mapping[str, str]) -> Iterator[Call]:
                 values = [node.value]
                 if isinstance(node.value, ast.IfExp):
                     values = [node.value.body, node.value.orelse]
-                held = [known[_last(x)] for x in values if _last(x) in known]
+                held = [bound[_last(x)] for x in values if _last(x) in bound]
                 if held:
-                    known.setdefault(target, held[0])
+                    bound.setdefault(target, held[0])
                 dicts[target] = [*dicts.get(target, []), *_entries(node.value)]
     supers = {
-        id(node): known[base]
+        id(node): bound[base]
         for kind in nodes
         if isinstance(kind, ast.ClassDef)
         for base in map(_last, kind.bases)
-        if base in known
+        if base in bound
         for node in ast.walk(kind)
         if isinstance(node, ast.Call) and _is_super_init(node)
     }
@@ -63,11 +63,11 @@ def calls_of(tree: ast.Module, names: Mapping[str, str]) -> Iterator[Call]:
         if not isinstance(node, ast.Call):
             continue
         func = node.func
-        name = supers.get(id(node)) or known.get(called(node))
+        name = supers.get(id(node)) or bound.get(called(node))
         if called(node) == "partial" and node.args:
-            name = known.get(_last(node.args[0]))
+            name = bound.get(_last(node.args[0]))
         elif name is None and called(node) == "__init__" and isinstance(func, ast.Attribute):
-            name = known.get(_last(func.value))
+            name = bound.get(_last(func.value))
         if name is not None:
             keywords = [x for keyword in node.keywords for x in _written(keyword, dicts)]
             yield Call(node, name, keywords)

@@ -128,9 +128,9 @@ def read_config(settings: str, program: str) -> list[Outcome]:
         if setting in fields or setting == "env":
             outcomes.append(Outcome(line, setting, AS_IT_IS))
             continue
-        every = [_of_setting(name, kind, setting, line) for name, kind in kinds.items()]
-        known = [x for x in every if x.kind != UNKNOWN]
-        outcomes.append((known or every)[0])
+        of_settings = [_of_setting(name, kind, setting, line) for name, kind in kinds.items()]
+        recognised = [x for x in of_settings if x.kind != UNKNOWN]
+        outcomes.append((recognised or of_settings)[0])
     return outcomes
 
 
@@ -207,11 +207,11 @@ def _of_import_from(
 ) -> Iterator[Outcome]:
     """Replaces ``from trl import …`` by a line for each module of fastrl's, if all names exist."""
     homes: dict[str, list[str]] = defaultdict(list)
-    known = True
+    all_known = True
     for alias in node.names:
         home = home_of(renamed.get(alias.name, alias.name))
         if home is None:
-            known = False
+            all_known = False
             try:
                 find(alias.name)
                 yield Outcome(node.lineno, alias.name, THERE)
@@ -226,7 +226,7 @@ def _of_import_from(
         )
         shown = alias.asname or alias.name
         homes[module].append(todays if todays == shown else f"{todays} as {shown}")
-    if known:
+    if all_known:
         indent = " " * node.col_offset
         is_spread = node.lineno != node.end_lineno
         lines = [_import_line(x, names, indent, is_spread) for x, names in homes.items()]
@@ -246,12 +246,13 @@ def _import_line(module: str, names: list[str], indent: str, is_spread: bool) ->
 def _of_import(node: ast.Import) -> Iterator[Outcome]:
     for alias in node.names:
         if is_trl(alias.name):
-            there = alias.name in MODULES
-            kind = AS_IT_IS if there else UNKNOWN
+            is_module = alias.name in MODULES
+            kind = AS_IT_IS if is_module else UNKNOWN
             plain = alias.name == "trl" and len(node.names) == 1
             text = f"import fastrl as {alias.asname or 'trl'}"
             edit = _whole(node, text) if plain else None
-            yield Outcome(node.lineno, alias.name, kind, "" if there else missing(alias.name), edit)
+            why = "" if is_module else missing(alias.name)
+            yield Outcome(node.lineno, alias.name, kind, why, edit)
 
 
 def _of_call(call: Call, name: str) -> Iterator[Outcome]:
@@ -409,9 +410,9 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
     if called(node) == "apply_chat_template" and "return_dict" not in keywords:
         tokenize = keywords.get("tokenize", ast.Constant(True))
         if isinstance(tokenize, ast.Constant) and tokenize.value is True and None not in keywords:
-            told = "token ids alone are return_dict=False now"
+            note = "token ids alone are return_dict=False now"
             behind = _behind([*node.args, *node.keywords], ", return_dict=False")
-            yield Outcome(node.lineno, "apply_chat_template", RENAMED, told, behind)
+            yield Outcome(node.lineno, "apply_chat_template", RENAMED, note, behind)
     for keyword in node.keywords:
         text = KEYWORDS.get((called(node), str(keyword.arg)))
         if text is not None:
@@ -423,8 +424,8 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
                 edit = _without(node, keyword)
             elif str(keyword.arg) in _BITS:
                 edit = _of_bits(node, keyword)
-            told = f"now {today}" if edit else _TODAY + today
-            yield Outcome(keyword.value.lineno, full, RENAMED if edit else THERE, told, edit)
+            note = f"now {today}" if edit else _TODAY + today
+            yield Outcome(keyword.value.lineno, full, RENAMED if edit else THERE, note, edit)
 
 
 def _behind(nodes: list[Any], text: str) -> Edit:
@@ -460,10 +461,10 @@ def _imports_of(tree: ast.Module, findings: list[Outcome]) -> Iterator[Outcome]:
     if not any(x.edit and "BitsAndBytesConfig(" in x.edit[2] for x in findings):
         return
     imports = [x for x in tree.body if isinstance(x, ast.Import | ast.ImportFrom)]
-    known = {
+    imported = {
         alias.name for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) for alias in x.names
     }
-    if "BitsAndBytesConfig" not in known:
+    if "BitsAndBytesConfig" not in imported:
         usual = [x for x in imports if getattr(x, "module", "") != "__future__"]
         first = [x for x in tree.body if x not in imports and not _is_text(x)]
         decorators = (x.lineno for x in getattr([*usual, *first][0], "decorator_list", ()))
@@ -488,10 +489,10 @@ def _whole(node: ast.stmt | ast.keyword | ast.alias, text: str) -> Edit:
 
 def _without(node: ast.Call, keyword: ast.keyword) -> Edit:
     """The edit that leaves out a keyword, with what stands up to the next, or to the call's end."""
-    every: list[Any] = sorted([*node.args, *node.keywords], key=lambda x: (x.lineno, x.col_offset))
-    i, start = every.index(keyword), (keyword.lineno, keyword.col_offset)
-    if i + 1 < len(every):
-        return start, (every[i + 1].lineno, every[i + 1].col_offset), ""
+    args: list[Any] = sorted([*node.args, *node.keywords], key=lambda x: (x.lineno, x.col_offset))
+    i, start = args.index(keyword), (keyword.lineno, keyword.col_offset)
+    if i + 1 < len(args):
+        return start, (args[i + 1].lineno, args[i + 1].col_offset), ""
     if i:
-        start = (every[i - 1].end_lineno, every[i - 1].end_col_offset)
+        start = (args[i - 1].end_lineno, args[i - 1].end_col_offset)
     return start, (node.end_lineno or 0, (node.end_col_offset or 0) - 1), ""

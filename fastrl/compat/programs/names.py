@@ -161,12 +161,12 @@ def read_source(path: Path) -> str:
 
 def stand_in(name: str) -> type:
     """A class in the place of one that fastrl lacks, which cannot be made."""
-    told = missing(name)
+    message = missing(name)
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise ImportError(told, name=name)
+        raise ImportError(message, name=name)
 
-    warnings.warn(f"{told}; the program only names it, and goes on", stacklevel=2)
+    warnings.warn(f"{message}; the program only names it, and goes on", stacklevel=2)
     return type(name, (), {"__new__": refuse})
 
 
@@ -215,8 +215,8 @@ def missing(name: str, where: str = "trl") -> str:
     )
     if method is not None:
         return f"fastrl has no {name} of {where}: use {INSTEAD[method]}"
-    known = [*HOMES, *(module.rpartition(".")[2] for module in MODULES)]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+    names = [*HOMES, *(module.rpartition(".")[2] for module in MODULES)]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
     return f"fastrl has no {name} of {where}" + (f"{_NEAREST}{near[0]}" if near else "")
 
 
@@ -224,7 +224,7 @@ def _availability(package: str) -> Callable[..., bool]:
     """transformers' answer, or whether a package of that name can be imported."""
     from transformers import utils
 
-    known = _asked_of_transformers(package)
-    if known is not None:
-        return getattr(utils, known)
+    is_available = _asked_of_transformers(package)
+    if is_available is not None:
+        return getattr(utils, is_available)
     return lambda *_: importlib.util.find_spec(package) is not None

@@ -159,8 +159,8 @@ def _bits(keywords: dict[str, Any]) -> None:
     if asked:
         from transformers import BitsAndBytesConfig
 
-        told = ", ".join(f"{name}=True" for name in asked)
-        _say(f"from_pretrained({told})", f"quantization_config=BitsAndBytesConfig({told})")
+        flags = ", ".join(f"{name}=True" for name in asked)
+        _say(f"from_pretrained({flags})", f"quantization_config=BitsAndBytesConfig({flags})")
         if keywords.get("quantization_config") is None:
             keywords["quantization_config"] = BitsAndBytesConfig(**asked)
 
@@ -216,8 +216,8 @@ def _shown(kinds: Sequence[type]) -> list[Any]:
         fields = {x.name for x in dataclasses.fields(kind) if x.init}
         both = others & (fields - programs.get(kind, set()))
         for name in sorted(both):
-            told = f"--{name} is the program's own: {kind.__name__}.{name} keeps its default"
-            _say_once(told, told)
+            warning = f"--{name} is the program's own: {kind.__name__}.{name} keeps its default"
+            _say_once(warning, warning)
         shown.append(_Shown(kind, both) if both else kind)
     return shown
 

@@ -49,10 +49,10 @@ class SyncRefModelCallback(TrainerCallback):
     def __init__(self, ref_model: Any, accelerator: Any = None):
         self.ref_model, self.accelerator = ref_model, accelerator
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.ref_model is None or state.global_step % args.ref_model_sync_steps:
             return
-        model, accelerator = given["model"], self.accelerator
+        model, accelerator = others["model"], self.accelerator
         model = model if accelerator is None else accelerator.unwrap_model(model)
         self.sync_target_model(model, self.ref_model, args.ref_model_mixup_alpha)
 

@@ -75,8 +75,8 @@ def clone_chat_template(
 
     source = AutoTokenizer.from_pretrained(source_tokenizer_path)
     tokenizer.chat_template = source.get_chat_template()
-    known = tokenizer.get_vocab()
-    added = [x for x in source.added_tokens_decoder.values() if x.content not in known]
+    vocabulary = tokenizer.get_vocab()
+    added = [x for x in source.added_tokens_decoder.values() if x.content not in vocabulary]
     tokenizer.add_tokens(added)
     tokenizer.eos_token = source.eos_token
     model.config.eos_token_id = tokenizer.eos_token_id

@@ -90,9 +90,9 @@ def profiling_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, under a name for torch's profiler; where time goes is in a run's metrics."""
 
     @functools.wraps(function)
-    def named(*args: Any, **given: Any) -> Any:
+    def named(*args: Any, **kwargs: Any) -> Any:
         with torch.profiler.record_function(function.__qualname__):
-            return function(*args, **given)
+            return function(*args, **kwargs)
 
     return named
 

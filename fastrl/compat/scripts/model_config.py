@@ -56,8 +56,8 @@ class ModelConfig(metaclass=OfEveryEra):
             ("bnb_4bit_quant_type", self.bnb_4bit_quant_type, QUANT_TYPES),
         ):
             if value not in choices:
-                known = ", ".join(x for x in choices if x)
-                raise ValueError(f"unknown {name} {value!r}: choose one of {known}")
+                choices_named = ", ".join(x for x in choices if x)
+                raise ValueError(f"unknown {name} {value!r}: choose one of {choices_named}")
         modules = self.lora_target_modules
         if isinstance(modules, list) and len(modules) == 1:  # a pattern, such as all-linear
             self.lora_target_modules = modules[0]  # type: ignore[assignment]

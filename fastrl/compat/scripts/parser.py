@@ -92,9 +92,9 @@ class TrlParser(HfArgumentParser):
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Puts values in the place of defaults; returns those that no dataclass has, as flags."""
-        known = {x.name for kind in self.dataclass_types for x in dataclasses.fields(kind)}
-        self.set_defaults(**{name: x for name, x in config.items() if name in known})
-        return [x for k, v in config.items() if k not in known for x in (f"--{k}", str(v))]
+        names = {x.name for kind in self.dataclass_types for x in dataclasses.fields(kind)}
+        self.set_defaults(**{name: x for name, x in config.items() if name in names})
+        return [x for k, v in config.items() if k not in names for x in (f"--{k}", str(v))]
 
 
 def _required(kinds: Sequence[Any], config: dict[str, Any]) -> list[str]:

@@ -130,10 +130,10 @@ class StartAdapterRefModel(SwitchedAdapter):
         self.follow(1.0)
 
     def follow(self, weight: float) -> None:
-        own = self.own_weights()
-        theirs = [name.replace(f".{REFERENCE_ADAPTER}.", f".{self._trained}.") for name in own]
+        adapter = self.own_weights()
+        theirs = [name.replace(f".{REFERENCE_ADAPTER}.", f".{self._trained}.") for name in adapter]
         weights = dict(self._peft.named_parameters())
-        mix(list(own.values()), [weights[name].data for name in theirs], weight)
+        mix(list(adapter.values()), [weights[name].data for name in theirs], weight)
 
     def own_weights(self) -> dict[str, Tensor]:
         spread(self._unwrapped)

@@ -169,8 +169,8 @@ def _copied(
 ) -> PreTrainedModelWrapper:
     """The user's reference, or a copy of the policy, in a dtype; a model of the user's stays as it
     is."""
-    found = in_dtype(ref_model or policy, dtype)
-    return frozen_copy(policy) if found is policy else found
+    model = in_dtype(ref_model or policy, dtype)
+    return frozen_copy(policy) if model is policy else model
 
 
 def _mode(

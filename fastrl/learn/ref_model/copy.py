@@ -74,8 +74,8 @@ class SecondModel(RefModel):
         assert self._policy is not None
         spread(self._policy)
         sources = dict(self._policy.named_parameters())
-        own = {name: x for name, x in self.own_weights().items() if name in sources}
-        mix(list(own.values()), [sources[name].data for name in own], weight)
+        weights = {name: x for name, x in self.own_weights().items() if name in sources}
+        mix(list(weights.values()), [sources[name].data for name in weights], weight)
 
     def own_weights(self) -> dict[str, Tensor]:
         spread(self._copy)

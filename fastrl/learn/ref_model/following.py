@@ -29,14 +29,15 @@ class Follow(TrainerCallback):
     def state(self) -> dict[str, Tensor]:
         """The weights, on the host, that a checkpoint needs of a reference that follows; none of
         one that stays as it is."""
-        own = self.reference.own_weights() if self.follows and self.reference is not None else {}
-        return {name: x.detach().cpu() for name, x in own.items()}
+        if not self.follows or self.reference is None:
+            return {}
+        return {name: x.detach().cpu() for name, x in self.reference.own_weights().items()}
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Gives the reference what :meth:`state` returned."""
         if saved:
             assert self.reference is not None
-            own = self.reference.own_weights()
+            weights = self.reference.own_weights()
             for name, x in saved.items():
-                own[name].copy_(x)
+                weights[name].copy_(x)

@@ -67,29 +67,29 @@ class TrunkCache:
 
     def padded(self, samples: Sequence[int], left_padded: bool) -> Tensor:
         """Activations of padded rows, see :class:`fastrl.data.token_batch.TrunkActivations`."""
-        found = self._of(samples)
+        states = self._of(samples)
         return torch.nn.utils.rnn.pad_sequence(
-            [torch.cat([found[part] for part in self._parts(i)]) for i in samples],
+            [torch.cat([states[part] for part in self._parts(i)]) for i in samples],
             batch_first=True,
             padding_side="left" if left_padded else "right",
         )
 
     def packed(self, samples: Sequence[int], groups: Sequence[Sequence[int]]) -> Tensor:
         """Activations of a packed row, see :class:`fastrl.data.token_batch.TrunkActivations`."""
-        found = self._of(samples)
+        states = self._of(samples)
         prompts: list[Tensor] = []
         responses: list[Tensor] = []
         for group in groups:
             parts = [self._parts(samples[place]) for place in group]
-            own = [found[response] for _, response in parts]
-            prompts.append(found[parts[0][0]])
-            (responses if len(group) > 1 else prompts).extend(own)
+            parts_states = [states[response] for _, response in parts]
+            prompts.append(states[parts[0][0]])
+            (responses if len(group) > 1 else prompts).extend(parts_states)
         return torch.cat(prompts + responses).unsqueeze(0)
 
     def missing(self) -> list[int]:
         """Samples whose activations are not kept, or not all of them."""
-        every = range(len(self.batch))
-        return [i for i in every if not all(part in self._kept for part in self._parts(i))]
+        responses = range(len(self.batch))
+        return [i for i in responses if not all(part in self._kept for part in self._parts(i))]
 
     def stored(self) -> list[Tensor]:
         """What is kept."""

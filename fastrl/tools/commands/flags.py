@@ -62,20 +62,20 @@ def parse(
         SystemExit: after ``--help`` or ``--help-all``, with 0.
     """
     parser = make_parser(command, kinds)
-    known = {n: a for n, a in _actions(parser).items() if n not in _HELP_FLAGS}
-    spellings = {**_spellings(known), **known}
+    actions = {n: a for n, a in _actions(parser).items() if n not in _HELP_FLAGS}
+    spellings = {**_spellings(actions), **actions}
     words = Words(
         aliases_of(command) if aliases is None else aliases,
         {name: action.dest for name, action in spellings.items()},
     )
     for name, alias in words.aliases.items():
         if alias.setting:
-            vars(known[alias.base]).setdefault("also", []).append((name, alias.key))
+            vars(actions[alias.base]).setdefault("also", []).append((name, alias.key))
     flags, words_left = [], list(arguments)
     others = dict.fromkeys(name for kind in kinds for name in eras_of(kind))
-    of_aliases = {name: known.get(alias.base) for name, alias in words.aliases.items()}
+    of_aliases = {name: actions.get(alias.base) for name, alias in words.aliases.items()}
     names = {**others, **of_aliases, **spellings}
-    recipe = early_value("recipe", words_left) if "recipe" in known else None
+    recipe = early_value("recipe", words_left) if "recipe" in actions else None
     if recipe is not None:
         preset = recipe_of(command, recipe)
         settings = yaml_settings(preset.path)
@@ -99,7 +99,7 @@ def parse(
         name = unknown[0].partition("=")[0].replace("_", "-")
         # Other libraries' names share words with many flags, so that these must be more alike.
         near = difflib.get_close_matches(name, [*map(_as_flag, words.aliases)], n=1, cutoff=0.85)
-        raise UsageError(unknown_name("argument", name, [*map(_as_flag, sorted(known)), *near]))
+        raise UsageError(unknown_name("argument", name, [*map(_as_flag, sorted(actions)), *near]))
     words.check(parsed)
     return tuple(parsed)
 
@@ -173,10 +173,10 @@ def _as_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+def unknown_name(kind: str, name: str, names: Iterable[str]) -> str:
     """An error message that suggests the most similar known name."""
     likeness = 0.6 if kind == "command" else 0.7  # a wrong suggestion is worse than none
-    return f"unknown {kind} {name!r}{did_you_mean(name.lower(), known, likeness)}"
+    return f"unknown {kind} {name!r}{did_you_mean(name.lower(), names, likeness)}"
 
 
 def yaml_settings(path: Path) -> dict[Any, Any]:
@@ -245,10 +245,10 @@ def recipe_of(command: str, name: str) -> Recipe:
     Raises:
         UsageError: an unknown one, or one of another command; a plan takes all.
     """
-    known = recipes()
-    if name not in known:
-        raise UsageError(f"{unknown_name('recipe', name, known)} (see fastrl recipes)")
-    recipe = known[name]
+    names = recipes()
+    if name not in names:
+        raise UsageError(f"{unknown_name('recipe', name, names)} (see fastrl recipes)")
+    recipe = names[name]
     if command not in (recipe.command, "plan"):
         raise UsageError(
             f"the recipe {name} is of another command: fastrl {recipe.command} --recipe {name}"
@@ -262,17 +262,17 @@ def planned_method(recipe: Recipe) -> str:
 
 
 def _flags_of(
-    path: Path, settings: Mapping[Any, Any], known: Mapping[str, argparse.Action | None]
+    path: Path, settings: Mapping[Any, Any], actions: Mapping[str, argparse.Action | None]
 ) -> list[str]:
-    """A YAML file's settings as flags, so that both are parsed alike. ``known`` has each name's
-    action; None for a setting of another version of TRL."""
+    """A YAML file's settings as flags, so that both are parsed alike. ``actions`` has each
+    name's action; None for a setting of another version of TRL."""
     flags = []
     for key, value in settings.items():
         name = str(key).replace("-", "_")
-        if name not in known:
-            raise UsageError(f"{path}: {unknown_name('setting', name, known)}")
+        if name not in actions:
+            raise UsageError(f"{path}: {unknown_name('setting', name, actions)}")
         if value is not None:  # null leaves the default
-            action = known[name]
+            action = actions[name]
             flags += [f"--{name}={value}"] if action is None else _flag(path, name, action, value)
     return flags
 

@@ -64,7 +64,7 @@ def merge(model: Any) -> Any:
     """The whole model that a PEFT model is, as any library loads it; the PEFT model is used up.
 
     Raises:
-        ValueError: adapters that cannot be merged, or whose merged model says something else.
+        ValueError: adapters that cannot be merged, or whose merged model has other logits.
     """
     import torch
 

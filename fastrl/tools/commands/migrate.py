@@ -87,15 +87,15 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     return make_parser().parse_args(list(arguments))
 
 
-def _print(read: Mapping[Path, Sequence[Outcome]], every: bool) -> None:
+def _print(read: Mapping[Path, Sequence[Outcome]], in_full: bool) -> None:
     console, left = run_console(), 0
     for path, findings in read.items():
-        shown = [x for x in findings if every or x.kind != AS_IT_IS]
+        shown = [x for x in findings if in_full or x.kind != AS_IT_IS]
         left += len(findings) - len(shown)
         for x in shown:
             text = f": {x.text}" if x.text else ""
             console.print(plain(f"{path}:{x.line}: {x.name}: {x.kind}{text}"), soft_wrap=True)
-    if not every:
+    if not in_full:
         console.print(f"{left} more as they are, which --all shows")
 
 
@@ -112,5 +112,5 @@ def _write(path: Path, source: str, findings: list[Outcome]) -> None:
         left = sorted({x.line for x in findings if x.kind in kinds})
         if left:
             lines = f"line{'s'[: len(left) > 1]} {', '.join(map(str, left))} of the old one"
-            told = f"left, as {why}: {lines}; what to write is said above"
-            console.print(told, soft_wrap=True)
+            note = f"left, as {why}: {lines}; what to write is said above"
+            console.print(note, soft_wrap=True)

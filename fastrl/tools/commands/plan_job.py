@@ -203,8 +203,8 @@ def check_method(method: str) -> None:
     """Raises UsageError for an unknown method."""
     if method in FLAGS_OF:
         return
-    known = (*FLAGS_OF, *losses())
-    if method not in known:
-        message = unknown_name("method", method, known)
-        choices = "" if "did you mean" in message else f": choose one of {', '.join(known)}"
+    methods = (*FLAGS_OF, *losses())
+    if method not in methods:
+        message = unknown_name("method", method, methods)
+        choices = "" if "did you mean" in message else f": choose one of {', '.join(methods)}"
         raise UsageError(message + choices)

@@ -164,9 +164,9 @@ def read_flags(folder: RunFolder, step: int) -> AlignFlags:
     from fastrl.tools.commands.align import AlignFlags
 
     facts = read_facts(folder.ledger, step, step)[-1]["settings"]
-    known = {field.name for field in dataclasses.fields(AlignFlags) if field.init}
-    known = {name for name in known if not name.endswith("_token")}  # transformers hides these
-    settings = {name: value for name, value in facts.items() if name in known}
+    names = {field.name for field in dataclasses.fields(AlignFlags) if field.init}
+    names = {name for name in names if not name.endswith("_token")}  # transformers hides these
+    settings = {name: value for name, value in facts.items() if name in names}
     settings["per_device_train_batch_size"] *= facts["processes"]
     changed: dict[str, Any] = {"report_to": "none", "push_to_hub": False}
     changed |= {"resume_from_checkpoint": None, "logging_strategy": "no", "disable_tqdm": True}
@@ -178,21 +178,22 @@ def working_directory(folder: RunFolder) -> Iterator[None]:
     """Context in the working directory of a run, by which the paths of its model, of an adapter's
     base and of users' files are found. Where it is gone this process stays in its own, with a
     warning if the model is not there either."""
-    here, model = os.getcwd(), folder.config.get("job", {}).get("model", "")
-    there = folder.config.get(STARTED_IN, here)
-    if not Path(there).is_dir():
+    current, model = os.getcwd(), folder.config.get("job", {}).get("model", "")
+    started_in = folder.config.get(STARTED_IN, current)
+    if not Path(started_in).is_dir():
         if not Path(model).exists():
             warnings.warn(
-                f"the folder where the run was started, {there}, is not there, and {here} has no "
-                f"{model}: if that is a folder, and not a Hub id, run this command where it lies",
+                f"the folder where the run was started, {started_in}, is not there, and {current} "
+                f"has no {model}: if that is a folder, and not a Hub id, run this command where it "
+                "lies",
                 stacklevel=3,
             )
-        there = here
-    os.chdir(there)
+        started_in = current
+    os.chdir(started_in)
     try:
         yield
     finally:
-        os.chdir(here)
+        os.chdir(current)
 
 
 def _made(kind: Any, settings: Mapping[str, Any], folder: RunFolder) -> Any:

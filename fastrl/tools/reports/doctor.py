@@ -515,7 +515,7 @@ def _where(curve: Series) -> str:
 def _nonfinite(run: RunCurves) -> Finding | None:
     names = [key for key in run.metrics() if "nonfinite" in key or "nan_samples" in key]
     counts = {key: run.read([key]) for key in names}
-    told = [
+    messages = [
         f"{key} {sum(curve.values):g} ({_where(curve)})"
         for key, curve in counts.items()
         if any(curve.values)
@@ -524,11 +524,11 @@ def _nonfinite(run: RunCurves) -> Finding | None:
     logged, losses = run.read(["learning_rate"]), run.read(["loss"])
     gaps = Series(logged.steps, [float(losses.at(step) is None) for step in logged.steps])
     if any(gaps.values):
-        told.append(f"no finite loss in {_where(gaps)}")
-    if not told:
+        messages.append(f"no finite loss in {_where(gaps)}")
+    if not messages:
         return None
     return Finding(
-        "; ".join(told),
+        "; ".join(messages),
         "look at the samples of these steps; lower learning_rate or set max_grad_norm, train in "
         "float32 or bfloat16 rather than float16, and see that the reward function returns finite "
         "numbers",
@@ -620,10 +620,10 @@ def _accuracy_at_chance(run: RunCurves) -> Finding | None:
     curve = run.read(_HELD_OUT_ACCURACY)
     if curve and curve.steps[-1] > 0:  # at step 0 nothing is learned yet
         curve = curve.end(0.0)
-        known = run.settings.get("eval_examples")
+        examples = run.settings.get("eval_examples")
         sem = run.read(["eval_rewards/accuracies_sem"]).at(curve.steps[0])
-        if known or sem is None:  # pairs that are all right, or all wrong, have a sem of 0
-            sem = max(sem or 0.0, 0.5 / math.sqrt(known or 100))
+        if examples or sem is None:  # pairs that are all right, or all wrong, have a sem of 0
+            sem = max(sem or 0.0, 0.5 / math.sqrt(examples or 100))
     else:
         curve = run.read(["rewards/accuracies"]).end()
         # Online, the pairs are the policy's own, and need not become easier to tell apart.

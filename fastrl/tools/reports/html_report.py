@@ -24,7 +24,7 @@ from fastrl.tools.reports.panels import COLOURS, GREY, Panel, TimePanel, panels_
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-# Colours of the figures: the page's names for them, and what they are on a dark page.
+# The figures' colours on a dark page, in the order of COLOURS.
 _DARK = (
     *("#5AB1F0", "#FF8A4C", "#33CC9F", "#E7A6CB", "#F3BE4B", "#93D4F8"),
     *("#8F86E8", "#D1679B", "#C5C56A", "#FF6BB5", "#C79A8E", "#5FAE6A"),
@@ -37,13 +37,13 @@ _THEME = {
     FAINT: ("--faint", "#3A4048"),
 }
 _NOT_SETTINGS = {"output", "output_dir", "logging_dir", "run_name"}
-# What a trainer derives from its settings, or that names a run or its trackers.
+# Names of settings that a trainer derives from others, or that name a run or its trackers.
 _DERIVED = re.compile(
     "exp_name|task_name|model_name|query_dataset|reward_model|log_with|report_to|track|project"
     "|push_to_hub|hub_|world_size|is_encoder_decoder|is_peft_model|backward_batch_size|global_"
     "|total_ppo_epochs"
 )
-Defaults = Callable[[RunFolder], Mapping[str, Any]]  # of a run's settings, by their names
+Defaults = Callable[[RunFolder], Mapping[str, Any]]  # gives a run's default settings by name
 
 
 @dataclass
@@ -111,7 +111,7 @@ def page(
 
     Args:
         results: each run's value as text, by the result's name.
-        defaults: gives a run's default settings, where runs lack settings of others.
+        defaults: gives a run's default settings, for those that another run alone has recorded.
 
     Raises:
         ValueError: a run's file that cannot be read.
@@ -204,11 +204,11 @@ def _settings(runs: Sequence[ReportedRun], defaults: Defaults) -> dict[str, list
     texts = {name: x for name, x in texts.items() if len(set(x)) > 1 and not _DERIVED.match(name)}
     lacking = {name for name in texts if any(name not in settings for settings in of_runs)}
     if lacking:
-        usual = [defaults(run.folder) for run in runs]
+        bases = [defaults(run.folder) for run in runs]
         for name in lacking:
-            there = [(x[name], base) for x, base in zip(of_runs, usual, strict=True) if name in x]
-            same = len({_text(value) for value, _ in there}) == 1
-            if same and all(value == base.get(name, value is None) for value, base in there):
+            values = [(x[name], base) for x, base in zip(of_runs, bases, strict=True) if name in x]
+            same = len({_text(value) for value, _ in values}) == 1
+            if same and all(value == base.get(name, value is None) for value, base in values):
                 del texts[name]
     return texts
 

@@ -108,9 +108,9 @@ def finish_training(
 def evaluated_prompts(before: Evaluation, after: Evaluation) -> str:
     """How many prompts were evaluated, and how many of them the means are of."""
     count = len(before.prompts)
-    known = [sum(not math.isnan(x) for x in each.rewards) for each in (before, after)]
+    counts = [sum(not math.isnan(x) for x in each.rewards) for each in (before, after)]
     text = f"{count} held-out prompt{'s' if count > 1 else ''}"
-    return text if known == [count] * 2 else f"{text}, {known[0]} → {known[1]} with a reward"
+    return text if counts == [count] * 2 else f"{text}, {counts[0]} → {counts[1]} with a reward"
 
 
 def finish_run(

@@ -130,24 +130,24 @@ class GRPOTrainer(OnlineTrainer):
         advantages = torch.where(counts, advantages, 0.0).flatten()
         return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
-    def policy_loss(self, given: Pass) -> Tensor:
+    def policy_loss(self, batch: Pass) -> Tensor:
         """See :class:`fastrl.trainers.groups.policy_loss.GroupLoss`; less the entropies' bonus."""
-        part, scores, coef = given.part, given.scores, self._coefficient()
+        part, scores, coef = batch.part, batch.scores, self._coefficient()
         assert scores is not None
         assert scores.entropies is not None
         chosen, is_fused = part.old.chosen, scores.loss is not None
         if not is_fused and chosen is None and self.args.top_entropy_quantile < 1:
             chosen = self._chosen(scores.entropies)
-            given.part = given.whole = part._replace(old=replace(part.old, chosen=chosen))
-        loss = super().policy_loss(given)
+            batch.part = batch.whole = part._replace(old=replace(part.old, chosen=chosen))
+        loss = super().policy_loss(batch)
         if not coef:
             return loss
         entropies = scores.entropies if chosen is None else scores.entropies * chosen
-        count = _counted(given.whole.old.chosen, given.whole.old.advantages)
+        count = _counted(batch.whole.old.chosen, batch.whole.old.advantages)
         bonus = coef * entropies.sum() / count
         if not is_fused:
             return loss - bonus
-        given.loss = loss + bonus.detach()  # the head has taken it off
+        batch.loss = loss + bonus.detach()  # the head has taken it off
         return loss
 
     def note_batch(self, batch: BatchScores, mode: str) -> None:
@@ -166,8 +166,8 @@ class GRPOTrainer(OnlineTrainer):
 
     def _chosen(self, entropies: Tensor) -> Tensor:
         """1 for tokens of the highest entropies of all processes', else 0, [N]."""
-        every, least = torch.ones_like(entropies), 1 - self.args.top_entropy_quantile
-        return self.get_high_entropy_mask(entropies.detach(), every, least).float()
+        ones, least = torch.ones_like(entropies), 1 - self.args.top_entropy_quantile
+        return self.get_high_entropy_mask(entropies.detach(), ones, least).float()
 
     @torch.no_grad()
     def _with_chosen(self, model: nn.Module, whole: Minibatch, parts: list[Pass]) -> Minibatch:
@@ -188,14 +188,14 @@ class GRPOTrainer(OnlineTrainer):
         """
         counts = mask.bool()
         absent = -1e9  # entropies are not negative
-        own = self.accelerator.pad_across_processes(
+        padded = self.accelerator.pad_across_processes(
             entropies[counts].float(), dim=0, pad_index=absent
         )
-        every = self.accelerator.gather(own)
-        every = every[every != absent]
-        if not len(every):
+        gathered = self.accelerator.gather(padded)
+        gathered = gathered[gathered != absent]
+        if not len(gathered):
             return torch.zeros_like(counts)
-        return (entropies * mask.float() >= torch.quantile(every, threshold)) & counts
+        return (entropies * mask.float() >= torch.quantile(gathered, threshold)) & counts
 
     @staticmethod
     def get_off_policy_mask(
@@ -232,11 +232,11 @@ class GRPOTrainer(OnlineTrainer):
         """
         args, ends_step = self.args, self.accelerator.sync_gradients
         if self.use_adaptive_entropy:
-            own, before = torch.stack([total, count]), self._entropy_of_step
-            self._entropy_of_step = own if before is None else before + own
+            sums, before = torch.stack([total, count]), self._entropy_of_step
+            self._entropy_of_step = sums if before is None else before + sums
             if ends_step:
-                every = self.processes.sums(self._entropy_of_step).cpu()
-                self._last_entropy = float(every[0] / every[1].clamp(min=1))
+                totals = self.processes.sums(self._entropy_of_step).cpu()
+                self._last_entropy = float(totals[0] / totals[1].clamp(min=1))
                 self._entropy_of_step = None
                 below = self._last_entropy <= args.entropy_target
                 step = args.entropy_coef_delta if below else -args.entropy_coef_delta
@@ -286,8 +286,8 @@ def _check_head(model: Any, args: Any) -> None:
     dtype = model.get_output_embeddings().weight.dtype
     lower = next((name for name in ("bf16", "fp16") if getattr(args, name)), None)
     if dtype != torch.float32 or lower is not None:
-        found = f"{lower}=True" if lower else f"a head in {str(dtype).removeprefix('torch.')}"
+        setting = f"{lower}=True" if lower else f"a head in {str(dtype).removeprefix('torch.')}"
         raise ValueError(
-            f"cast_lm_head_to_fp32=True, but {found}: load the model in float32 and set "
+            f"cast_lm_head_to_fp32=True, but {setting}: load the model in float32 and set "
             "bf16=False; or leave it out, as log-probs are summed in float32 all the same"
         )

@@ -116,9 +116,9 @@ class GRPOConfig(OnlineConfig):
     def _settle_batches(self) -> None:
         """Settles sizes as the base does. In a program for TRL, batches that hold no whole groups
         count prompts, as they did in TRL 0.14 and 0.15, which alone took them."""
-        own = (self.generation_batch_size, self.steps_per_generation) == (None, None)
+        from_batch = (self.generation_batch_size, self.steps_per_generation) == (None, None)
         size = self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
-        if own and size % self.num_generations and serves_a_program():
+        if from_batch and size % self.num_generations and serves_a_program():
             prompts = self.per_device_train_batch_size
             self.per_device_train_batch_size *= self.num_generations
             self.per_device_eval_batch_size *= self.num_generations_eval or self.num_generations
@@ -145,8 +145,8 @@ class GRPOConfig(OnlineConfig):
                 stacklevel=4,
             )
         used = int(self.steps_per_generation or 1) * self.num_iterations
-        own, one_step = own_functions(kind), self.gradient_accumulation_steps % used == 0
-        if own and one_step and learns_as_clip(kind, loss.objective.cliprange):
+        traits, one_step = own_functions(kind), self.gradient_accumulation_steps % used == 0
+        if traits and one_step and learns_as_clip(kind, loss.objective.cliprange):
             warnings.warn(
                 f"loss_type={name!r} makes no difference to 'dapo' here: each generation serves "
                 "one optimizer step (num_iterations=1, steps_per_generation no more than "

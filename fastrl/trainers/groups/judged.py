@@ -15,25 +15,26 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def judged_by_all(
-    own: Samples, names: Sequence[str], weights: Tensor, processes: Processes
+    samples: Samples, names: Sequence[str], weights: Tensor, processes: Processes
 ) -> Samples:
     """Rewards and penalties of all processes' responses, fp32. Those of a function are NaN where it
     does not apply, their sums where none does. Warns of responses that no function judged.
 
     Args:
-        own: the responses of this process, judged.
+        samples: the responses of this process, judged.
         names, weights: of the reward functions, [K].
     """
-    if True in own.unjudged:
-        i = own.unjudged.index(True)
-        row = {name: values[i] for name, values in own.columns.items()}
+    if True in samples.unjudged:
+        i = samples.unjudged.index(True)
+        row = {name: values[i] for name, values in samples.columns.items()}
         _LOGGER.warning(
             "All reward functions returned None for the following kwargs:\n%s\nNothing is learned "
             "from such responses: let one function return a number",
-            {**row, "prompt": own.prompts[i], "completion": own.completions[i]},
+            {**row, "prompt": samples.prompts[i], "completion": samples.completions[i]},
         )
-    table = torch.stack([*own.rewards_by_function.values(), own.rewards, own.penalties], 1)
-    joined = processes.joined(table.float(), [len(own)] * processes.count)
+    columns = [*samples.rewards_by_function.values(), samples.rewards, samples.penalties]
+    table = torch.stack(columns, 1)
+    joined = processes.joined(table.float(), [len(samples)] * processes.count)
     by_function, total, penalties = joined[:, :-2], joined[:, -2], joined[:, -1]
     if by_function.isnan().all():
         _LOGGER.warning(
@@ -43,11 +44,11 @@ def judged_by_all(
             ", ".join(names),
         )
     rewards = (by_function * weights).nansum(1).masked_fill(total.isnan(), torch.nan)
-    columns = dict(zip(own.rewards_by_function, by_function.unbind(1), strict=True))
+    columns = dict(zip(samples.rewards_by_function, by_function.unbind(1), strict=True))
     return Samples(rewards=rewards, rewards_by_function=columns, penalties=penalties)
 
 
 def nanstd(values: Tensor) -> float:
     """The unbiased deviation of the numbers that are not NaN; NaN of fewer than two."""
-    known = values[~values.isnan()]
-    return float(known.std()) if len(known) > 1 else float("nan")
+    numbers = values[~values.isnan()]
+    return float(numbers.std()) if len(numbers) > 1 else float("nan")

@@ -1,8 +1,8 @@
 """Methods of TRL's GRPOTrainer and RLOOTrainer that subclasses override, by TRL 1.16's names,
 arguments and shapes.
 
-Training does without them. Where a subclass overrides one, what it is given is laid out as in TRL,
-and what it returns is learned from.
+fastrl's training does not call them. Where a subclass overrides one, it gets arguments laid out as
+in TRL, and its result is learned from.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ _READ = {*_IDS, *_OF_TOKENS, "advantages", "num_items_in_batch"}
 
 
 class OnlineMethods:
-    """TRL's methods of a trainer that samples responses, and what calls those of a subclass.
-
-    Of a trainer they need what is declared here.
-    """
+    """TRL's methods of a trainer that samples responses, and what calls those of a subclass. The
+    trainer has the attributes that this class declares."""
 
     args: Any
     model: Any
@@ -66,7 +64,7 @@ class OnlineMethods:
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether a subclass computes the loss, or the log-probs that it is of."""
+        """Whether a subclass computes the loss, or the log-probs that the loss reads."""
         return bool(self.overrides & _LOSSES)
 
     @property
@@ -103,30 +101,30 @@ class OnlineMethods:
         **options: Any,
     ) -> RewardBatch:
         """The rewards of this process's responses."""
-        given = prompts, completions, completion_ids
+        responses = prompts, completions, completion_ids
         if "_calculate_rewards" not in self.overrides:
-            return self.rewards(*given, columns, **options)
-        self._judging, own = options, len(prompts)
-        rows = [{name: x[i] for name, x in columns.items()} for i in range(own)]
+            return self.rewards(*responses, columns, **options)
+        self._judging, count = options, len(prompts)
+        rows = [{name: x[i] for name, x in columns.items()} for i in range(count)]
         rows = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
-        table = self._calculate_rewards(rows, *map(list, given)).detach().cpu()
-        if len(table) == own * self.processes.count:
-            table = table[self.processes.index * own :][:own]
-        if table.shape != (own, len(self.rewards.names)):
+        table = self._calculate_rewards(rows, *map(list, responses)).detach().cpu()
+        if len(table) == count * self.processes.count:
+            table = table[self.processes.index * count :][:count]
+        if table.shape != (count, len(self.rewards.names)):
             raise ValueError(
                 f"_calculate_rewards returned {tuple(table.shape)}: return the rewards of all "
-                f"processes' responses, {(own * self.processes.count, len(self.rewards.names))}"
+                f"processes' responses, {(count * self.processes.count, len(self.rewards.names))}"
             )
         return self.rewards.batch_of(table, options["left_out"])
 
     def batch_of(self, samples: Samples) -> dict[str, Any]:
-        """Responses as TRL lays them out, on the device."""
+        """Responses as :func:`as_tensors` lays them out, on the device."""
         return as_tensors(samples, self.pad_token_id, self.args.device)
 
     # TRL's methods.
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Responses to the prompts of rows, judged, as :func:`as_tensors` has them."""
+        """Responses to the prompts of rows, judged, laid out by :func:`as_tensors`."""
         return self.batch_of(self._learnable(inputs, "train" if self.model.training else "eval"))
 
     def _calculate_rewards(
@@ -139,9 +137,9 @@ class OnlineMethods:
         """Rewards of all processes' responses, [B, functions] fp32; NaN where a function does not
         apply. They are summed by ``reward_weights``."""
         columns = samples_of_rows(inputs, prompts).columns
-        given = prompts, completions, completion_ids_list
-        found = self.rewards(*given, columns, **self._judging)
-        table = torch.stack([*found.by_function.values()], 1).float()
+        responses = prompts, completions, completion_ids_list
+        rewards = self.rewards(*responses, columns, **self._judging)
+        table = torch.stack([*rewards.by_function.values()], 1).float()
         return self.accelerator.gather(table.to(self.accelerator.device))
 
     def _get_per_token_logps_and_entropies(
@@ -184,9 +182,9 @@ class OnlineMethods:
     def _scored_rows(
         self, model: nn.Module, ids: Tensor, mask: Tensor, width: int, entropy: bool, aux: bool
     ) -> Any:
-        there = {"prompt_ids": ids[:, :-width], "prompt_mask": mask[:, :-width]}
-        there |= {"completion_ids": ids[:, -width:], "completion_mask": mask[:, -width:]}
-        samples = samples_of({**there, "advantages": torch.zeros(len(ids))})
+        columns = {"prompt_ids": ids[:, :-width], "prompt_mask": mask[:, :-width]}
+        columns |= {"completion_ids": ids[:, -width:], "completion_mask": mask[:, -width:]}
+        samples = samples_of({**columns, "advantages": torch.zeros(len(ids))})
         padding = self._scorer.padding(model)
         part = minibatch_of(samples, self.pad_token_id, padding, self.args.device, 0.0)
         model_pass = self._scorer.model_pass(part)
@@ -208,19 +206,19 @@ class OnlineMethods:
                 "_compute_loss that does not call this one"
             )
         mode = "train" if training else "eval"
-        (given,) = self._passes(model, samples, mode)
+        (part,) = self._passes(model, samples, mode)
         if LOGPROBS in self.overrides:
             aux = self.aux_loss_enabled
             logps, entropies, aux_loss = self.own_logprobs(model, inputs, True, aux)
             learned = _learned(inputs).to(logps.device)
-            given.scores = TokenScores(logps[learned], entropies[learned], None, None)
-            loss = self.policy_loss(given)
+            part.scores = TokenScores(logps[learned], entropies[learned], None, None)
+            loss = self.policy_loss(part)
             if aux:
-                given.aux_loss = aux_loss.detach()
+                part.aux_loss = aux_loss.detach()
                 loss = loss + self.router_aux_loss_coef * aux_loss
         else:
-            loss = self._pass_loss(model, given)
-        self._note([given], mode)
+            loss = self._pass_loss(model, part)
+        self._note([part], mode)
         if training and self.divides_loss:
             loss = loss / self.current_gradient_accumulation_steps
         return loss
@@ -228,7 +226,7 @@ class OnlineMethods:
     def own_logprobs(
         self, model: nn.Module, inputs: Mapping[str, Any], entropy: bool, aux: bool
     ) -> Any:
-        """What the subclass's method says of a batch."""
+        """Log-probs and entropies [B, C], and the experts' loss, from the subclass's method."""
         ids, mask = (
             torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1)
             for name in ("ids", "mask")
@@ -252,8 +250,8 @@ class OnlineMethods:
 class OwnLogprobs(ResponseScorer):
     """A scorer whose old log-probs, and the reference's, are those of a subclass's method."""
 
-    def __init__(self, trainer: Any, *given: Any):
-        super().__init__(*given)
+    def __init__(self, trainer: Any, *arguments: Any):
+        super().__init__(*arguments)
         self.trainer = trainer
 
     def old(
@@ -284,28 +282,28 @@ def as_tensors(samples: Samples, pad_token: int, device: Any) -> dict[str, Any]:
     prompts = pad(samples.prompt_ids, pad_token, "left")
     completions = pad(samples.sequences, pad_token, "right")
     learned = pad_sequence(samples.learned, batch_first=True)
-    there = completions["attention_mask"].bool() & learned.any(1, keepdim=True)
-    found: dict[str, Any] = {
+    kept = completions["attention_mask"].bool() & learned.any(1, keepdim=True)
+    columns: dict[str, Any] = {
         "prompt_ids": prompts["input_ids"],
         "prompt_mask": prompts["attention_mask"],
         "completion_ids": completions["input_ids"],
-        "completion_mask": there.long(),
+        "completion_mask": kept.long(),
         "advantages": samples.advantages,
         "num_items_in_batch": torch.tensor(samples.generated),
     }
-    if not torch.equal(there, learned):
-        found["tool_mask"] = learned.long()
-    for name, own in _OF_TOKENS.items():
-        column = getattr(samples, own)
+    if not torch.equal(kept, learned):
+        columns["tool_mask"] = learned.long()
+    for name, ours in _OF_TOKENS.items():
+        column = getattr(samples, ours)
         if column is not None:
-            found[name] = pad_sequence(column, batch_first=True)
-    found |= {**(samples.further or {}), **samples.of_batch}
-    return {k: x.to(device) if isinstance(x, Tensor) else x for k, x in found.items()}
+            columns[name] = pad_sequence(column, batch_first=True)
+    columns |= {**(samples.further or {}), **samples.of_batch}
+    return {k: x.to(device) if isinstance(x, Tensor) else x for k, x in columns.items()}
 
 
 def samples_of(batch: Mapping[str, Any]) -> Samples:
-    """What :func:`as_tensors` has laid out, whatever has been changed there; columns that it does
-    not know stay with the responses."""
+    """The responses of a batch in the layout of :func:`as_tensors`, which a subclass may have
+    changed; columns of its own stay with the responses."""
     prompts, completions = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
 
     def rows(column: Tensor, mask: Tensor) -> list[Tensor]:
@@ -318,8 +316,8 @@ def samples_of(batch: Mapping[str, Any]) -> Samples:
         further["advantages"] = batch["advantages"]
         advantages = torch.zeros(len(advantages))
     of_tokens: dict[str, Any] = {
-        own: None if batch.get(name) is None else rows(batch[name], completions)
-        for name, own in _OF_TOKENS.items()
+        ours: None if batch.get(name) is None else rows(batch[name], completions)
+        for name, ours in _OF_TOKENS.items()
     }
     masks = rows(_learned(batch), completions)
     total = batch.get("num_items_in_batch")

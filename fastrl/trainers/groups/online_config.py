@@ -208,11 +208,11 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
                 f"prompt, got {self.num_generations}"
             )
         self._settle_batches()
-        own = self.per_device_train_batch_size * int(self.steps_per_generation or 1)
-        if self.dynamic_sampling_rounds and own % self.num_generations:
+        per_process = self.per_device_train_batch_size * int(self.steps_per_generation or 1)
+        if self.dynamic_sampling_rounds and per_process % self.num_generations:
             raise ValueError(
                 "dynamic_sampling_rounds replaces whole groups, and per_device_train_batch_size × "
-                f"steps_per_generation ({own}) is no multiple of num_generations "
+                f"steps_per_generation ({per_process}) is no multiple of num_generations "
                 f"({self.num_generations}): make it one"
             )
 
@@ -253,7 +253,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     @property
     def generation_arguments(self) -> dict[str, Any]:
         """Arguments of ``model.generate``."""
-        own: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "max_new_tokens": self.max_completion_length,
             "do_sample": True,
             "temperature": self.temperature,
@@ -262,5 +262,5 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
             "repetition_penalty": self.repetition_penalty,
         }
         if self.min_p is not None:
-            own["min_p"] = self.min_p
-        return {**own, **parse_json("generation_kwargs", self.generation_kwargs)}
+            arguments["min_p"] = self.min_p
+        return {**arguments, **parse_json("generation_kwargs", self.generation_kwargs)}

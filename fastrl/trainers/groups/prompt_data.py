@@ -99,7 +99,7 @@ def check_resampling(args: Any, data: Any, rollout_func: Any) -> None:
         "a stream of prompts": not hasattr(data, "__len__"),
         "a rollout_func in several processes": rollout_func is not None and args.world_size > 1,
     }
-    for what in (what for what, there in where.items() if there):
+    for what in (what for what, applies in where.items() if applies):
         raise ValueError(
             f"dynamic_sampling_rounds draws single prompts anew, which goes not with {what}: leave "
             "dynamic_sampling_rounds at 0"

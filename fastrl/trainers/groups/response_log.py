@@ -78,14 +78,14 @@ class ResponseLog:
         Returns:
             of all processes, the tokens of prompts and responses, and those that are learned.
         """
-        own = [
+        rows = [
             [len(prompt), int(written.sum()), not ended, int(mask.sum())]
             for prompt, written, ended, mask in zip(
                 samples.prompt_ids, samples.written, samples.ended, masks, strict=True
             )
         ]
-        every = self.processes.joined(torch.tensor(own), [len(own)] * self.processes.count)
-        prompts, lengths, cut, learned = every.t()
+        table = self.processes.joined(torch.tensor(rows), [len(rows)] * self.processes.count)
+        prompts, lengths, cut, learned = table.t()
         metrics, cut = self.metrics[mode], cut.bool()
         for name, of in (("", lengths), ("terminated_", lengths[~cut])):
             mean = float(of.float().mean())
@@ -109,29 +109,30 @@ class ResponseLog:
         pairs = zip(self.names, judged.rewards_by_function.values(), strict=True)
         columns = {f"rewards/{name}/": column for name, column in pairs}
         for name, column in columns.items():
-            known = int((~column.isnan()).sum())
-            metrics.add_number(f"{name}mean", float(column.nanmean()), known)
-            metrics.add_number(f"{name}std", nanstd(column), known)
-        known = int((~judged.scores.isnan()).sum())
-        metrics.add_number("reward", float(judged.scores.nanmean()), known)
-        metrics.add_number("reward_std", nanstd(judged.scores), known)
+            count = int((~column.isnan()).sum())
+            metrics.add_number(f"{name}mean", float(column.nanmean()), count)
+            metrics.add_number(f"{name}std", nanstd(column), count)
+        count = int((~judged.scores.isnan()).sum())
+        metrics.add_number("reward", float(judged.scores.nanmean()), count)
+        metrics.add_number("reward_std", nanstd(judged.scores), count)
         share = float(spreadless.float().mean())
         metrics.add_number("frac_reward_zero_std", share, len(spreadless))
         for name in sorted({name for names in self.processes.objects([*values]) for name in names}):
             metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
         values.clear()
 
-    def responses(self, own: Samples, judged: Samples, advantages: Tensor) -> None:
+    def responses(self, samples: Samples, judged: Samples, advantages: Tensor) -> None:
         """Puts them into the table.
 
         Args:
-            own: of this process, what follows of all.
+            samples: of this process, what follows of all.
         """
         table = self.table
-        parts = self.processes.objects_at_main((own.prompts, own.completions, own.noted))
+        texts = samples.prompts, samples.completions, samples.noted
+        parts = self.processes.objects_at_main(texts)
         names = sorted({name for _, _, extra in parts for name in extra})
-        for asked, said, extra in parts:
-            table.add(asked, said, {})
+        for asked, completion, extra in parts:
+            table.add(asked, completion, {})
             for name in names:
                 table["extra"][name].extend(extra.get(name, [None] * len(asked)))
         columns = [x.tolist() for x in judged.rewards_by_function.values()]

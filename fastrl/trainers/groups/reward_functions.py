@@ -55,12 +55,12 @@ class RewardFunctions:
         further: Sequence[Callable[..., Any]],
         args: Any,
     ):
-        given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if reward_funcs is None:
-            given = []
-        if not given and not further:
+            functions = []
+        if not functions and not further:
             raise ValueError("No reward source provided: pass reward_funcs, a function or a list")
-        count, weights = len(given), args.reward_weights
+        count, weights = len(functions), args.reward_weights
         if weights is not None and len(weights) != count:
             raise ValueError(
                 f"Number of reward weights ({len(weights)}) must match number of reward functions "
@@ -76,22 +76,22 @@ class RewardFunctions:
                 f"The number of reward processing classes ({len(tokenizers)}) must match the "
                 f"number of reward functions ({count})"
             )
-        given, tokenizers = [*given, *further], [*tokenizers, *[None] * len(further)]
-        for function in given:
+        functions, tokenizers = [*functions, *further], [*tokenizers, *[None] * len(further)]
+        for function in functions:
             if not isinstance(function, str | nn.Module) and not callable(function):
                 raise TypeError(
                     f"reward_funcs holds {function!r:.80}: pass functions, classifiers or their "
                     "paths"
                 )
-        self.functions = [_loaded(f, load) if isinstance(f, str) else f for f in given]
+        self.functions = [_loaded(f, load) if isinstance(f, str) else f for f in functions]
         self.processing_classes = [
             _reader_of(function, tokenizer) if isinstance(function, nn.Module) else tokenizer
             for function, tokenizer in zip(self.functions, tokenizers, strict=True)
         ]
-        self.names = numbered(map(_name, self.functions, given))
-        own = [1.0] * count if weights is None else list(weights)
-        own += [1.0] * len(further)
-        self.weights = torch.tensor(own)
+        self.names = numbered(map(_name, self.functions, functions))
+        all_weights = [1.0] * count if weights is None else list(weights)
+        all_weights += [1.0] * len(further)
+        self.weights = torch.tensor(all_weights)
         chat = dict(args.chat_template_kwargs or {})
         self._rewards = Rewards(
             [
@@ -102,7 +102,7 @@ class RewardFunctions:
                     self.names, self.functions, self.processing_classes, strict=True
                 )
             ],
-            own,
+            all_weights,
             reward_timeout=args.reward_timeout,
             reward_retries=args.reward_retries,
             reward_batch_size=args.reward_batch_size,
@@ -158,13 +158,13 @@ def _loaded(name: str, options: dict[str, Any]) -> Any:
     return model
 
 
-def _reader_of(model: Any, given: Any) -> Any:
-    found = load_tokenizer(model.config.name_or_path) if given is None else as_fast(given)
-    if found.pad_token_id is None:
-        found.pad_token = found.eos_token
+def _reader_of(model: Any, passed: Any) -> Any:
+    tokenizer = load_tokenizer(model.config.name_or_path) if passed is None else as_fast(passed)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     # Classifiers find the last token by the padding behind it.
-    model.config.get_text_config().pad_token_id = found.pad_token_id
-    return found
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return tokenizer
 
 
 def _name(function: Any, asked: Any) -> str:

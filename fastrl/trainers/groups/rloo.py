@@ -67,5 +67,5 @@ class RLOOTrainer(OnlineTrainer):
         return GroupLoss.of_rloo(self.args)
 
     def note_batch(self, batch: BatchScores, mode: str) -> None:
-        found = ratios_of(batch.whole, batch.logprobs, "product")
-        note_clips(self._metrics[mode], found.units, found.advantages, self.args)
+        ratios = ratios_of(batch.whole, batch.logprobs, "product")
+        note_clips(self._metrics[mode], ratios.units, ratios.advantages, self.args)

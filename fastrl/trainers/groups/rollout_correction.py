@@ -45,8 +45,8 @@ def of_all_or_none(logprobs: list[Tensor] | None, processes: Processes) -> list[
     Raises:
         ValueError: a ``rollout_func`` gave log-probs in one process and none in another.
     """
-    given = logprobs is not None
-    if processes.any(given) and processes.any(not given):
+    has_logprobs = logprobs is not None
+    if processes.any(has_logprobs) and processes.any(not has_logprobs):
         raise ValueError(
             "rollout_func returned logprobs in one process and None in another: return them in "
             "all, or in none"
@@ -94,8 +94,8 @@ class RolloutCorrection:
             )
         assert responses.old_logprobs is not None
         counts = torch.tensor(learned_counts(responses))
-        old, given = of_learned(responses, responses.old_logprobs), of_learned(responses, sampled)
-        if len(given) and not given.any() and not self._has_warned:
+        old, drawn = of_learned(responses, responses.old_logprobs), of_learned(responses, sampled)
+        if len(drawn) and not drawn.any() and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "rollout_func returned logprobs that are all 0, and the loss is weighted by "
@@ -103,30 +103,30 @@ class RolloutCorrection:
                 f"{_NAME}correction=False",
                 stacklevel=2,
             )
-        every = torch.ones_like(old, dtype=torch.bool)
-        weights, found = sampler_weights(
-            old, given, every, self.kind, self.least, self.most, counts
+        everywhere = torch.ones_like(old, dtype=torch.bool)
+        weights, stats = sampler_weights(
+            old, drawn, everywhere, self.kind, self.least, self.most, counts
         )
         responses.sampler_weights = to_column(responses, weights, elsewhere=1.0)
         units = (counts > 0).sum() if self.kind.startswith("sequence") else counts.sum()
-        _note(metrics, found, units, (~given.isnan()).sum())
+        _note(metrics, stats, units, (~drawn.isnan()).sum())
 
 
-def _note(metrics: MetricMeans, found: SamplerStats, units: Tensor, known: Tensor) -> None:
+def _note(metrics: MetricMeans, stats: SamplerStats, units: Tensor, measured: Tensor) -> None:
     """
     Args:
         units: how many tokens or responses have weights.
-        known: tokens with a log-prob of the sampler.
+        measured: tokens with a log-prob of the sampler.
     """
     difference, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
     means = {
-        f"{difference}/mean": (found.difference_mean.nan_to_num() * known, known),
-        f"{ratio}/mean": (found.weight_mean.nan_to_num() * units, units),
+        f"{difference}/mean": (stats.difference_mean.nan_to_num() * measured, measured),
+        f"{ratio}/mean": (stats.weight_mean.nan_to_num() * units, units),
     }
     metrics.add(means)
     for name, value, most in (
-        (f"{difference}/max", found.difference_max, True),
-        (f"{ratio}/min", found.weight_min, False),
-        (f"{ratio}/max", found.weight_max, True),
+        (f"{difference}/max", stats.difference_max, True),
+        (f"{ratio}/min", stats.weight_min, False),
+        (f"{ratio}/max", stats.weight_max, True),
     ):
         metrics.add_extreme(name, value[None], most)

@@ -39,8 +39,8 @@ class DPOTrainer(PreferenceTrainer):
         eval_dataset: the same, or a dict of such.
         processing_class: the tokenizer, by default the one saved with the model.
         compute_metrics: gets the logits of all tokens, and the tokens.
-        callbacks, optimizers: of transformers' Trainer.
-        quantization_config: of a model that is given by its path.
+        callbacks, optimizers: as transformers' Trainer takes them.
+        quantization_config: for a model that is given by its path.
         peft_config: adds an adapter to the model.
 
     Attributes:
@@ -84,7 +84,7 @@ class DPOTrainer(PreferenceTrainer):
     ) -> tuple[Tensor, ScoredPass, dict[str, tuple[Tensor, Tensor]]]:
         args, completions = self.args, self.completions(batch)
         wanted = (*EXTRAS, "log_sum_sq_probs") if args.use_weighting else EXTRAS
-        logprobs, found = self.score(model, completions, wanted)
+        logprobs, scored = self.score(model, completions, wanted)
         if args.precompute_ref_log_probs:
             reference = torch.cat([batch[name] for name in _REFS])
         else:
@@ -99,26 +99,26 @@ class DPOTrainer(PreferenceTrainer):
         else:
             losses = self._losses(sides, logprobs, completions.mask)
         if args.use_weighting:
-            extras: Any = found.scores.extras
-            excess = found.logprobs.detach() - extras.log_sum_sq_probs
+            extras: Any = scored.scores.extras
+            excess = scored.logprobs.detach() - extras.log_sum_sq_probs
             of_tokens = completions.scatter(excess, completions.rows())
             of_side = torch.exp(of_tokens.sum(1) / lengths).chunk(2)
             losses = losses * of_side[0] * of_side[1]
-        return losses, found, self._pair_metrics(sides, found, completions)
+        return losses, scored, self._pair_metrics(sides, scored, completions)
 
     def _losses(self, sides: tuple[Side, ...], logprobs: Tensor, mask: Tensor) -> Tensor:
-        """[B], the weighted sum of all losses; log-probs and mask are those of tokens."""
-        args, found, rows = self.args, [], self.args.pair_losses
+        """The weighted sum of all losses, [B]; log-probs and mask are those of tokens."""
+        args, losses, rows = self.args, [], self.args.pair_losses
         for name in args.loss_type:
             if name in rows:
                 row, options = rows[name]
-                found.append(row(*sides, **options))
+                losses.append(row(*sides, **options))
             else:  # "sft", of tokens
                 pairs = len(mask) // 2
                 nll = -logprobs[:pairs].flatten().sum() / mask[:pairs].sum()
-                found.append(nll.expand(pairs))
-        weights = args.loss_weights or [1.0] * len(found)
-        return torch.stack([w * x for w, x in zip(weights, found, strict=True)]).sum(0)
+                losses.append(nll.expand(pairs))
+        weights = args.loss_weights or [1.0] * len(losses)
+        return torch.stack([w * x for w, x in zip(weights, losses, strict=True)]).sum(0)
 
     def dpo_loss(
         self,
@@ -127,8 +127,8 @@ class DPOTrainer(PreferenceTrainer):
         ref_chosen_logps: Tensor,
         ref_rejected_logps: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The losses of pairs, and the rewards β·r of both sides, [B] each, as TRL until 0.26 has
-        them; a subclass's is learned from.
+        """The losses of pairs, and the rewards β·r of both sides, [B] each: TRL's method until
+        0.26. Where a subclass overrides it, training minimises its losses.
 
         Args:
             chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps: Σ log π and Σ log
@@ -153,16 +153,16 @@ class DPOTrainer(PreferenceTrainer):
 
     @torch.no_grad()
     def _pair_metrics(
-        self, sides: tuple[Side, ...], found: ScoredPass, completions: TokenBatch
+        self, sides: tuple[Side, ...], scored: ScoredPass, completions: TokenBatch
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Metrics by TRL's names, as sums and counts."""
         rewards = [self.args.beta * side.ratio for side in sides]
         counts = self.counting(len(rewards[0]))
         count, none = counts.sum(), torch.zeros_like(counts)
         is_chosen, is_rejected = torch.cat([counts, none]), torch.cat([none, counts])
-        parts = token_parts(found, completions, {"chosen": is_chosen, "rejected": is_rejected})
+        parts = token_parts(scored, completions, {"chosen": is_chosen, "rejected": is_rejected})
         of_chosen = at_tokens(is_chosen, completions)
-        extras: Any = found.scores.extras
+        extras: Any = scored.scores.extras
         parts["mean_token_accuracy"] = ((extras.is_top1 & of_chosen).sum(), of_chosen.sum())
         for name, reward, side in zip(("chosen", "rejected"), rewards, sides, strict=True):
             parts[f"rewards/{name}"] = ((reward * counts).sum(), count)

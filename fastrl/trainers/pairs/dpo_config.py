@@ -155,22 +155,22 @@ class DPOConfig(PreferenceConfig):
         """The row of a loss, and its options: these settings, of which a loss of a user's gets
         those that are not at their defaults, as its own are its defaults."""
         row, fixed = LOSS_TYPES[loss_type]
-        given: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
+        options: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
         if row.is_own:
-            given = {name: x for name, x in given.items() if x != _default(name)}
+            options = {name: x for name, x in options.items() if x != _default(name)}
         else:
-            given["tau"] = self.discopop_tau
-        given |= {"divergence": self.f_divergence_type}
-        given |= {"divergence_alpha": self.f_alpha_divergence_coef, **fixed}
-        return row, {option: given[option] for option in row.options.keys() & given.keys()}
+            options["tau"] = self.discopop_tau
+        options |= {"divergence": self.f_divergence_type}
+        options |= {"divergence_alpha": self.f_alpha_divergence_coef, **fixed}
+        return row, {option: options[option] for option in row.options.keys() & options.keys()}
 
     def _warn_of_defaults(self, name: str, row: PairObjective) -> None:
         """Warns where a setting at its default gives way to a loss's own default."""
         for option in row.defaults.keys() & _SHARED if row.is_own else ():
-            own, value = row.defaults[option], getattr(self, option)
-            if value == _default(option) != own:
+            default, value = row.defaults[option], getattr(self, option)
+            if value == _default(option) != default:
                 warnings.warn(
-                    f"the loss {name!r} is computed with its own default, {option}={own}, as "
+                    f"the loss {name!r} is computed with its own default, {option}={default}, as "
                     f"DPOConfig's {option} is at its default, {value}: for {value}, make that the "
                     "function's default",
                     stacklevel=4,

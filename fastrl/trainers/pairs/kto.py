@@ -93,7 +93,7 @@ class KTOTrainer(PreferenceTrainer):
         else:
             reference, *of_kl = (self.ref_score(x).sum(1) for x in both)
         kl = self._kl(model, others[0], of_kl[0]) if others else reference.new_zeros(())
-        logprobs, found = self.score(model, completions, EXTRAS)
+        logprobs, scored = self.score(model, completions, EXTRAS)
         side = Side(logprobs.sum(1), completions.mask.sum(1), reference)
         desirable = batch["label"].bool()
         weights = {"desirable_weight": args.desirable_weight}
@@ -103,12 +103,12 @@ class KTOTrainer(PreferenceTrainer):
             counts = self.counting(len(desirable))
             sides = {"chosen": desirable & counts, "rejected": ~desirable & counts}
             parts = {"kl": (kl.clamp(min=0), torch.ones_like(kl))}
-            parts |= token_parts(found, completions, sides)
+            parts |= token_parts(scored, completions, sides)
             rewards = args.beta * side.ratio
             for name, which in sides.items():
                 parts[f"rewards/{name}"] = ((rewards * which).sum(), which.sum())
                 parts[f"logps/{name}"] = ((side.sums * which).sum(), which.sum())
-        return losses, found, parts
+        return losses, scored, parts
 
     @torch.no_grad()
     def _kl(self, model: nn.Module, completions: TokenBatch, reference: Tensor) -> Tensor:

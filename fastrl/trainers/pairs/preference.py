@@ -102,8 +102,8 @@ class PreferenceTrainer(SupervisedTrainer):
             for each in (model, reference):
                 without_dropout(each)
         self._reference = self._choose_reference(args, reference)
-        found = router_loss(model, args.router_aux_loss_coef)
-        self.aux_loss_enabled, self.router_aux_loss_coef = found
+        router = router_loss(model, args.router_aux_loss_coef)
+        self.aux_loss_enabled, self.router_aux_loss_coef = router
         self._routes = self.aux_loss_enabled and follow_routers(model) > 0
         self._tokenizer = tokenizer
         self._settings = args
@@ -173,8 +173,8 @@ class PreferenceTrainer(SupervisedTrainer):
 
     def _with_keywords(self, args: Any, settings: dict[str, Any]) -> Any:
         kind = self.config_class
-        known = {field.name for field in dataclasses.fields(kind)} | set(eras_of(kind))
-        for name in settings.keys() - known:
+        names = {field.name for field in dataclasses.fields(kind)} | set(eras_of(kind))
+        for name in settings.keys() - names:
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
         if args is not None and not isinstance(args, TrainingArguments):
             raise TypeError(f"args must be a fastrl.{kind.__name__}, got {type(args).__name__}")
@@ -182,11 +182,11 @@ class PreferenceTrainer(SupervisedTrainer):
             f"{', '.join(settings)} of {type(self).__name__} are settings of {kind.__name__} now",
             stacklevel=4,
         )
-        given = {} if args is None else kept_settings(args)
+        present = {} if args is None else kept_settings(args)
         for field in () if args is None else dataclasses.fields(args):
             if field.init:
-                given[field.name] = getattr(args, field.name)
-        return kind(**{**given, **settings})
+                present[field.name] = getattr(args, field.name)
+        return kind(**{**present, **settings})
 
     def prepare_model(self, model: Any) -> Any:
         return adapted(model, self._peft_config, self._settings)
@@ -242,8 +242,8 @@ class PreferenceTrainer(SupervisedTrainer):
         sizes = lengths if self._is_padding_free() else [sides * width] * count
         parts = []
         for chosen in fill(sizes, most, self.example):
-            every = [i + k * count for k in range(sides) for i in chosen]
-            part = {name: x[chosen if len(x) == count else every] for name, x in inputs.items()}
+            rows = [i + k * count for k in range(sides) for i in chosen]
+            part = {name: x[chosen if len(x) == count else rows] for name, x in inputs.items()}
             parts.append((part, len(chosen) / count))
         return parts
 
@@ -295,21 +295,21 @@ class PreferenceTrainer(SupervisedTrainer):
             args.per_device_train_batch_size if training else args.per_device_eval_batch_size
         )
         batches = [range(i, min(i + size, len(dataset))) for i in range(0, len(dataset), size)]
-        own = self.processes.shares(batches)[self.processes.index]
-        found: dict[int, list[float]] = {}
+        share = self.processes.shares(batches)[self.processes.index]
+        logprobs: dict[int, list[float]] = {}
         with (
             self.products.on(self._policy, self.ref_model),
             torch.no_grad(),
             evaluating(self._policy),
             self.accelerator.autocast(),
         ):
-            for chosen in own:
+            for chosen in share:
                 batch = self.data_collator([dataset[i] for i in chosen])
                 columns = self.ref_logprobs(self.ready_batch(batch))
                 rows = torch.stack([x.float() for x in columns], dim=1).tolist()
-                found |= dict(zip(chosen, rows, strict=True))
-        known = {i: row for part in self.processes.objects(found) for i, row in part.items()}
-        table = [known[i] for i in range(len(dataset))]
+                logprobs |= dict(zip(chosen, rows, strict=True))
+        of_all = {i: row for part in self.processes.objects(logprobs) for i, row in part.items()}
+        table = [of_all[i] for i in range(len(dataset))]
         for k, name in enumerate(self.ref_columns):
             dataset = dataset.add_column(name, [row[k] for row in table])
         return dataset
@@ -317,8 +317,8 @@ class PreferenceTrainer(SupervisedTrainer):
     # Log-probs.
 
     def completions(self, batch: Mapping[str, Any], prefix: str = "") -> TokenBatch:
-        found = completions_of(batch, self._is_padding_free(), prefix)
-        return found.with_experts(None) if self._routes else found
+        completions = completions_of(batch, self._is_padding_free(), prefix)
+        return completions.with_experts(None) if self._routes else completions
 
     def score(
         self, model: nn.Module, completions: TokenBatch, extras: tuple[str, ...] = ()
@@ -437,20 +437,20 @@ class PreferenceTrainer(SupervisedTrainer):
 
 
 def token_parts(
-    found: ScoredPass, completions: TokenBatch, sides: Mapping[str, Tensor]
+    scored: ScoredPass, completions: TokenBatch, sides: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Sums and counts of entropies and mean logits over tokens.
 
     Args:
         sides: by name, [B] bool, which completions are of it; those of none do not count.
     """
-    entropies, extras = found.scores.entropies, found.scores.extras
+    entropies, extras = scored.scores.entropies, scored.scores.extras
     assert entropies is not None
     assert extras is not None
     mean_logits: Any = extras.mean_logit
     at_sides = {name: at_tokens(which, completions) for name, which in sides.items()}
-    every = torch.stack([*at_sides.values()]).any(0)
-    parts = {"entropy": ((entropies.detach() * every).sum(), every.sum())}
+    at_any = torch.stack([*at_sides.values()]).any(0)
+    parts = {"entropy": ((entropies.detach() * at_any).sum(), at_any.sum())}
     for name, of_side in at_sides.items():
         parts[f"logits/{name}"] = ((mean_logits * of_side).sum(), of_side.sum())
     return parts

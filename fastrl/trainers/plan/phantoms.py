@@ -25,13 +25,13 @@ from fastrl.trainers.plan.memory import MemoryLog
 
 aten = torch.ops.aten
 
-# Elements from which a new floating-point tensor is a phantom, and one of another type. So few that
-# even a tiny model's logits are phantoms, as the sums over them are, which lie in a longer
-# workspace: the logarithm of a phantom's zeros is infinite.
-_SMALLEST = 512
+# A new tensor of so many elements or more is a phantom. So few that even a tiny model's logits are
+# phantoms: sums over them lie in a longer workspace and are phantoms, and of zeros beside real
+# logits the logarithm would be infinite.
+_SMALLEST = 512  # floating-point numbers
 _SMALLEST_OF_INTEGERS = 1 << 24
 _LARGE_PRODUCT = 1 << 20
-# Linux then lets addresses be had for more than all memory; older Pythons do not name it.
+# With this flag Linux gives addresses for more than all memory; older Pythons do not name it.
 _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # The numbers of references to a gradient that autograd's engine alone has: to the tensor and to its
 # storage, with those that a call of Python adds.
@@ -74,7 +74,7 @@ class Phantoms(TorchDispatchMode):
     """Context in which large tensors are phantoms, in this thread.
 
     Args:
-        log: the log that is told of each tensor's memory, that of real ones too.
+        log: it notes each tensor's memory, that of real ones too.
 
     Attributes:
         run_for_real: operations on phantoms that have no rule for shapes, and were run on zeros.
@@ -304,7 +304,7 @@ _WITHOUT_CONTENT = {
 # Products of token places and frequencies, whose sines are not worth their time.
 _OUTER_PRODUCTS = {aten.mul.Tensor, aten.bmm.default}
 _OVERWRITING = {aten.copy_.default, aten.index_put_.default, aten.index_copy_.default}
-# Checks of numbers come out well.
+# Checks of numbers, which phantoms pass.
 _TRUE = {aten.all.default, aten.equal.default}
 _VIEWS = {
     aten._unsafe_view.default,
@@ -342,11 +342,11 @@ def _shapes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return x.to("meta")
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
-    there = [meta(x) for x in _tensors(args, kwargs)]
-    for i, x in enumerate(there):
+    on_meta = [meta(x) for x in _tensors(args, kwargs)]
+    for i, x in enumerate(on_meta):
         if x.layout == torch.strided:
             numbers[x.untyped_storage()._cdata] = i
-    left = iter(there)
+    left = iter(on_meta)
     placed = tree_map_only(Tensor, lambda _: next(left), (args, kwargs))
     if "device" in placed[1]:
         placed[1]["device"] = torch.device("meta")

@@ -122,8 +122,8 @@ class Rehearsal:
         model = getattr(reference, "model", None)
         if model is not None:
             shared = {id(p) for p in policy.parameters()}
-            own = [p for p in model.parameters() if id(p) not in shared]
-            self.phantoms.is_kind([*own, *model.buffers()], REFERENCE)
+            unshared = [p for p in model.parameters() if id(p) not in shared]
+            self.phantoms.is_kind([*unshared, *model.buffers()], REFERENCE)
         units = getattr(reference, "units", None)
         if units and self.device != "cpu":  # a copy in host memory
             rest, *layers = [sum(x.nbytes for x in unit.weights) for unit in units]

@@ -212,8 +212,8 @@ def blank_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    known = {"<pad>": 0, "<eos>": 1, **{word: 2 + i for i, word in enumerate(WORDS)}}
-    core = Tokenizer(models.WordLevel(known, unk_token="<pad>"))
+    vocabulary = {"<pad>": 0, "<eos>": 1, **{word: 2 + i for i, word in enumerate(WORDS)}}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 

@@ -84,14 +84,14 @@ class ClassicMethods:
         batch = self.batches.from_inputs(model_inputs, queries, responses, response_masks)
         batch = batch.to(self.current_device)
         with evaluating(model):
-            found = scored_in_parts(
+            scored = scored_in_parts(
                 model,
                 batch,
                 self.scorer.limit,
                 logits=return_logits,
                 temperature=self.config.temperature,
             )
-        return found["logprobs"], found.get("logits"), found["values"], batch.mask
+        return scored["logprobs"], scored.get("logits"), scored["values"], batch.mask
 
     def loss(
         self,

@@ -89,12 +89,12 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
             "other's: pass a copy of the model (copy.deepcopy), or let the policy's value head "
             "learn the values"
         )
-    known = critic.pretrained_model.get_input_embeddings().weight.shape[0]
+    vocabulary = critic.pretrained_model.get_input_embeddings().weight.shape[0]
     of_texts = len(tokenizer) - (tokenizer.pad_token_id == len(tokenizer) - 1)
-    if known < of_texts:
+    if vocabulary < of_texts:
         raise ValueError(
-            f"the critic knows {known} tokens, and the tokenizer has {len(tokenizer)}: choose a "
-            "critic of the policy's family, which reads the same token ids, or give both models "
+            f"the critic knows {vocabulary} tokens, and the tokenizer has {len(tokenizer)}: choose "
+            "a critic of the policy's family, which reads the same token ids, or give both models "
             "the new tokens by resize_token_embeddings"
         )
     give_padding(critic, tokenizer)
@@ -146,8 +146,8 @@ class CriticLearner:
 
     def identity(self) -> str:
         """What must be the same in the run that resumes."""
-        found = model_identity(self.unwrapped, None)
-        return f"{found['model']} {found['frozen weights']}"
+        identity = model_identity(self.unwrapped, None)
+        return f"{identity['model']} {identity['frozen weights']}"
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last complete step; tensors are not copies, and spread over processes
@@ -165,8 +165,8 @@ class CriticLearner:
             BadCheckpoint: the state of another critic.
         """
         spread(self.unwrapped)
-        own = trained_weights(self.unwrapped)
-        check_weights(describe_weights(state["weights"]), describe_weights(own), "critic")
+        trained = trained_weights(self.unwrapped)
+        check_weights(describe_weights(state["weights"]), describe_weights(trained), "critic")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the critic continue where another was; :meth:`check` comes before."""
@@ -189,9 +189,9 @@ class CriticLearner:
         Args:
             keep: whether this process keeps them.
         """
-        found = gathered_state_dict(self.unwrapped, keep=keep)
+        weights = gathered_state_dict(self.unwrapped, keep=keep)
         prefix = "pretrained_model."
-        return None if found is None else {k.removeprefix(prefix): x for k, x in found.items()}
+        return None if weights is None else {k.removeprefix(prefix): x for k, x in weights.items()}
 
     def save_pretrained(
         self, folder: str | Path, state_dict: dict[str, Tensor] | None, tokenizer: Any
@@ -202,9 +202,9 @@ class CriticLearner:
         Args:
             state_dict: as :meth:`gathered` returned it.
         """
-        own = Path(folder) / FOLDER
-        self.unwrapped.save_pretrained(own, state_dict=state_dict)
-        tokenizer.save_pretrained(own)
+        subfolder = Path(folder) / FOLDER
+        self.unwrapped.save_pretrained(subfolder, state_dict=state_dict)
+        tokenizer.save_pretrained(subfolder)
 
 
 @contextmanager

@@ -36,11 +36,11 @@ def advantages_of(config: PPOConfig) -> Advantages:
         return BatchReturns(config.gamma)
     if config.advantage != "gae":
         return GroupBaseline(config.group_size, GROUP_ADVANTAGES[config.advantage])
-    given = config.gamma, config.lam, config.whiten_rewards
+    options = config.gamma, config.lam, config.whiten_rewards
     if config.lam_value in (None, config.lam) and config.lam_length_alpha is None:
-        return GAE(*given)
+        return GAE(*options)
     lam_value = config.lam if config.lam_value is None else config.lam_value
-    return DecoupledGAE(*given, lam_value, config.lam_length_alpha)
+    return DecoupledGAE(*options, lam_value, config.lam_length_alpha)
 
 
 def has_kl_in_loss(config: PPOConfig) -> bool:

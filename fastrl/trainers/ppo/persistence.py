@@ -53,10 +53,10 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: there is none.
     """
-    found = find_checkpoint(path, Checkpoints(Path(path)), processes=processes)
-    assert found is not None
-    manifest = read_manifest(found)
-    load(load_tree(found))
+    checkpoint = find_checkpoint(path, Checkpoints(Path(path)), processes=processes)
+    assert checkpoint is not None
+    manifest = read_manifest(checkpoint)
+    load(load_tree(checkpoint))
     with products.on():
         products.adopt(manifest["machine"])
         warn_of_another_machine(manifest)

@@ -157,15 +157,15 @@ class _StepWalk(Walk):
         rows = self.rows(step, _COLUMNS)
         rollout = recorded_rollout(rows, trainer.config.temperature)
         queries = [torch.tensor(row["prompt_ids"]) for row in rows]
-        given = "score" if rows[0]["token_scores"] is None else "token_scores"
-        scores = [torch.tensor(row[given], dtype=torch.float32) for row in rows]
+        column = "score" if rows[0]["token_scores"] is None else "token_scores"
+        scores = [torch.tensor(row[column], dtype=torch.float32) for row in rows]
         trainer.step(queries, rollout.sequences, scores, recorded_masks(rows), rollout)
         if self.strayed is None:
             assert trainer.experience is not None
             recorded = np.array([x for row in rows for x in row["advantages"]], dtype=np.float32)
             learned = trainer.experience.advantages()[0]
-            found = difference("advantages", recorded, learned, tolerance=self.tolerance)
-            self.strayed = f"step {step}: {found[0]}" if found else None
+            strayed = difference("advantages", recorded, learned, tolerance=self.tolerance)
+            self.strayed = f"step {step}: {strayed[0]}" if strayed else None
 
     def _drawn(self, processes: int, generation_kwargs: dict[str, Any]) -> list[ReplayedSample]:
         """Draws the samples of the step, the share of each of the run's processes as it did."""
@@ -186,17 +186,17 @@ class _StepWalk(Walk):
             outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))
         return compared(rows, Samples.joined(outputs), trainer.config.temperature, tolerance)
 
-    def _generation_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _generation_kwargs(self, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
         """
         Raises:
             ValueError: some were not recorded, and none are given.
         """
-        if given is None and self.facts[NOT_JSON]:
+        if arguments is None and self.facts[NOT_JSON]:
             raise ValueError(
                 f"the run's generation_kwargs hold what JSON cannot "
                 f"({', '.join(self.facts[NOT_JSON])}): pass generation_kwargs as in the run"
             )
-        return dict(self.facts["generation_kwargs"] if given is None else given)
+        return dict(self.facts["generation_kwargs"] if arguments is None else arguments)
 
 
 def process_count_of(facts: Mapping[str, Any]) -> int:
@@ -207,9 +207,9 @@ def process_count_of(facts: Mapping[str, Any]) -> int:
 def _warn_of_other_settings(recorded: list[dict[str, Any]]) -> None:
     *earlier, last = recorded
     now = deciding(last["settings"])
-    if found := changes(earlier, lambda facts: deciding(facts["settings"]), now):
+    if changed := changes(earlier, lambda facts: deciding(facts["settings"]), now):
         warnings.warn(
-            f"the run was resumed with other settings ({found}) after the checkpoint that the "
+            f"the run was resumed with other settings ({changed}) after the checkpoint that the "
             "replay begins with: updates before that are done with the new ones, and are not the "
             "run's; of a run that keeps its checkpoints (--keep-last 0) all steps can be replayed",
             stacklevel=4,

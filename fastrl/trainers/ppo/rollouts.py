@@ -189,19 +189,19 @@ class Rollouts:
                 replayed are not known.
         """
         if rollout is None:
-            found = self.memory.find(queries, responses)
+            logprobs = self.memory.find(queries, responses)
         else:
             _check_sequences(rollout, responses)
-            found = known_of(rollout, self.memory.policy, self.config.temperature)
+            logprobs = known_of(rollout, self.memory.policy, self.config.temperature)
         if not self.replays:
-            return found.without("experts")
-        if found.experts is None:
+            return logprobs.without("experts")
+        if logprobs.experts is None:
             raise ValueError(
                 "replay_routing: the experts' choices of these responses are not known: pass the "
                 "rollout= of an engine that keeps them (RolloutEngine(keep_experts=True)), let "
                 "this trainer generate, or leave it out"
             )
-        return found
+        return logprobs
 
     def ready(self) -> AbstractContextManager[None]:
         """Context in which sampling from the policy does not wait for other processes."""
@@ -281,35 +281,35 @@ class SamplingArguments:
         self.model, self.temperature = model, temperature
         self._warned: set[str] = set()
 
-    def of_the_policy(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments for responses that an update learns from: sampled from the policy unless
-        ``given`` changes that.
+    def of_the_policy(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of ``generate()`` for responses that an update learns from: they are sampled
+        from the policy unless ``arguments`` change that.
 
         Raises:
             ValueError: another temperature.
         """
-        kwargs = policy_kwargs(given, self.model, self.temperature)
+        kwargs = policy_kwargs(arguments, self.model, self.temperature)
         self._warn("generation_kwargs", changes_of_the_draw(kwargs, self.model, self.temperature))
         return kwargs
 
-    def of_training(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for a whole run; also warns of greedy decoding, which is hardly meant there.
+    def of_training(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`of_the_policy` for a whole run; warns of greedy decoding, too.
 
         Raises:
-            ValueError: also a value that is out of range, which others find as they generate.
+            ValueError: another temperature; a value that is out of range.
         """
-        check_names(given, self.model)
-        kwargs = self.of_the_policy(given)
+        check_names(arguments, self.model)
+        kwargs = self.of_the_policy(arguments)
         sampling_params(kwargs, self.model)
         if not kwargs["do_sample"]:
             self._warn("generation_kwargs", [Change("do_sample", False, True, "")])
         return kwargs
 
-    def of_generate(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def of_generate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments for the classic ``generate()``, as ``model.generate`` reads them: those not
         given come from the model's generation_config. A policy temperature other than 1 comes
         before that."""
-        kwargs = unpacked(given)
+        kwargs = unpacked(arguments)
         if self.temperature != 1 and is_sampled(kwargs, self.model):
             kwargs.setdefault("temperature", self.temperature)
         self._warn("generate", changes_of_the_draw(kwargs, self.model, self.temperature), 5)
@@ -356,12 +356,12 @@ class RolloutMemory:
 
     def keep(self, prompts: Sequence[Tensor], output: Samples) -> None:
         """Keeps those of samples, one per prompt."""
-        known = known_of(output, self.policy, self.temperature)
-        if known.old_logprobs is None:
+        logprobs = known_of(output, self.policy, self.temperature)
+        if logprobs.old_logprobs is None:
             return
         self._forget_other_weights()
         for i, both in enumerate(zip(prompts, output.sequences, strict=True)):
-            self._known[_key(*both)] = known, i
+            self._known[_key(*both)] = logprobs, i
         for oldest in list(self._known)[: max(0, len(self._known) - REMEMBERED)]:
             del self._known[oldest]
 
@@ -369,9 +369,9 @@ class RolloutMemory:
         """What was known of all responses as they were generated; without columns unless all were
         generated here, token for token, with the current weights."""
         self._forget_other_weights()
-        found = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
-        rows = [x for x in found if x is not None]
-        if len(rows) < len(found):
+        remembered = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
+        rows = [x for x in remembered if x is not None]
+        if len(rows) < len(remembered):
             return Samples()
         runs = [list(run) for _, run in itertools.groupby(rows, lambda row: id(row[0]))]
         return Samples.joined([run[0][0].select([i for _, i in run]) for run in runs])

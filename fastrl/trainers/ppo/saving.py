@@ -136,11 +136,11 @@ class SavedInFolder:
         done = self.trainer.current_step
         if checkpoint is not None and done >= loop.last_step:  # its settings are still those
             self.folder.keep_config()
-        own = self.folder.owns(checkpoint)
+        owned = self.folder.owns(checkpoint)
         self.folder.resume(checkpoint, rows)
         if loop.ledger is not None:
             in_it = loop.ledger.ledger.folder == self.folder.ledger
-            loop.ledger.ledger.supersede(done if own or not in_it else 0)
+            loop.ledger.ledger.supersede(done if owned or not in_it else 0)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -172,14 +172,14 @@ class SavedInFolder:
         try:
             # What is drawn by keys moves no generator: then there is nothing to tell.
             now, before = random_state(), self._random[self.processes.index]
-            told = None if same_state(now, before) else now
-            found = self.processes.objects((asked(), told))
+            decisions = None if same_state(now, before) else now
+            answers = self.processes.objects((asked(), decisions))
         except PeerFailed as error:
             self._save_after(error, [random_state()])
             raise
-        news = [new for _, new in found]
+        news = [new for _, new in answers]
         self._random = [new or old for new, old in zip(news, self._random, strict=True)]
-        stops = any(asked for asked, _ in found)
+        stops = any(asked for asked, _ in answers)
         if stops or (self.save_every and (last or step % self.save_every == 0)):
             self.save()
             stops = stops or self.processes.any(asked())  # a save may take long

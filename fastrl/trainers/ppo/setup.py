@@ -147,13 +147,14 @@ def _check_types(
         )
 
 
-def schedule_of(given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+def schedule_of(schedule: Any, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """A schedule of the learning rate as it is, or what a function makes of the optimizer.
 
     Raises:
         TypeError: a schedule that a step would have to give a metric.
     """
-    made = given if given is None or isinstance(given, LRScheduler) else given(optimizer)
+    is_made = schedule is None or isinstance(schedule, LRScheduler)
+    made = schedule if is_made else schedule(optimizer)
     if isinstance(made, ReduceLROnPlateau) or not isinstance(made, LRScheduler | None):
         raise TypeError(
             f"lr_scheduler is a {type(made).__name__}, which steps by a metric or otherwise than "
@@ -226,15 +227,15 @@ def prepared(
             raise ValueError(WEIGHTS_ARE_COMPARED)
         name_by_path(model)
         groups = optimizer_groups(optimizer, model)
-        found = accelerator.prepare(model, optimizer, *others)
+        prepared = accelerator.prepare(model, optimizer, *others)
         # accelerate finds them by their addresses, and weights without memory have none.
         set_weights(optimizer, model, groups)
-        return found
+        return prepared
     others = (optimizer, *others)
     if accelerator.distributed_type not in _DDP or accelerator.num_processes > 1:
-        found = accelerator.prepare(model, *others)
-        settle_buckets(found[0])
-        return found
+        prepared = accelerator.prepare(model, *others)
+        settle_buckets(prepared[0])
+        return prepared
     model = accelerator.prepare_model(model, evaluation_mode=True)  # all but the wrapping
     return (model, *accelerator.prepare(*others))
 
@@ -250,16 +251,16 @@ def share_new_weights(processes: Processes, *models: nn.Module | None) -> None:
         if model is None or processes.count == 1:
             continue
         adapts = bool(getattr(model, "is_peft_model", False))
-        own = {
+        new_weights = {
             name: p
             for name, p in model.named_parameters()
             if name.startswith(HEAD_PREFIX) or (adapts and p.requires_grad)
         }
-        shapes = {name: p.shape for name, p in own.items()}
+        shapes = {name: p.shape for name, p in new_weights.items()}
         if any(other != shapes for other in processes.objects(shapes)):
             continue  # models of different kinds: they will be compared
-        main = processes.from_main({name: p.detach().cpu() for name, p in own.items()})
-        for name, p in own.items():
+        main = processes.from_main({name: p.detach().cpu() for name, p in new_weights.items()})
+        for name, p in new_weights.items():
             p.copy_(main[name])
 
 

@@ -184,11 +184,11 @@ class TrainerState:
             count: of the checkpoint's run.
             batch_size: samples of a step of it, of all its processes.
         """
-        own = self.processes.count
-        now = self.config.batch_size * own
-        if own != count and now != batch_size:
+        count_now = self.processes.count
+        now = self.config.batch_size * count_now
+        if count_now != count and now != batch_size:
             raise BadCheckpoint(
-                f"resume: a step of the checkpoint's run has {batch_size} samples, and {own} "
+                f"resume: a step of the checkpoint's run has {batch_size} samples, and {count_now} "
                 f"process(es) with batch_size={self.config.batch_size} have {now}: start "
                 f"as many processes as before ({count}), or a number that divides {batch_size}, "
                 "and set batch_size to the quotient"
@@ -204,11 +204,11 @@ class TrainerState:
         """
         processes = self.processes
         if count != processes.count or len(states) < count:
-            known = f"{count} process(es)" + (
+            cause = f"{count} process(es)" + (
                 f", of which {len(states)} is known" if len(states) < count else ""
             )
             warnings.warn(
-                f"resume: the run had {known}, and has {processes.count}: samples are the same, "
+                f"resume: the run had {cause}, and has {processes.count}: samples are the same, "
                 "what reward functions draw at random need not be",
                 stacklevel=6,
             )
@@ -242,12 +242,12 @@ class TrainerState:
                 f"resume: the checkpoint's run had {had} lr_scheduler: make the trainer alike"
             )
         # An optimizer keeps some of its arguments with its state, and others not.
-        here = {"optim": self.config.optim, "optim_args": self.config.optim_args}
-        for name, own in here.items():
+        current = {"optim": self.config.optim, "optim_args": self.config.optim_args}
+        for name, now in current.items():
             before = state["config"].get(name, PPOConfig.__dataclass_fields__[name].default)
-            if before != own:
+            if before != now:
                 raise BadCheckpoint(
-                    f"resume: the checkpoint's run had {name}={before!r}, this one has {own!r}: "
+                    f"resume: the checkpoint's run had {name}={before!r}, this one has {now!r}: "
                     "resume with the optimizer that the run began with"
                 )
         names, own_names = (
@@ -271,14 +271,14 @@ def _processes_of(state: Mapping[str, Any]) -> int:
 
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of ``PPOConfig.to_dict`` that decide what is computed, as JSON has them."""
-    found = {k: v for k, v in settings.items() if k.split("/")[0] not in _FREE}
+    kept = {k: v for k, v in settings.items() if k.split("/")[0] not in _FREE}
     for name in ("batch_size", "mini_batch_size", "backward_batch_size"):  # of all processes
-        found[name] = settings[name] * (found["world_size"] or 1)
+        kept[name] = settings[name] * (kept["world_size"] or 1)
     for name in ("world_size", "global_batch_size", "global_backward_batch_size"):
-        del found[name]
+        del kept[name]
     if settings["loss_aggregate"] != "seq-mean-token-sum-norm":
-        del found["loss_norm_length"]  # is not used
-    return json.loads(json.dumps(found, default=str))
+        del kept["loss_norm_length"]  # is not used
+    return json.loads(json.dumps(kept, default=str))
 
 
 def _apply_changed_settings(state: TrainerState, before: Mapping[str, Any]) -> None:

@@ -45,8 +45,8 @@ def device_stats(
     """
     kl_per_sequence = kls.sum(-1)
     samples = batch.mask.any(-1).sum()
-    known = (~scores.isnan()).sum()
-    mean_score = scores.nansum() / known
+    count = (~scores.isnan()).sum()
+    mean_score = scores.nansum() / count
     squares = (scores - mean_score).square().nansum()
     stats = {
         "objective/kl": kl_per_sequence.sum() / samples,
@@ -56,7 +56,7 @@ def device_stats(
         "objective/entropy": -scored.logprobs.sum() / samples,
         "ppo/mean_non_score_reward": fastrl_kernels.masked_mean(non_score_reward, batch.mask),
         "ppo/mean_scores": mean_score,
-        "ppo/std_scores": (squares / (known - 1).clamp(min=1)).sqrt(),
+        "ppo/std_scores": (squares / (count - 1).clamp(min=1)).sqrt(),
         "ppo/policy/advantages": torch.cat([scores[:0], *record.advantages]),
         "ppo/policy/ratio": torch.cat([scores[:0], *record.ratios]),
     }
@@ -131,8 +131,8 @@ def finish_stats(batch: TokenBatch, finish_reasons: Sequence[str] | None) -> dic
 def position_stats(counts: Iterable[PositionCount], processes: Processes) -> dict[str, float]:
     """Positions that forwards of all processes ran per token of their samples: above 1 with
     padding, below it where samples share a prompt."""
-    own = [count.taken() for count in counts]
-    numbers = [[count.positions, count.tokens] for count in own]
+    counted = [count.taken() for count in counts]
+    numbers = [[count.positions, count.tokens] for count in counted]
     positions, tokens = processes.sums(torch.tensor(numbers).sum(0)).tolist()
     return {"perf/positions_per_token": positions / tokens if tokens else math.nan}
 

@@ -120,18 +120,18 @@ class StepInputs:
         with self.processes.together():
             data.check_batch_size(queries, responses, self.size)
             queries, responses, masks = data.on_host(queries, responses, masks)
-            known = self.rollouts.known(queries, responses, rollout)
+            logprobs = self.rollouts.known(queries, responses, rollout)
             starts = self.batches.starts(responses)
             totals, of_tokens = data.check_scores(scores, self.size, responses, masks, starts)
             of_tokens = of_tokens if self.per_token else None
             self.scores.check(of_tokens is not None)
             sampled = None
             if self.reads_sampler:
-                sampled = sampler_logprobs(rollout, known.old_logprobs, self.temperature)
+                sampled = sampler_logprobs(rollout, logprobs.old_logprobs, self.temperature)
             reasons: Any = None if rollout is None else rollout.finish_reasons
             nan = self._nan_samples(queries, rollout)
-            own = replace(
-                known,
+            with_scores = replace(
+                logprobs,
                 prompt_ids=queries,
                 sequences=responses,
                 rewards=totals,
@@ -142,7 +142,7 @@ class StepInputs:
                 sampler_logprobs=sampled,
                 token_scores=of_tokens,
             )
-        samples = own.gathered(self.processes, tokens=True)
+        samples = with_scores.gathered(self.processes, tokens=True)
         check_a_sample_is_left(sum(samples.left_out), len(samples))
         return samples
 

@@ -369,14 +369,14 @@ class PPOTrainer(ClassicMethods):
         the order of the samples are as before the call. Optimizer steps that were taken until then
         stay.
         """
-        given = self._inputs(queries, responses, scores, response_masks, rollout, weights)
-        nan = [i for i, out in enumerate(given.left_out) if out]
-        nonfinite = self.nonfinite.scores(given.scores, nan, self._name_in(given.prompt_ids))
+        samples = self._inputs(queries, responses, scores, response_masks, rollout, weights)
+        nan = [i for i, out in enumerate(samples.left_out) if out]
+        nonfinite = self.nonfinite.scores(samples.scores, nan, self._name_in(samples.prompt_ids))
         while True:
             left_out = sorted({*nan, *nonfinite})
             try:
                 with self.computing():
-                    result = self._step(without(given, left_out))
+                    result = self._step(without(samples, left_out))
                 break
             except NonFiniteExperience as found:  # nothing has changed yet
                 nonfinite = [*nonfinite, *found.samples]
@@ -384,7 +384,7 @@ class PPOTrainer(ClassicMethods):
         result["ppo/nonfinite_samples"] += float(len(nonfinite))
         return result
 
-    def _step(self, given: Samples) -> dict[str, Any]:
+    def _step(self, samples: Samples) -> dict[str, Any]:
         """The algorithm of :meth:`step`, on the samples of all processes. What is computed from
         them is the same in each; policy and reference run on its share of them.
 
@@ -393,35 +393,35 @@ class PPOTrainer(ClassicMethods):
         """
         for count in self._positions:
             count.taken()  # of a step that failed
-        batch = self.make_batch(given.prompt_ids, given.sequences, given.masks)
+        batch = self.make_batch(samples.prompt_ids, samples.sequences, samples.masks)
         if self._routes:
-            batch = batch.with_experts(given.experts)
-        self._check(batch, given)
+            batch = batch.with_experts(samples.experts)
+        self._check(batch, samples)
         learning = self.warmup.learning(self.current_step)
-        final_scores, moments = self.transform_scores(given.scores)
+        final_scores, moments = self.transform_scores(samples.scores)
         self._files.push_if_best(final_scores, self.push_to_hub)
         final_scores = to_device(final_scores, self.current_device)
         self.rollouts.before_update()
         clock = start_clock(self.current_device)
         with self._evaluating(), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
-                scored, reuse_stats = self.score_or_reuse(batch, given)
+                scored, reuse_stats = self.score_or_reuse(batch, samples)
                 sampler_weights: Tensor | None = None
                 sampler_stats: dict[str, Tensor] = {}
                 if self.sampler_correction is not None:
                     sampler_weights, sampler_stats = self.sampler_correction(
-                        batch, scored.logprobs, given.sampler_logprobs
+                        batch, scored.logprobs, samples.sampler_logprobs
                     )
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
-                    placed_scores(given, final_scores, moments, self.transform_scores, batch),
+                    placed_scores(samples, final_scores, moments, self.transform_scores, batch),
                     *scored.kl_operands,
                     batch.mask,
                 )
             with clock("compute_advantages"):
-                found = self.compute_advantages(scored.values, rewards, batch.mask)
+                estimates = self.compute_advantages(scored.values, rewards, batch.mask)
                 values, advantages, returns = check_estimates(
-                    found, rewards, batch.mask, finite=self._estimates
+                    estimates, rewards, batch.mask, finite=self._estimates
                 )
             with clock("optimize_step"):
                 kl = None
@@ -433,10 +433,10 @@ class PPOTrainer(ClassicMethods):
                     advantages,
                     returns,
                     kl,
-                    self.aggregate.weights(batch.mask.sum(-1), given.weights),
+                    self.aggregate.weights(batch.mask.sum(-1), samples.weights),
                     sampler_weights,
-                    given.weights,
-                    sampled=sampled_tokens(given, batch),
+                    samples.weights,
+                    sampled=sampled_tokens(samples, batch),
                 )
                 try:
                     record = self.update(batch, experience, learning)
@@ -455,7 +455,7 @@ class PPOTrainer(ClassicMethods):
                 experience=experience,
                 record=record,
             )
-        result.update(stats.finish_stats(batch, given.finish_reasons))
+        result.update(stats.finish_stats(batch, samples.finish_reasons))
         result.update(stats.timing_stats(clock.seconds(), batch))
         result.update(stats.position_stats(self._positions, self.processes))
         result.update(reuse_stats)
@@ -474,7 +474,7 @@ class PPOTrainer(ClassicMethods):
         self._move_reference()
         return result
 
-    def _check(self, batch: TokenBatch, given: Samples) -> None:
+    def _check(self, batch: TokenBatch, samples: Samples) -> None:
         """
         Raises:
             ValueError: samples that are too long, in a wrong order, or lack what the step needs.
@@ -483,10 +483,10 @@ class PPOTrainer(ClassicMethods):
         check_tokens(most, batch.prompt_lengths, batch.response_lengths)
         if self.critic is not None:
             self.critic.unwrapped.check_lengths(batch.lengths)
-        self.advantages.check(given.prompt_ids)
-        self.score_or_reuse.check(given)
+        self.advantages.check(samples.prompt_ids)
+        self.score_or_reuse.check(samples)
         if self.sampler_correction is not None:
-            self.sampler_correction.check(given.sampler_logprobs)
+            self.sampler_correction.check(samples.sampler_logprobs)
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
@@ -510,8 +510,8 @@ class PPOTrainer(ClassicMethods):
         if scores.dim() == 1:
             return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks, coef)
         none = scores.new_zeros(len(scores))
-        found = self._kl_penalty.rewards(none, logprobs, ref_logprobs, masks, coef)
-        rewards, non_score_rewards, kls = found
+        with_kl = self._kl_penalty.rewards(none, logprobs, ref_logprobs, masks, coef)
+        rewards, non_score_rewards, kls = with_kl
         return rewards + torch.where(masks, scores, 0.0), non_score_rewards, kls
 
     def compute_advantages(
@@ -917,6 +917,6 @@ class PPOTrainer(ClassicMethods):
         return batch.on(self.reference.trunk_cache(batch))
 
     def _move_reference(self) -> None:
-        every = self.config.sync_ref_every
-        if every and self.current_step % every == 0:
+        interval = self.config.sync_ref_every
+        if interval and self.current_step % interval == 0:
             self.reference.follow(self.config.ref_ema)
