@@ -226,7 +226,7 @@ class ToolLoop:
         ]
         going = list(range(len(talks)))
         output = sample([talk.prompt for talk in talks], going, 0, None)
-        counted = self._add(talks, output)
+        has_logprobs = self._add(talks, output)
         turn = 0
         while turn != self.most_turns and (going := [i for i in going if talks[i].calls]):
             results = self._run([talks[i] for i in going])
@@ -242,13 +242,13 @@ class ToolLoop:
             if going:
                 sequences = [talks[i].sequence for i in going]
                 output = sample(sequences, going, turn, list(limits.values()))
-                counted = self._add([talks[i] for i in going], output) and counted
+                has_logprobs = self._add([talks[i] for i in going], output) and has_logprobs
         return Samples(
             prompt_ids=[talk.prompt for talk in talks],
             sequences=[torch.tensor(talk.ids, dtype=torch.long) for talk in talks],
             completions=[talk.messages for talk in talks],
             masks=[torch.tensor(talk.mask, dtype=torch.bool) for talk in talks],
-            logprobs=[torch.cat(talk.logprobs) for talk in talks] if counted else None,
+            logprobs=[torch.cat(talk.logprobs) for talk in talks] if has_logprobs else None,
             temperature=self.temperature,
             finish_reasons=[talk.finish_reason for talk in talks],
             tool_calls=[

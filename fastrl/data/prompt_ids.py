@@ -33,7 +33,7 @@ def check_tensors(prompts: Sequence[Any]) -> None:
 def check_prompts(
     prompts: Sequence[Tensor], model: Any, max_new_tokens: int | Sequence[int] | None
 ) -> None:
-    """Checks prompts to generate from; errors name the index.
+    """Checks prompts to generate from; errors name a prompt's index.
 
     Raises:
         ValueError: a prompt that is empty or not 1-D integers, or leaves no room to generate.
@@ -100,7 +100,7 @@ def ids_of_prompts(
 
     Args:
         templates: further arguments of the chat template for each prompt.
-        names: the prompts' names, for messages; by default their places.
+        names: the prompts' names, for messages; by default "prompt" and their index.
         longest: longer prompts keep BOS and their last tokens.
 
     Raises:

@@ -93,7 +93,7 @@ def as_dataset(dataset: Any) -> Dataset:
     """A data set whose rows are Python values.
 
     Args:
-        dataset: a ``datasets.Dataset``, a list of rows, or another data set of rows by index.
+        dataset: a ``datasets.Dataset``, a list of rows, or an object whose rows are read by index.
 
     Raises:
         TypeError: anything else.
@@ -194,7 +194,12 @@ def first_row(stream: Any) -> dict[str, Any]:
 
 
 def open_rows(source: Any, split: str) -> Any:
-    """Rows by index. Lists are not converted, so that errors can name their rows."""
+    """A file's, the Hub's or a list's rows, read by index. Lists are not converted, so that errors
+    can name their rows.
+
+    Args:
+        split: the split of a data set that has several.
+    """
     from fastrl.data.chat import as_written
 
     if isinstance(source, str | os.PathLike):
@@ -214,7 +219,7 @@ def _check_rows(rows: Iterable[Any]) -> None:
 
 
 def columns_of(rows: Any) -> list[str]:
-    """The names of the columns, but for that of :func:`numbered` rows."""
+    """The names of the columns, without the one that :func:`numbered` adds."""
     if hasattr(rows, "column_names"):
         names = list(rows.column_names)
     else:
@@ -259,7 +264,7 @@ def take_prompts(
         column: the column of texts or of chat messages; by default the first of "prompt", "query"
             and "text".
         words: keep each text's first words only.
-        max_tokens: then keep each text's first tokens only, as ``tokenizer`` counts them.
+        max_tokens: keep each text's first tokens only, after ``words``, by ``tokenizer``.
 
     Raises:
         ValueError: no such column (the error lists the columns), no prompt left, or a limit for
@@ -292,8 +297,8 @@ def take_prompts(
         prompts = [" ".join(text.split()[:words]) for text in prompts]
     if max_tokens is not None:
         for begin in range(0, len(prompts), _AT_A_TIME):
-            some = prompts[begin : begin + _AT_A_TIME]
-            encoded = tokenizer(some, add_special_tokens=False)["input_ids"]
+            chunk = prompts[begin : begin + _AT_A_TIME]
+            encoded = tokenizer(chunk, add_special_tokens=False)["input_ids"]
             for row, ids in enumerate(encoded, start=begin):
                 if len(ids) > max_tokens:
                     prompts[row] = tokenizer.decode(ids[:max_tokens])
@@ -381,7 +386,7 @@ def _read_files(files: list[Path]) -> Dataset:
         with _quiet():
             table = datasets.load_dataset(
                 kind,
-                data_files=[glob.escape(str(file)) for file in files],  # they are no patterns
+                data_files=[glob.escape(str(file)) for file in files],  # names, not patterns
                 split="train",
                 **options,
             )
@@ -413,8 +418,8 @@ _LONG = re.compile(r"\d{16}")  # a float may lose the last of so many digits
 
 
 def _check_integers(table: Dataset, files: list[Path]) -> None:
-    """Raises ValueError for an integer that ``datasets`` has loaded as another number, as it does
-    with those beyond 64 bits, and all others in their column."""
+    """Raises ValueError for an integer that ``datasets`` has loaded as another number: it does so
+    in columns with an integer of more than 64 bits."""
     if not any(_LONG.search(file.read_text("utf-8-sig")) for file in files):
         return
     for i, (written, read) in enumerate(zip(_rows_of_json(files), table, strict=False)):
@@ -455,7 +460,7 @@ def _as_in_files(table: Dataset, files: list[Path]) -> Dataset:
         or ("{" in str(kind) and any(without_nulls(x) != x for x in table[name]))
     ]
     rows, order = _rows_of_json(files) if names else [], table.column_names
-    if len(rows) != len(table):  # nothing to do, or one object
+    if len(rows) != len(table):  # no column to read again, or a file of one object
         return table
     for name in names:
         table = _with_column(table, name, [row.get(name) for row in rows])
@@ -572,7 +577,7 @@ def find_prompt_column(table: Dataset, column: str | None) -> str:
     """The name of the column of prompts; None: the first of "prompt", "query" and "text".
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such column.
     """
     columns = ", ".join(columns_of(table))
     if column is None:

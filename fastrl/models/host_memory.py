@@ -1,4 +1,4 @@
-"""Memory of the host: what is moved there from a device, and what is brought from there."""
+"""Tensors move between the host's memory and a device's."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def is_host(device: torch.device) -> bool:
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on a device, for which the host does not wait: a GPU fetches it from
-    pinned memory, in the order of its work. On the host's own device it is x itself."""
+    """Copies a tensor to a device. The host does not wait: a GPU fetches a host's tensor from
+    pinned memory, in the order of its work. Returns x itself where it lies there already."""
     device = torch.device(device)
     if x.device.type == "cpu" and device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
@@ -30,9 +30,9 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def to_host(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor in the host's memory, in a dtype, which the host waits for; on the host it may be x
-    itself. From a GPU it comes to pinned memory, several times as fast as to other memory; torch
-    keeps that for the next tensor."""
+    """Copies a tensor to the host's memory, by default in its dtype, and waits for it; on the host
+    it may return x itself. From a GPU the copy goes to pinned memory, several times as fast as to
+    other memory; torch keeps that memory for the next tensor."""
     if x.device.type != "cuda":
         return x.to("cpu", dtype or x.dtype)
     on_host = torch.empty(x.shape, dtype=dtype or x.dtype, pin_memory=True)
@@ -40,7 +40,7 @@ def to_host(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def in_host_memory() -> AbstractContextManager[None]:
-    """Context in which tensors are made for the host's memory."""
+    """Context for code that makes tensors in host memory, which a listener may count."""
     listener = _listener.get()
     return nullcontext() if listener is None else listener()
 

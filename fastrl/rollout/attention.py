@@ -37,10 +37,10 @@ class CachedAttention(Attention, Protocol):
         """The number of a layer that keeps a state; None where there is none."""
 
     def state(self, layer: int, kind: str, index: int) -> Tensor | None:
-        """The state [B, ...] with which a layer goes on; None where texts begin."""
+        """The state [B, ...] that a layer continues from; None where texts begin."""
 
     def write_inputs(self, layer: int, index: int, inputs: Tensor) -> None:
-        """Stores the last ones of a convolution's inputs [B, C, T]."""
+        """Stores the last of a convolution's inputs [B, C, T], as many as its state holds."""
 
     def write_state(self, layer: int, index: int, state: Tensor) -> None:
         """Stores the state [B, ...] of a recurrent layer."""
@@ -122,8 +122,8 @@ class _StatesOfLayer:
 
 
 # A kernel's arguments: queries [B, Hq, 1, D]; keys and values [S, M, Hkv, D], where row i attends
-# slot i; the rows' live tokens, with int32 lengths; a span that no length exceeds; the variant. It
-# returns [B, 1, Hq, D].
+# slot i; the rows' live tokens, with int32 lengths; a span that no length exceeds; the variant. A
+# kernel returns [B, 1, Hq, D].
 DecodeKernel = Callable[[Tensor, Tensor, Tensor, LiveTokens, int, Variant], Tensor]
 
 
@@ -137,10 +137,10 @@ class DecodeAttention:
 
     def __init__(self, kernel: DecodeKernel, kv_cache: KVCache, positions: Tensor, span: int):
         self.kernel, self.kv_cache, self.at, self.span = kernel, kv_cache, positions, span
-        # Once for all layers; int32, which all kernels take.
+        # One tensor for all layers; int32, which all kernels take.
         lengths = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
         self.live = LiveTokens(torch.add(positions, 1, out=lengths))
-        self.layer = 0  # the current one
+        self.layer = 0  # the number of the layer that runs
 
     @property
     def positions(self) -> Tensor:
@@ -199,7 +199,7 @@ class DecodeAttention:
         )
 
     def attend_written(self, query: Tensor, variant: Variant) -> Tensor:
-        """:meth:`attend` of queries [b, Hq, D] over what was written last."""
+        """Attends with queries [b, Hq, D] to the cache of the layer that was written last."""
         stored = self.kv_cache.keys[self.layer], self.kv_cache.values[self.layer]
         return self.attend(query.unsqueeze(2), *stored, variant)
 
@@ -226,8 +226,8 @@ class DecodeAttention:
 
 
 class PrefillDone(Exception):
-    """Ends a prefill's forward: keys and values of all layers are stored, and what the last layer
-    makes of them is not needed."""
+    """Ends a prefill's forward once keys and values of all layers are stored: the last layer's
+    output is not needed."""
 
 
 class PrefillAttention:
@@ -240,7 +240,7 @@ class PrefillAttention:
 
     def __init__(self, kv_cache: KVCache, lengths: list[int], slots: list[list[int]]):
         self.kv_cache = kv_cache
-        # Writes of the model's layers that are yet to come.
+        # The number of writes by the model's layers that are still to come.
         self.writes_left = sum(bool(x.heads) + len(x.states) for x in kv_cache.layers)
         device = kv_cache.keys[0].device
         self.layout = PackedLayout([Group(length) for length in lengths], device)
@@ -272,7 +272,7 @@ class PrefillAttention:
         self._written()
         return keys, values
 
-    any_layer = None  # texts begin here: no layer has a state yet
+    any_layer = None  # a prefill begins texts: no layer has a state yet
 
     def state(self, layer: int, kind: str, index: int) -> None:
         return None
@@ -309,7 +309,7 @@ class PrefillAttention:
         return self.packed.attend(query, keys, values, variant)
 
 
-_WIDEST = 256  # of a head, in flash-attn 2
+_WIDEST = 256  # the largest width of a head in flash-attn 2
 _ARGUMENTS = ("cache_seqlens", "softmax_scale", "causal", "window_size", "softcap")
 
 
@@ -317,7 +317,7 @@ def choose_decode_kernel(kv_cache: KVCache, from_hub: bool = False) -> DecodeKer
     """flash-attn's kernel where it is installed and fits, else ours.
 
     Args:
-        from_hub: where flash-attn is not installed, take the Hub's build of it.
+        from_hub: where flash-attn is not installed, take its build from the Hub.
 
     ``flash_attn_with_kvcache`` is written for tensor cores and takes the KV cache as it is. It is
     used on NVIDIA GPUs from Ampere on, in fp16 and bf16, for keys as wide as values, by multiples
@@ -398,7 +398,7 @@ def _runs_flash(device: torch.device) -> bool:
 
 
 def _flash_attn(from_hub: bool) -> Callable[..., Any] | None:
-    """``flash_attn_with_kvcache`` where it is there and has the arguments, else None."""
+    """``flash_attn_with_kvcache`` where it is installed and has the arguments, else None."""
     kernel = flash_attn_with_kvcache(from_hub)
     if kernel is None or not inspect.signature(kernel).parameters.keys() >= set(_ARGUMENTS):
         return None

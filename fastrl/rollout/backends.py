@@ -27,10 +27,10 @@ class Request(NamedTuple):
     """Prompts, and how to generate responses to them."""
 
     prompts: Sequence[Tensor]
-    sample_ids: Sequence[int]  # a number for each prompt, for its draws
-    generation_kwargs: dict[str, Any]  # of ``model.generate``
-    batch_size: int  # prompts per call of that
-    limits: Sequence[int] | None = None  # max_new_tokens of each; the same within a batch
+    sample_ids: Sequence[int]  # a number for each prompt, which seeds its draws
+    generation_kwargs: dict[str, Any]  # keyword arguments of ``model.generate``
+    batch_size: int  # prompts per call of ``model.generate``
+    limits: Sequence[int] | None = None  # each prompt's max_new_tokens, the same within a batch
     reference: bool = False  # the model acts as the reference policy
     samples: int = 1  # responses to each prompt, one after the other
     seed: int | None = None  # the draws' seed; None: one from torch's own generator
@@ -47,13 +47,13 @@ class RolloutBackend(ABC):
     def __call__(self, model: Any, request: Request) -> Samples: ...
 
     def expect(self, tokens: int) -> None:  # noqa: B027 - optional, as those below
-        """Says how many tokens a prompt with its response will have at most."""
+        """Announces the largest number of tokens that a prompt and its response will have."""
 
     def before_update(self) -> None:  # noqa: B027
         """Frees memory for an update."""
 
     def rooms(self) -> RoomState:
-        """The rooms that the next calls find: see :meth:`fastrl.RolloutEngine.room`."""
+        """The engines' rooms for the next calls, see :meth:`fastrl.RolloutEngine.room`."""
         return {}
 
     def reserve(self, rooms: RoomState) -> None:  # noqa: B027
@@ -194,7 +194,7 @@ class EngineBackend(RolloutBackend):
             )
 
 
-_INSTEAD = {  # what the engine knows in the place of an argument
+_INSTEAD = {  # what the engine has in place of an argument, for the warning
     "stop_strings": "; it knows stop=[[13, 198], ...], the token ids that end a response, such as "
     "[tokenizer.encode(text, add_special_tokens=False)]"
 }
@@ -202,6 +202,7 @@ _GENERATE = GenerationMixin.generate  # as it is before a program replaces it
 
 
 def _own_generate(model: Any) -> bool:
+    """Whether a model has another ``generate`` than transformers'."""
     model = getattr(model, "pretrained_model", model)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     for owner in (model, inner):

@@ -19,7 +19,7 @@ from fastrl.models.products import has_own_forward, is_packed
 from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.attention import DecodeAttention
 
-# The modules of layers such as Llama's. Those that have others stay as they are.
+# Names of the modules of layers such as Llama's. Layers with other modules are not fused.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -32,6 +32,7 @@ class _Stream:
     """The residual stream, while a layer's last addition waits for the next one's norm.
 
     Attributes:
+        sum: the stream without that addition, [b, 1, H].
         goes_on: whether the last layer's addition waits for the model's norm.
     """
 
@@ -54,7 +55,7 @@ class JoinedProducts:
 
     @property
     def layers(self) -> list[Any]:
-        """The layers that the owner has now: adapters may have come since."""
+        """The layers that the owner has now: adapters may have replaced some."""
         return [getattr(self.owner, name) for name in self.names]
 
     def join(self) -> None:
@@ -81,7 +82,8 @@ class JoinedProducts:
         return whole
 
     def free(self) -> None:
-        """Keeps no memory that the weights may have left; the next :meth:`join` lays them anew."""
+        """Forgets the joined memory, which weights may have left; the next :meth:`join` joins
+        them again."""
         self._joined = None
         self._whole.clear()
 
@@ -94,12 +96,11 @@ class JoinedProducts:
 
 def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     """Moves parameters to one piece of memory, along their first dimension, and returns it; None
-    where one of them is not alone in memory of its own: a view, a shard, or memory that others
-    keep, who expect to see what training makes of it.
+    where one of them shares its memory: a view, a shard, or a tensor that other code keeps in order
+    to see the trained weights.
 
-    Each gets a storage of its own that begins within the piece (as DLPack hands memory on), so that
-    to all who look the parameters are what they were: those who save, copy or move them find no
-    views of one tensor. The piece is freed with the last of them.
+    Each gets a storage of its own that begins within the piece (by DLPack): code that saves, copies
+    or moves parameters finds no views of one tensor. The piece is freed with the last parameter.
     """
     first = parameters[0]
     kind = first.dtype, first.device, first.shape[1:]
@@ -107,7 +108,7 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
         return None
     if any((x.dtype, x.device, x.shape[1:]) != kind for x in parameters):
         return None
-    with torch.inference_mode(False):  # or nothing could be trained
+    with torch.inference_mode(False):  # inference tensors cannot be trained
         whole = torch.cat([x.data for x in parameters])
         for x, part in zip(parameters, whole.split([len(x) for x in parameters]), strict=True):
             x.data = torch.from_dlpack(part)
@@ -118,7 +119,7 @@ def _owns_its_memory(x: nn.Parameter) -> bool:
     plain = type(x) is nn.Parameter and type(x.data) is Tensor and x.is_contiguous()
     if not plain or x.untyped_storage().nbytes() != x.nbytes:
         return False
-    # The parameter, and the object that this line makes.
+    # The two: the parameter, and the object that this line makes.
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) <= 2
 
 
@@ -157,11 +158,12 @@ def _is_plain(layer: Any) -> bool:
 class FusedDecoderLayer:
     """A decoder layer's forward of a decode step's tokens; all other forwards are the layer's own.
 
-    Eight launches beside those of attention: four products (or seven: :class:`JoinedProducts`), two
-    norms with the additions before them, the rotation that stores keys and values, the gate.
+    It has eight launches beside those of attention: four products (seven where
+    :class:`JoinedProducts` are not joined), two norms with the additions before them, the rotation
+    that stores keys and values, the gate.
 
     Attributes:
-        variant: the variant of the layer's attention, as its own forward says.
+        variant: the variant of the layer's attention, read from its own forward.
     """
 
     def __init__(self, layer: Any, stream: _Stream, first: bool, last: bool):
@@ -257,13 +259,13 @@ class TabulatedRotary:
 
     def _computed(self, x: Tensor, length: int) -> Tensor:
         """Cosines and sines of ``length`` positions, in rows of one, as decode steps have them."""
-        with torch.inference_mode(False), torch.no_grad():  # or it could not be renewed
+        with torch.inference_mode(False), torch.no_grad():  # renew() writes to it in place
             positions = torch.arange(length, device=x.device).unsqueeze(1)
             return torch.stack(self.own_forward(x, positions)).squeeze(2)
 
 
 def _add_and_norm(x: Tensor, stream: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """The norm of the stream with x added, in the dtype of products, and that sum."""
+    """The norm of stream + x, in the dtype of products, and the sum itself; [b, 1, H] each."""
     kind, dtype = x.device.type, None
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -319,7 +321,7 @@ class FusedLayers:
             fused.variant = variant
         cause = self._cause(decode, expected)
         if cause and self.around:
-            self.around = []  # what lies around the layers may be another model's
+            self.around = []  # norm or rotary embedding may work otherwise than Llama's
             cause = self._cause(decode, expected)
         if cause:
             warnings.warn(
@@ -342,7 +344,7 @@ class FusedLayers:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the layers run fused, unless they are watched or were replaced."""
+        """Context in which the layers run fused, unless they have hooks or were replaced."""
         layers = self.layers if self.active and self._are_there() else []
         now = _around(self.model, [x.layer for x in layers])
         around = [x for x in self.around if any(x.module is y for y in now)]
@@ -361,7 +363,7 @@ class FusedLayers:
                 vars(module).pop("forward", None)
 
     def free(self) -> None:
-        """Frees what is kept between rollouts."""
+        """Frees tables and joined weights, which are kept between rollouts."""
         for fused in self.layers:
             fused.attention_products.free()
             fused.mlp_products.free()
@@ -381,7 +383,7 @@ def _tolerance(logits: Tensor) -> float:
 
 
 class VariantsOf(DecodeAttention):
-    """Notes how layers attend.
+    """A decode step's attention that notes each layer's variant.
 
     Attributes:
         variants: the layers' variants, in their order.
@@ -404,8 +406,8 @@ def _decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _around(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Any, Any]:
-    """The norm behind the layers and the module of rotary positions, of the module that runs the
-    layers; None for one of another name or structure, or that somebody looks into."""
+    """The norm behind the layers and the rotary embedding, both of the module that runs the layers;
+    None for one of another name or structure, with a forward of its own or with hooks."""
     for module in model.modules():
         lists = [list(x) for x in module.children() if isinstance(x, nn.ModuleList)]
         if layers and list(layers) in lists:
@@ -416,7 +418,7 @@ def _around(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Any, Any]:
 
 
 def _untouched(owner: nn.Module, name: str) -> Any:
-    """A module of that name which nobody looks into; None where there is none."""
+    """The owner's module of that name; None without one, or if it has its own forward or hooks."""
     module = getattr(owner, name, None)
     plain = isinstance(module, nn.Module) and not (has_own_forward(module) or _is_hooked(module))
     return module if plain else None
@@ -461,8 +463,8 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_watched(layer: Any) -> bool:
-    """Whether hooks wait for the layer's output, which lacks the residual stream then, or for a
-    module that would not be called; or whether it is compiled."""
+    """Whether the layer is compiled, or has hooks: fused, its output lacks the residual stream, and
+    some of its modules are not called."""
     attention, mlp = layer.self_attn, layer.mlp
     replaced = [attention, mlp, mlp.act_fn, layer.input_layernorm, layer.post_attention_layernorm]
     replaced += [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]

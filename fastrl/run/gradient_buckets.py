@@ -13,8 +13,8 @@ def settle_buckets(model: Any) -> None:
     pass, so that a resumed run, whose first pass is a later one, adds up in the same order.
 
     Where in a bucket a gradient lies decides in which order the processes' parts are added, and
-    with it the last bits; the sum of two has one order. So nothing is done for two processes, and
-    for other models. The gradients must be None, and are left so.
+    with it the last bits. Two processes, whose sum has one order, and models without DDP need no
+    order. The gradients must be None, and are left so.
 
     Args:
         model: as accelerate has prepared it.
@@ -28,7 +28,7 @@ def settle_buckets(model: Any) -> None:
     if torch.distributed.get_world_size(ddp.process_group) < 3 or steps:
         return
     module, ddp.module = ddp.module, _NoLoss(trained)
-    sends_buffers, ddp.broadcast_buffers = ddp.broadcast_buffers, False  # it has none
+    sends_buffers, ddp.broadcast_buffers = ddp.broadcast_buffers, False
     try:
         ddp().backward()
     finally:
@@ -42,10 +42,10 @@ class _NoLoss(nn.Module):
 
     def __init__(self, parameters: list[nn.Parameter]):
         super().__init__()
-        self.of = parameters
+        self.trained = parameters
 
     def forward(self) -> Tensor:
-        total = torch.zeros((), device=self.of[0].device)
-        for p in self.of:
+        total = torch.zeros((), device=self.trained[0].device)
+        for p in self.trained:
             total = total + p.sum().float() * 0
         return total

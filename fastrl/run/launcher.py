@@ -55,9 +55,8 @@ def connect_cpus() -> None:
 
 
 def wait_at_most(args: Any) -> None:
-    """Has processes wait for each other as long as transformers' TrainingArguments say in
-    ``ddp_timeout``. transformers itself gives it to a group on GPUs alone, and not where there is a
-    group before."""
+    """Lets processes wait for each other for ``ddp_timeout`` of transformers' TrainingArguments.
+    transformers sets it on GPUs alone, and only where it makes the group of processes itself."""
     import torch
 
     group = torch.distributed

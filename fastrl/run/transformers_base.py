@@ -1,5 +1,4 @@
-"""What is private in transformers' Trainer and in accelerate, and needed by the trainers on them:
-all of it is in this file.
+"""All private parts of transformers' Trainer and of accelerate that fastrl's trainers need.
 
 A private method is overridden where transformers' loop does something that no public method and no
 callback reaches. It hands on to a method with a name of our own, which the trainers override.
@@ -31,18 +30,18 @@ class OpenTrainer(transformers.Trainer):
     override.
     """
 
-    # The loop. Of these no callback is told.
+    # The loop's steps that no callback is called for.
 
     def _init_training_state(
         self, max_steps: Any, num_update_steps_per_epoch: Any, num_train_epochs: Any, *rest: Any
     ) -> tuple[int, int]:
-        # The place at which a run goes on, a local variable, is computed from the number of steps:
-        # wrongly where a stream has ended, or other processes make other batches.
+        # transformers computes the place at which a run resumes, a local variable, from the number
+        # of steps: wrongly where a stream has ended, or another number of processes saved it.
         lengths = max_steps, num_update_steps_per_epoch, num_train_epochs
         return self.begin_at(*super()._init_training_state(*lengths, *rest), num_train_epochs)
 
     def begin_at(self, epoch: int, minibatches: int, epochs: int) -> tuple[int, int]:
-        """The epoch in which a run begins, and how many of its mini-batches are behind.
+        """The epoch in which a run begins, and how many of its mini-batches are done.
 
         Args:
             epoch, minibatches: as transformers has computed them.
@@ -51,11 +50,11 @@ class OpenTrainer(transformers.Trainer):
         return epoch, minibatches
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        # A batch may be a mapping of other things than tensors, which would be taken apart.
+        # A batch may be a mapping of other things than tensors, which super() would take apart.
         return self.ready_batch(inputs)
 
     def ready_batch(self, batch: Any) -> Any:
-        """What a forward pass is given of a batch of the loader: its tensors, on the device."""
+        """A loader's batch as a forward pass gets it: its tensors, on the device."""
         return super()._prepare_inputs(batch)
 
     def loader(self, data: Any, size: int, sampler: Any, *, training: bool = False) -> DataLoader:
@@ -81,7 +80,7 @@ class OpenTrainer(transformers.Trainer):
         return self._get_train_sampler(dataset)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        # The norm is a local variable, and where it was infinite clipping has left zeros.
+        # In the loop the norm is a local variable; where it is infinite, clipping leaves zeros.
         norm = super()._get_grad_norm(model, grad_norm)
         self.before_update(model, norm)
         return norm
@@ -91,7 +90,7 @@ class OpenTrainer(transformers.Trainer):
         gradient's norm before clipping."""
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # Callbacks are told before all of it is done, and behind its parts.
+        # Callbacks are called before all of it, and after each part, but not after all of it.
         with self.concluding():
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -107,7 +106,7 @@ class OpenTrainer(transformers.Trainer):
         # it stays so.
         if trial is None:
             self.save_checkpoint()
-        else:  # of a search of hyperparameters
+        else:  # a search of hyperparameters
             super()._save_checkpoint(model, trial)
 
     def save_checkpoint(self) -> None:
@@ -115,8 +114,8 @@ class OpenTrainer(transformers.Trainer):
         raise NotImplementedError
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Writes what transformers has in a checkpoint, but for ``trainer_state.json``; brings the
-        state up to date that is to be written there."""
+        """Writes transformers' files of a checkpoint, but for ``trainer_state.json``; brings
+        ``self.state``, which that file will hold, up to date."""
         self.store_flos()
         self.write_learned(folder)
         scaler = self.accelerator.scaler
@@ -153,16 +152,16 @@ class OpenTrainer(transformers.Trainer):
             super()._load_from_checkpoint(str(checkpoint))
 
     def _load_best_model(self) -> None:
-        # Nor here, which is another path, and lies before on_train_end.
+        # It takes another path than _load_from_checkpoint, and runs before on_train_end.
         self.load_best_weights(Path(str(self.state.best_model_checkpoint)))
 
     def load_best_weights(self, checkpoint: Path) -> None:
-        """Loads those of the best checkpoint when training ends."""
+        """Loads the weights of the best checkpoint when training ends."""
         with _tied_weights_are_not_missed(self.model):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # Nor shares of moments, nor those that another kind of optimizer has left.
+        # transformers loads no shares of moments, and no moments of another kind of optimizer.
         if checkpoint is not None:
             self.load_optimizer(Path(checkpoint))
 
@@ -179,12 +178,12 @@ class OpenTrainer(transformers.Trainer):
 
     @property
     def begun_at_step(self) -> int:
-        """The step at which training began, also that of a run which goes on here; the oldest
-        versions do not know it."""
+        """The step at which training began or was resumed; 0 in versions of transformers that do
+        not keep it."""
         return getattr(self, "_initial_global_step", 0)
 
     def loss_state(self) -> dict[str, Any]:
-        """What later logs need of the losses so far: a tree for a checkpoint."""
+        """The losses so far as later logs need them: a tree for a checkpoint."""
         return {
             "since_the_log": self._tr_loss,
             "before": self._total_loss_scalar,
@@ -193,7 +192,7 @@ class OpenTrainer(transformers.Trainer):
         }
 
     def load_losses(self, since_the_log: Tensor, **rest: Any) -> None:
-        """Goes back to a :meth:`loss_state`, or to the sum alone."""
+        """Restores a :meth:`loss_state`, or the sum alone."""
         self._tr_loss = since_the_log.clone().to(self.args.device)
         if rest:
             self._total_loss_scalar = rest["before"]
@@ -201,8 +200,8 @@ class OpenTrainer(transformers.Trainer):
             self._initial_global_step = rest["begun_at"]
 
     def count_learned_tokens(self) -> None:
-        """Has each step be told how many tokens it learns, first ones not counted: transformers
-        knows by the name of a model's class whether its loss is of the next tokens."""
+        """Makes the loop pass the number of learned tokens to each step, texts' first ones not
+        counted: it knows only by the name of a model's class whether labels are shifted."""
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
 
     def note_prepared(self, model: Any) -> None:
@@ -211,19 +210,19 @@ class OpenTrainer(transformers.Trainer):
         self.accelerator._models.append(model)
 
     def forget_evaluation(self) -> None:
-        """Has training prepare the model although an evaluation has: from that accelerate leaves a
-        mark, with which it would not wrap the model for several processes, and each of them would
-        train its own."""
+        """Makes training prepare the model again after an evaluation, which leaves accelerate's
+        mark on it: with the mark it would not be wrapped for several processes, and each of them
+        would train its own."""
         if self.model_wrapped is self.model:
             vars(self.model).pop("_is_accelerate_prepared", None)
 
 
 @contextlib.contextmanager
 def _tied_weights_are_not_missed(model: Any) -> Iterator[None]:
-    """Context in which weights count as loaded that are tied to one which is: a file has them
-    once."""
+    """Context in which a weight counts as loaded if it is tied to a loaded one: files hold tied
+    weights once."""
 
-    def found(_: nn.Module, keys: Any) -> None:
+    def after_loading(_: nn.Module, keys: Any) -> None:
         if not keys.missing_keys:
             return
         weights, missing = model.state_dict(), set(keys.missing_keys)
@@ -232,7 +231,7 @@ def _tied_weights_are_not_missed(model: Any) -> Iterator[None]:
             x for x in keys.missing_keys if x not in weights or weights[x].data_ptr() not in loaded
         ]
 
-    hook = model.register_load_state_dict_post_hook(found)
+    hook = model.register_load_state_dict_post_hook(after_loading)
     try:
         yield
     finally:

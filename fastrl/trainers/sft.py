@@ -547,8 +547,8 @@ class SFTTrainer(SupervisedTrainer):
     def _without_padding(
         self, inputs: dict[str, Any], rows: Tensor
     ) -> tuple[dict[str, Any], Attention | None, Tensor, Tensor | None]:
-        """Arguments of the model's forward on a batch, the attention in place of its own or None,
-        where the rows [N] stand in them, and the places of packed tokens in the batch or None."""
+        """Arguments of the model's forward on a batch; the attention that replaces the model's, or
+        None; ``rows`` [N] in that forward; the places of packed tokens in the batch, or None."""
         model_inputs = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
         lengths = self._lengths(model_inputs, model_inputs.pop("lengths", None), rows)
         if self.aux_loss_enabled:
@@ -632,8 +632,7 @@ def _predictions(scores: TokenScores) -> tuple[Tensor, Tensor]:
 
 
 def _split_collator(collator: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:
-    """The collator as one that marks completions, and as another of the user's; one of them
-    None."""
+    """A user's collator as (one that marks completions, None), or as (None, another one)."""
     if isinstance(collator, DataCollatorForCompletionOnlyLM):
         return collator, None
     if type(collator) is DataCollatorForLanguageModeling:

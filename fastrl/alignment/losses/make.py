@@ -19,8 +19,8 @@ def make_loss(kind: str | type[Loss] | PairObjective, **coefficients: Any) -> Lo
     """Makes a loss from its name, its class, or its row of the table of pair losses.
 
     Args:
-        kind: a name may be "file.py:name" or "module:name", of a class, a row, or a function of two
-            sides.
+        kind: a loss's name may also be "file.py:name" or "module:name", the name of a class, a row,
+            or a function of two sides.
 
     Raises:
         ValueError: an unknown loss or coefficient, or a coefficient out of range.
@@ -46,6 +46,7 @@ def make_loss(kind: str | type[Loss] | PairObjective, **coefficients: Any) -> Lo
 
 
 def _named(name: str) -> Any:
+    """The class or row that a name stands for."""
     if ":" in name and isinstance(loss_class := load_function(name), type):
         return loss_class
     if name in LOSSES:

@@ -13,7 +13,7 @@ from fastrl.trainers.supervised import SupervisedArguments
 
 _OFTEN = ("no", "steps")
 _TOKENIZER = "the tokenizer (processing_class)"
-# Of transformers' settings, those that such a run has no use for.
+# Settings of transformers that PPOv2Trainer has no use for, by the reason; then those it refuses.
 _IDLE = {
     "prompts are token ids, in this process": (
         "dataloader_num_workers dataloader_persistent_workers "
@@ -62,8 +62,8 @@ _REFUSED = {
 }
 
 
-def _by_name(listed: dict[str, str]) -> dict[str, str]:
-    return {name: text for text, names in listed.items() for name in names.split()}
+def _by_name(names_by_text: dict[str, str]) -> dict[str, str]:
+    return {name: text for text, names in names_by_text.items() for name in names.split()}
 
 
 @dataclass
@@ -164,7 +164,7 @@ class PPOv2Config(SupervisedArguments):
 
     @property
     def optimizer_arguments(self) -> str:
-        """``optim_args``, with what has a setting of its own."""
+        """``optim_args``, with the weight decay, betas and eps that other settings give."""
         _, keywords = class_and_keywords(self)
         arguments: dict[str, Any] = {"weight_decay": self.weight_decay}
         if "betas" in keywords:
@@ -175,7 +175,7 @@ class PPOv2Config(SupervisedArguments):
         return ",".join([*named, *filter(None, [self.optim_args])])
 
     def classic(self) -> PPOConfig:
-        """The same by the names of :class:`fastrl.PPOConfig`."""
+        """These settings by the names of :class:`fastrl.PPOConfig`."""
         step = self.batch_size // self.num_mini_batches
         size = min(self.per_device_train_batch_size, step)
         return PPOConfig(

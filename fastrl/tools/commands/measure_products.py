@@ -14,12 +14,12 @@ from fastrl_kernels import gemm
 from fastrl_kernels._cpu.fp32_copies import keeping
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024, 2048)  # weights are squares of these
-_ROWS = (16, 256)  # of a decode step, and of a mini-batch
+_ROWS = (16, 256)  # rows of a decode step, and of a mini-batch
 _SECONDS = 0.05  # for each library, width and number of rows
 
 
 class Measured(NamedTuple):
-    """Speeds of the libraries of a dtype, GFLOP/s by width and library, and the choice by them."""
+    """A dtype's speeds, GFLOP/s by width and library, and the choice that follows from them."""
 
     dtype: str
     speeds: dict[int, dict[str, float]]
@@ -41,7 +41,7 @@ def measure() -> list[Measured]:
 
 
 def chosen(speeds: dict[int, dict[str, float]]) -> gemm.Choice:
-    """The library that is fastest from some size on, up to the largest weights; and that size."""
+    """The fastest library for the largest weights, and the smallest weight from which it is."""
     widths = sorted(speeds)
     best = max(speeds[widths[-1]], key=speeds[widths[-1]].__getitem__)
     smallest = widths[-1]
@@ -71,7 +71,7 @@ def _products(library: type[gemm.Library], x: Tensor, weight: Tensor) -> Callabl
     by_weight, by_input = torch.empty_like(weight), torch.zeros(x.shape)
 
     def work() -> None:
-        with keeping([weight]):  # as long as a step, of one mini-batch
+        with keeping([weight]):  # copies of the weight live for a step, here of one mini-batch
             library.multiply(logits, x, weight, None)
             library.product(by_weight, logits.t(), x)
             library.add_product_(by_input, logits, weight)

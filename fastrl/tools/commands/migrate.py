@@ -30,10 +30,10 @@ _LEFT = {
 
 def run_migrate(arguments: Sequence[str]) -> int:
     """Prints what fastrl makes of each name and setting of TRL's in a program, and in YAML files
-    that its parser reads; with ``--write`` changes what is safe in the program.
+    that its parser reads; with ``--write`` makes the safe changes in the program.
 
     Returns:
-        1 where something is refused or not there, else 0.
+        1 where fastrl refuses something or lacks it, else 0.
 
     Raises:
         UsageError: no script, an unknown flag, or a file that is no YAML of settings.
@@ -51,7 +51,7 @@ def run_migrate(arguments: Sequence[str]) -> int:
         raise ValueError(f"{path} does not parse: line {error.lineno}: {error.msg}") from error
     read = {path: findings}
     for config in map(Path, flags.config):
-        yaml_settings(config)  # refuses a file of other contents
+        yaml_settings(config)  # raises UsageError for a file without settings
         read[config] = read_config(config.read_text(encoding="utf-8"), source)
     _print(read, flags.all)
     if flags.write:

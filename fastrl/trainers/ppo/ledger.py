@@ -1,4 +1,4 @@
-"""The ledger of a run's samples, kept by its loop."""
+"""The ledger of a PPO run's samples, which the training loop writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SampleLedger:
     """Keeps a row for each sample.
 
     Args:
-        temperature: of the policy.
+        temperature: that of the policy.
     """
 
     def __init__(self, ledger: Ledger, temperature: float):
@@ -27,7 +27,7 @@ class SampleLedger:
 
     @contextlib.contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Context of a run whose first step this is; all is written at its end.
+        """Context of a run whose first step is ``step``; at its end all rows are written.
 
         Raises:
             ValueError: the ledger has later steps.
@@ -44,7 +44,7 @@ class SampleLedger:
         """Adds the samples of a step, of all processes; returns statistics.
 
         Args:
-            weights_version: steps of the optimizer before the rollout.
+            weights_version: optimizer steps taken before the rollout.
         """
         begin = time.perf_counter()
         columns = ledger_columns(
@@ -67,9 +67,10 @@ def open_ledger(
     """The ledger that a run keeps.
 
     Args:
-        asked: of ``PPOTrainer.train``.
-        folder: in the run's output, if there is one.
-        config, generation_kwargs, code: of the run; what its samples depend on is noted.
+        asked: the argument ``ledger`` of ``PPOTrainer.train``.
+        folder: the folder for ``asked=True``, in the run's output; None without one.
+        config, generation_kwargs, code: the run's settings, which the ledger notes as far as
+            samples depend on them.
     """
     place = folder if asked is True else asked or None
     if place is None:
