@@ -205,7 +205,7 @@ _METHODS = {
     **dict.fromkeys(("rm", "reward_model"), "reward"),
     **{name: f"grpo --advantage {name}" for name in ("rloo", "dr_grpo", "reinforce++")},
 }
-# They parse their arguments themselves: those on runs have no settings, those of a plan depend on
+# These parse their arguments themselves: those on runs have no settings, those of a plan depend on
 # its method.
 _PARSE_THEMSELVES = (
     *("new", "report", "doctor", "samples", "chat", "merge", "push", "replay", "plan"),

@@ -60,7 +60,7 @@ _READ_WITH = (
         "policy_loss",
         ("vespo",),
     ),
-    (("cliprange_high",), "policy_loss", ("clip", "cispo")),  # and users' losses
+    (("cliprange_high",), "policy_loss", ("clip", "cispo")),  # these and users' losses
     (("lam", "vf_coef", "cliprange_value"), "advantage", ("gae",)),
     (
         ("sampler_correction_min", "sampler_correction_max"),
@@ -651,7 +651,7 @@ class PPOConfig:
         high = self.cliprange if self.cliprange_high is None else self.cliprange_high
         if one_step and self.policy_loss != "clip":
             if policy_loss(self.policy_loss).of_response and self.sampler_correction != "off":
-                return  # its ratio is to the sampler
+                return  # the ratio is to the sampler
             if learns_as_clip(self.policy_loss, (self.cliprange, high)):
                 warnings.warn(
                     f"policy_loss={self.policy_loss!r} makes no difference here: with ppo_epochs=1 "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 
-PADDING_VALUE = -1  # of stacked statistics of different lengths
+PADDING_VALUE = -1  # pads stacked statistics of different lengths
 
 
 def set_seed(seed: int) -> None:

@@ -8,7 +8,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Of a module below one of these the longest name counts.
+# A module below several of these names goes by the longest.
 _MOVED = {
     "commands": "tools.commands",
     "demo": "tools.demo",

@@ -161,7 +161,7 @@ def _trial(kind: str, function: Callable[..., Any], cliprange: tuple[float, floa
         try:
             whole, slope = losses(count)
             alone = same(whole[:few], losses(few)[0])
-            # One that draws, or counts its calls, differs from itself.
+            # A function that draws, or counts its calls, differs from itself.
             alone = alone or not same(whole, losses(count)[0])
         except RuntimeError:  # such as of tensors on a GPU: the first update raises others
             return

@@ -70,14 +70,14 @@ class Samples:
             seed alone.
         numbers: a sample's number among those of its prompt, from 0.
         room: the engine's, zeros of ``model.generate``.
-        temperature: of ``logprobs`` and ``entropies``; 1 where decoding was greedy.
+        temperature: the temperature of ``logprobs`` and ``entropies``; 1 where decoding was greedy.
         stats: statistics of the batch by their names, see :func:`joined_statistics`.
         prompts: what was asked, as it was given: texts or chat messages.
-        prompt_texts, prompt_ids: the same as the model read it.
+        prompt_texts, prompt_ids: the prompts as the model read them: as text, and as token ids.
         prompt_rows: its row in the data.
         columns: the data's other columns.
         texts: what the responses say.
-        completions: the same as reward functions get it: texts, or messages behind chats.
+        completions: the responses as reward functions get them: texts, or messages behind chats.
         masks: bool, which tokens of a response the policy wrote; None: all.
         tool_calls: how often a response called tools; None: it had none to call.
         left_out: whether a sample ended in NaN logits, so that nothing is learned from it.
@@ -89,7 +89,7 @@ class Samples:
             fp32; None: nothing.
         weights: how much a sample counts in the loss, [B] fp32; None: 1.
         noted: columns that reward functions noted; None where they noted nothing of a sample.
-        rooms: that of the engine which drew the sample.
+        rooms: the room of the engine that drew the sample.
         token_scores: scores of a response's tokens, [L] fp32, whose sums the scores are.
         learned: bool, which tokens of a response are learned.
         advantages: [B] fp32.
@@ -216,7 +216,7 @@ class Samples:
         process's alone.
 
         Args:
-            prompts: those of all processes, where each knows them; None: they are exchanged.
+            prompts: the prompts of all processes, where each knows them; None: they are exchanged.
             tokens: give every process the columns of tokens, too.
         """
         kinds = {TOKEN} if not tokens else set()

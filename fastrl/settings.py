@@ -198,7 +198,7 @@ def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
             value = getattr(config, name)
             typed = _typed(name, value, wanted)
             if typed is not value:
-                object.__setattr__(config, name, typed)  # of frozen ones, too
+                object.__setattr__(config, name, typed)  # sets fields of frozen ones, too
 
 
 def typed_arguments(function: Callable[..., Any], **values: Any) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
         os.path.dirname(__file__),
-        os.path.realpath(os.path.dirname(__file__)),  # of an editable installation
+        os.path.realpath(os.path.dirname(__file__)),  # the path of an editable installation
         *(os.path.realpath(x) for x in getattr(_KERNELS, "submodule_search_locations", None) or ()),
         *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     )

@@ -79,7 +79,7 @@ def ask_preferences(
     """An annotator's preferences between pairs of responses, checked.
 
     Args:
-        finished: of the first and of the second responses, as in :func:`ask_scores`.
+        finished: whether each first and each second response has ended, as in :func:`ask_scores`.
 
     Raises:
         ValueError: not B numbers in [0, 1] or None, named by their index; a column with the name of
@@ -178,7 +178,7 @@ def load_annotator(
     """The annotator that a command line names.
 
     Args:
-        name, label, batch_size: of a reward function, see
+        name, label, batch_size: a reward function's, see
             :func:`fastrl.rewards.functions.load_reward`, which says what is raised.
         tokenizer: for functions that take ``completion_ids``.
     """
@@ -188,7 +188,7 @@ def load_annotator(
 def _needs(function: Any, argument: str) -> bool:
     try:
         parameter = inspect.signature(function).parameters.get(argument)
-    except ValueError:  # of some functions written in C
+    except ValueError:  # some functions written in C have no signature
         return False
     return parameter is not None and parameter.default is inspect.Parameter.empty
 

@@ -30,8 +30,8 @@ class Batch(dict[str, Any]):
         examples: each with one or two responses.
 
     Attributes:
-        rollout_logprobs: of the responses' tokens when they were sampled, a list of B tensors per
-            generation; None for responses from the data.
+        rollout_logprobs: log-probs of the responses' tokens when they were sampled, a list of B
+            tensors per generation; None for responses from the data.
         rollout: what the engine returned, the responses to a prompt one after the other; None for
             responses from the data.
         scores: the annotator's scores of the responses, B numbers per generation; None where it
@@ -43,7 +43,7 @@ class Batch(dict[str, Any]):
             that only takes part because the others wait for it.
         total: how many samples all processes have.
         weight_in_step: what its mean loss is multiplied by beside the other batches of a step.
-        seed: of what a loss draws for it, the same in all processes.
+        seed: seeds what a loss draws for the batch, the same in all processes.
     """
 
     def __init__(self, examples: Sequence[Example], pad_token_id: int | None):

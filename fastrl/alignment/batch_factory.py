@@ -46,7 +46,7 @@ class BatchFactory:
         annotator: judges the responses of online tasks, see :mod:`fastrl.alignment.annotator`.
         params: how the policy samples; the task sets ``n``.
         engine: generates, such as :class:`fastrl.RolloutEngine`; a trainer makes its own.
-        seed: of the order.
+        seed: seeds the order.
         shuffle: False keeps the data's order.
 
     Raises:
@@ -214,7 +214,7 @@ class BatchFactory:
         """Makes a batch of the task from examples; online, with responses that are sampled now.
 
         Args:
-            ids: of the examples: with the seed they determine the random numbers. None: 0, 1, ….
+            ids: the examples' numbers, which with the seed determine the draws. None: 0, 1, ….
 
         Raises:
             ValueError: an online task without an engine.
@@ -225,7 +225,7 @@ class BatchFactory:
         judged, scores, rollout = self.answer(examples, ids)
         batch, n = Batch(judged, pad), self.task.generations
         batch.rollout = rollout
-        if scores is not None:  # as precise as rewards are, and as a ledger has them
+        if scores is not None:  # fp32, as rewards and ledgers are
             batch.scores = [torch.tensor(side).float().tolist() for side in scores]
         if rollout.logprobs_t1 is not None:
             batch.rollout_logprobs = [rollout.logprobs_t1[i::n] for i in range(n)]

@@ -66,7 +66,7 @@ class OnlineEvaluation:
 
     factory: BatchFactory
     processes: Processes
-    # Of the first evaluation and the last, of all processes.
+    # Statistics of the first evaluation and the last, over all processes.
     judged: list[ShownSamples] = field(default_factory=list)
 
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:

@@ -92,9 +92,9 @@ class RewardLearner:
     """A sequence classifier with one label; there is no reference model.
 
     Args:
-        args: of the trainer.
-        loss: of the trainer.
-        tokenizer: of the model.
+        args: the trainer's settings.
+        loss: the trainer's loss.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, args: AlignmentConfig, loss: Loss, tokenizer: Any):
@@ -174,10 +174,10 @@ class PolicyLearner:
     """A causal language model, with a value head if the loss trains one, and its reference model.
 
     Args:
-        args: of the trainer.
-        loss: of the trainer.
-        task: of the batches.
-        tokenizer: of the model.
+        args: the trainer's settings.
+        loss: the trainer's loss.
+        task: the task of the batches.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):

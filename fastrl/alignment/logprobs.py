@@ -72,7 +72,7 @@ class TrainedPolicy:
     Attributes:
         model: as accelerate has wrapped it.
         tokens: makes its inputs.
-        processes: that train it together.
+        processes: the processes that train it together.
         passes: compute the gradients of a batch of several forwards.
     """
 

@@ -28,7 +28,7 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
         trainer: made as for the run, from the same model and data, in one process; the
             ``batch_size`` is that of all processes of the run together.
         output: the run's ``output_dir``, or a command's --output, with its ledger.
-        batch: from 1.
+        batch: the batch's number, from 1.
 
     Raises:
         ValueError: a batch that the ledger does not have, or one between it and the checkpoint;

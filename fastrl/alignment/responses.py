@@ -22,7 +22,7 @@ class ResponseSampler:
 
     Args:
         engine: generates, such as :class:`fastrl.RolloutEngine`.
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         params: how to sample.
         process: the number of this process.
     """
@@ -31,7 +31,7 @@ class ResponseSampler:
         self.engine, self.tokenizer, self.params = engine, tokenizer, params
         self.process = process
         self.layout = layout_of(engine.model)
-        self.stats: dict[str, float] = {}  # of the last call
+        self.stats: dict[str, float] = {}  # statistics of the last call
 
     def __call__(
         self,
@@ -44,15 +44,15 @@ class ResponseSampler:
         follow the examples' order.
 
         Args:
-            seed: of the random numbers; None takes one from torch's generator.
-            ids: of the examples, which with the seed determine the random numbers.
+            seed: seeds the draws; None takes a seed from torch's generator.
+            ids: the examples' numbers, which with the seed determine the draws.
         """
         prompts = [torch.tensor(example.prompt_ids) for example in examples]
         params = replace(self.params, n=n)
         if seed is not None:
             params = replace(params, seed=seed)
         if self.process and params.seed is not None and isinstance(self.engine, GenerateEngine):
-            params = replace(params, seed=params.seed ^ self.process)  # it does not read the ids
+            params = replace(params, seed=params.seed ^ self.process)  # generate() reads no ids
         output = self.engine.generate(prompts, params, ids)
         self.stats = output.stats
         responses = [

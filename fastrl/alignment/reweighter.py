@@ -22,8 +22,8 @@ class SampleReweighter(Protocol):
         ``batch.generations``.
 
         Args:
-            policy: that is trained; ``policy.logprobs(batch)`` gives, per generation, the
-                responses' summed log-probs, ``sums`` [B], and their lengths, ``tokens`` [B].
+            policy: the policy that is trained; ``policy.logprobs(batch)`` gives, per generation,
+                the responses' summed log-probs, ``sums`` [B], and their lengths, ``tokens`` [B].
         """
 
 
@@ -65,7 +65,7 @@ class ByMargin:
     read from the data's columns.
 
     Args:
-        power: of the margin.
+        power: the exponent of the margin.
         margin_column: column of margins.
         score_columns: columns of both sides' scores, the preferred one first.
 

@@ -166,12 +166,12 @@ class Trainer(BaseTrainer):
                 else OfflineEvaluation(eval_factory, self.loss, self.processes)
             )
         self._place = _Place()
-        self._accumulated: list[Batch] = []  # of the optimizer step that is not complete yet
+        self._accumulated: list[Batch] = []  # batches of the optimizer step under way
         self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
         self._engine: Any = None
         sampled = factory.batch_size * self.processes.count * factory.task.generations
         self._table = CompletionsTable(sampled)
-        self._ledger: GenerationLedger | None = None  # of the main process
+        self._ledger: GenerationLedger | None = None  # in the main process alone
         self._deferred: DeferredGradients
 
     def _limit(self, args: AlignmentConfig, model: Any) -> None:
@@ -390,7 +390,7 @@ class Trainer(BaseTrainer):
         weights = weights_of([batch.total for batch in batches])
         for batch, weight in zip(batches, weights, strict=False):  # none where they are as large
             batch.weight_in_step = weight
-        if self._run.random is not None:  # it is restored behind the first batch, which draws here
+        if self._run.random is not None:  # restored behind the first batch, which draws here
             self._run.random = random_state()
         return batches, items
 
@@ -583,7 +583,7 @@ class _Place:
     epoch_began_at: int = 0  # batches that the factory had made
     left: int = 0  # mini-batches of the current batch
     behind: int = 0  # mini-batches of the epoch in which a run is resumed,
-    resumed_in: int = 0  # and that epoch
+    resumed_in: int = 0  # the epoch in which it was resumed
 
 
 class _Epoch(IterableDataset):

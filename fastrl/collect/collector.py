@@ -116,10 +116,10 @@ class Collector:
         with groups of new prompts in the place of those without a spread of scores.
 
         Args:
-            groups: of all processes.
+            groups: the groups of all processes.
             take: gives the numbers of so many new prompts.
             prompts_of: makes one prompt for each response of such numbers.
-            seed: of the draws.
+            seed: seeds the draws.
         """
         size = resampling.group_size
 

@@ -14,14 +14,14 @@ from tqdm.auto import tqdm
 
 from fastrl.run.terminal import plain, run_console
 
-_TEXTS = {"prompt": 2, "completion": 4}  # and their shares of a line
-_LINES = 6  # of a text, about
-_NAME, _LONGEST = 9, 20  # characters of a column's name in a line; of what is no number
+_TEXTS = {"prompt": 2, "completion": 4}  # the columns of texts, and their shares of a line
+_LINES = 6  # the longest text in the table, about
+_NAME, _LONGEST = 9, 20  # characters of a column: at least, if its name is longer; at most
 
 
 def _as_column(values: Iterable[Any]) -> list[Any]:
-    """A column of values of one type: as JSON where some call tools, whose arguments have no type
-    in common, or hold a mapping without keys, of which Parquet has no type."""
+    """A column whose values have one type: all are JSON where some hold calls of tools, whose
+    arguments differ in type, or an empty mapping, for which Parquet has no type."""
     column = list(values)
     if any(_is_open(value) for value in column):
         return [
@@ -71,8 +71,8 @@ class CompletionsTable(dict):
         """Adds responses.
 
         Args:
-            rewards: of each function.
-            advantages: where there are any.
+            rewards: each function's rewards, by its name.
+            advantages: the responses' advantages; empty where there are none.
         """
         self["prompt"].extend(prompts)
         self["completion"].extend(completions)
@@ -81,7 +81,7 @@ class CompletionsTable(dict):
         self["advantages"].extend(advantages)
 
     def log(self, args: Any, folder: Path, step: int) -> None:
-        """Shows, saves and reports it, by a trainer's settings."""
+        """Shows, saves and reports the table, as a trainer's settings say."""
         self.show(step, args.num_completions_to_print)
         self.save(folder, step)
         # Commands open some trackers themselves.
@@ -89,7 +89,7 @@ class CompletionsTable(dict):
         self.report(trackers, step, args.log_unique_prompts)
 
     def state(self) -> str:
-        """Returns the table as JSON; what functions noted beside numbers and texts becomes text."""
+        """Returns the table as JSON; extra values that JSON does not have become texts."""
         return json.dumps(self, default=lambda x: [*x] if isinstance(x, deque) else str(x))
 
     def load(self, state: str) -> None:
@@ -98,10 +98,10 @@ class CompletionsTable(dict):
                 (self[name] if column is None else self[name][column]).extend(values)
 
     def report(self, trackers: Sequence[str], step: int, unique: bool) -> None:
-        """Sends the table to those of wandb and trackio that a run reports to.
+        """Sends the table to wandb and trackio, where the run reports to them.
 
         Args:
-            unique: only the first response to each prompt.
+            unique: send only the first response to each prompt.
         """
         columns = self.columns(step)
         if unique:
@@ -126,13 +126,13 @@ class CompletionsTable(dict):
         Dataset.from_dict(self.columns(step)).to_parquet(str(path))
 
     def show(self, step: int, most: int | None) -> None:
-        """Prints ``most`` as a table as wide as the terminal, texts in a few lines: of as many
-        prompts as there are, in their order."""
+        """Prints at most ``most`` responses in a table as wide as the terminal, texts in a few
+        lines: first one response of each prompt, then a second one, in the table's order."""
         from rich import box
         from rich.table import Table
 
         columns = self.columns(step)
-        if columns == self._shown:  # the log of the whole training has no other
+        if columns == self._shown:  # the last log of training has nothing new
             return
         self._shown = columns.copy()
         del columns["step"]
@@ -162,7 +162,7 @@ class CompletionsTable(dict):
 
 
 def _turns(prompts: Iterable[Any]) -> list[int]:
-    """How often each prompt has been there before it."""
+    """For each prompt the number of equal ones before it."""
     seen: defaultdict[str, int] = defaultdict(int)
     turns = []
     for prompt in map(str, prompts):
@@ -172,7 +172,7 @@ def _turns(prompts: Iterable[Any]) -> list[int]:
 
 
 def _number(value: Any) -> str:
-    """A number in a few digits, and what functions noted beside them."""
+    """A number in a few digits; other values as text."""
     if value is None:
         return "–"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

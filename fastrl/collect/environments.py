@@ -55,7 +55,7 @@ class Environments:
         self.boxes: dict[Any, Toolbox] = {}
         self.rewards: list[Callable[..., Any]] = []
         self.current: list[Any] | None = None
-        self._names: list[Any] = []  # of those
+        self._names: list[Any] = []  # the names of the current ones
         rewarding: list[type] = []
         for name, make in self.factories.items():
             if not callable(make):
@@ -69,7 +69,7 @@ class Environments:
                     f"environment_factory made a {kind.__name__} without a method reset: define "
                     "one, which gets a row's columns as keywords"
                 )
-            # Of the class: those of the object would evaluate its properties.
+            # Read from the class: reading from the object would evaluate its properties.
             methods = [
                 method
                 for method, _ in inspect.getmembers(kind, inspect.isfunction)

@@ -27,7 +27,7 @@ class Interaction:
         loop: runs them; None where there are none, or until :meth:`respond` is called.
 
     Raises:
-        TypeError, ValueError: as :class:`Toolbox` and :class:`Environments`.
+        TypeError, ValueError: see :class:`Toolbox` and :class:`Environments`.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]] | None, environment_factory: Any):
@@ -55,7 +55,7 @@ class Interaction:
             template: further arguments of the chat template.
 
         Raises:
-            ValueError: as :func:`fastrl.data.tool_calls.find_reader`.
+            ValueError: see :func:`fastrl.data.tool_calls.find_reader`.
         """
         if self.tools:
             self._reader = find_reader(tokenizer, template)
@@ -96,7 +96,7 @@ class Interaction:
             template: further arguments of the chat template.
             ends: ids of the tokens that end a turn.
             event_loop: makes the one that coroutines run on.
-            most_turns, most_tokens, context, temperature, longest: as of :class:`ToolLoop`.
+            most_turns, most_tokens, context, temperature, longest: see :class:`ToolLoop`.
         """
         respond: Respond = sampled
         if self._reader is not None:

@@ -22,9 +22,9 @@ class GenerationLedger:
     """Rows in the folder ``ledger`` of a run, a step for each generation, kept by its main process.
 
     Args:
-        folder: of the run.
-        temperature: of the policy.
-        settings, generation_kwargs, code: as of :func:`note_settings`.
+        folder: the run's folder.
+        temperature: the policy's.
+        settings, generation_kwargs, code: see :func:`note_settings`.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class GenerationLedger:
         """Adds the responses of a generation, from 1.
 
         Args:
-            samples: of all processes.
+            samples: samples of all processes.
             weights_version: steps of the optimizer before they were drawn.
-            advantages: of the tokens that are learned.
+            advantages: advantages of the tokens that are learned.
         """
         columns = ledger_columns(samples, weights_version, advantages, self.temperature)
         del columns["prompt_row"]  # rows come from a loader, without their number
@@ -94,10 +94,10 @@ def ledger_columns(
     """The columns of a step, of :func:`fastrl.run.ledger.fields` and of reward functions.
 
     Args:
-        samples: of all processes.
+        samples: samples of all processes.
         weights_version: steps of the optimizer before they were drawn.
-        advantages: of the tokens that are learned; None: there are none.
-        temperature: of the policy.
+        advantages: advantages of the tokens that are learned; None: there are none.
+        temperature: the policy's.
     """
     count = len(samples)
     return {

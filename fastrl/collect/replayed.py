@@ -22,8 +22,8 @@ class ReplayedSample:
 
     Attributes:
         recorded: the ledger's row of it.
-        tolerance: by how much log-probs and values may differ and still count as the recorded ones.
-        completion_ids, finish_reason: of the sample drawn now.
+        tolerance: the largest difference at which log-probs and values count as the recorded ones.
+        completion_ids, finish_reason: those of the sample drawn now.
         logprobs, values: its log-probs at the policy's temperature and its values, [L] fp32; None
             where rollouts compute none.
     """
@@ -69,9 +69,9 @@ class Replayed:
         begun_at: steps of the checkpoint that was loaded; 0: the beginning of the run.
         strayed: the first step since then whose update was not that of the run, and how it
             differed; None: there is none.
-        tolerance: of samples and updates; above 0 where updates of several processes were done
-            again, whose sums one process rounds otherwise, and where dynamic sampling replaced
-            samples, which were drawn beside those that are left.
+        tolerance: the tolerance for samples and updates; above 0 where updates of several processes
+            were done again, whose sums one process rounds otherwise, and where dynamic sampling
+            replaced samples, which were drawn beside those that are left.
         walked: steps of the ledger that were learned from again.
     """
 
@@ -124,7 +124,7 @@ def compared(
     """Samples that were drawn again, beside the ledger's rows of them.
 
     Args:
-        temperature: of the rows' log-probs.
+        temperature: the temperature of the rows' log-probs.
     """
 
     def of(column: list[torch.Tensor] | None, i: int) -> np.ndarray | None:

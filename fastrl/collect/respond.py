@@ -23,9 +23,9 @@ from fastrl.samples import Samples
 class Asked(NamedTuple):
     """Prompts that are to be answered."""
 
-    prompts: Samples  # one for each response
+    prompts: Samples  # the prompt of each response
     size: int  # responses to a prompt, one after the other
-    keys: Sequence[int]  # of the draws for each prompt, in the batch of all processes
+    keys: Sequence[int]  # key each prompt's draws, by its number in the batch of all processes
     seed: int
 
 
@@ -66,7 +66,7 @@ class Sampled:
 
     Args:
         run: samples.
-        arguments: of ``model.generate``.
+        arguments: keyword arguments of ``model.generate``.
         decode: the text of a response.
         encode: gives prompts their token ids, where they come without.
     """
@@ -108,7 +108,7 @@ class Sampled:
         """What responses go on with, each behind a prompt of its own.
 
         Args:
-            numbers: of the responses, in the batch of all processes.
+            numbers: the responses' numbers in the batch of all processes.
             limits: most tokens of each.
             seed: another one than of earlier turns, so that no draw comes twice.
         """
@@ -131,13 +131,13 @@ class RolloutFunction:
 
     Args:
         function: gets the prompts, and what the trainer hands on.
-        trainer: that.
-        model: that is trained on them.
-        decode: as of :class:`Sampled`.
+        trainer: the trainer that the function gets.
+        model: the model that is trained on its responses.
+        decode: see :class:`Sampled`.
         ends: token ids of which the last of a response that ends by itself is one.
         stops: token sequences at which responses end, too.
         reserved: names of what reward functions get by keyword, which no column may have.
-        temperature: of the log-probs that it may return.
+        temperature: the temperature of the log-probs that the function may return.
     """
 
     function: Callable[[list[Any], Any], dict[str, Any]]
@@ -184,7 +184,7 @@ class Conversations:
         sampled: writes.
         loop: runs the tools.
         box: the tools, where there are no environments.
-        environments: which tools are of.
+        environments: the environments whose methods are the tools.
     """
 
     sampled: Sampled

@@ -25,8 +25,8 @@ def rolled_out(
     for reward functions.
 
     Args:
-        count: of the prompts.
-        model: that is trained on them.
+        count: the number of prompts.
+        model: the model that is trained on the responses.
         reserved: names of what reward functions get by keyword.
 
     Raises:

@@ -39,7 +39,7 @@ class Toolbox:
             of their arguments; ``async def`` too.
 
     Attributes:
-        functions: by name.
+        functions: the functions by name.
         schemas: as chat templates take them.
 
     Raises:
@@ -150,7 +150,7 @@ class _Conversation:
     logprobs: list[Tensor] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     readable: bool = True
-    finish_reason: str = ""  # of the latest turn
+    finish_reason: str = ""  # why the latest turn ended
     called: int = 0
     failed: int = 0
 
@@ -180,10 +180,10 @@ class ToolLoop:
 
     Args:
         event_loop: makes the one that coroutines run on.
-        most_turns: of tools; None: any number.
-        most_tokens: of a response with the results in it.
+        most_turns: how often a response may call tools; None: any number.
+        most_tokens: the length of a response, the tools' results included.
         context: positions of the model; None: any number.
-        temperature: of the log-probs.
+        temperature: the temperature of the log-probs.
         longest: tokens of a prompt; longer ones keep BOS and their last tokens. None: any number.
     """
 

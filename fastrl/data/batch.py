@@ -23,11 +23,11 @@ class BatchMaker(ABC):
 
     Args:
         layout: the model's layout.
-        vocab_size: of the model.
+        vocab_size: the model's vocabulary, in tokens.
         tokenizer: has the pad token and the padding side.
         collator: pads in place of the tokenizer's settings; gets dicts of ``input_ids`` and
             ``attention_mask``.
-        padding: of the batches; default padded.
+        padding: how batches are padded; by default to the longest row.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ def padding_token(
     token, or of its EOS where it has none, as GPT-2's. None where it has neither and needs none.
 
     Args:
-        vocab_size: of the model; 0 stands for a pad token that was added behind its vocabulary.
+        vocab_size: the model's vocabulary; token 0 replaces a pad token that was added behind it.
 
     Raises:
         ValueError: lengths differ and the tokenizer has neither.

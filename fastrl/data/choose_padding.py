@@ -158,7 +158,7 @@ def why_not_padded(
     with evaluating(model), narrowed(model):
         try:
             if virtual_tokens(model):
-                return None  # its rows are longer than those that are compared
+                return None  # longer rows than those that are compared
             expected, padded = _alone(score, model, batch), score(model, batch)
         except Exception:
             return None  # the run's first batch gives the same error
@@ -209,7 +209,7 @@ def _needs_a_mask(device: torch.device, precision: torch.dtype, models: list[nn.
             expected = logprobs_and_values(model, batch)
             try:
                 unmasked = logprobs_and_values(model, replace(batch, padding=Padded(masked=False)))
-            except Exception:  # it wants a mask
+            except Exception:  # the model needs a mask
                 return True
         if _difference(model, precision, unmasked, expected) is not None:
             return True

@@ -114,7 +114,7 @@ class DataCollatorForCompletionOnlyLM:
             }
         return _batch(rows, learned, self.tokenizer, self.ignore_index)
 
-    torch_call = __call__  # its name in transformers' collators
+    torch_call = __call__  # transformers' collators have this name
 
     def templates(self) -> dict[str, tuple[Any, list[int]]]:
         """The templates by name: as they were given, and as token ids."""

@@ -25,13 +25,13 @@ class Example:
     """A prompt with the responses to train on, and their labels.
 
     Attributes:
-        prompt: as the model reads it, chat template included.
+        prompt: the prompt's text as the model reads it, chat template included.
         prompt_ids: its tokens.
         responses: none, one, or a pair; in pairs from the data the first is preferred.
         desired: the label of a single response; None if the data have none.
         columns: the row's other columns.
-        rewards: of the responses; None if they have not been judged.
-        weights: of the responses; empty: 1 each.
+        rewards: the responses' rewards; None if they have not been judged.
+        weights: the responses' weights; empty: 1 each.
         messages: the prompt of a chat as the data have it; None where it is a text.
     """
 

@@ -38,7 +38,7 @@ class PackedTokens:
     """The places of a batch's tokens in a packed row.
 
     Attributes:
-        layout: of the row.
+        layout: the row's layout.
         groups: the samples of each group; a prompt's tokens are those of the first.
         sources: [T] int64, the flat position of each token in the padded batch.
         places: [Σ L] int64, the place of each sample's tokens, sample after sample.
@@ -86,7 +86,7 @@ def join_texts(
     Args:
         input_ids: [B, T] padded on the right; a row may hold several texts, one after the other.
         rows: [N] flat positions b·T + t.
-        lengths: of the texts in each row.
+        lengths: the lengths of the texts in each row.
 
     Returns:
         the forward, whose rows are those; and the flat position of each of its tokens, [T'].

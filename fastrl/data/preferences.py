@@ -149,8 +149,8 @@ class PairCollator:
     """Makes batches of pairs, padded on the right: all chosen sequences, then all rejected ones.
 
     Args:
-        pad_token_id: of padding.
-        max_length: of a sequence; longer ones are cut.
+        pad_token_id: the token that pads.
+        max_length: the longest sequence, in tokens; longer ones are cut.
         truncation_mode: what stays of them, "keep_start" or "keep_end".
         pad_to_multiple_of: the batch's width is a multiple of it.
 

@@ -226,7 +226,7 @@ def samples_of_rows(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -
     row has.
 
     Args:
-        prompts: of each row the text or chat messages.
+        prompts: the text or chat messages of each row.
     """
     names = [name for name in (rows[0] if rows else ()) if name != _PROMPT_COLUMNS[0]]
     columns = {name: [row.get(name) for row in rows] for name in names}
@@ -251,7 +251,7 @@ class PromptStream:
 
     Args:
         count: number of prompts.
-        seed: of the permutations.
+        seed: seeds the permutations.
     """
 
     def __init__(self, count: int, seed: int):

@@ -35,7 +35,7 @@ _FORMATS = {
     ".tsv": "csv",
     ".txt": "text",
 }
-_HELD_OUT_OF = 10  # one of ten is held out
+_HELD_OUT_OF = 10  # by default one example of so many is held out
 _CHUNK = 1 << 22  # bytes
 _AT_A_TIME = 1 << 12  # texts
 

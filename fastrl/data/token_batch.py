@@ -94,7 +94,7 @@ class TokenBatch:
     query_lengths: list[int]
     response_lengths: list[int]
     left_padded: bool
-    prompts: list[int]  # of each sample; samples with the same query have the same number
+    prompts: list[int]  # the number of each sample's prompt; equal prompts share it
     padding: Padding = field(default_factory=Padded)
     # The activations of layers shared with a reference model, and the samples' indices in it.
     boundaries: TrunkActivations | None = None

@@ -39,7 +39,7 @@ def check_estimates(
     """What a ``compute_advantages`` returned: values, advantages and returns, [B, T-1] each.
 
     Args:
-        rewards, mask: that it was given, [B, T-1].
+        rewards, mask: the arguments of that call, [B, T-1].
         finite: whether its numbers are read, for which the host waits.
 
     Raises:

@@ -15,19 +15,19 @@ from fastrl.samples import Samples
 from fastrl_kernels.policy_losses import at_tokens, sequence_sums
 from fastrl_kernels.types import LOG_RATIO_LIMIT
 
-_ROUNDING = 1e-2  # of log-probs in half precision, by which they may lie above 0
+_ROUNDING = 1e-2  # how far log-probs in half precision may lie above 0
 
 
 class SamplerStats(NamedTuple):
     """What :func:`sampler_weights` found, [] fp32 each; NaN where no token counts."""
 
-    weight_mean: Tensor  # of the weights as they are used, over tokens, or over sequences
+    weight_mean: Tensor  # mean of the weights as they are used, over tokens, or over sequences
     weight_min: Tensor
     weight_max: Tensor
-    cut_share: Tensor  # of weights that a bound has changed
+    cut_share: Tensor  # share of weights that a bound has changed
     difference_mean: Tensor  # |log π_old - log π_sampler| of tokens, nats
     difference_max: Tensor
-    unknown_share: Tensor  # of tokens without a log-prob of the sampler
+    unknown_share: Tensor  # share of tokens without a log-prob of the sampler
 
 
 @torch.no_grad()
@@ -131,9 +131,9 @@ def sampler_logprobs(
     """The sampler's log-probs of each response, where they are known.
 
     Args:
-        rollout: that the responses come from, where it was given.
-        logprobs_known: those of this trainer's own rollouts, where these are its responses.
-        temperature: of the policy.
+        rollout: the rollout that the responses come from, where it was passed.
+        logprobs_known: log-probs that the trainer's own rollouts noted for these responses.
+        temperature: the policy's.
 
     Raises:
         ValueError: numbers that are no log-probs.
@@ -157,8 +157,8 @@ class ImportanceWeights:
     """The policy's loss is weighted by :func:`sampler_weights`.
 
     Args:
-        kind, least, most: of these.
-        temperature: of the policy.
+        kind, least, most: see :func:`sampler_weights`.
+        temperature: the policy's.
     """
 
     def __init__(self, kind: str, least: float | None, most: float | None, temperature: float):

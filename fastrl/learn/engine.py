@@ -23,7 +23,7 @@ class Engine:
         processes: each of which computes its share of every mini-batch.
 
     Attributes:
-        steps: of the optimizer, begun so far.
+        steps: the number of optimizer steps begun so far.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Engine:
         # On CPUs foreach takes twice as long as one norm after the other.
         foreach = False if nothing.device.type == "cpu" else None
         norm: Any = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded weights
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # if sharded
         return norm.float().to(nothing.device)
 
     def step(self) -> bool:
@@ -114,5 +114,5 @@ class Engine:
         self.zero()
         scaler = self.accelerator.scaler
         if scaler is not None:
-            scaler.scale(torch.zeros((), device=self.device))  # it may be unused yet
+            scaler.scale(torch.zeros((), device=self.device))  # makes the scale at first use
             scaler.update(scaler.get_scale())

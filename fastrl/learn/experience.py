@@ -39,7 +39,7 @@ class Experience:
     """What an update reads, each [B, T-1] fp32, zero where masked; of the response tokens alone,
     each [N]."""
 
-    logprobs: Any  # of the policy before the update; None: as it is scored
+    logprobs: Any  # the policy's before the update; None: taken as it is scored
     values: Any  # None, and so returns, where none are learned
     advantages: Tensor
     returns: Any
@@ -106,7 +106,7 @@ class Minibatch(NamedTuple):
     """A mini-batch is some samples of a batch, without the padding that none of them needs."""
 
     tokens: TokenBatch
-    old: Experience  # of their response tokens, [N]
+    old: Experience  # the experience of their response tokens, [N]
     samples: Sequence[int] = ()  # their indices in the batch, where these are known
 
     @classmethod

@@ -37,25 +37,25 @@ class Blame(NamedTuple):
 class StepOutcome(NamedTuple):
     """The result of a gradient: which mini-batches it contains, and whether to step along it."""
 
-    minibatches: Sequence[MinibatchLoss] = ()  # whose loss is finite
+    minibatches: Sequence[MinibatchLoss] = ()  # those with a finite loss
     nonfinite: int = 0  # mini-batches whose loss is not
     skipped: int = 0  # mini-batches whose mean ratio exceeds the threshold
     finite_gradient: bool = True
     moved_too_far: bool = False  # early stopping: no more steps are to be taken
     taken: bool = False  # whether there is a gradient for the optimizer
-    norm: float = math.nan  # of the gradient, before clipping; NaN where a GradScaler scales it
-    max_ratio: float = math.nan  # of the mini-batches' mean ratios
+    norm: float = math.nan  # the gradient's norm before clipping; NaN where a GradScaler scales it
+    max_ratio: float = math.nan  # the largest of the mini-batches' mean ratios
     blame: Blame = Blame()
-    finite_experience: bool = True  # else nothing was done
+    finite_experience: bool = True  # False: nothing was done
 
 
 class Gradient(NamedTuple):
     """A gradient that lies in the weights, and what was read with it."""
 
     losses: list[MinibatchLoss]
-    totals: list[float]  # of each mini-batch its loss
-    ratios: list[float]  # its mean ratio
-    kls: list[float]  # its mean(old - new log-prob)
+    totals: list[float]  # each mini-batch's loss
+    ratios: list[float]  # each mini-batch's mean ratio
+    kls: list[float]  # each mini-batch's mean(old - new log-prob)
     norm: float
     experience: float  # not finite where a number of the experience is not
 

@@ -43,7 +43,7 @@ class MicroBatches:
         """The result of ``attempt(size)``, which runs at most ``size`` samples at a time.
 
         Args:
-            samples: as many as there are to be run at a time.
+            samples: the number of samples that are there to be run at a time.
             undo: called after an attempt that failed.
 
         Raises:
@@ -96,7 +96,7 @@ class Activations:
         if self.recomputed:
             for model in models:
                 saved.enter_context(checkpointed(all_layers(model.pretrained_model)))
-        # One context: of two, the inner one alone would see what is saved.
+        # One context for both: of two nested ones, the inner one alone would see what is saved.
         saved.enter_context(self.offloading(models[0] if len(models) == 1 else ModuleList(models)))
         return saved
 

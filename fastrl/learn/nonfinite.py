@@ -18,7 +18,7 @@ _HELP = (
     "Look at such prompts and responses; where training broke the model, load a sound checkpoint, "
     "and lower learning_rate or set max_grad_norm"
 )
-# Of an experience, where numbers that are not finite come from.
+# The parts of an experience in which numbers that are not finite are looked for.
 _ORIGINS = {
     "log-probs": "the policy gives a token of the response no probability, or its logits are NaN",
     "values": "the value head, or the critic, returns them",
@@ -44,7 +44,7 @@ class NonFiniteNumbers:
     "zero-sample" only the samples that make it so.
 
     Args:
-        on_nonfinite: of ``PPOConfig``.
+        on_nonfinite: the setting of that name of ``PPOConfig``.
         decode: the text of a prompt's token ids; None: the samples that make a loss or gradient
             not finite are not looked for.
         counts: whether there are statistics ``ppo/nan_samples`` and ``ppo/nonfinite_samples``.
@@ -205,7 +205,7 @@ def samples_left_out(
         FloatingPointError: one did, where ``nonfinite`` raises; or all did, of the only process.
     """
     which = [i for i, reason in enumerate(rollout.finish_reasons) if reason == "nan"]
-    if processes.count == 1:  # of several, others may have samples left
+    if processes.count == 1:  # other processes may have samples left
         check_a_sample_is_left(len(which), len(rollout.finish_reasons))
     if which:
         nonfinite.samples(which, name)

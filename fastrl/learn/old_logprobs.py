@@ -25,8 +25,9 @@ class OldLogprobs:
     """Where a step's old log-probs and values come from.
 
     Args:
-        kind: of ``PPOConfig.old_logprobs``: "recompute" always runs the policy; "rollout" takes
-            what the rollout returned; "auto" does where a few samples that are scored again agree.
+        kind: the setting ``PPOConfig.old_logprobs``: "recompute" always runs the policy; "rollout"
+            takes what the rollout returned; "auto" does where a few samples that are scored again
+            agree.
         scorer: runs policy and reference.
     """
 

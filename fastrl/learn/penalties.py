@@ -26,7 +26,7 @@ class OverlongPenalty(NamedTuple):
 class Penalties(NamedTuple):
     """What is taken off the scores of responses for how they end."""
 
-    missing_eos: float | None = None  # of those that end neither in EOS nor at a stop
+    missing_eos: float | None = None  # penalty of responses that end neither in EOS nor at a stop
     overlong: OverlongPenalty | None = None
 
     @classmethod
@@ -40,8 +40,8 @@ class Penalties(NamedTuple):
     ) -> Penalties:
         """
         Args:
-            buffer, factor, longest: of :class:`OverlongPenalty`; without a buffer there is none.
-            name: of the setting that ``longest`` is.
+            buffer, factor, longest: see :class:`OverlongPenalty`; no penalty without a buffer.
+            name: the name of the setting that gives ``longest``.
 
         Raises:
             ValueError: it is not known, or shorter than the buffer.

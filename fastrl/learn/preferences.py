@@ -70,11 +70,11 @@ class PairObjective:
     """A loss of pairs, a row of :data:`PAIR_LOSSES`.
 
     Attributes:
-        function: of the preferred side, the other and options: [B].
+        function: maps the preferred side, the other one and options to losses [B].
         reads: "h" (alone, in which what a prompt adds to both sides cancels: another f-divergence
             than the reverse KL may bind the policy to its reference), "r", "batch" (the r of a
             batch's pairs together, none of which has a loss of its own), "p" (no reference).
-        defaults: of its options, by name.
+        defaults: the options' defaults, by name.
         implied: the reward that the log-probs of a side imply, for metrics; None: β·r, or β·p̄
             without a reference.
     """
@@ -250,7 +250,7 @@ def mismatched_kl(side: Side, processes: Processes, share: float) -> Tensor:
     """KTO's estimate of KL(π || ref): the mean r of prompts with other prompts' responses.
 
     Args:
-        share: of those of all processes.
+        share: this process's share of all processes' examples.
     """
     return processes.sums(side.ratio.mean() * share)
 

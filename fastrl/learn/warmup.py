@@ -9,7 +9,7 @@ from typing import Any, Protocol
 class Learning(Protocol):
     """What learns in a step."""
 
-    policy_coef: float  # of the policy's part of the loss
+    policy_coef: float  # factor of the policy's part of the loss
     policy_learns: bool
 
     def keep(self, model: Any) -> None:

@@ -23,10 +23,10 @@ NAME = "fastrl"
 class Variant(NamedTuple):
     """How a layer attends by its scores q·k."""
 
-    scale: float | None  # of the scores; None: D**-0.5
+    scale: float | None  # factor of the scores; None: D**-0.5
     window: int | None  # only the last so many tokens count
     softcap: float | None  # c, of c·tanh(score/c)
-    dropout: float = 0.0  # of probabilities
+    dropout: float = 0.0  # share of probabilities that are dropped
     sinks: Tensor | None = None  # [Hq], logits beside the scores, which have no values
     chunk: int | None = None  # only tokens count whose position // chunk is the query's
     latents: Latents | None = None  # set where a layer's cache holds latents
@@ -202,7 +202,7 @@ def kept_for_recomputation(module: nn.Module, forward: Callable[..., Any]) -> Ca
     """A function that calls ``forward`` with the attention and the experts of this moment.
 
     Args:
-        module: whose forward it is.
+        module: the module whose forward is called.
     """
     attention, routes = current_attention(), current_routes()
     if attention is None and routes is None:

@@ -10,7 +10,7 @@ def as_fast(tokenizer: Any) -> Any:
     a tekken.json are there, one that shares its state and is read as transformers' own are.
 
     Raises:
-        ValueError: as :class:`fastrl.models.mistral_common.MistralCommonTokenizer`.
+        ValueError: see :class:`fastrl.models.mistral_common.MistralCommonTokenizer`.
     """
     kinds = {kind.__name__ for kind in type(tokenizer).__mro__}
     if "MistralCommonBackend" not in kinds or getattr(tokenizer, "is_fast", False):

@@ -15,7 +15,7 @@ from fastrl.models.attention import implementations
 
 PACKAGE = "flash_attention_2"  # transformers' name of it
 HUB = "kernels-community/flash-attn2"
-_VERSION = 4  # of the Hub's build, for torch from 2.10 on; where transformers names none
+_VERSION = 4  # version of the Hub's build, for torch from 2.10 on, where transformers names none
 
 
 def need_flash_attention(asked: str | Mapping[str, Any] | None) -> None:
@@ -70,7 +70,7 @@ def hub_kernel(what: str) -> ModuleType:
     """The Hub's build of flash-attn, downloaded at the first use.
 
     Args:
-        what: that which needs it, in words.
+        what: what needs flash-attn, in words.
 
     Raises:
         ImportError: ``kernels`` is not installed in a version that transformers takes, or cannot
@@ -83,7 +83,7 @@ def hub_kernel(what: str) -> ModuleType:
         )
     try:
         return _hub_kernel()
-    except Exception as error:  # of the network, the Hub, or the build
+    except Exception as error:  # the network, the Hub or the build may fail
         raise ImportError(
             f"{lacking}, and kernels did not get it from {HUB} ({type(error).__name__}: {error}): "
             + _remedies()

@@ -49,7 +49,7 @@ def replacements(
         module = sys.modules[home]
         for name in _replaceable(home):
             function = getattr(module, name)
-            if not hasattr(function, "is_ours"):  # else a context around this one has replaced it
+            if not hasattr(function, "is_ours"):  # else an outer context has replaced it
                 yield module, name, _replacing(name, function, limit, running, parts)
 
 

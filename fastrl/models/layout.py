@@ -1,5 +1,5 @@
-"""How a model reads a prompt and a response: one sequence in a decoder-only model, two in an
-encoder–decoder.
+"""How a model reads a prompt and a response: as one sequence if it is decoder-only, as two if it is
+an encoder–decoder.
 
 :func:`layout_of` chooses, once per model.
 """
@@ -19,10 +19,10 @@ Inputs = dict[str, Tensor]
 
 
 class Layout:
-    """How prompts and responses become inputs of a model: a causal one, which reads one sequence,
-    the prompt and then the response."""
+    """How prompts and responses become inputs of a causal model, which reads one sequence: the
+    prompt and then the response."""
 
-    prompts_padded = "left"  # or "right": where ``generate`` wants a batch of prompts padded
+    prompts_padded = "left"  # or "right": the side on which ``generate`` needs prompts padded
 
     def __init__(self, model: Any):
         self.context = context_length(model)
@@ -41,7 +41,7 @@ class Layout:
         return width
 
     def with_prompt(self, prompt: Tensor, response: Tensor) -> Tensor:
-        """A response behind its prompt, where the model's sequences contain it."""
+        """A response as the model's sequences contain it: here behind its prompt."""
         return torch.cat([prompt, response])
 
     def shape(self, prompt: int, response: int) -> Hashable:
@@ -69,8 +69,8 @@ class Layout:
 class EncoderDecoder(Layout):
     """The encoder reads the prompt; the decoder its start token, then the response.
 
-    Padding goes to the end on both sides: many encoders count positions from the first column, and
-    take no others.
+    Both sequences are padded at the end: many encoders count positions from the first column, and
+    take no other positions.
 
     Raises:
         ValueError: no start token in the model's configuration.
@@ -131,7 +131,7 @@ class EncoderDecoder(Layout):
         return tokenizer.decode(response, skip_special_tokens=True)
 
     def started(self, response: Tensor) -> Tensor:
-        """The decoder's start token and the response."""
+        """The decoder's start token, then the response."""
         return torch.cat([response.new_tensor([self.start]), response])
 
 

@@ -148,10 +148,10 @@ def load_reward_model(path: str | os.PathLike, **options: Any) -> Any:
     adapter, or a language model that gets a new head.
 
     Args:
-        options: of ``from_pretrained``. ``dtype`` is float32 unless given.
+        options: keywords of ``from_pretrained``. ``dtype`` is float32 unless given.
 
     Raises:
-        FileNotFoundError: as :func:`load_language_model`.
+        FileNotFoundError: see :func:`load_language_model`.
         ValueError: a classifier with more labels; the adapter of a language model, of another base,
             or without safetensors.
     """
@@ -177,12 +177,12 @@ def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
     an adapter on its base.
 
     Args:
-        options: of ``from_pretrained``. ``dtype`` is the checkpoint's unless given; the base of an
-            adapter is float32, as the adapter's weights are: in the bfloat16 in which most bases
-            are saved its scores would not be those that it was trained to.
+        options: keywords of ``from_pretrained``. ``dtype`` is the checkpoint's unless given; the
+            base of an adapter is float32, as the adapter's weights are: in the bfloat16 in which
+            most bases are saved its scores would not be those that it was trained to.
 
     Raises:
-        FileNotFoundError: as :func:`load_language_model`.
+        FileNotFoundError: see :func:`load_language_model`.
         ValueError: a checkpoint or an adapter without a classification head; an adapter of another
             base, or without safetensors.
     """
@@ -313,7 +313,7 @@ class _Checkpoint:
     Attributes:
         folder: its path, or a Hub id.
         adapter: the adapter's PEFT configuration; None for a whole model.
-        options: of ``from_pretrained``.
+        options: keywords of ``from_pretrained``.
     """
 
     def __init__(self, path: str | os.PathLike, options: dict[str, Any]):

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastrl.models.host_memory import in_host_memory, to_host
 from fastrl.models.sharding import own_share
 
-MASTER = "master_weight"  # its name in the state of an optimizer, beside the weight's moments
+MASTER = "master_weight"  # the master's name in an optimizer's state, beside the moments
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _PART = 1 << 26  # weights whose gradients are float32 at a time: 256 MiB
 # Optimizers that treat each weight by itself, so that a step can be taken in parts.
@@ -160,7 +160,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _master(self, weight: Tensor) -> Tensor:
         """The tensor that is stepped in place of a weight, made at its first use."""
         if weight not in self._masters and self._needs_master(weight):
-            state = self.inner.state.pop(weight, None)  # of steps without masters
+            state = self.inner.state.pop(weight, None)  # left by steps without masters
             self._masters[weight] = self._new(weight, weight)
             if state is not None:
                 self.inner.state[self._masters[weight]] = {

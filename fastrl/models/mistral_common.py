@@ -42,7 +42,7 @@ class MistralCommonTokenizer(MistralCommonBackend):
             which the package does not read.
     """
 
-    is_fast = True  # it tells offsets
+    is_fast = True  # it knows the offsets of tokens
     cls_token = cls_token_id = sep_token = sep_token_id = None  # mistral-common has none
 
     def __init__(self, tokenizer: MistralCommonBackend):

@@ -81,7 +81,7 @@ def find_file(path: str, name: str, options: dict[str, Any]) -> str | None:
     """The path of a file in a local folder or on the Hub; None where there is none.
 
     Args:
-        options: of ``from_pretrained``: revision, token, cache_dir and subfolder are read.
+        options: keywords of ``from_pretrained``: revision, token, cache_dir and subfolder are read.
     """
     if os.path.isdir(path):
         file = Path(path) / (options.get("subfolder") or "") / name

@@ -1,5 +1,5 @@
-"""Checkpoints of more than text: loaded whole, so that they are saved in their own format, with
-nothing trained but what reads texts."""
+"""Checkpoints of multimodal models: they are loaded whole, so that they are saved in their format,
+and only the parts that read texts are trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_multimodal(config: Any) -> bool:
 
 
 def loader_for(config: Any, loader: Any) -> Any:
-    """transformers' class that loads a checkpoint whole, where a language model is asked for."""
+    """transformers' auto class that loads a checkpoint whole where ``loader`` is asked for."""
     whole = loader is AutoModelForCausalLM and is_multimodal(config)
     return AutoModelForImageTextToText if whole else loader
 
@@ -49,8 +49,8 @@ def unread_modules(model: Any) -> list[str]:
 
 
 def freeze_unread(model: Any) -> None:
-    """Freezes what texts do not reach, and says so: it gets no gradient, no state of an optimizer,
-    and is saved as it was loaded."""
+    """Freezes parts that texts do not reach, with a warning: they get no gradient and no optimizer
+    state, and are saved as they were loaded."""
     unread = unread_modules(model)
     for name in unread:
         model.get_submodule(name).requires_grad_(False)

@@ -37,7 +37,7 @@ _OF_GROUPS: dict[str, dict[str, Any]] = {
     "lomo": {},
     "adalomo": {},
 }
-_BETAS = ("beta1", "beta2", "beta3")  # as optim_args names the parts of betas
+_BETAS = ("beta1", "beta2", "beta3")  # names in optim_args of the parts of betas
 # Arguments of optimizers that optim_args may not set, and what to do instead.
 _SAID_BY = {
     "weight_decay": "set weight_decay",
@@ -122,7 +122,7 @@ def class_and_keywords(settings: Any, model: Any = None) -> tuple[Any, dict[str,
         settings: ``transformers.TrainingArguments``.
 
     Raises:
-        ValueError: as :func:`make_optimizer`.
+        ValueError: see :func:`make_optimizer`.
     """
     from transformers import Trainer
 
@@ -153,7 +153,7 @@ def make_optimizer(
 
     Args:
         name: "adam", torch's Adam; or one of transformers' ``OptimizerNames``.
-        arguments: as transformers' ``optim_args``: "name=number,…". All
+        arguments: written as transformers' ``optim_args``: "name=number,…". All
             optimizers have weight_decay, Adam and its kin beta1 and beta2.
         fused: whether "adam" runs torch's fused kernel where there is one. False where one process
             has the weights, and others have them on the meta device: all are to compute alike.

@@ -245,7 +245,7 @@ class Operands(NamedTuple):
     q: Tensor  # [Tq, Hq, D]
     k: Tensor  # [Tk, Hkv, D]
     v: Tensor  # [Tk, Hkv, D]
-    scale: float  # of the scores q·k
+    scale: float  # factor of the scores q·k
 
     @property
     def times(self) -> int:
@@ -544,7 +544,7 @@ def _equal(runs: Runs) -> Iterator[_KernelCall]:
         q, k = q + count * of_queries, k + count * of_keys
 
 
-_QUERIES = 128  # of a block, which attends the keys of a window before them
+_QUERIES = 128  # queries of a block, which attends the keys of a window before them
 
 
 def _near(runs: Runs) -> Iterator[_KernelCall]:
@@ -625,7 +625,7 @@ def _window(runs: Runs) -> dict[str, int]:
     return {"window_size_left": runs.window - 1, "window_size_right": 0}
 
 
-_WIDEST = 256  # of a head, in flash attention
+_WIDEST = 256  # the widest head of flash attention
 
 
 def kernel_for(device: torch.device) -> Kernel | None:

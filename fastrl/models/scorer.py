@@ -20,7 +20,7 @@ class ScoredPass(NamedTuple):
     scores: TokenScores  # without values
     hidden: Tensor  # [N, H], the last hidden states
     output: Any  # the model's output
-    routing: Routing | None = None  # of a mixture of experts whose routers are followed
+    routing: Routing | None = None  # the routing to follow, for a mixture of experts
 
     @property
     def aux_loss(self) -> Tensor:

@@ -26,13 +26,13 @@ class PolicyObjective(NamedTuple):
     old_logprobs: Tensor | None  # [N]; None: those of the policy that is scored
     advantages: Tensor  # [N]
     cliprange: float | tuple[float, float]  # (low, high)
-    kl: fastrl_kernels.KLTerm | None = None  # its reference's log-probs [N]
+    kl: fastrl_kernels.KLTerm | None = None  # the KL to the reference, with its log-probs [N]
     token_weights: Tensor | None = None  # [N]
     denominator: Tensor | float | None = None  # None: N
     objective: fastrl_kernels.PolicyLoss = PPO_CLIP
     lengths: Tensor | None = None  # [S] of responses, where their ratios are those of sequences
     weights: Tensor | None = None  # [N], importance weights of the objective alone
-    entropy_coef: float = 0.0  # of a bonus, in each token's loss
+    entropy_coef: float = 0.0  # coefficient of an entropy bonus in each token's loss
     top_entropy: float = 1.0  # the share of tokens that learn, those of the highest entropies
 
     @property

@@ -16,9 +16,9 @@ _whole: weakref.WeakSet[Any] = weakref.WeakSet()  # units whose weights are whol
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Context in which each process has all weights of a model; they are gathered at its beginning
-    by all processes, and spread again at its end. Forwards within do not wait for other processes.
-    Without effect where weights are not spread, or are whole already."""
+    """Context in which each process has all weights of a model: all processes gather them at its
+    beginning, and spread them again at its end. Forwards within it wait for no other process. It
+    has no effect where weights are not spread, or are whole already."""
     units = [unit for unit in _units(model) if unit not in _whole]
     if not units:
         yield
@@ -64,9 +64,9 @@ def wrapped_by_fsdp(method: Any) -> bool:
 
 @contextmanager
 def seen_by_fsdp(model: nn.Module, change: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Context in which a forward hook changes a model's output before FSDP2 sees that: FSDP2
-    gathers and adds up gradients only of what comes from the tensors that it sees. Without effect
-    on other models."""
+    """Context in which a forward hook changes a model's output before FSDP2's own hook sees it:
+    FSDP2 adds up only gradients of tensors that depend on what it has seen. It has no effect on
+    models that FSDP2 does not spread."""
     if not _is_unit(model):
         yield
         return
@@ -85,26 +85,26 @@ def spread(model: nn.Module) -> None:
 
 
 def layers_to_spread(model: nn.Module) -> list[str] | None:
-    """Names of a model's classes of layers, by which accelerate finds them for FSDP: those
-    classes that its architecture names and the model has. The text model of a multimodal
-    architecture has no vision tower's, and accelerate refuses a model without one of them."""
+    """Names of classes of layers, by which accelerate finds layers for FSDP: those that the
+    architecture names and the model has. A text model of a multimodal architecture has none of the
+    vision tower's, and accelerate refuses a name that the model has not."""
     named = getattr(model, "_no_split_modules", None)
     kinds = {type(module).__name__ for module in model.modules()}
     return named and ([name for name in named if name in kinds] or [*named])
 
 
 def name_by_path(model: Any) -> None:
-    """Has a wrapper's state dict name weights by their paths, as FSDP2 finds them, from now on."""
+    """Makes a wrapper's state dict name weights by their paths, by which FSDP2 finds them."""
     model.names_by_path = True
 
 
 def spread_frozen(model: nn.Module, accelerator: Any) -> None:
-    """Spreads a model that is not trained, as accelerate has spread the policy, which needs an
-    optimizer for that; its weights are whole only while a forward needs them. Without effect where
-    accelerate spreads nothing.
+    """Spreads a model that is not trained as accelerate has spread the policy: accelerate itself
+    spreads none without an optimizer. Its weights are whole only while a forward needs them. It has
+    no effect where accelerate spreads nothing.
 
     Args:
-        accelerator: the one that has prepared the policy.
+        accelerator: the accelerator that has prepared the policy.
     """
     if not accelerator.is_fsdp2:
         return
@@ -118,24 +118,24 @@ def spread_frozen(model: nn.Module, accelerator: Any) -> None:
 
 
 def own_share(tensor: Any) -> Tensor:
-    """What this process has of a tensor that may be spread over processes; shares its memory."""
+    """This process's part of a tensor that may be spread over processes; shares its memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def whole(tensor: Any) -> Tensor:
-    """The whole of a tensor that may be spread over processes, which all must ask, or over
-    files."""
+    """The whole of a tensor that may be spread over files, or over processes, all of which must
+    then call this."""
     if isinstance(tensor, SharedOut):
         return tensor[...]
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def gathered_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
-    """The state dict of a model whose weights are spread over processes, all of which must ask for
-    it, on the CPU; None for any other model.
+    """The state dict, on the CPU, of a model whose weights are spread over processes, all of which
+    must call this; None for any other model.
 
     Args:
-        keep: whether this process keeps it; else it gets an empty one.
+        keep: whether this process needs the dict; else it gets an empty one.
     """
     if not _units(model):
         return None
@@ -152,8 +152,8 @@ def gathered_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | 
 
 
 def like(tensor: Tensor | SharedOut, other: Any) -> Tensor:
-    """A tensor made whole, or spread over processes, as another one of its shape is. Processes wait
-    for each other only where a spread tensor is made whole."""
+    """``tensor``, spread over processes if ``other``, of the same shape, is, else whole. Processes
+    wait for each other only where a spread tensor is made whole."""
     if not is_dtensor(other) or tensor.shape != other.shape:
         return whole(tensor)
     if is_dtensor(tensor):
@@ -176,8 +176,8 @@ def _units(model: nn.Module) -> list[Any]:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    """Whether the module is one whose weights are gathered together."""
-    # The class is known by its name: torch may be built without it, and its import takes long.
+    """Whether the module is a unit of FSDP2, whose weights are gathered together."""
+    # The class is found by its name: torch may be built without it, and its import takes long.
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 

@@ -47,7 +47,7 @@ def need_peft(what: str) -> None:
     """Checks that PEFT is installed.
 
     Args:
-        what: that which needs PEFT, in words.
+        what: what needs PEFT, in words.
 
     Raises:
         ImportError: PEFT is not installed.

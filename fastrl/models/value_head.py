@@ -40,7 +40,7 @@ from fastrl.run.value_head_file import (
     write_value_head,
 )
 
-REWARD_PREFIX = "reward."  # of the reward adapter's score head, which is not saved
+REWARD_PREFIX = "reward."  # begins the names of the reward adapter's score head, which is not saved
 LANGUAGE_MODEL = "pretrained_model."
 
 Wrapper = TypeVar("Wrapper", bound="PreTrainedModelWrapper")
@@ -118,7 +118,7 @@ class PreTrainedModelWrapper(nn.Module):
             self.v_head = ValueHead(self.config, summary_dropout_prob).to(pretrained_model.device)
             _initialise(self.v_head, v_head_init_strategy, v_head_initializer_range)
         self.reward: RewardAdapter | None = None
-        self.names_by_path = False  # of weights in the state dict, as within another module
+        self.names_by_path = False  # how the state dict names weights, as within another module
         self.scorer = TokenScorer()
         self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
         # Functions, not methods: a copy of the module takes them along for itself.

@@ -47,7 +47,7 @@ def wants_finished(function: Callable[..., Any], columns: Container[str] = ()) -
         return bool(declared)
     try:
         return "finished" not in columns and "finished" in inspect.signature(function).parameters
-    except ValueError:  # of some functions written in C
+    except ValueError:  # some functions written in C have no signature
         return False
 
 

@@ -205,7 +205,7 @@ def _error(kinds: list[str], message: str) -> Exception:
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(message)
-            except TypeError:  # it takes other arguments
+            except TypeError:  # the function takes other arguments
                 continue
     return RuntimeError(message)
 

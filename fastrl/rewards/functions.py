@@ -39,8 +39,8 @@ RewardFunction = Callable[..., _Returned | Awaitable[_Returned]]
 _TEXT = (str, bytes)  # which float() may read as a number
 _SHOWN = 80  # characters of a prompt in a message
 
-# Functions that make the rewards that come with fastrl from their parameters, by name. A folder of
-# such a name is ./name.
+# Functions that make fastrl's ready rewards from parameters, by name. A classifier's folder of such
+# a name is written ./name.
 READY: dict[str, Callable[..., RewardFunction]] = {
     "code": make_code_reward,
     "format": make_format_reward,
@@ -80,10 +80,10 @@ def load_ready(name: str) -> RewardFunction | None:
 def load_reward(
     name: str, *, label: int | str | None = None, batch_size: int = 64
 ) -> RewardFunction:
-    """Loads the reward function of a name.
+    """Loads the reward function that a name stands for.
 
     Args:
-        name: of a ready reward, with its parameters as JSON ("math", 'length:{"target": 200}'; see
+        name: a ready reward's, with its parameters as JSON ("math", 'length:{"target": 200}'; see
             :data:`READY`), "module:function", "path/to/file.py:function", or a sequence
             classifier's directory or Hub id.
         label, batch_size: see :class:`ClassifierReward`; ignored for a function.
@@ -116,14 +116,14 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
     """Reads the rewards that a function returned for some completions.
 
     Args:
-        completions: their numbers, for messages.
+        completions: the completions' numbers, for messages.
         who: the function's name, for messages.
 
     Returns:
-        a number each, which may be NaN or infinite, or None where the function returned None.
+        for each completion a number, which may be NaN or infinite, or None where the function did.
 
     Raises:
-        ValueError: not one number or None for each; names the first that is wrong.
+        ValueError: not one number or None for each; names the first wrong one.
     """
     if inspect.iscoroutine(returned):
         returned.close()
@@ -144,7 +144,7 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
             raise _not_finite(reward, i, who)
         try:
             rewards.append(None if reward is None else float(reward))
-        except (TypeError, ValueError, RuntimeError, OverflowError):  # of float(), see as_number
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # of float()
             if _is_of_tokens(reward):
                 raise ValueError(
                     f"{who} returned {len(reward)} numbers for completion {i}: it must return one "
@@ -160,13 +160,13 @@ def read_token_rewards(
     """Reads the rewards that a function returned for some completions, or for their tokens.
 
     Args:
-        completions: their numbers, for messages.
-        lengths: the tokens of each; None: they are not known, and rewards are of completions.
+        completions: the completions' numbers, for messages.
+        lengths: their numbers of tokens; None: not known, and rewards are of completions.
         who: the function's name, for messages.
 
     Returns:
-        as :func:`read_rewards`; or, for completions of which the function returned a list, an array
-        or a tensor with a number for each token, these [L] fp64.
+        what :func:`read_rewards` does; for completions whose reward is a list, an array or a tensor
+        with a number for each token, these numbers [L], fp64.
 
     Raises:
         ValueError: see :func:`read_rewards`; numbers for completions beside numbers for tokens, not
@@ -235,12 +235,12 @@ def _not_finite(reward: Any, completion: int, who: str) -> ValueError:
 
 
 def say_not_finite(which: Sequence[int], rewards: Any, prompts: Sequence[Any]) -> str:
-    """The first of the rewards that are not finite, its prompt and the number of others, as a
-    message goes on behind the function's name.
+    """The part of a message behind a function's name: its first reward that is not finite, the
+    prompt, and the number of further ones.
 
     Args:
         which: the numbers of the completions with such rewards.
-        rewards: of all completions.
+        rewards: the rewards of all completions.
     """
     i = which[0]
     what = f"returned {float(rewards[i])} for completion {i} ({shown(prompts[i])})"
@@ -267,7 +267,7 @@ def check_preferences(returned: Any, count: int, who: str) -> list[float | None]
         preference = None if one is None else as_number(one)
         if isinstance(one, _TEXT):
             preference = math.nan
-        if preference is not None and not 0 <= preference <= 1:  # NaN is not either
+        if preference is not None and not 0 <= preference <= 1:  # NaN, too
             raise ValueError(
                 f"{who} returned {one!r} for pair {i}: it must be 1.0 where the first response is "
                 "preferred, 0.0 where the second is, something between, or None to leave it out"

@@ -96,7 +96,7 @@ class JudgeAnnotator:
         score_parser: reads the answer: a number, or None.
         swap: ask about each pair in both orders; where the answers disagree it is a tie (judges
             favour positions, arXiv:2306.05685).
-        unparsed: for pairs with an answer that cannot be parsed: "refuse" raises, "skip" leaves
+        unparsed: what becomes of pairs with an unreadable answer: "refuse" raises, "skip" leaves
             them out, "tie" counts them as ties.
         unparsed_score: the score of a response whose answer cannot be parsed, unless that is
             refused.

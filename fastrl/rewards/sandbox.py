@@ -81,7 +81,7 @@ class Sandbox:
 
         Args:
             source: Python, as ``python -c`` takes it.
-            arguments: of the program.
+            arguments: the program's command-line arguments.
             files: numbers of files that it has, too.
         """
         with nullcontext("/") if self.isolated else tempfile.TemporaryDirectory() as folder:

@@ -99,5 +99,5 @@ class TimedChild:
             child.kill()
             child.wait()
             for pipe in (child.stdin, child.stdout):
-                with contextlib.suppress(OSError):  # it flushes to a child that ended
+                with contextlib.suppress(OSError):  # close() flushes to a child that has ended
                     pipe.close()  # type: ignore[union-attr]

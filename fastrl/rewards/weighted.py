@@ -54,7 +54,7 @@ class RewardBatch:
         seconds: how long each function took, by its name.
         nonfinite: samples left out because a reward of theirs was not finite.
         retries: calls that were repeated.
-        of_tokens: of each sample, the same sum for each token, [L] fp64, where a function returned
+        of_tokens: each sample's weighted sum for each token, [L] fp64, where a function returned
             rewards of tokens, their sum being the ``total``; those of functions that returned one
             number are added to the last token. None: no function did.
     """
@@ -140,7 +140,7 @@ class Rewards:
             (and may be running still), after a pause of 0.5 s that doubles each time, up to 30 s.
         reward_batch_size: completions per call; None: all of them in one. A
             :class:`ClassifierReward` has a batch size of its own.
-        on_nonfinite: as of ``PPOConfig``: "raise" makes a reward that is not finite an error, all
+        on_nonfinite: see ``PPOConfig``: "raise" makes a reward that is not finite an error, all
             others leave that sample out, and count it.
         shared: whether other processes ask about other samples of the same batch, so that a call
             may leave out all of its own.
@@ -150,7 +150,7 @@ class Rewards:
             then.
 
     Attributes:
-        names: of the functions.
+        names: the functions' names.
 
     Raises:
         ValueError: no function, a setting out of range, not one weight for each function.
@@ -303,7 +303,7 @@ class Rewards:
         try:
             return self.event_loop().gather([self._awaited(call) for call in calls], self._timeout)
         except LoopBlocked:
-            self._loop = None  # its thread may hang forever
+            self._loop = None  # the loop's thread may hang forever
             names = ", ".join(dict.fromkeys(call.function.who for call in calls))
             raise TimeoutError(
                 f"{names} did not return within reward_timeout={self._timeout:g} s and could not "
@@ -357,7 +357,7 @@ class Rewards:
             [[r is not None for r in row] for row in rewards.values()], dtype=torch.bool
         )
         weights = torch.tensor([[f.weight] for f in self._functions], dtype=torch.float64)
-        decides = (weights != 0) | (weights == 0).all()  # others are metrics
+        decides = (weights != 0) | (weights == 0).all()  # functions of weight 0 are metrics
         has_none = (~(judged & decides).any(0)).tolist()
         unjudged = [i for i in asked if has_none[i]]
         for i in unjudged:

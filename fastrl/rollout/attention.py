@@ -172,7 +172,7 @@ class DecodeAttention:
 
     def write_state(self, layer: int, index: int, state: Tensor) -> None:
         kept = self.state(layer, RECURRENT, index)
-        if state.data_ptr() != kept.data_ptr():  # else it was changed in place
+        if state.data_ptr() != kept.data_ptr():  # else the model changed it in place
             kept.copy_(state)
 
     def route(self, number: int, _router: Any, _args: tuple, out: tuple) -> None:

@@ -198,7 +198,7 @@ _INSTEAD = {  # what the engine has in place of an argument, for the warning
     "stop_strings": "; it knows stop=[[13, 198], ...], the token ids that end a response, such as "
     "[tokenizer.encode(text, add_special_tokens=False)]"
 }
-_GENERATE = GenerationMixin.generate  # as it is before a program replaces it
+_GENERATE = GenerationMixin.generate  # kept before a program may replace it
 
 
 def _own_generate(model: Any) -> bool:

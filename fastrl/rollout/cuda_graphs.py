@@ -18,7 +18,7 @@ from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
 class StepRunner(Protocol):
     """Runs decode steps, for call after call of ``generate``."""
 
-    stats: dict[str, float]  # of the call in progress
+    stats: dict[str, float]  # statistics of the call in progress
 
     def begin(self, step: DecodeStep) -> None:
         """Begins a call with this step."""
@@ -152,7 +152,7 @@ class GraphRunner:
             yield
         except BaseException:
             _broken_off.append(graph)
-            with contextlib.suppress(RuntimeError):  # it has not begun, or has ended
+            with contextlib.suppress(RuntimeError):  # the capture has not begun, or has ended
                 device = torch.cuda.current_device()
                 torch._C._cuda_endAllocateToPool(device, self.pool)  # type: ignore[attr-defined]
                 torch._C._cuda_releasePool(device, self.pool)  # type: ignore[attr-defined]

@@ -63,7 +63,8 @@ class RolloutEngine:
         max_slots: samples that run at a time.
         max_length: tokens of a slot, prompt and response; None grows slots as needed, up to the
             model's context.
-        kv_cache_bytes: for keys and values; fewer slots where they do not fit. None: no limit.
+        kv_cache_bytes: bytes for keys and values; fewer slots where they do not fit. None: no
+            limit.
         autocast: makes the context in which the model runs.
         cuda_graphs: capture decode steps; only on CUDA devices.
         keep_experts: return the choices of a mixture's routers, too.
@@ -107,12 +108,12 @@ class RolloutEngine:
         self.max_slots, self.max_length, self.kv_cache_bytes = max_slots, max_length, kv_cache_bytes
         self._routers = routers_of(self.model_runner.language_model) if keep_experts else []
         self._layers: list[LayerShape] | None = None
-        self._autocast_dtype: torch.dtype | None = None  # of the call that found them
+        self._autocast_dtype: torch.dtype | None = None  # that _layers were found in
         self._kv_cache: KVCache | None = None
         self._reserved = Room()  # for a KV cache that is yet to be made
         self._expected = 0  # tokens of a slot, as :meth:`expect` has it
         self._slots: Slots | None = None
-        # Of the last kinds of calls, by their values: captured steps contain their addresses.
+        # Those of the last kinds of calls, by settings: captured steps contain their addresses.
         self._processors: dict[tuple, LogitsProcessors] = {}
         device = self.model_runner.device
         captures = cuda_graphs and device.type == "cuda"

@@ -131,10 +131,11 @@ class GenerateEngine:
 
         Args:
             limits: max_new_tokens of each prompt, in place of that argument.
-            seed: of the draws, which leave torch's own generator as it is; None takes them from it.
+            seed: seeds the draws, which leave torch's own generator as it is; None takes them from
+                it.
 
         Raises:
-            ValueError: as :meth:`generate`; what stops responses, with several beams.
+            ValueError: see :meth:`generate`; what stops responses, with several beams.
         """
         kwargs = unpacked(generation_kwargs)
         if "pad_token_id" not in kwargs:
@@ -288,7 +289,7 @@ class _Stopping(NamedTuple):
             name: kwargs.pop(name) if name in kwargs else getattr(config, name, None)
             for name in cls._fields[:4]
         }
-        for name in ("stop_strings", "max_time"):  # of the model's generation_config
+        for name in ("stop_strings", "max_time"):  # the model's generation_config may have them
             if getattr(config, name, None) is not None:
                 kwargs[name] = None
         check_stop(settings["stop"] or ())
@@ -369,7 +370,7 @@ class _RecordedNaN(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         highest = scores.amax(-1)
-        bad = ~((highest > -torch.inf) & (highest < torch.inf))  # as sample_tokens has it
+        bad = ~((highest > -torch.inf) & (highest < torch.inf))  # the test of sample_tokens
         self.at = torch.where(bad & (self.at < 0), input_ids.shape[1] - self.front, self.at)
         return torch.where(bad[:, None], 0.0, scores)
 

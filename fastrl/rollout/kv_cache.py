@@ -200,9 +200,9 @@ class SlotState(NamedTuple):
     """State of the sample in each slot, int64 [S]; a step gets the first rows of it."""
 
     token: Tensor  # the last one, whose keys and values are not stored yet
-    position: Tensor  # of that token
+    position: Tensor  # the position of that token
     num_generated: Tensor  # tokens generated so far
-    limit: Tensor  # of tokens to generate
+    limit: Tensor  # the most tokens to generate
     sample: Tensor  # the hash of seed and sample, from which its draws' keys are made
     reason: Tensor  # RUNNING, or why it ended
 
@@ -224,7 +224,7 @@ class Slots:
 
         self.state = SlotState(*(zeros() for _ in SlotState._fields))
         self.state.reason.fill_(IDLE)
-        # One column more than needed: rows that have ended write there.
+        # The buffer has one column more than needed: rows that have ended write there.
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.long, device=device)
         self.per_token = torch.zeros(len(FIELDS), slots, length + 1, device=device)
         self.seen: Tensor | None = None  # [S, V] bool, tokens that occurred

@@ -93,7 +93,7 @@ class ModelRunner:
                 yield
         finally:
             behind.remove()
-            self._cache = SlotCache()  # its attention holds the KV cache
+            self._cache = SlotCache()  # the old one's attention holds the KV cache
 
     def copies(self) -> list[Tensor]:
         """Copies of weights, which stay between rollouts."""
@@ -173,7 +173,7 @@ class ModelRunner:
         """Has decode steps run the layers with few launches, where kernels launch and layers fuse.
 
         Args:
-            layers: as :meth:`layer_shapes` gives them.
+            layers: see :meth:`layer_shapes`.
         """
         if explain(self.device).backend != "triton":
             return
@@ -197,7 +197,7 @@ class ModelRunner:
         that is a plain product, and on NVIDIA GPUs, for which the times were counted.
 
         Args:
-            layers: as :meth:`layer_shapes` gives them.
+            layers: see :meth:`layer_shapes`.
         """
         if explain(self.device).backend != "triton" or torch.version.hip is not None:
             return

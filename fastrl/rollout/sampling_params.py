@@ -30,7 +30,7 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_k, top_p, min_p: truncations, in this order; 0, 1 and 0 switch them off.
         n: samples per prompt.
-        seed: of the draws, in [0, 2⁶⁴); None takes one from torch's own generator.
+        seed: seeds the draws, in [0, 2⁶⁴); None takes a seed from torch's own generator.
         min_new_tokens: tokens before which no response ends.
         repetition_penalty: logits of tokens that occurred, in the prompt too (but not in what an
             encoder reads), are divided by it where positive and multiplied where negative.
@@ -78,7 +78,7 @@ class SamplingParams:
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed must be in [0, 2**64), got {self.seed}")
         _check_ids("suppress_tokens", self.suppress_tokens)
-        if self.eos_token_ids is not None:  # of transformers also one number; -1: none
+        if self.eos_token_ids is not None:  # transformers also takes one number; -1: none
             several = isinstance(self.eos_token_ids, Sequence)
             ids = self.eos_token_ids if several else [self.eos_token_ids]
             _check_ids("eos_token_ids", ids, least=-1)
@@ -215,7 +215,7 @@ class RolloutRequest:
     ) -> RolloutRequest:
         """
         Raises:
-            ValueError: as :func:`check_prompts` and :func:`token_ids`; a list that does not have
+            ValueError: see :func:`check_prompts` and :func:`token_ids`; a list that does not have
                 one number per prompt.
         """
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping)):

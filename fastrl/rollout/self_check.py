@@ -83,7 +83,7 @@ def check_numbers(trial: Trial) -> None:
         min_new_tokens=_NEW_TOKENS,
         temperature=0,
         seed=0,
-        eos_token_ids=[] if trial.tokenizer is None else None,  # else calls must name them
+        eos_token_ids=[] if trial.tokenizer is None else None,  # calls must name them
     )
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), narrowed(model):

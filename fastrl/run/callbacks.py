@@ -172,7 +172,7 @@ def closing_callbacks(run: Callable[..., TrainResult]) -> Callable[..., TrainRes
         try:
             return run(loop, *args, **kwargs)
         finally:
-            with ExitStack() as stack:  # one that fails leaves the others their turn
+            with ExitStack() as stack:  # a callback that fails leaves the others their turn
                 for callback in reversed(loop.callbacks):
                     if isinstance(callback, TrainCallback):
                         stack.callback(callback.close)

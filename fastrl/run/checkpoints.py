@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 SAVE_EVERY, KEEP_LAST = 100, 2  # steps, and checkpoints; by default
-LATEST = "latest"  # of "resume": the newest good one
-FORMAT = 1  # of the manifest, and of what it lists
+LATEST = "latest"  # the value of "resume" that means the newest good one
+FORMAT = 1  # the format's number, of the manifest and of what it lists
 _NAME = re.compile(r"checkpoint-(\d+)")
 _BLOCK = 1 << 22
 # What must be the same in the run that resumes, and what to do where it is not.
@@ -85,7 +85,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep_last: int | None = None):
         self.folder, self.keep_last = folder, keep_last
-        self._checksums: dict[str, str] = {}  # of a new checkpoint's files
+        self._checksums: dict[str, str] = {}  # checksums of a new checkpoint's files
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

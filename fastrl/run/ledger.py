@@ -48,15 +48,15 @@ def fields() -> dict[str, pa.DataType]:
         "seed": pa.int64(),  # with the next two the key of the draws
         "sample_id": pa.int64(),
         "number": pa.int32(),  # among the samples of its prompt
-        "slots": pa.int32(),  # of the engine, and the tokens of each: see fastrl.rollout.kv_cache
+        "slots": pa.int32(),  # the engine's slots, and tokens of each: see fastrl.rollout.kv_cache
         "slot_length": pa.int32(),
         "weights_version": pa.int64(),  # steps of the optimizer before the sample was drawn
-        "logprobs": numbers,  # of the rollout, at the policy's temperature
-        "values": numbers,  # of the rollout
+        "logprobs": numbers,  # the rollout's, at the policy's temperature
+        "values": numbers,  # the rollout's
         "advantages": numbers,  # empty for a sample that was left out of the step
         "reward": pa.float32(),
         "score": pa.float32(),  # the reward less penalties
-        "token_scores": numbers,  # of the completion's tokens; null where only the sum was given
+        "token_scores": numbers,  # by completion token; null where only the sum was given
     }
 
 
@@ -87,7 +87,7 @@ class Ledger:
             raise ValueError(f"every must be at least 1, got {every}")
         self.folder, self.every = Path(folder), every
         self.facts: dict[str, Any] = {}
-        self._rows: list[pa.Table] = []  # of the steps that are not written yet
+        self._rows: list[pa.Table] = []  # rows of steps that are not written yet
         self._unsynced: list[Path] = []
         self._versions = versions()
 
@@ -146,7 +146,7 @@ class Ledger:
         that is free: whole files as they are; of a file that holds earlier steps, too, a file of
         these stays."""
         self.flush()
-        for unfinished in self.folder.glob(".steps-*"):  # of a process that was killed
+        for unfinished in self.folder.glob(".steps-*"):  # left by a process that was killed
             unfinished.unlink()
         later = [file for file in _files(self.folder) if file.last > after_step]
         if not later:
@@ -282,7 +282,7 @@ def _open(path: Path) -> Iterator[tuple[ParquetFile, dict[str, Any]]]:
             else:
                 yield file, facts
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the file system
+        if isinstance(error, OSError) and error.errno is not None:  # an error of the file system
             raise
         raise ValueError(
             f"{path} is damaged ({error}): put a copy in its place, or move it elsewhere to go on "

@@ -76,7 +76,7 @@ def write_products(measured: Mapping[str, Any]) -> Path:
     path = gemm.table_path()
     try:
         others = gemm.read_table(path)
-    except ValueError:  # it cannot be read by anybody
+    except ValueError:  # nobody can read it
         others = {}
     table = {**others, gemm.processor(): dict(measured)}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -99,7 +99,7 @@ class MetricMeans:
 
         Args:
             squares: sums of the squares, for standard errors.
-            of_none: as in :meth:`add`.
+            of_none: see :meth:`add`.
         """
         if not parts:
             return
@@ -254,7 +254,7 @@ def _greatest(values: Tensor) -> Tensor:
     values = values.detach().float()
     is_number = ~values.isnan()
     candidates = torch.where(is_number, values, -torch.inf)
-    # One more, so that there always is one.
+    # One element more, so that there always is one.
     best = torch.cat([candidates, candidates.new_full((1,), -torch.inf)]).max()
     return torch.stack([best, is_number.any().float()])[None]
 

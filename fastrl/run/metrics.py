@@ -146,7 +146,7 @@ def open_trackers(
         project: the project name that they show.
         settings: the run's settings; trackers show the numbers among them.
         options: keyword arguments by tracker name.
-        folder: for files of trackers; None: that of the accelerator's configuration.
+        folder: the folder of trackers' files; None: that of the accelerator's configuration.
 
     Raises:
         OSError: a tracker that does not start.
@@ -160,7 +160,7 @@ def open_trackers(
         accelerator.init_trackers(
             project, config=scalars(settings), init_kwargs=dict(options or {})
         )
-    except Exception as error:  # of any library
+    except Exception as error:  # trackers may raise anything
         kinds = (getattr(each, "value", each) for each in accelerator.log_with)
         names = ", ".join(str(getattr(kind, "name", kind)) for kind in kinds)
         raise OSError(

@@ -68,7 +68,7 @@ class Method:
 
     Attributes:
         title: in words.
-        tags: for the Hub.
+        tags: tags of the model on the Hub.
     """
 
     title: str
@@ -112,10 +112,10 @@ class Training:
     Attributes:
         method: None: not recorded.
         base: the model that training began with, if the model itself does not name it.
-        settings: from :func:`card_settings`.
+        settings: the settings that :func:`card_settings` returns.
         results: numbers by what they are of, such as the last evaluation's.
         license: None: that of the base, where its card or configuration names one.
-        language: of the texts, as the Hub names it.
+        language: the texts' language, as the Hub names it.
         tags: beside those of the method.
         datasets: ids on the Hub.
     """
@@ -136,8 +136,9 @@ def model_card(
     """A README.md, as a ``huggingface_hub.ModelCard``.
 
     Args:
-        name: of the repository or folder, which the card's code loads.
-        model: of transformers or PEFT, or a fastrl model with its value head, as it is saved.
+        name: the name of the repository or folder, which the card's code loads.
+        model: a model of transformers or PEFT, or a fastrl model with its value head, as it is
+            saved.
         training: None: nothing of it is known.
         folder: where the model is saved; a tokenizer there is in the card's code.
     """
@@ -349,7 +350,7 @@ def card_of_trainer(
     """Writes the card of a model that transformers' Trainer has trained.
 
     Args:
-        name: by default the folder's.
+        name: the model's name; by default the folder's.
         history: the trainer's logs, whose last results the card shows.
         facts: what :class:`Training` has.
     """

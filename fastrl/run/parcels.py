@@ -60,7 +60,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is not Tensor or value.layout != torch.strided:
             return None
         self.tensors.setdefault(value.dtype, []).append(value)
-        return value.dtype  # they come in this order
+        return value.dtype  # dtypes come in the order of the values
 
 
 class _Unpickler(pickle.Unpickler):

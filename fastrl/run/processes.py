@@ -38,7 +38,7 @@ class Processes:
         PeerFailed: in each of these, if another process answers no more, or not in time.
     """
 
-    count, index = 1, 0  # of this process
+    count, index = 1, 0  # the number of processes, and which one this is
 
     @property
     def of_machine(self) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class Processes:
 
         Args:
             value: this process's part, [lengths[index], ...].
-            lengths: of each process's part.
+            lengths: the lengths of all processes' parts.
         """
         return value
 
@@ -106,7 +106,7 @@ class Processes:
 
         Raises:
             Stopped: in all processes, after a signal to one.
-            PeerFailed: as in :meth:`together`.
+            PeerFailed: see :meth:`together`.
         """
         return nullcontext()
 

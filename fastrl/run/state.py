@@ -22,7 +22,7 @@ STATE = "state.json"
 _TENSOR, _ARRAY, _BYTES = "__tensor__", "__array__", "__bytes__"
 _SHARES, _SHAPE, _DTYPE = "__shares__", "shape", "dtype"
 
-Region = tuple[slice, ...]  # of a tensor, a slice for each dimension
+Region = tuple[slice, ...]  # a part of a tensor: a slice for each dimension
 
 
 def save_tree(tree: Mapping[str, Any], folder: Path, processes: Processes | None = None) -> None:
@@ -88,7 +88,7 @@ class SharedOut:
     """A tensor whose parts lie in several files, to be read by regions: ``x[2:4, :]``, ``x[...]``.
 
     Attributes:
-        shape, dtype: of the whole tensor.
+        shape, dtype: those of the whole tensor.
     """
 
     def __init__(

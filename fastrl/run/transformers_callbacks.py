@@ -71,7 +71,7 @@ class LossProgress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            done = state.global_step  # of a run that is resumed
+            done = state.global_step  # the step that a resumed run begins at
             self.bar = tqdm(total=state.max_steps, initial=done, desc=self.description, unit="step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

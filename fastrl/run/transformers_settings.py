@@ -1,5 +1,4 @@
-"""Settings of transformers' Trainer that are compared: with those of a checkpoint, and of a run's
-processes with each other."""
+"""Settings of transformers' Trainer, compared with a checkpoint's, or among a run's processes."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from transformers import TrainingArguments
 
 from fastrl.run.checkpoints import changed_settings
 
-# Settings that do not change what is computed, by their beginnings.
+# Beginnings of the names of settings that do not change what is computed.
 _FREE = (
     "output_dir", "run_name", "resume_from", "disable_tqdm", "report_to", "project", "trackio",
     "logging_", "log_", "eval_", "save_", "hub_", "push_to_hub", "do_", "dataloader_", "local_rank",
@@ -20,7 +19,7 @@ _FREE = (
     "restore_callback", "metric_for_best", "greater_is_better", "offload_optimizer",
     "activation_offloading", "ledger",
 )  # fmt: skip
-# Beginnings of settings that decide when all processes do or print something together.
+# Beginnings of the names of settings that decide when all processes do something together.
 _STEPS = (
     "logging_st", "logging_first", "eval_", "save_", "per_device_eval", "load_best",
     "metric_for_best", "greater_is_better", "prediction_", "dataloader_drop", "push_to_hub",
@@ -69,7 +68,11 @@ def settings_of_steps(args: TrainingArguments) -> dict[str, Any]:
 def warn_of_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str] = ()
 ) -> None:
-    """Warns of settings that are not those of the checkpoint which a run goes on from."""
+    """Warns of settings that differ from those of the checkpoint that a run resumes from.
+
+    Args:
+        but: names of settings that may differ.
+    """
     changed = [k for k in changed_settings(before, now) if k not in but]
     if not changed:
         return

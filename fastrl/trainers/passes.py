@@ -21,7 +21,7 @@ def fill(sizes: Sequence[int], most: int, name: str) -> list[list[int]]:
 
     Args:
         sizes: tokens of each.
-        name: of one of them, for the error.
+        name: the name of one of them, for the error.
 
     Raises:
         ValueError: one has more.
@@ -79,7 +79,7 @@ class _Deferred(NamedTuple):
     """Scores of a call, and how they are computed again.
 
     Attributes:
-        scores: of all samples, [B, ...], a leaf.
+        scores: the scores of all samples, [B, ...], a leaf.
         score: returns the scores of a pass's samples.
         passes: their samples, and whether they count.
         states: the random numbers before each.

@@ -23,7 +23,7 @@ def reference_of(
     Raises:
         ValueError: a reference that the policy cannot have, or that cannot follow it.
     """
-    # Of an adapter that is to follow, a copy: the base has no weights that could.
+    # A copy where an adapter is to follow: the base has no weights that could.
     kind = "off" if fresh and not args.sync_ref_model else "auto"
     configs = getattr(policy.pretrained_model, "peft_config", {})
     if any(moves_base(config) for config in configs.values()):

@@ -42,7 +42,7 @@ _NOT_REHEARSED: dict[str, Any] = {
     **dict.fromkeys(("push_to_hub", "load_best_model_at_end", "dataloader_pin_memory"), False),
     **{"dataloader_num_workers": 0, "warmup_steps": 0, "torch_compile": False},
     **dict.fromkeys(("resume_from_checkpoint", "dataset_num_proc", "evaluation_strategy")),
-    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # of the run's tokenizer
+    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # set in the tokenizer
 }
 # What of PPO would act outside of this process, or is for several; a critic is built, not read.
 _NOT_OF_PPO: dict[str, Any] = {
@@ -53,7 +53,7 @@ _NOT_OF_PPO: dict[str, Any] = {
 }
 # Token ids, masks, and what is learned from, of each position of a sample that is not rehearsed.
 _BYTES_PER_POSITION = 60
-PASSES = 2  # of a rehearsed mini-batch: gradients and the next pass's activations are there at once
+PASSES = 2  # passes of a mini-batch: gradients and the next pass's activations then exist at once
 
 
 @dataclass

@@ -148,7 +148,7 @@ class RewardTrainer(SupervisedTrainer):
             token columns that the data collator cannot read.
     """
 
-    _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "reward-trainer"]  # of the model on the Hub
+    _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "reward-trainer"]  # the model's, on the Hub
     args_class: ClassVar[type] = RewardConfig
     rehearsed_as = rehearse.REWARD
     example: ClassVar[str] = "pair"

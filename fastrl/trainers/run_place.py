@@ -24,14 +24,14 @@ class RunPlace:
     settings: dict[str, Any] = field(default_factory=dict)
     begun: float = 0.0  # time.time(), less what earlier processes of the run took
     epoch: int = 0
-    minibatch: int = 0  # of the epoch, the next one to be fetched
+    minibatch: int = 0  # the number in its epoch of the next one to be fetched
     done: int = 0  # mini-batches of the epoch that are learned
-    passes: int = 0  # of the step that is under way
+    passes: int = 0  # passes done of the step that is under way
     epoch_is_over: bool = False
     seed: int = 0  # torch's, from which the order of the data follows
     random: Mapping[str, Any] | None = None  # states of generators to restore for the next batch
     random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # at its beginning
-    save_is_due: bool = False  # but waits for a place from which a run can be resumed
+    save_is_due: bool = False  # a save waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     behind_step: bool = False  # a step is being logged, evaluated and saved
     loss: torch.Tensor | None = None  # the sum since the last log, as the next step begins
@@ -46,7 +46,7 @@ class RunPlace:
         """The epoch in which the run begins, and how many of its mini-batches are behind.
 
         Args:
-            epoch, minibatches: as transformers has computed them from the number of steps: wrongly
+            epoch, minibatches: computed by transformers from the number of steps: wrongly
                 where a stream has ended, or other processes make other batches.
             skips: whether a run that is resumed passes over the data that it has seen.
             last: the epoch of a run that has all its steps; transformers would do one step more.

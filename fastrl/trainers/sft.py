@@ -181,7 +181,7 @@ class SFTTrainer(SupervisedTrainer):
 
     args_class: ClassVar[type] = SFTConfig
     rehearsed_as = rehearse.SFT
-    _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "sft"]  # of the model on the Hub
+    _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "sft"]  # tags of the model on the Hub
     example: ClassVar[str] = "text"
     method = SFT
 

@@ -61,9 +61,9 @@ _RANGES = {
     **dict.fromkeys(("adam_epsilon", "neftune_noise_alpha", "eval_delay"), "[0, inf)"),
     **dict.fromkeys(("warmup_steps", "eval_steps", "save_steps"), "[0, inf)"),
     "logging_steps": "(0, inf)",
-    "ddp_timeout": "(0, 1000000000]",  # of 64-bit nanoseconds
+    "ddp_timeout": "(0, 1000000000]",  # 64-bit nanoseconds hold no more
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), "[0, 1)"),
-    **dict.fromkeys(("seed", "data_seed"), "[0, 4294967295]"),  # as NumPy takes them
+    **dict.fromkeys(("seed", "data_seed"), "[0, 4294967295]"),  # NumPy's range
     "max_grad_norm": "[0, inf]",
     "max_steps": "[-1, inf)",
     "dataloader_prefetch_factor": "[1, inf)",
@@ -72,7 +72,8 @@ _RANGES = {
 # Orders of the data; transformers takes any other name for "random".
 _STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 _THEIRS = typing.get_type_hints(TrainingArguments)
-_OBJECTS = ("fsdp", "dataloader_multiprocessing_context", "resume_from_checkpoint")  # or a text
+# Settings that are an object or a text.
+_OBJECTS = ("fsdp", "dataloader_multiprocessing_context", "resume_from_checkpoint")
 _FILES = {"accelerator_config", "fsdp_config", "deepspeed"}  # dicts, JSON, or paths of such
 
 
@@ -214,10 +215,10 @@ class SupervisedTrainer(BaseTrainer, ABC):
         # Without a GPU torch warns of pinned memory.
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         self._prepared: weakref.WeakSet = weakref.WeakSet()
-        self._losses_so_far: list[Tensor] | None = None  # of an evaluation that is going on
-        self._shared: SharedBatches | None = None  # of several processes
-        self._parts: list[float] = []  # of the batches that were fetched, this process's parts
-        self._part: float | None = None  # of the batch that is learned from
+        self._losses_so_far: list[Tensor] | None = None  # losses of an evaluation under way
+        self._shared: SharedBatches | None = None  # in runs of several processes
+        self._parts: list[float] = []  # this process's parts of the fetched batches
+        self._part: float | None = None  # this process's part of the batch that is learned from
         self._of_batch = 1.0  # the share of the pass that is computed
         self._last: dict[str, float] = {}  # metrics of the last log
         if is_stream(train_dataset) and args.max_steps <= 0:
@@ -515,9 +516,9 @@ class SupervisedTrainer(BaseTrainer, ABC):
         """Adds the losses of a batch's examples to those of the evaluation.
 
         Args:
-            sums: of each example's losses, [B].
+            sums: sums of each example's losses, [B].
             counts: how many losses each example has, [B].
-            columns: for :meth:`held_out_metrics`, [B] each.
+            columns: columns for :meth:`held_out_metrics`, [B] each.
         """
         if self._losses_so_far is None:
             return
@@ -619,7 +620,7 @@ def check_numbers(args: Any, kind: type) -> None:
     other types of ours.
 
     Raises:
-        TypeError, ValueError: as :func:`fastrl.settings.check_types` and ``check_ranges``.
+        TypeError, ValueError: see :func:`fastrl.settings.check_types` and ``check_ranges``.
     """
     kinds = {name: {hint, *typing.get_args(hint)} for name, hint in _THEIRS.items()}
     texts = [x for x in kinds if str in kinds[x] and len(kinds[x] - {types.NoneType}) > 2]

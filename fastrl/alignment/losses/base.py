@@ -72,7 +72,7 @@ class Loss(ABC):
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         """
         Args:
-            batch: of one of the tasks.
+            batch: a batch of one of the loss's tasks.
             policy: has ``logprobs(batch)``, with gradients (a reward model: ``rewards(batch)``).
             reference: has ``logprobs(batch)``, without gradients; None unless ``compares``.
         """

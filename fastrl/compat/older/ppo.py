@@ -31,7 +31,7 @@ from fastrl.run.terminal import plain, run_console
 from fastrl.settings import warn_of_idle
 from fastrl.trainers.ppo.trainer import PPOTrainer
 
-_IDS, _QUERY = "input_ids", "query_ids"  # of a row; the same for the reward
+_IDS, _QUERY = "input_ids", "query_ids"  # a row's columns, for the policy and for the reward
 
 
 class PPOv2Trainer:
@@ -51,8 +51,8 @@ class PPOv2Trainer:
             model without it.
         reward_model, value_model: sequence classifiers with one label.
         train_dataset: with a column ``input_ids`` of prompts, not padded.
-        eval_dataset: the same; responses to its prompts are shown ``num_sample_generations``
-            times.
+        eval_dataset: prompts, as in ``train_dataset``; responses to them are shown
+            ``num_sample_generations`` times.
         optimizers: an optimizer of the policy and its scheduler, each or None. Beside an optimizer
             that is given the value model's is torch's Adam.
         callbacks: transformers' TrainerCallback objects.

@@ -21,7 +21,7 @@ class BestOfNSampler:
         queries_to_scores: returns the scores of texts of query and response.
         length_sampler: draws max_new_tokens, once for each query.
         seed: the seed of torch, Python and NumPy; None: generators stay as they are.
-        generation_config: of ``model.generate``.
+        generation_config: generation settings for ``model.generate``.
 
     Raises:
         ValueError: more candidates than samples.

@@ -69,7 +69,7 @@ class LogCompletionsCallback(TrainerCallback):
 
     Args:
         trainer: a trainer whose ``eval_dataset`` has a column ``prompt``.
-        generation_config: of ``model.generate``; None: the model's.
+        generation_config: generation settings for ``model.generate``; None: the model's.
         num_prompts: the first so many; None: all.
         freq: steps; None: ``eval_steps``.
 

@@ -23,7 +23,7 @@ def selective_log_softmax(
         logits: [..., V].
         index: [...], or [..., K] for several tokens of each place.
         temperature: T > 0.
-        row_mask: of the shape of ``index``; 0 where the result is to be 0.
+        row_mask: a mask of the shape of ``index``; 0 where the result is to be 0.
     """
     mask = torch.ones_like(index, dtype=torch.bool) if row_mask is None else row_mask.bool()
     if index.dim() < logits.dim():

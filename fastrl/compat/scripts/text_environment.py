@@ -113,7 +113,7 @@ class TextEnvironment:
         max_turns: most turns of an episode.
         max_tool_reponse: most characters of a tool's answer (TRL's spelling).
         max_length: most tokens of an episode; None: any number.
-        generation_kwargs: of ``model.generate``.
+        generation_kwargs: keyword arguments of ``model.generate``.
     """
 
     request_token, call_token = REQUEST, CALL

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 
 class RefModel(ABC):
-    """The policy that the KL penalty measures against.
-
-    Chosen once, when a trainer is made (:func:`fastrl.learn.ref_model.choose_ref_model`).
+    """The reference, the policy that the KL is measured to. A trainer chooses it once, by
+    :func:`fastrl.learn.ref_model.choose_ref_model`.
 
     Attributes:
         mode: its name in ``PPOConfig.reference``.
@@ -67,7 +66,7 @@ def cannot_follow(mode: str, asked: str = "sync_ref_every") -> str:
     """The message for a mode without weights that could follow the policy.
 
     Args:
-        asked: the setting that has it follow.
+        asked: the setting that makes the reference follow.
     """
     remedy = {"adapter": "reference_adapter='start'"}.get(
         mode, "reference='copy', 'trunk' or 'offload'"

@@ -125,7 +125,7 @@ def choose_ref_model(
     elif mode == "adapter":
         trained = trained_before(policy.pretrained_model)
         kind = settings.reference_adapter
-        if kind == "auto":  # one that follows the policy needs weights of its own
+        if kind == "auto":  # a reference that follows the policy needs its own weights
             kind = "start" if trained or settings.sync_ref_every else "off"
         if kind == "start":
             reference = StartAdapterRefModel(policy)

@@ -17,7 +17,7 @@ from fastrl.models.trunk import Trunk
 from fastrl.models.utils import evaluating, is_empty
 from fastrl.models.value_head import PreTrainedModelWrapper
 
-_TOKENS = 8  # of the self-check
+_TOKENS = 8  # tokens of the self-check
 _TOLERANCE = 1e-4, 5e-2  # largest differences of logits: in fp32, and in less
 
 WEIGHTS_ARE_COMPARED = (

@@ -156,7 +156,7 @@ class AlignJob(FitJob):
 
     def _loss_named(self, name: str) -> Loss:
         options = parse_json("loss_args", self.loss_args)
-        if name == "ppo":  # its policy is the one that is sampled
+        if name == "ppo":  # PPO samples from the policy that it trains
             options.setdefault("temperature", self.temperature)
         return make_loss(name, **options)
 

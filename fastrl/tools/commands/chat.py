@@ -86,7 +86,7 @@ class Chat:
 
     Args:
         model: the model that generates, on its device.
-        flags: from :func:`parse_flags`.
+        flags: the flags that :func:`parse_flags` returns.
     """
 
     def __init__(self, model: Any, tokenizer: Any, flags: argparse.Namespace):
@@ -165,7 +165,7 @@ def _lines() -> Iterator[str]:
             line = input(shown) if shown else sys.stdin.readline()
         except EOFError:
             return
-        except KeyboardInterrupt:  # of a line that was being typed
+        except KeyboardInterrupt:  # the user leaves a line that was being typed
             print()
             continue
         if (not shown and not line) or line.strip() == "/exit":

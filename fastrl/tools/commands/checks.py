@@ -20,7 +20,7 @@ def check_call(
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some functions written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(**dict.fromkeys([*arguments, *columns]))

@@ -114,7 +114,7 @@ class FitJob(TrainingJob):
 
         Raises the errors of :meth:`model_options`.
         """
-        trust = {"trust_remote_code": flags.trust_remote_code}  # else transformers asks the user
+        trust = {"trust_remote_code": flags.trust_remote_code}  # else transformers would ask
         return {**self.model_options(), **trust, **(flags.model_init_kwargs or {})}
 
     @contextmanager
@@ -247,7 +247,7 @@ def fit(
     """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` holds.
 
     Args:
-        folder: from :meth:`FitJob.claimed`.
+        folder: the folder that :meth:`FitJob.claimed` returns.
         description: the text of the progress bar.
         results: picks from an evaluation's metrics what ``summary.json`` records.
         evaluations: a list to which the trainer adds the samples of each evaluation.
@@ -296,7 +296,7 @@ def fit(
         lines=[
             f"{name.replace('_', ' ')}: {before[name]:.4f} → {value:.4f}"
             for name, value in after.items()
-            if name in before  # they are not in transformers' own checkpoints
+            if name in before  # transformers' own checkpoints lack some
         ],
         samples=pair_samples(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else (),
         show=show,

@@ -79,7 +79,7 @@ def parse(
     if recipe is not None:
         preset = recipe_of(command, recipe)
         settings = yaml_settings(preset.path)
-        if command == "plan":  # its data and its reward are no part of a plan
+        if command == "plan":  # a plan needs no data and no reward
             settings = {name: value for name, value in settings.items() if name in names}
             settings |= {"method": planned_method(preset), "gpu_gib": preset.gpu_gib, **preset.plan}
         flags = words.read(_flags_of(preset.path, settings, names), place=f"recipe {recipe}: ")
@@ -323,7 +323,7 @@ def _brief(parser: argparse.ArgumentParser, essentials: Mapping[str, Sequence[st
 class _AllFlags(argparse.HelpFormatter):
     """One spelling per flag (underscores work as well), its kind, its choices and its default."""
 
-    all_names = True  # those of other libraries, too
+    all_names = True  # spellings of other libraries, too
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         also = [name for name, key in getattr(action, "also", ()) if not key and self.all_names]

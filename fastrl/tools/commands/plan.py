@@ -28,7 +28,7 @@ def run_plan(arguments: Sequence[str]) -> None:
     """
     from fastrl.models.asked_once import answers_kept
 
-    with answers_kept():  # one run, with a few changes
+    with answers_kept():  # one run, planned with a few changes
         _print_plan(planned_run(arguments))
 
 

@@ -29,11 +29,11 @@ from fastrl.trainers.plan.passes import PassSize, choose_passes
 from fastrl.trainers.plan.report import Plan
 from fastrl.trainers.plan.skeleton import Skeleton
 
-_LORA_RANK = 16  # of the adapter that is suggested
+_LORA_RANK = 16  # the rank of the adapter that a plan suggests
 _EIGHT_BITS = "adamw_bnb_8bit"
 # Optimizers that step in host memory, and have two moments.
 _ADAMS = ("adam", "adamw_torch", "adamw_torch_fused")
-_SMALLEST_POSITIONS = 256  # of a micro-batch that is suggested
+_SMALLEST_POSITIONS = 256  # the smallest micro-batch that a plan suggests
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PlannedRun:
 
     job: PlanJob
     skeleton: Skeleton
-    flags: Any  # of the method's command
+    flags: Any  # the flags of the method's command
 
     @property
     def samples_responses(self) -> bool:
@@ -419,7 +419,7 @@ class PlannedRun:
 
     def _as_adapter(self, **of_base: Any) -> PlannedRun | None:
         if self.skeleton.adapter is not None and not of_base:
-            return None  # it has one by an earlier change
+            return None  # an earlier change gave it one
         adapter = self.skeleton.adapter or new_adapter(_LORA_RANK)
         skeleton = dataclasses.replace(self.skeleton, adapter=adapter, **of_base)
         return dataclasses.replace(self._with(**self._not_of_adapters), skeleton=skeleton)

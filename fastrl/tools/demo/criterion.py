@@ -6,7 +6,7 @@ from fastrl.run.callbacks import Evaluation
 from fastrl.tools.demo.text import polarity
 from fastrl.tools.reports.report import Comparison
 
-GAIN_IN_SEMS = 4.0  # of the mean reward on held-out prompts, in standard errors
+GAIN_IN_SEMS = 4.0  # gain of the mean reward on held-out prompts, in standard errors
 KL_CEILING = 5.0  # to the language model that PPO starts from, in nats per sequence
 
 

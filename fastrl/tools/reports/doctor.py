@@ -266,7 +266,7 @@ def _nothing_is_learned(run: RunCurves) -> Finding | None:
     )
 
 
-_COLLAPSED_ENTROPY = 0.2  # of the first steps': a policy that still explores keeps more
+_COLLAPSED_ENTROPY = 0.2  # share of the first steps' entropy: a policy that explores keeps more
 
 
 @check("entropy collapse", "ppo/policy/entropy")

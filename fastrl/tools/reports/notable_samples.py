@@ -19,7 +19,7 @@ class Sample:
 
     Args:
         score: the score that was learned from, or the reward; NaN if there is none.
-        length: of the completion, in ``unit``.
+        length: the completion's length, in ``unit``.
         place: its place in the run, such as "step 3, sample 12".
         before: the completion before training, and its reward; None where it is not known.
     """

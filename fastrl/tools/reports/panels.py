@@ -12,7 +12,7 @@ BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#6B6B6B"
 COLOURS = (
     *(BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY),
-    *("#332288", "#882255", "#999933", "#E7298A", "#8C564B", "#1B5E20"),  # of further runs
+    *("#332288", "#882255", "#999933", "#E7298A", "#8C564B", "#1B5E20"),  # colours of further runs
 )
 
 

@@ -16,7 +16,7 @@ class Generations:
     """The responses of the latest generation, in the batches that are learned from one by one.
 
     Args:
-        seed: that of the run.
+        seed: the run's seed.
         steps: batches of a generation.
         iterations: how often each of them is learned from.
 

@@ -17,10 +17,10 @@ def train_loader(
 
     Args:
         args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
-        group: responses to a prompt.
-        uses: batches that are learned from each generation.
+        group: number of responses to a prompt.
+        uses: number of batches that are learned from each generation.
         load: makes a loader of data, a batch size and an order.
-        sampler: makes the order; not for streams.
+        sampler: makes the order of rows that have a length; streams have an order.
     """
     if not hasattr(data, "__len__"):
         if args.shuffle_dataset:
@@ -30,8 +30,8 @@ def train_loader(
 
 
 def train_sampler(args: Any, data: Any, group: int, uses: int) -> GroupSampler:
-    """The order of a data set's rows, each as often as it has responses, and in the batches of each
-    of the steps that these serve."""
+    """The order of a data set's rows: each comes as often as it has responses, and again in each of
+    the steps that learn from these responses."""
     prompts = args.generation_batch_size // group
     return GroupSampler(data, group, prompts, uses, bool(args.shuffle_dataset), args.seed)
 

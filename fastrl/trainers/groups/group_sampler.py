@@ -52,7 +52,7 @@ def in_groups(stream: Any, size: int, prompts: int = 1, uses: int = 1) -> Any:
     """The rows of a ``datasets.IterableDataset`` in :class:`GroupSampler`'s order, unshuffled.
 
     Raises:
-        ValueError: as it is read: fewer than ``prompts`` rows.
+        ValueError: fewer than ``prompts`` rows, when the end is read.
     """
 
     def repeat(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:

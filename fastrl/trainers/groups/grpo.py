@@ -49,11 +49,11 @@ class GRPOTrainer(OnlineTrainer):
         train_dataset, eval_dataset: ``datasets`` with a column ``prompt`` of texts or of chats;
             other columns go to the reward functions. ``eval_dataset`` may be a dict of them.
         processing_class: the tokenizer; by default the one saved with the model.
-        reward_processing_classes: of the classifiers among ``reward_funcs``.
-        callbacks, optimizers: as of transformers' Trainer.
-        quantization_config: for a model that is loaded here.
+        reward_processing_classes: the tokenizers of the classifiers among ``reward_funcs``.
+        callbacks, optimizers: as transformers' Trainer takes them.
+        quantization_config: for a model that the trainer loads.
         peft_config: adds an adapter; the reference is then the model without it.
-        rollout_func: of the prompts and this trainer, returns ``prompt_ids``, ``completion_ids``
+        rollout_func: maps the prompts and this trainer to ``prompt_ids``, ``completion_ids``
             and ``logprobs``, and further columns for reward functions; in place of sampling. Where
             ``logprobs`` is not None the loss is weighted by
             ``vllm_importance_sampling_correction``, see
@@ -80,8 +80,8 @@ class GRPOTrainer(OnlineTrainer):
             _check_head(self.model, args)
         self.loss_type, self.scale_rewards = args.loss_type, args.scale_rewards
         self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
-        self._last_entropy = math.inf  # of the last step
-        self._entropy_of_step: Tensor | None = None  # its sum and tokens in the step so far
+        self._last_entropy = math.inf  # the last step's mean entropy
+        self._entropy_of_step: Tensor | None = None  # entropies' sum and count in the step so far
         loss, level = GroupLoss.of_grpo(args), args.importance_sampling_level
         if level == "sequence" and loss.type.sums_tokens:
             _LOGGER.warning(

@@ -92,7 +92,7 @@ class GRPOConfig(OnlineConfig):
     log_completions_hub_repo: str | None = refused(None, "upload the folder completions yourself")
 
     def __post_init__(self) -> None:
-        if isinstance(self.scale_rewards, bool):  # as older scripts have it
+        if isinstance(self.scale_rewards, bool):  # older scripts pass a bool
             self.scale_rewards = "group" if self.scale_rewards else "none"
         super().__post_init__()
         if self.vllm_importance_sampling_cap is not None:

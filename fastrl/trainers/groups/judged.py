@@ -22,7 +22,7 @@ def judged_by_all(
 
     Args:
         samples: the responses of this process, judged.
-        names, weights: of the reward functions, [K].
+        names, weights: the reward functions' names and weights, [K].
     """
     if True in samples.unjudged:
         i = samples.unjudged.index(True)

@@ -138,7 +138,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
         "Completions per call of a reward; None: all of a generation.", None, within="[1, inf)"
     )
 
-    # Of TRL until 0.25, by the constructor alone: see fastrl.eras.
+    # Settings of TRL until 0.25, by the constructor alone: see fastrl.eras.
     max_prompt_length: int | None = kept_setting("Prompts keep their last tokens.")
     max_length: int | None = refused(None, _LENGTH)
     chat_template_path: str | None = refused(None, f"set chat_template of {_TOKENIZER}")

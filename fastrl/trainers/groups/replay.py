@@ -30,7 +30,7 @@ def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Repla
     Args:
         trainer: made as for the run, from the same model and data, in one process.
         output: the run's ``output_dir``, with its ledger.
-        generation: from 1.
+        generation: the generation's number, from 1.
 
     Raises:
         ValueError: a generation that the ledger does not have, or one between it and the

@@ -22,8 +22,8 @@ class ResponseLog:
 
     Args:
         args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
-        names: of the reward functions.
-        metrics: by mode, "train" and "eval".
+        names: the reward functions' names.
+        metrics: the metrics by mode, "train" and "eval".
 
     Attributes:
         table: is filled in the main process.
@@ -125,7 +125,7 @@ class ResponseLog:
         """Puts them into the table.
 
         Args:
-            samples: of this process, what follows of all.
+            samples: the samples of this process; the other arguments are of all processes.
         """
         table = self.table
         texts = samples.prompts, samples.completions, samples.noted

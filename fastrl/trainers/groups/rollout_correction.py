@@ -62,7 +62,7 @@ class RolloutCorrection:
         args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
 
     Raises:
-        ValueError: as :func:`check_correction`, as scripts set attributes of parsed arguments.
+        ValueError: see :func:`check_correction`, as scripts set attributes of parsed arguments.
     """
 
     def __init__(self, args: Any):
@@ -80,7 +80,7 @@ class RolloutCorrection:
 
         Args:
             responses: with the log-probs of the policy before its update.
-            sampled: of the engine, of all tokens of each response; NaN: not known.
+            sampled: the engine's log-probs of all tokens of each response; NaN: not known.
             loss: the policy loss, by its name.
 
         Raises:

@@ -36,7 +36,7 @@ class DPOTrainer(PreferenceTrainer):
             make the same kind of batches.
         train_dataset: pairs, see :func:`fastrl.data.preferences.prepare_pairs_of_ids`; a
             ``Dataset`` or an ``IterableDataset``.
-        eval_dataset: the same, or a dict of such.
+        eval_dataset: pairs as in ``train_dataset``, or a dict of such data sets.
         processing_class: the tokenizer, by default the one saved with the model.
         compute_metrics: gets the logits of all tokens, and the tokens.
         callbacks, optimizers: as transformers' Trainer takes them.

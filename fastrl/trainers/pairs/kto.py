@@ -37,7 +37,7 @@ class KTOTrainer(PreferenceTrainer):
         train_dataset: completions or pairs, see
             :func:`fastrl.data.preferences.prepare_completions_of_ids`; a ``Dataset`` or an
             ``IterableDataset``.
-        eval_dataset: the same, or a dict of such.
+        eval_dataset: examples as in ``train_dataset``, or a dict of such data sets.
 
     Further arguments, attributes and errors are those of :class:`fastrl.DPOTrainer`.
 

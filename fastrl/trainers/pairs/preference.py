@@ -52,14 +52,14 @@ class PreferenceTrainer(SupervisedTrainer):
     that was trained before. See :class:`fastrl.learn.ref_model.RefModel`.
     """
 
-    _tag_names: ClassVar[list[str]]  # of the model on the Hub
+    _tag_names: ClassVar[list[str]]  # tags of the model on the Hub
     config_class: ClassVar[type[PreferenceConfig]]
     collator_class: ClassVar[type[PairCollator]]
-    short_name: ClassVar[str]  # of the method
-    id_columns: ClassVar[tuple[str, ...]]  # of prompts, and of each of an example's completions
+    short_name: ClassVar[str]  # the method's name in messages
+    id_columns: ClassVar[tuple[str, ...]]  # ids of prompts, and of each of the completions
     rehearsed_as = rehearse.PREFERENCES
     metric_differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}  # noqa: RUF012
-    ref_columns: tuple[str, ...]  # of precomputed log-probs, one for each [B]
+    ref_columns: tuple[str, ...]  # columns of precomputed log-probs, one for each [B]
 
     def __init__(
         self,
@@ -442,7 +442,7 @@ def token_parts(
     """Sums and counts of entropies and mean logits over tokens.
 
     Args:
-        sides: by name, [B] bool, which completions are of it; those of none do not count.
+        sides: masks by the sides' names, [B] bool: the completions of a side; others do not count.
     """
     entropies, extras = scored.scores.entropies, scored.scores.extras
     assert entropies is not None

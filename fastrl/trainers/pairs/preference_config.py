@@ -48,7 +48,7 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
     )
     beta: float = setting("Strength of the bond to the reference.", 0.1, within="(0, inf)")
 
-    # Of TRL until 0.29, by the constructor alone: see fastrl.eras.
+    # Settings of TRL until 0.29, by the constructor alone: see fastrl.eras.
     max_prompt_length: int | None = kept_setting("Prompts keep their last tokens.")
     max_completion_length: int | None = kept_setting("Completions keep their first tokens.")
 

@@ -32,7 +32,7 @@ class Remedy:
     """A change of a run's settings, by which it needs less.
 
     Args:
-        flags: as a command takes them.
+        flags: the flags, as a command takes them.
         cost: what it costs, in words.
         leaves: the share that is left, at best, of each kind of memory that it lessens: what cannot
             be enough is not tried.

@@ -67,7 +67,7 @@ class _Shape:
         return cls(tuple(x.shape), x.stride(), offset, x.dtype, nbytes, source)
 
 
-_SHAPES: dict[Any, Any] = {}  # of results, by operation and shapes of arguments; for all rehearsals
+_SHAPES: dict[Any, Any] = {}  # of results, by operation and arguments' shapes; for all rehearsals
 
 
 class Phantoms(TorchDispatchMode):

@@ -38,7 +38,7 @@ from fastrl_kernels.dispatch import standing_for
 LOADING, ROLLOUT, SCORING, UPDATE, STEP = "loading", "rollout", "scoring", "update", "optimizer"
 OTHER = "other"  # between the phases
 PHASES = (LOADING, ROLLOUT, SCORING, UPDATE, STEP, OTHER)
-OPTIMIZER_STEPS = 2  # of a rehearsal: the optimizer's state is there from the second on
+OPTIMIZER_STEPS = 2  # steps of a rehearsal: the optimizer's state is there from the second on
 # A note, with replay_routing.
 CHOICES_LEFT_OUT = "the experts' choices of rollouts, left out: 2 bytes for each one"
 # The phases that trainers time, by their names here.

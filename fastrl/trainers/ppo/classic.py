@@ -75,7 +75,8 @@ class ClassicMethods:
         (before the temperature) or None, values and masks.
 
         Args:
-            model_inputs: from :meth:`prepare_model_inputs`, for the same queries and responses.
+            model_inputs: what :meth:`prepare_model_inputs` returned for the same queries and
+                responses.
 
         Returns:
             [B, T-1], [B, T-1, V] or None, [B, T-1], [B, T-1] bool; zero where the mask is False.
@@ -179,7 +180,7 @@ class ClassicMethods:
         as 0-D tensors unless they are per token.
 
         Raises:
-            ValueError: as step() does.
+            ValueError: see ``step()``.
         """
         data.check_batch_size(queries, responses, batch_size)
         starts = self.batches.starts(responses)

@@ -45,7 +45,7 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
     has none.
 
     Args:
-        critic: of ``PPOTrainer``.
+        critic: the argument ``critic`` of ``PPOTrainer``.
 
     Raises:
         TypeError: neither a path nor a model that can be a critic.
@@ -106,11 +106,11 @@ class CriticLearner:
 
     Args:
         critic: the model.
-        loss: of the policy, whose settings and denominators the critic's has.
+        loss: the policy's loss, whose settings and denominators the critic's loss has.
 
     Attributes:
         model: the model as accelerate has wrapped it; ``unwrapped``: without that.
-        gradient: of its value loss, along which the optimizer steps.
+        gradient: the gradient of the value loss, which the optimizer steps along.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def old_logprobs_of(config: PPOConfig, *, needs_logits: bool, recomputes: bool) 
     """The kind of :class:`fastrl.learn.old_logprobs.OldLogprobs`.
 
     Args:
-        needs_logits: of the policy, for the KL over the vocabulary.
+        needs_logits: whether the policy's logits are needed, for the KL over the vocabulary.
         recomputes: a sampler's log-probs are compared with the policy's own.
     """
     # Without values the KL in rewards is all that groups of equal rewards learn.
@@ -113,7 +113,7 @@ def gradient_of(
 ) -> GradientStep:
     """
     Args:
-        decode: as of :class:`NonFiniteNumbers`, or what handles them.
+        decode: see :class:`NonFiniteNumbers`, or what handles them.
     """
     nonfinite = decode
     if not isinstance(nonfinite, NonFiniteNumbers):

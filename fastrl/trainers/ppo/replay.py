@@ -63,7 +63,7 @@ def replay(
         trainer: made as for the run, from the same model, in one process; ``batch_size`` and
             ``mini_batch_size`` are those of all processes of the run together.
         output: the run's folder.
-        step: from 1.
+        step: the step's number, from 1.
         generation_kwargs: in place of the recorded ones; needed where these hold what JSON cannot.
         progress: show a progress bar of the updates.
 
@@ -181,7 +181,7 @@ class _StepWalk(Walk):
             trainer.rollouts.load_state_dict({"rooms": room})
             prompts = [torch.tensor(row["prompt_ids"]) for row in part[::size]]
             ids = [row["sample_id"] for row in part[::size]]
-            # As GenerateBackend has it, which does not key the draws by the sample.
+            # GenerateBackend seeds so: it does not key the draws by the sample.
             seed = seed if slots else seed ^ process
             outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))
         return compared(rows, Samples.joined(outputs), trainer.config.temperature, tolerance)

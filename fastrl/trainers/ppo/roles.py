@@ -1,4 +1,4 @@
-"""What a PPOTrainer is to its loop, and both to what saves them."""
+"""Protocols: a PPOTrainer as its loop sees it, and both as what saves them does."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Resumable(Protocol):
 
     @property
     def current_step(self) -> int:
-        """Steps that are complete."""
+        """The number of complete steps."""
 
     @property
     def steps_begun(self) -> int:
         """Counts the steps that all optimizers have begun."""
 
     def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """All that later steps depend on."""
+        """All state that later steps depend on, a tree for a checkpoint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores a :meth:`state_dict`."""
 
 
 class Stepping(Resumable, Protocol):
@@ -60,11 +60,11 @@ class Stepping(Resumable, Protocol):
 
     @property
     def own_code(self) -> dict[str, str]:
-        """Hashes of users' functions by which it learns."""
+        """Hashes of users' functions that it learns by: losses and advantages."""
 
     @property
     def weights_version(self) -> int:
-        """Steps of the optimizer so far."""
+        """The number of optimizer steps so far."""
 
     @property
     def step(self) -> Callable[..., dict[str, Any]]:
@@ -76,11 +76,11 @@ class Stepping(Resumable, Protocol):
         responses: Sequence[Tensor],
         masks: Sequence[Tensor] | None = None,
     ) -> float:
-        """Mean KL to the reference."""
+        """Mean KL to the reference, in nats per response."""
 
 
 class Run(Protocol):
-    """A loop, as it is saved."""
+    """A training loop whose state is saved."""
 
     callbacks: list[TrainCallback]
     ledger: SampleLedger | None
@@ -94,13 +94,14 @@ class Run(Protocol):
         """The number of the last step."""
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """
+        """Checks that the loop can go on from a state.
+
         Raises:
-            BadCheckpoint: of a run on other prompts.
+            BadCheckpoint: the checkpoint is of a run on other prompts.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not the trainer's."""
+        """The loop's state, without the trainer's."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores a :meth:`state_dict`."""

@@ -46,7 +46,7 @@ class Rollouts:
         config: names the temperature T of the policy softmax(logits / T), and the backend.
         policy: the model.
         wrapped: the same model, wrapped by accelerate.
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         reference: the reference policy.
         optimizer: torch's own, whose steps make the log-probs out of date.
         accelerator: gives autocast and the device.
@@ -157,9 +157,9 @@ class Rollouts:
         generation_config only the tokens that end a response are used.
 
         Args:
-            seed: of the draws; None takes what is needed from torch's own generator.
-            sample_ids: of the prompts, in the batch of all processes; with the seed they key the
-                draws. None: their indices.
+            seed: seeds the draws; None takes what is needed from torch's own generator.
+            sample_ids: the prompts' numbers in the batch of all processes; with the seed they key
+                the draws. None: their indices.
 
         Raises:
             ValueError: another temperature in ``generation_kwargs``.

@@ -80,7 +80,7 @@ class SavedInFolder:
         overwrite: remove an earlier run in the folder.
 
     Raises:
-        ValueError: as :meth:`RunFolder.claim` and ``find_checkpoint``.
+        ValueError: see :meth:`RunFolder.claim` and ``find_checkpoint``.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SavedInFolder:
     def _resume(self, loop: Run, checkpoint: Path | None, rows: int | None) -> None:
         """Makes the folder's records those of the run up to its checkpoint."""
         done = self.trainer.current_step
-        if checkpoint is not None and done >= loop.last_step:  # its settings are still those
+        if checkpoint is not None and done >= loop.last_step:  # the run keeps its settings
             self.folder.keep_config()
         owned = self.folder.owns(checkpoint)
         self.folder.resume(checkpoint, rows)
@@ -151,7 +151,7 @@ class SavedInFolder:
             with exits_are_errors():
                 yield
         except (Exception, Stopped) as error:
-            random = [random_state()]  # of other processes it is not known after the update
+            random = [random_state()]  # other processes' states are not known after the update
             if trainer.current_step == steps:
                 if trainer.steps_begun != updates:
                     warnings.warn(
@@ -197,7 +197,7 @@ class SavedInFolder:
     def _write(self, state: dict[str, Any], processes: Processes) -> None:
         """
         Args:
-            processes: those that write: all, or the main one alone.
+            processes: the processes that write: all, or the main one alone.
         """
         with self.checkpoints.new(self.trainer.current_step, processes=processes) as folder:
             if processes.is_main:

@@ -295,7 +295,7 @@ def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
     need be, before training begins.
 
     Args:
-        device: of the inputs; an offloaded model's weights come there when it runs.
+        device: the inputs' device; an offloaded model's weights come there when it runs.
     """
     for model in models:
         if model is None:

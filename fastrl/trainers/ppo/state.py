@@ -72,7 +72,7 @@ class TrainerState:
     Attributes:
         step: steps that are complete.
         streams: the orders of prompts, by the prompts' fingerprint.
-        best_mean_score: of all steps whose model was sent to the Hub.
+        best_mean_score: the best mean score of the steps whose model was sent to the Hub.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class TrainerState:
     def _check_processes(self, count: int, batch_size: int) -> None:
         """
         Args:
-            count: of the checkpoint's run.
+            count: the number of processes of the checkpoint's run.
             batch_size: samples of a step of it, of all its processes.
         """
         count_now = self.processes.count
@@ -199,8 +199,8 @@ class TrainerState:
         main one where there were others, or only that is known.
 
         Args:
-            count: of the processes of the checkpoint's run.
-            states: of its first processes.
+            count: the number of processes of the checkpoint's run.
+            states: the states of its first processes.
         """
         processes = self.processes
         if count != processes.count or len(states) < count:
@@ -272,7 +272,7 @@ def _processes_of(state: Mapping[str, Any]) -> int:
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of ``PPOConfig.to_dict`` that decide what is computed, as JSON has them."""
     kept = {k: v for k, v in settings.items() if k.split("/")[0] not in _FREE}
-    for name in ("batch_size", "mini_batch_size", "backward_batch_size"):  # of all processes
+    for name in ("batch_size", "mini_batch_size", "backward_batch_size"):  # over all processes
         kept[name] = settings[name] * (kept["world_size"] or 1)
     for name in ("world_size", "global_batch_size", "global_backward_batch_size"):
         del kept[name]

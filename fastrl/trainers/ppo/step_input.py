@@ -75,10 +75,10 @@ class StepInputs:
         masks_truncated: whether responses that were cut do not learn.
         per_token: whether it matters which tokens scores are of.
         rollouts: may know the responses.
-        temperature: of the policy.
+        temperature: the policy's.
         reads_sampler: whether the log-probs are wanted with which the responses were sampled.
-        name_in: of queries, names one by its index.
-        device: of weights.
+        name_in: names a query by its index, for messages.
+        device: the device of the samples' weights.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class StepInputs:
         """The samples of all processes.
 
         Raises:
-            ValueError, FloatingPointError: as ``step``, in all processes.
+            ValueError, FloatingPointError: see ``step``; raised in all processes.
         """
         with self.processes.together():
             data.check_batch_size(queries, responses, self.size)

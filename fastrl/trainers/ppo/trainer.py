@@ -389,10 +389,11 @@ class PPOTrainer(ClassicMethods):
         them is the same in each; policy and reference run on its share of them.
 
         Raises:
-            NonFiniteExperience: that of samples that it names is not finite; nothing has changed.
+            NonFiniteExperience: numbers of the samples that it names are not finite; nothing has
+                changed.
         """
         for count in self._positions:
-            count.taken()  # of a step that failed
+            count.taken()  # forgets what a failed step has counted
         batch = self.make_batch(samples.prompt_ids, samples.sequences, samples.masks)
         if self._routes:
             batch = batch.with_experts(samples.experts)
@@ -636,8 +637,8 @@ class PPOTrainer(ClassicMethods):
                 they have one, is a reward of weight 1, so that ``reward_fn`` may be None. See
                 :class:`fastrl.collect.environments.Environments`.
             max_tool_calling_iterations: most turns of tools in a response; None: any number.
-            rollout_func: of the prompts (each as often as it has responses) and this trainer,
-                returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` (None: not known), and
+            rollout_func: maps the prompts (each as often as it has responses) and this trainer
+                to ``prompt_ids``, ``completion_ids`` and ``logprobs`` (None: not known), and
                 further columns for reward functions; in place of sampling. An ``env_mask`` says
                 which tokens the policy wrote. ``PPOConfig.sampler_correction`` weights the loss by
                 its log-probs.
