@@ -19,8 +19,7 @@ def did_you_mean_path(path: Path) -> str:
     missing = next((x for x in (*path.parents[::-1], path) if not x.exists()), path)
     if not missing.parent.is_dir():
         return ""
-    siblings = {x.name: x for x in missing.parent.iterdir()}
+    paths = {x.name: x for x in missing.parent.iterdir()}
     rest = path.relative_to(missing)
-    alike = difflib.get_close_matches(missing.name, siblings)
-    near = [x for x in alike if (siblings[x] / rest).exists()]
-    return f": did you mean {str(siblings[near[0]] / rest)!r}?" if near else ""
+    near = [x for x in difflib.get_close_matches(missing.name, paths) if (paths[x] / rest).exists()]
+    return f": did you mean {str(paths[near[0]] / rest)!r}?" if near else ""

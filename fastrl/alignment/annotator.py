@@ -129,10 +129,11 @@ class RewardAnnotator:
     def score(
         self, prompts: list[TextOrMessages], responses: list[TextOrMessages], **columns: Any
     ) -> list[float]:
-        """
+        """Rewards of B responses.
+
         Raises:
-            ValueError: what the reward function returns is not B finite numbers; it needs
-                ``completion_ids`` and there are none.
+            ValueError: the reward function does not return B finite numbers, or needs
+                ``completion_ids``, and there are none.
             TimeoutError: it takes longer than the time limit of its ``Rewards``.
         """
         ids, finished = None, columns.pop("finished", None)

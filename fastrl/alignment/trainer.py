@@ -182,10 +182,7 @@ class Trainer(BaseTrainer):
                 factory.limit(limit)
 
     def _check_passes(self, most: int) -> None:
-        """
-        Raises:
-            ValueError: an example that no pass can hold, or a loss that takes no passes.
-        """
+        """Raises ValueError for an example that no pass can hold, or a loss without passes."""
         if self.loss.backward is not None:
             raise ValueError(
                 f"micro_batch_tokens is not for the loss {self.loss.name}, which computes its "
@@ -606,10 +603,7 @@ def _is_users(x: Any) -> bool:
 def _refuse_sizes(
     args: AlignmentConfig, factory: BatchFactory, eval_factory: BatchFactory | None
 ) -> None:
-    """
-    Raises:
-        ValueError: a size that the factories have, and that was set to another one here.
-    """
+    """Raises ValueError for a size in ``args`` that differs from the factories'."""
     held_out = factory if eval_factory is None else eval_factory
     for name, ours, theirs in (
         ("num_train_epochs", factory.epochs, "BatchFactory(epochs=)"),

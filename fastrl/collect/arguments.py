@@ -23,10 +23,7 @@ class RecordArguments:
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
 
     def refuse_records(self, cause: str) -> None:
-        """
-        Raises:
-            ValueError: a setting of responses that are not sampled, because of ``cause``.
-        """
+        """Raises ValueError for a setting of responses where, by ``cause``, none are sampled."""
         for field in fields(RecordArguments):
             value = getattr(self, field.name)
             if value != field.default:

@@ -162,7 +162,7 @@ class CompletionsTable(dict):
 
 
 def _turns(prompts: Iterable[Any]) -> list[int]:
-    """For each prompt the number of equal ones before it."""
+    """The number of equal prompts before each prompt."""
     seen: defaultdict[str, int] = defaultdict(int)
     turns = []
     for prompt in map(str, prompts):

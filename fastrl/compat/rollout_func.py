@@ -164,10 +164,7 @@ def _check_kind(trainer: Any) -> None:
 
 
 def _check_settings(trainer: Any) -> None:
-    """
-    Raises:
-        ValueError: what the engine does not do, with what to change.
-    """
+    """Raises ValueError for settings that the engine does not have; says what to change."""
     on = {
         "use_vllm": getattr(trainer, "use_vllm", False),
         "use_transformers_continuous_batching": getattr(
@@ -198,10 +195,7 @@ def _check_settings(trainer: Any) -> None:
 
 
 def _check_spreading(accelerator: Any) -> None:
-    """
-    Raises:
-        ValueError: weights that the engine cannot have whole: FSDP1's, ZeRO-3's.
-    """
+    """Raises ValueError for weights that the engine cannot gather: FSDP1's, ZeRO-3's."""
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(
             "TRLRollouts need FSDP2, and FSDP1 was asked for: set fsdp_version: 2 (accelerate "
@@ -216,11 +210,8 @@ def _check_spreading(accelerator: Any) -> None:
 
 
 def _check_wrapped(trainer: Any, model: Any) -> None:
-    """
-    Raises:
-        ValueError: a model that is trained by several processes which do not tell each other its
-            gradients: accelerate prepares it for transformers' ``evaluate()``, and not again.
-    """
+    """Raises ValueError for a model whose gradients several processes do not exchange: accelerate
+    prepares it for transformers' ``evaluate()``, and not again for training."""
     prepared = getattr(model, "_is_accelerate_prepared", False)
     several = trainer.accelerator.num_processes > 1 and not is_spread(model)
     if several and model.training and prepared and trainer.model_wrapped is model:

@@ -294,10 +294,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """
-        Raises:
-            ValueError: the state of a stream of other prompts, or another seed.
-        """
+        """Raises ValueError for the state of a stream of other prompts, or with another seed."""
         for name, ours in (("count", self.count), ("seed", self.seed)):
             if state[name] != ours:
                 raise ValueError(
@@ -327,10 +324,7 @@ def _is_said(prompt: Any) -> bool:
 
 
 def _token_ids(prompt: Any, name: str) -> list[int]:
-    """
-    Raises:
-        ValueError: neither token ids nor what a prompt may be otherwise.
-    """
+    """A prompt's token ids as a list; raises ValueError for anything else."""
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):

@@ -19,10 +19,7 @@ class Advantages(Protocol):
     per_token: bool  # whether it matters which tokens of a response the rewards are of
 
     def check(self, queries: Sequence[Tensor]) -> None:
-        """
-        Raises:
-            ValueError: samples that are not in the order that the estimate needs.
-        """
+        """Raises ValueError where samples are not in the order that the estimate needs."""
 
     def __call__(
         self, values: Tensor, rewards: Tensor, mask: Tensor
@@ -197,10 +194,7 @@ class GroupBaseline:
         self.size, self.advantages_of = size, advantages_of
 
     def check(self, queries: Sequence[Tensor]) -> None:
-        """
-        Raises:
-            ValueError: queries of a group differ.
-        """
+        """Raises ValueError where queries of a group differ."""
         host = to_host(queries)
         for start in range(0, len(host), self.size):
             for i in range(start + 1, start + self.size):

@@ -166,10 +166,7 @@ class ImportanceWeights:
         self.temperature = temperature
 
     def check(self, sampled: Sequence[Tensor] | None) -> None:
-        """
-        Raises:
-            ValueError: they are not known.
-        """
+        """Raises ValueError where the sampler's log-probs are not known."""
         if sampled is None:
             raise ValueError(
                 f"sampler_correction={self.kind!r} needs the log-probs with which the responses "

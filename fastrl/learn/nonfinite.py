@@ -213,12 +213,10 @@ def samples_left_out(
 
 
 def check_a_sample_is_left(left_out: int, count: int) -> None:
-    """
-    Args:
-        left_out: how many of the samples of all processes ended in NaN logits.
+    """Raises FloatingPointError where all ``count`` samples of all processes ended in NaN logits.
 
-    Raises:
-        FloatingPointError: all of them.
+    Args:
+        left_out: how many of them did.
     """
     if left_out == count > 0:
         raise FloatingPointError(

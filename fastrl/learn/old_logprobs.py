@@ -35,10 +35,7 @@ class OldLogprobs:
         self.kind, self.scorer = kind, scorer
 
     def check(self, samples: Samples) -> None:
-        """
-        Raises:
-            ValueError: log-probs of the rollout are required and not known.
-        """
+        """Raises ValueError where log-probs of the rollout are required and not known."""
         if self.kind == "rollout" and samples.old_logprobs is None:
             raise ValueError(
                 "old_logprobs='rollout', but not all responses come from this trainer's generate() "

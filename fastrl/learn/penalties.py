@@ -38,13 +38,14 @@ class Penalties(NamedTuple):
         longest: int | None,
         name: str = "max_new_tokens",
     ) -> Penalties:
-        """
+        """Makes the penalties that the settings name.
+
         Args:
             buffer, factor, longest: see :class:`OverlongPenalty`; no penalty without a buffer.
             name: the name of the setting that gives ``longest``.
 
         Raises:
-            ValueError: it is not known, or shorter than the buffer.
+            ValueError: ``longest`` is not known, or shorter than the buffer.
         """
         if buffer is None:
             return cls(missing_eos)

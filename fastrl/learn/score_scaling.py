@@ -59,11 +59,7 @@ class ScoreTransform:
         self.running = running
 
     def check(self, per_token: bool) -> None:
-        """
-        Raises:
-            ValueError: the scores are per token, and a number is to be taken off whole scores, or
-                these are to be clipped.
-        """
+        """Raises ValueError for scores per token where whole scores are shifted or clipped."""
         if per_token and (self.shift or self.clip is not None):
             name = "score_clip" if self.clip is not None else "use_score_norm"
             raise ValueError(

@@ -63,8 +63,7 @@ class RolloutEngine:
         max_slots: samples that run at a time.
         max_length: tokens of a slot, prompt and response; None grows slots as needed, up to the
             model's context.
-        kv_cache_bytes: bytes for keys and values; fewer slots where they do not fit. None: no
-            limit.
+        kv_cache_bytes: most bytes for keys and values, which may reduce the slots. None: any.
         autocast: makes the context in which the model runs.
         cuda_graphs: capture decode steps; only on CUDA devices.
         keep_experts: return the choices of a mixture's routers, too.

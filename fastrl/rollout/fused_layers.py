@@ -82,8 +82,7 @@ class JoinedProducts:
         return whole
 
     def free(self) -> None:
-        """Forgets the joined memory, which weights may have left; the next :meth:`join` joins
-        them again."""
+        """Forgets the joined memory, which weights may have left; :meth:`join` lays them anew."""
         self._joined = None
         self._whole.clear()
 
@@ -158,9 +157,8 @@ def _is_plain(layer: Any) -> bool:
 class FusedDecoderLayer:
     """A decoder layer's forward of a decode step's tokens; all other forwards are the layer's own.
 
-    It has eight launches beside those of attention: four products (seven where
-    :class:`JoinedProducts` are not joined), two norms with the additions before them, the rotation
-    that stores keys and values, the gate.
+    It has eight launches beside attention's: four products (seven where they are not joined), two
+    norms with the additions before them, the rotation that stores keys and values, the gate.
 
     Attributes:
         variant: the variant of the layer's attention, read from its own forward.

@@ -131,8 +131,7 @@ class GenerateEngine:
 
         Args:
             limits: max_new_tokens of each prompt, in place of that argument.
-            seed: seeds the draws, which leave torch's own generator as it is; None takes them from
-                it.
+            seed: seeds the draws; None takes them from torch's own generator, else unchanged.
 
         Raises:
             ValueError: see :meth:`generate`; what stops responses, with several beams.

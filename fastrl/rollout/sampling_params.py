@@ -213,11 +213,8 @@ class RolloutRequest:
         model: Any,
         tokenizer: Any,
     ) -> RolloutRequest:
-        """
-        Raises:
-            ValueError: see :func:`check_prompts` and :func:`token_ids`; a list that does not have
-                one number per prompt.
-        """
+        """The request for some prompts; raises ValueError as :func:`check_prompts` and
+        :func:`token_ids` do, and for a list that does not have one number per prompt."""
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping)):
             raise ValueError("prompts must be a list, got a single one: pass [prompt]")
         closed = isinstance(layout_of(model), EncoderDecoder)

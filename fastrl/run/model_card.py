@@ -137,8 +137,7 @@ def model_card(
 
     Args:
         name: the name of the repository or folder, which the card's code loads.
-        model: a model of transformers or PEFT, or a fastrl model with its value head, as it is
-            saved.
+        model: a transformers or PEFT model, or a fastrl model with its value head, as it is saved.
         training: None: nothing of it is known.
         folder: where the model is saved; a tokenizer there is in the card's code.
     """

@@ -68,11 +68,7 @@ def settings_of_steps(args: TrainingArguments) -> dict[str, Any]:
 def warn_of_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str] = ()
 ) -> None:
-    """Warns of settings that differ from those of the checkpoint that a run resumes from.
-
-    Args:
-        but: names of settings that may differ.
-    """
+    """Warns of settings, other than those in ``but``, that a run resumes with another value."""
     changed = [k for k in changed_settings(before, now) if k not in but]
     if not changed:
         return

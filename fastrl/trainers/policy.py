@@ -110,10 +110,7 @@ def adapted_policy(model: Any, tokenizer: Any, peft_config: Any, args: Any) -> A
 
 
 def check_adapter(peft_config: Any) -> None:
-    """
-    Raises:
-        ValueError: a kind of adapter that cannot be trained on responses.
-    """
+    """Raises ValueError for a kind of adapter that cannot be trained on responses."""
     if getattr(peft_config, "is_prompt_learning", False):
         raise ValueError(
             "prompt-learning adapters shift the positions of tokens and are not supported: use LoRA"

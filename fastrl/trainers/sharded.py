@@ -29,13 +29,8 @@ _OF_TORCH = ("pytorch_model_fsdp_0", "optimizer_0")  # folders that torch's own 
 
 
 def check_fsdp(trainer: str, accelerator: Accelerator, model: Any) -> None:
-    """
-    Args:
-        trainer: the name of its class.
-
-    Raises:
-        ValueError: FSDP1; FSDP of four-bit weights.
-    """
+    """Raises ValueError for FSDP1, and for FSDP of four-bit weights; ``trainer`` is the name of its
+    class, for the message."""
     if not accelerator.is_fsdp2:
         raise ValueError(
             f"{trainer} needs FSDP2, and FSDP1 was asked for: set fsdp_version: 2 "

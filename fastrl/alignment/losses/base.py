@@ -56,10 +56,7 @@ class Loss(ABC):
     backward: ClassVar[Any] = None
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: a coefficient that is no number of 0 or more.
-        """
+        """Raises ValueError for a coefficient that is no number of 0 or more."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if type(field.default) in (int, float) and not (is_number(value) and value >= 0):
@@ -70,7 +67,8 @@ class Loss(ABC):
 
     @abstractmethod
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
-        """
+        """The loss of a batch, and metrics.
+
         Args:
             batch: a batch of one of the loss's tasks.
             policy: has ``logprobs(batch)``, with gradients (a reward model: ``rewards(batch)``).
@@ -91,10 +89,7 @@ class Loss(ABC):
         return (batch,) if self.compares else ()
 
     def check(self, task: Task, batch_size: int) -> None:
-        """
-        Raises:
-            ValueError: a task or a batch size that the loss does not fit.
-        """
+        """Raises ValueError for a task or a batch size that the loss does not fit."""
         if task.name not in self.tasks:
             fitting = [name for name, loss in LOSSES.items() if task.name in loss.tasks]
             raise ValueError(

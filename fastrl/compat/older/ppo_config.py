@@ -175,7 +175,7 @@ class PPOv2Config(SupervisedArguments):
         return ",".join([*named, *filter(None, [self.optim_args])])
 
     def classic(self) -> PPOConfig:
-        """These settings by the names of :class:`fastrl.PPOConfig`."""
+        """Translates the settings to :class:`fastrl.PPOConfig`."""
         step = self.batch_size // self.num_mini_batches
         size = min(self.per_device_train_batch_size, step)
         return PPOConfig(

@@ -178,22 +178,21 @@ def working_directory(folder: RunFolder) -> Iterator[None]:
     """Context in the working directory of a run, by which the paths of its model, of an adapter's
     base and of users' files are found. Where it is gone this process stays in its own, with a
     warning if the model is not there either."""
-    current, model = os.getcwd(), folder.config.get("job", {}).get("model", "")
-    started_in = folder.config.get(STARTED_IN, current)
-    if not Path(started_in).is_dir():
+    cwd, model = os.getcwd(), folder.config.get("job", {}).get("model", "")
+    start = folder.config.get(STARTED_IN, cwd)
+    if not Path(start).is_dir():
         if not Path(model).exists():
             warnings.warn(
-                f"the folder where the run was started, {started_in}, is not there, and {current} "
-                f"has no {model}: if that is a folder, and not a Hub id, run this command where it "
-                "lies",
+                f"the folder where the run was started, {start}, is not there, and {cwd} has no "
+                f"{model}: if that is a folder, and not a Hub id, run this command where it lies",
                 stacklevel=3,
             )
-        started_in = current
-    os.chdir(started_in)
+        start = cwd
+    os.chdir(start)
     try:
         yield
     finally:
-        os.chdir(current)
+        os.chdir(cwd)
 
 
 def _made(kind: Any, settings: Mapping[str, Any], folder: RunFolder) -> Any:

@@ -279,10 +279,7 @@ def _counted(chosen: Tensor | None, advantages: Tensor) -> Tensor | int:
 
 
 def _check_head(model: Any, args: Any) -> None:
-    """
-    Raises:
-        ValueError: a head whose products are not in float32.
-    """
+    """Raises ValueError for a head whose products are not in float32."""
     dtype = model.get_output_embeddings().weight.dtype
     lower = next((name for name in ("bf16", "fp16") if getattr(args, name)), None)
     if dtype != torch.float32 or lower is not None:

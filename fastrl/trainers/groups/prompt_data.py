@@ -73,10 +73,7 @@ def reserved_of(environments: bool) -> tuple[str, ...]:
 
 
 def check_enough(count: int, args: Any) -> None:
-    """
-    Raises:
-        ValueError: so many prompts make no generation, and no step would be taken.
-    """
+    """Raises ValueError where ``count`` prompts are too few for a generation."""
     needed = args.generation_batch_size // args.num_generations
     if count < needed:
         raise ValueError(
@@ -89,10 +86,7 @@ def check_enough(count: int, args: Any) -> None:
 
 
 def check_resampling(args: Any, data: Any, rollout_func: Any) -> None:
-    """
-    Raises:
-        ValueError: dynamic sampling of prompts that cannot be drawn one by one.
-    """
+    """Raises ValueError for dynamic sampling of prompts that cannot be drawn one by one."""
     if not args.dynamic_sampling_rounds:
         return
     where = {
@@ -163,10 +157,7 @@ class PromptRoom:
         return {**self._template, **template_arguments(row, i)}
 
     def check(self, ids: Any, name: str) -> None:
-        """
-        Raises:
-            ValueError: the token ids of a prompt are too many; it is called by ``name``.
-        """
+        """Raises ValueError where the prompt ``name`` has too many token ids."""
         limit = self._exceeded(len(ids))
         if limit is not None:
             raise ValueError(

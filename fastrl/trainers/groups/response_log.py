@@ -45,10 +45,11 @@ class ResponseLog:
     # What reward functions get as log_extra and log_metric.
 
     def note_column(self, column: str, values: list, places: Sequence[int] | None = None) -> None:
-        """
+        """Adds a column that a reward function noted.
+
         Args:
-            places: the responses that a reward function was asked about, others being left out; it
-                may note something else than a value for each.
+            places: the responses that it was asked about; others were left out. It may note
+                something else than a value for each.
         """
         noted = self._columns[column]
         if places is None or len(places) != len(values):
@@ -101,10 +102,7 @@ class ResponseLog:
         return int(prompts.sum() + lengths.sum()), float(learned.sum())
 
     def rewards(self, judged: Samples, spreadless: Tensor, mode: str) -> None:
-        """
-        Args:
-            spreadless: bool, groups whose rewards are all the same.
-        """
+        """Adds metrics of rewards; ``spreadless`` marks the groups whose rewards are all equal."""
         metrics, values = self.metrics[mode], self._numbers
         pairs = zip(self.names, judged.rewards_by_function.values(), strict=True)
         columns = {f"rewards/{name}/": column for name, column in pairs}

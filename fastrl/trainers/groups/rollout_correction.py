@@ -22,10 +22,7 @@ _NAME = "vllm_importance_sampling_"
 
 
 def check_correction(args: Any) -> None:
-    """
-    Raises:
-        ValueError: an unknown mode; bounds that are none, or that leave nothing between them.
-    """
+    """Raises ValueError for an unknown mode, or bounds with nothing between them."""
     mode = args.vllm_importance_sampling_mode
     if mode not in MODES:
         raise ValueError(f"unknown {_NAME}mode {mode!r}: choose one of {', '.join(MODES)}")
@@ -113,7 +110,8 @@ class RolloutCorrection:
 
 
 def _note(metrics: MetricMeans, stats: SamplerStats, units: Tensor, measured: Tensor) -> None:
-    """
+    """Adds statistics of importance weights to the metrics.
+
     Args:
         units: how many tokens or responses have weights.
         measured: tokens with a log-prob of the sampler.

@@ -39,10 +39,7 @@ class LossTypes(Mapping[str, tuple[PairObjective, dict[str, Any]]]):
         return len(list(iter(self)))
 
     def __contains__(self, name: object) -> bool:
-        """
-        Raises:
-            ValueError: a loss without a reference.
-        """
+        """Raises ValueError for a loss without a reference."""
         if name not in _TRLS and name in PAIR_LOSSES and PAIR_LOSSES[str(name)].reads == "p":
             raise ValueError(
                 f"loss_type {name!r} reads no reference, and DPOTrainer compares with one: train "

@@ -160,10 +160,7 @@ class CriticLearner:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            BadCheckpoint: the state of another critic.
-        """
+        """Raises BadCheckpoint for the state of another critic."""
         spread(self.unwrapped)
         trained = trained_weights(self.unwrapped)
         check_weights(describe_weights(state["weights"]), describe_weights(trained), "critic")
@@ -225,11 +222,8 @@ def _own_layers(accelerator: Accelerator, critic: Critic) -> Iterator[None]:
 
 
 def check_states_critic(critic: CriticLearner | None, state: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        BadCheckpoint: the state of a trainer with a critic of its own, and this one has none, or
-            the other way round, or another.
-    """
+    """Raises BadCheckpoint for the state of a trainer with another critic than this one, or where
+    one of the two has a critic and the other has none."""
     saved = state.get("critic")
     if (saved is None) != (critic is None):
         had = "no critic of its own" if saved is None else "a critic of its own"

@@ -81,9 +81,10 @@ def old_logprobs_of(config: PPOConfig, *, needs_logits: bool, recomputes: bool) 
 
 
 def loss_of(config: PPOConfig, *, values: bool | None = None, routes: bool = False) -> UpdateLoss:
-    """
+    """The update's loss, by the settings.
+
     Args:
-        values: whether the policy learns them; None: where the advantage needs them.
+        values: whether the policy learns values; None: where the advantage needs them.
         routes: whether the policy is a mixture of experts.
     """
     high = config.cliprange if config.cliprange_high is None else config.cliprange_high
@@ -111,9 +112,10 @@ def gradient_of(
     loss: UpdateLoss | ValueLoss,
     decode: Callable[[Tensor], str] | NonFiniteNumbers | None = None,
 ) -> GradientStep:
-    """
+    """The gradient step of a loss, by the settings.
+
     Args:
-        decode: see :class:`NonFiniteNumbers`, or what handles them.
+        decode: an argument of :class:`NonFiniteNumbers`, or one that is made.
     """
     nonfinite = decode
     if not isinstance(nonfinite, NonFiniteNumbers):

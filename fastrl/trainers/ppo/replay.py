@@ -187,10 +187,7 @@ class _StepWalk(Walk):
         return compared(rows, Samples.joined(outputs), trainer.config.temperature, tolerance)
 
     def _generation_kwargs(self, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-        """
-        Raises:
-            ValueError: some were not recorded, and none are given.
-        """
+        """The run's arguments of ``generate``; raises ValueError where some were not recorded."""
         if arguments is None and self.facts[NOT_JSON]:
             raise ValueError(
                 f"the run's generation_kwargs hold what JSON cannot "

@@ -195,10 +195,7 @@ class SavedInFolder:
         return self.checkpoints.path(self.trainer.current_step)
 
     def _write(self, state: dict[str, Any], processes: Processes) -> None:
-        """
-        Args:
-            processes: the processes that write: all, or the main one alone.
-        """
+        """Writes a checkpoint; ``processes`` are those that write: all, or the main one alone."""
         with self.checkpoints.new(self.trainer.current_step, processes=processes) as folder:
             if processes.is_main:
                 self.folder.sync()

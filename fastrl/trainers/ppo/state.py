@@ -179,11 +179,8 @@ class TrainerState:
         }
 
     def _check_processes(self, count: int, batch_size: int) -> None:
-        """
-        Args:
-            count: the number of processes of the checkpoint's run.
-            batch_size: samples of a step of it, of all its processes.
-        """
+        """Compares a checkpoint's run of ``count`` processes and ``batch_size`` samples in a step,
+        over all of them, with this run."""
         count_now = self.processes.count
         now = self.config.batch_size * count_now
         if count_now != count and now != batch_size:

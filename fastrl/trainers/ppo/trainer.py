@@ -476,10 +476,8 @@ class PPOTrainer(ClassicMethods):
         return result
 
     def _check(self, batch: TokenBatch, samples: Samples) -> None:
-        """
-        Raises:
-            ValueError: samples that are too long, in a wrong order, or lack what the step needs.
-        """
+        """Raises ValueError for samples that are too long, in a wrong order, or lack what the step
+        needs."""
         most = self.config.micro_batch_tokens
         check_tokens(most, batch.prompt_lengths, batch.response_lengths)
         if self.critic is not None:
