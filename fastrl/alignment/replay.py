@@ -1,4 +1,4 @@
-"""Responses of an alignment trainer's past, drawn again."""
+"""Draws responses of an alignment trainer's earlier batch again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
     """Draws the responses of a batch of an online run again, see
     :meth:`fastrl.trainers.replay.LoopWalk.replay`; the annotator is not asked. On the machine,
     threads and versions of the run they are the recorded ones bit for bit; a warning says what
-    differs. Of a run of several processes one process does the updates of all, but for the rounding
-    of sums: log-probs and values are the recorded ones within √ε of their dtype.
+    differs. One process does the updates of a run of several: sums are rounded otherwise, so that
+    log-probs and values are the recorded ones within √ε of their dtype.
 
     Args:
         trainer: made as for the run, from the same model and data, in one process; the
@@ -31,9 +31,9 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
         batch: the batch's number, from 1.
 
     Raises:
-        ValueError: a batch that the ledger does not have, or one between it and the checkpoint;
-            responses that others than the policy wrote; a trainer of other settings or data, or of
-            several processes.
+        ValueError: the ledger lacks this batch, or one between it and the checkpoint; responses
+            that the policy did not write; a trainer with other settings or data, or of several
+            processes.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
     return _BatchWalk(trainer, output, batch).replay()
@@ -94,13 +94,13 @@ class _BatchWalk(LoopWalk):
 
 
 def _judged(example: Example, rows: Sequence[dict[str, Any]]) -> Example:
-    """An example with the responses that the ledger has, and what the annotator said of them."""
+    """An example with its responses in the ledger, and the annotator's judgement of them."""
     responses = tuple(
         Response(row["completion"], tuple(row["completion_ids"]), row["finish_reason"] != "length")
         for row in rows
     )
     rewards = tuple(row["reward"] for row in rows)
-    if any(map(math.isnan, rewards)):  # no opinion
+    if any(map(math.isnan, rewards)):  # the annotator had no opinion
         half = (0.5,) * len(rows)
         return replace(example, responses=responses, rewards=half, weights=(0.0,) * len(rows))
     weights = (1.0,) * len(rows) if len(rows) > 1 else ()

@@ -19,7 +19,7 @@ _ROUNDING = 1e-2  # how far log-probs in half precision may lie above 0
 
 
 class SamplerStats(NamedTuple):
-    """What :func:`sampler_weights` found, [] fp32 each; NaN where no token counts."""
+    """Statistics of :func:`sampler_weights`, [] fp32 each; NaN where no token counts."""
 
     weight_mean: Tensor  # mean of the weights as they are used, over tokens, or over sequences
     weight_min: Tensor
@@ -54,7 +54,7 @@ def sampler_weights(
         sampled: [..., T] fp32, of the engine that sampled the tokens, at the same temperature.
         mask: [..., T] bool, True = counts.
         kind: one of ``SAMPLER_CORRECTIONS`` but "off".
-        least, most: the bounds; None: there is none.
+        least, most: the bounds; None: no bound.
         lengths: [S] int64, of sequences that lie one after the other; None: they are the rows.
 
     Returns:
@@ -136,7 +136,7 @@ def sampler_logprobs(
         temperature: the policy's.
 
     Raises:
-        ValueError: numbers that are no log-probs.
+        ValueError: a number above 0, which is no log-prob.
     """
     if rollout is None:
         return logprobs_known

@@ -130,11 +130,11 @@ class GenerateEngine:
         it, or before the first token whose logits are NaN; ``max_time`` cuts it, as a length does.
 
         Args:
-            limits: max_new_tokens of each prompt, in place of that argument.
+            limits: max_new_tokens of each prompt, in place of the keyword.
             seed: seeds the draws; None takes them from torch's own generator, else unchanged.
 
         Raises:
-            ValueError: see :meth:`generate`; what stops responses, with several beams.
+            ValueError: see :meth:`generate`; several beams and a stop other than EOS and length.
         """
         kwargs = unpacked(generation_kwargs)
         if "pad_token_id" not in kwargs:
@@ -159,7 +159,7 @@ class GenerateEngine:
         return output
 
     def _check(self, prompts: Sequence[Tensor]) -> None:
-        """Has prompts run one at a time where others beside them change what the model draws."""
+        """Makes prompts run one at a time where a batch changes what the model draws."""
         with evaluating(self.model), self.autocast():
             self.batch_size = together(self.model, prompts, self.batch_size)
 
@@ -277,7 +277,7 @@ class _Stopping(NamedTuple):
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any], model: Any, tokenizer: Any) -> _Stopping:
-        """Takes them out of keyword arguments, or from the model's generation_config.
+        """Takes the conditions out of keyword arguments, or from the model's generation_config.
 
         Raises:
             ValueError: several beams, whose rows are not those of the prompts; ``stop`` is not a
@@ -360,7 +360,7 @@ class _RecordedStops(StoppingCriteria):
 
 class _RecordedNaN(LogitsProcessor):
     """Replaces logits that are no distribution (a NaN or inf among them, or all -inf), at which
-    ``generate`` would fail for all rows, and records where; tokens from there on are to be cut off.
+    ``generate`` would fail for all rows, and records where, so that later tokens can be cut off.
     ``front`` tokens stand in front of the new ones."""
 
     def __init__(self, front: int, rows: int, device: torch.device):

@@ -14,7 +14,7 @@ from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.value_head import PreTrainedModelWrapper
 
-SCORED_TOKENS = 2048  # in one forward, prompts included; a longer sample has one to itself
+SCORED_TOKENS = 2048  # of one forward, prompts included; a longer sample is scored alone
 
 
 class Rescorer:

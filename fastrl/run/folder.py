@@ -78,7 +78,7 @@ class RunFolder:
         return folder
 
     def keep_config(self) -> None:
-        """Takes over what ``run.json`` says of the run that is there."""
+        """Replaces the configuration by that of ``run.json``, if there is one."""
         self.config = self.read("run.json") or self.config
 
     def stage(self, name: str, config: Mapping[str, Any] | None = None) -> RunFolder:
@@ -93,7 +93,7 @@ class RunFolder:
         """Checks that the folder can be written.
 
         Raises:
-            ValueError: no name, or a file of that name.
+            ValueError: an empty name, or the name of a file.
             PermissionError: a folder that cannot be written to.
         """
         if not self.name.strip():
@@ -112,12 +112,12 @@ class RunFolder:
         again if nothing was written.
 
         Args:
-            resume: what to continue, see :meth:`checkpoint`; a run may be there.
-            overwrite: a run may be there, which :meth:`begin` removes.
+            resume: what to continue, see :meth:`checkpoint`; the folder may hold a run.
+            overwrite: the folder may hold a run, which :meth:`begin` removes.
 
         Raises:
-            ValueError: no name; a file; a run without ``resume`` or ``overwrite``; files that are
-                not a run's; the run of another command.
+            ValueError: an empty name; a file; a run without ``resume`` or ``overwrite``; files that
+                are not a run's; the run of another command.
             PermissionError: a folder that cannot be written to.
             FolderInUse: an OSError: another process writes to it.
             KeyboardInterrupt: raised in the block; its message names the newest checkpoint.
@@ -179,7 +179,7 @@ class RunFolder:
         return [p for p in entries if p != self.checkpoints or not _is_empty(p)]
 
     def holds(self, command: str) -> bool:
-        """Whether a run of this command is there."""
+        """Whether the folder has a run of this command."""
         return self._is_run() and self.read("run.json").get("command") == command
 
     def _is_run(self) -> bool:
@@ -207,8 +207,8 @@ class RunFolder:
         self._counted = (0, 0)
 
     def resume(self, checkpoint: Path | None, rows: int | None = None) -> None:
-        """Makes the files those of a run that has just written ``checkpoint``, or that has not
-        begun, if it is None. Later records and checkpoints are moved, not removed.
+        """Makes the files those of a run that has just written ``checkpoint``; None: that has not
+        begun. Later records and checkpoints are moved, not removed.
 
         Args:
             rows: the number of metrics' lines when the checkpoint was written; later ones may have
@@ -261,7 +261,7 @@ class RunFolder:
         """Replaces ``model/``.
 
         Args:
-            save: writes model, tokenizer and card to the folder that it is given.
+            save: writes model, tokenizer and card to the folder that it gets.
         """
         with new_folder(self.model) as folder:
             save(folder)
@@ -368,7 +368,7 @@ def _step_in(line: str) -> float:
 
 
 def _is_other(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a run.json has other settings, apart from where the run was started and resumed."""
+    """Whether a ``run.json`` has other settings, the folder where it was started aside."""
     one, other = ({k: v for k, v in x.items() if k != STARTED_IN} for x in (before, now))
     return bool(before) and one != other
 

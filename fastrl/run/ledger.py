@@ -71,12 +71,12 @@ class Ledger:
     """Writes the ledger of a run, one file for so many steps.
 
     A file holds whole steps, the first and the last in its name:
-    ``steps-000001-000020.parquet``. Its metadata are the versions of libraries, the machine and
-    ``facts``, what else is to be noted, as JSON, of all rows of a file.
+    ``steps-000001-000020.parquet``. Its metadata, as JSON, are the versions of libraries, the
+    machine and ``facts``, which hold for all rows of the file.
 
     Args:
         folder: the files' folder, which is made with the first file.
-        every: steps at whose multiples a file is written; those since then are in memory.
+        every: a file is written at each multiple of so many steps; steps wait in memory for it.
 
     Raises:
         ValueError: ``every`` below 1.
@@ -142,16 +142,15 @@ class Ledger:
             self._unsynced = []
 
     def supersede(self, after_step: int) -> None:
-        """Moves the steps after ``after_step`` to a folder ``superseded-N``, the first N from 1
-        that is free: whole files as they are; of a file that holds earlier steps, too, a file of
-        these stays."""
+        """Moves files with steps after ``after_step`` to a folder ``superseded-N``, N the first
+        free number. Earlier steps in such a file stay, in a new file."""
         self.flush()
         for unfinished in self.folder.glob(".steps-*"):  # left by a process that was killed
             unfinished.unlink()
         later = [file for file in _files(self.folder) if file.last > after_step]
         if not later:
             return
-        # Earlier steps first: if this is interrupted, they are there twice, and not missing.
+        # Earlier steps first: after an interruption they are in two files, and not missing.
         for file in (file for file in later if file.first <= after_step):
             facts, table = _read(file.path)
             kept = _of_steps(table, file.first, after_step)
@@ -194,11 +193,11 @@ def read_ledger(
 
     Args:
         folder: the ledger's folder.
-        columns: their names; None: all.
-        first, last: steps, both included; None: up to the last there is.
+        columns: the columns' names; None: all.
+        first, last: steps, both included; None: up to the ledger's last.
 
     Raises:
-        ValueError: a column that is not there; a file that is damaged, or of a newer fastrl.
+        ValueError: a column that no file has; a file that is damaged, or of a newer fastrl.
     """
     import pyarrow as pa
 
@@ -215,8 +214,8 @@ def read_ledger(
 
 
 def read_facts(folder: str | Path, first: int, last: int) -> list[dict[str, Any]]:
-    """What a ledger notes of all samples of some steps, "versions", "machine" and others: once for
-    each file that has some of these steps.
+    """The facts that hold for the samples of some steps, "versions", "machine" and others: a dict
+    for each file that has some of these steps.
 
     Raises:
         ValueError: a file that is damaged, or of a newer fastrl.
@@ -243,7 +242,8 @@ class _File(NamedTuple):
 
 
 def _files(folder: Path) -> list[_File]:
-    """Files by their steps, without those that another holds whole, after an interruption."""
+    """A ledger's files in the order of steps; after an interruption one may contain another's
+    steps, which is left out."""
     if not folder.is_dir():
         return []
     named = [(path, match) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]

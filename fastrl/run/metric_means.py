@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastrl.run.processes import Processes
 
-Parts = Mapping[str, tuple[Tensor, Tensor]]  # by name: a sum, and of how many numbers it is
+Parts = Mapping[str, tuple[Tensor, Tensor]]  # each metric's sum and its count of numbers
 _MEAN, _LEAST, _MOST = "mean", "least", "most"
 _SIGNS = {_LEAST: -1.0, _MOST: 1.0}
 
@@ -39,18 +39,18 @@ class _Appending(NamedTuple):
 
 
 class MetricMeans:
-    """Means and extremes since the last log. Until they are asked for they stay on the device, and
-    the processes do not wait for each other.
+    """Means and extremes since the last log. They stay on the device until :meth:`take`; the
+    processes do not wait for each other.
 
-    What is added by :meth:`add` and its kin is a mean over batches of each batch's mean over all
-    processes, as TRL logs it: each batch weighs the same, and all processes add the same names in
-    the same order. What is pooled is a mean over all numbers: each of these weighs the same, and a
-    process may have metrics that others lack.
+    A metric of :meth:`add`, :meth:`add_number` or :meth:`add_extreme` is a mean over batches of
+    each batch's mean over all processes, as TRL logs it: each batch weighs the same, and all
+    processes add the same names in the same order. A pooled metric is a mean over all numbers: each
+    number weighs the same, and a process may have metrics that others lack.
 
     Args:
-        differences: metrics that are differences, by name: the two metrics whose batch means they
-            are of.
-        pools: whether all of it is pooled, as in an evaluation, whose last batch may be smaller.
+        differences: for each metric that is a difference the two metrics that are subtracted, batch
+            by batch.
+        pools: pool all metrics, as in an evaluation, whose last batch may be smaller.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MetricMeans:
         """Adds a batch's sums with their counts; a count of 0 where the batch has none.
 
         Args:
-            of_none: the mean where no process has any; with None the batch is left out.
+            of_none: the mean where no process has numbers; None leaves the batch out.
         """
         if self.pools:
             self.pool(parts, of_none=of_none)
@@ -138,7 +138,7 @@ class MetricMeans:
         return summed
 
     def take(self, processes: Processes, sem_of: Sequence[str] = ()) -> dict[str, float | None]:
-        """The means since the last call; None of those that no batch has.
+        """The means since the last call; None for a metric without a number.
 
         Args:
             sem_of: names of metrics pooled by their values that get a standard error, too, as
@@ -176,7 +176,7 @@ class MetricMeans:
         self._pooled, self._totals = dict(pooled), dict(totals)
 
     def state(self) -> dict[str, Any]:
-        """A tree of tensors and plain values."""
+        """The numbers so far, as a tree for a checkpoint."""
         rows = [[list(x.head.names), *x.head[1:], x.table.cpu()] for x in self._every()]
         return {"rows": rows, "totals": self._counted()}
 
@@ -192,8 +192,8 @@ class MetricMeans:
 
     @staticmethod
     def of_others(states: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
-        """The state of each of ``count`` processes that go on with what others had: of the pooled
-        an equal share, and not the means of batches since the last log."""
+        """The state of each of ``count`` processes that resume from the states of others: an equal
+        share of what was pooled; means of batches since the last log are dropped."""
         total = MetricMeans()
         for state in states:
             process = MetricMeans()
@@ -230,7 +230,7 @@ class MetricMeans:
 
 
 def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """A part of numbers [n], for :meth:`MetricMeans.add`."""
+    """The sum and count of numbers [n], for :meth:`MetricMeans.add`."""
     values = values.detach().float()
     return values.sum(), torch.full((), float(len(values)), device=values.device)
 

@@ -1,4 +1,4 @@
-"""The policy of a trainer by TRL's arguments: its model, tokenizer and adapter."""
+"""The policy of a trainer with TRL's arguments: its model, tokenizer and adapter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ON_HEAD = "an adapter on lm_head is not supported: leave 'lm_head' out of targe
 
 
 def loaded(model: Any, args: Any, quantization_config: Any = None) -> Any:
-    """A model; of a path the one that is saved there.
+    """The model, or the one that is saved at a path.
 
     Raises:
-        ValueError: a ``quantization_config`` for a model that is loaded already, or two of them.
+        ValueError: a ``quantization_config`` for a model that is loaded already, or in two places.
     """
     if not is_path(model):
         if quantization_config is not None:
@@ -57,7 +57,7 @@ def settle_tokens(model: Any, tokenizer: Any, args: Any, adapts: bool) -> None:
     """Tells a model of the tokenizer's tokens.
 
     Args:
-        adapts: only an adapter is trained.
+        adapts: whether only an adapter is trained.
     """
     settle_model(model, tokenizer, args, adapts)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
@@ -77,7 +77,7 @@ def loaded_causal(model: Any, args: Any, quantization_config: Any) -> Any:
     """Loads a causal language model, as :func:`loaded` does.
 
     Raises:
-        ValueError: another kind of model, too.
+        ValueError: a model that is no causal language model; what :func:`loaded` refuses.
     """
     if args.model_init_kwargs and not is_path(model):
         warnings.warn("the model is loaded already: model_init_kwargs change nothing", stacklevel=4)
@@ -95,7 +95,7 @@ def adapted_policy(model: Any, tokenizer: Any, peft_config: Any, args: Any) -> A
     and without dropout if that is disabled.
 
     Raises:
-        ValueError: an adapter on the head; nothing that is trained.
+        ValueError: an adapter on the head; a model without a trainable weight.
     """
     adapts = peft_config is not None or hasattr(model, "peft_config")
     settle_tokens(model, tokenizer, args, adapts)
