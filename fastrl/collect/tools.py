@@ -26,8 +26,8 @@ from fastrl.data.tool_calls import ToolChat
 from fastrl.rewards.calls import EventLoop, await_within
 from fastrl.samples import Samples, ToolCalls
 
-# Of the prompts, which responses they belong to, the number of the turn, and the most new tokens of
-# each; None: what the trainer's settings say.
+# Samples responses, from the prompts, the numbers of their responses, the number of the turn, and
+# the most new tokens of each; None: what the trainer's settings say.
 Sample = Callable[[list[Tensor], list[int], int, list[int] | None], Samples]
 
 
@@ -35,12 +35,12 @@ class Toolbox:
     """Tools by name.
 
     Args:
-        functions: with type hints, and a docstring in Google's format that describes them and each
-            of their arguments; ``async def`` too.
+        functions: functions with type hints and a docstring in Google's format that describes them
+            and their arguments; ``async def`` too.
 
     Attributes:
         functions: the functions by name.
-        schemas: as chat templates take them.
+        schemas: the functions' JSON schemas, as chat templates take them.
 
     Raises:
         TypeError: something that is no function.
@@ -63,7 +63,7 @@ class Toolbox:
             self.schemas.append(_schema(name, function))
 
     def of(self, owner: Any, names: Iterable[str]) -> Toolbox:
-        """The same with the methods of another object, by their names."""
+        """These tools, with those called ``names`` taken from ``owner``, an object with methods."""
         box = Toolbox(())
         box.functions = {**self.functions, **{name: getattr(owner, name) for name in names}}
         box.schemas = self.schemas
@@ -81,13 +81,13 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def check_chats(rows: Any) -> None:
-    """Warns of a column ``tools``, in whose place the prompts have the tools that can be called.
+    """Warns of a column ``tools``, which is not read: prompts get the tools that can be called.
 
     Args:
-        rows: a data set, of which the first row is looked at unless it is a stream.
+        rows: a data set; unless it is a stream its first row is checked.
 
     Raises:
-        ValueError: its prompts are texts.
+        ValueError: the first row's prompt is a text.
     """
     warn_of_schemas(getattr(rows, "column_names", None) or ())
     prompt = rows[0].get("prompt") if isinstance(rows, Dataset) and len(rows) else None
@@ -108,11 +108,11 @@ def warn_of_schemas(columns: Iterable[str]) -> None:
 
 
 def outcomes(calls: Sequence[Callable[[], Any]], loop: Callable[[], EventLoop]) -> list[Any]:
-    """What functions without arguments return, or the exceptions that they raise: one after the
-    other, and then the coroutines among their results at the same time.
+    """The results, or exceptions, of functions without arguments: they run one after the other, and
+    then the coroutines among their results at the same time.
 
     Args:
-        loop: makes the event loop for these.
+        loop: makes the event loop for coroutines.
     """
     results: list[Any] = []
     for call in calls:
@@ -171,15 +171,15 @@ class _Conversation:
 
 
 class ToolLoop:
-    """Turns of a conversation: the policy writes, the tools that it calls run, their results stand
-    behind what it wrote, and it writes on; until it calls none, or a limit is reached.
+    """Turns of a conversation: the policy writes, the tools that it calls run, their results follow
+    the policy's text, and it writes on, until it calls none, or a limit is reached.
 
     A result that leaves no room for an answer is left out, with all of its turn. The tools of a
     turn run one after the other, but for coroutines, which run at the same time. What a tool raises
     is its result, as {'error': text}. A call that cannot be read ends a response.
 
     Args:
-        event_loop: makes the one that coroutines run on.
+        event_loop: makes the event loop that coroutines run on.
         most_turns: how often a response may call tools; None: any number.
         most_tokens: the length of a response, the tools' results included.
         context: positions of the model; None: any number.
@@ -208,13 +208,13 @@ class ToolLoop:
         boxes: Sequence[Toolbox],
         templates: Sequence[Mapping[str, Any]] = (),
     ) -> Samples:
-        """Responses with what tools said in between: log-probs are 0 at tools' tokens, the finish
+        """Responses with tools' results in between: log-probs are 0 at tools' tokens, the finish
         reasons are those of the last turns, and calls fail that are unreadable, unknown or raise.
 
         Args:
             prompts: chats.
-            boxes: the tools of each, in the place of a column ``tools``.
-            templates: further arguments of the chat template for each; by default the chat's.
+            boxes: the tools of each prompt, in place of a column ``tools``.
+            templates: further arguments of the chat template, by prompt; by default the chat's.
 
         Raises:
             ValueError: a prompt that is no chat.
@@ -273,14 +273,14 @@ class ToolLoop:
         return _Conversation(ids, box, options)
 
     def _room(self, talk: _Conversation) -> int:
-        """How many tokens may follow."""
+        """How many more tokens the response may have."""
         room = self.most_tokens - len(talk.ids)
         if self.context is not None:
             room = min(room, self.context - len(talk.prompt) - len(talk.ids))
         return room
 
     def _add(self, talks: Sequence[_Conversation], output: Samples) -> bool:
-        """Adds what was sampled, and returns whether its log-probs are known."""
+        """Adds sampled responses, and returns whether their log-probs are known."""
         logprobs = output.logprobs_at(self.temperature)
         for i, (talk, response) in enumerate(zip(talks, output.sequences, strict=True)):
             ids, prompt = response.tolist(), talk.sequence.tolist()
@@ -291,7 +291,7 @@ class ToolLoop:
         return logprobs is not None
 
     def _run(self, talks: Sequence[_Conversation]) -> list[list[dict[str, Any]]]:
-        """A message of the role tool for each call."""
+        """Runs the calls of the latest messages; a message of the role tool for each."""
         asked = [(talk, call) for talk in talks for call in talk.calls]
         calls = [functools.partial(_call, talk.box, call) for talk, call in asked]
         results = iter(outcomes(calls, self.event_loop))
@@ -308,10 +308,10 @@ class ToolLoop:
 
 
 def _call(box: Toolbox, call: Mapping[str, Any]) -> Any:
-    """Runs a tool; the coroutine of an ``async def``.
+    """Runs a tool, and returns its result, or the coroutine of an ``async def``.
 
     Raises:
-        ValueError: there is none of that name, or the arguments are no dict.
+        ValueError: no tool of that name, or arguments that are no dict.
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if call["type"] != "function":
@@ -324,7 +324,7 @@ def _call(box: Toolbox, call: Mapping[str, Any]) -> Any:
 
 
 def _text(name: str, result: Any) -> str:
-    """A result as text; the texts of a list of content blocks.
+    """A tool's result as text; of a list of content blocks their joined texts.
 
     Raises:
         ValueError: content blocks of another kind, as images.

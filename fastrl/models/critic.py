@@ -32,7 +32,7 @@ class Critic(nn.Module):
     Raises:
         TypeError: another kind of model.
         ValueError: more labels than one, a head that does not score each token, an encoder whose
-            attention is bidirectional, nothing that can be trained.
+            attention is bidirectional, no trainable weight.
     """
 
     is_encoder_decoder = False
@@ -59,8 +59,8 @@ class Critic(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike, **options: Any) -> Critic:
-        """Loads a reward model, a critic that was saved, or a language model, which gets a new
-        head. An adapter of the first two is loaded on its base.
+        """Loads a reward model, a saved critic, or a language model, which gets a new head. An
+        adapter of a reward model or critic is loaded on its base.
 
         Args:
             options: options of transformers' ``from_pretrained``; weights are fp32 unless ``dtype``
@@ -83,8 +83,7 @@ class Critic(nn.Module):
 
         Args:
             attention: the attention to use in place of the model's own, such as a packed row's.
-            routing: the routing of a policy's experts; not read.
-            boundary: the output of layers that a policy shares with its reference; not read.
+            routing, boundary: a policy's, as :class:`PreTrainedModelWrapper` takes them; not read.
         """
         hidden: list[Tensor] = []
         head: Any = score_head(self.pretrained_model)

@@ -73,8 +73,8 @@ class PreTrainedModelWrapper(nn.Module):
     """A Hugging Face language model (``.pretrained_model``) with a value head (``.v_head``, None in
     classes without one).
 
-    A checkpoint is that of the language model, with the value head beside it in a file of its own;
-    those of TRL 0.11, which has ``v_head.summary.*`` among the weights, load too. The names in
+    A checkpoint is that of the language model, with the value head beside it in another file;
+    TRL 0.11's checkpoints, with ``v_head.summary.*`` among the weights, load too. The names in
     ``state_dict()`` are TRL's; ``load_state_dict()`` also takes those of ``named_parameters()``
     (``pretrained_model.*``).
 
@@ -93,7 +93,7 @@ class PreTrainedModelWrapper(nn.Module):
     transformers_parent_class: Any
     is_encoder_decoder: bool
     has_values = True  # whether the class puts a value head on its models
-    for_the_other_kind: str  # a remedy for models with or without an encoder
+    for_the_other_kind: str  # what to do with a model with, or without, an encoder
     # Usual names of an LM head, as TRL lists them; here heads are found by get_output_embeddings().
     lm_head_namings: tuple[str, ...] = ("lm_head", "embed_out", "output_layer")
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
@@ -145,10 +145,9 @@ class PreTrainedModelWrapper(nn.Module):
             peft_config: puts a new adapter on the model; a quantised model is prepared for it.
             reward_adapter: a directory (a run's too) or Hub id of a sequence-classification adapter
                 on the same base, for :meth:`compute_reward_score`. It is neither trained nor saved.
-            is_trainable: whether a loaded adapter is trained on. PPOTrainer refuses one that is
-                not.
-            kwargs: arguments of the value head (see the class); the rest goes to
-                transformers' ``from_pretrained``, such as ``quantization_config`` for a base in
+            is_trainable: whether a loaded adapter is trained further. PPOTrainer refuses others.
+            kwargs: arguments of the value head (see the class), and of transformers'
+                ``from_pretrained``, such as ``quantization_config`` for a base in
                 four bits. Weights load in fp32 unless ``dtype`` says otherwise, and from
                 safetensors only: no pickle is read.
 
@@ -199,7 +198,7 @@ class PreTrainedModelWrapper(nn.Module):
         routing: Routing | None = None,
         **kwargs: Any,
     ) -> tuple | TokenScores:
-        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those requested.
+        """Logits, loss and values of all tokens; with ``scoring``, scores of the requested tokens.
 
         Args:
             boundary: [B, T, H], the trunk's output for these tokens, whose layers then do not run.
@@ -300,7 +299,7 @@ class PreTrainedModelWrapper(nn.Module):
 
     @property
     def saved_adapters(self) -> list[str]:
-        """Names of the adapters that are saved: not those of a reference model and of a reward."""
+        """Names of the adapters that are saved: all but a reference model's and a reward's."""
         held = getattr(self.pretrained_model, "peft_config", {})
         return [name for name in held if name not in NOT_TRAINED]
 
@@ -332,18 +331,18 @@ class PreTrainedModelWrapper(nn.Module):
     def save_pretrained(
         self, save_directory: str | os.PathLike, state_dict: dict | None = None, **kwargs: Any
     ) -> None:
-        """Saves a checkpoint of which transformers, PEFT and vLLM load the language model or the
-        adapter, and this class the value head too, from ``value_head.safetensors``.
+        """Saves a checkpoint. transformers, PEFT and vLLM load the language model or the adapter
+        from it, this class also the value head, from ``value_head.safetensors``.
 
-        TRL 0.11 does not know that file, and would start with a new value head, without a word:
-        there, pass its weights to the loaded model by
+        TRL 0.11 does not read that file, and starts with a new value head without a warning: with
+        it, pass the file's weights to the loaded model by
         ``model.post_init(safetensors.torch.load_file("folder/value_head.safetensors"))``.
 
         Args:
-            state_dict: this model's own, where it had to be gathered from several devices; named as
-                in ``state_dict()`` or as in ``named_parameters()``.
-            kwargs: arguments of transformers' or PEFT's ``save_pretrained``; with
-                ``push_to_hub=True`` those of :meth:`push_to_hub`, which is called at the end.
+            state_dict: this model's state, where it had to be gathered from several devices; names
+                are those of ``state_dict()`` or of ``named_parameters()``.
+            kwargs: arguments of transformers' or PEFT's ``save_pretrained``, and with
+                ``push_to_hub=True`` of :meth:`push_to_hub`, which is called at the end.
         """
         folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
         push = kwargs.pop("push_to_hub", False) and {
@@ -402,8 +401,8 @@ def _initialise(head: ValueHead, strategy: str | None, spread: float) -> None:
 def read_value_head(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
     """The value head's weights in a checkpoint; {} where it has none.
 
-    TRL 0.11 has them among the language model's, and so had fastrl before it wrote a file of their
-    own, which is read in their place.
+    They are read from ``value_head.safetensors``, else from among the language model's weights,
+    where TRL 0.11 and earlier versions of fastrl wrote them.
     """
     weights: dict[str, Tensor] = {}
     for file in _head_files(path, options):
@@ -415,7 +414,7 @@ def read_value_head(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def with_value_head(model: Any, head: dict[str, Tensor]) -> PreTrainedModelWrapper:
-    """A language model with the weights of a value head, from :func:`read_value_head`."""
+    """A language model with a value head of the weights that :func:`read_value_head` returned."""
     decodes = not getattr(model.config, "is_encoder_decoder", False)
     kind = AutoModelForCausalLMWithValueHead if decodes else AutoModelForSeq2SeqLMWithValueHead
     wrapped = kind(model)
@@ -425,7 +424,7 @@ def with_value_head(model: Any, head: dict[str, Tensor]) -> PreTrainedModelWrapp
 
 
 def _head_files(path: str, options: dict[str, Any]) -> Iterator[str]:
-    """The files that hold a value head, or may."""
+    """The files that hold a value head, or may hold one."""
     whole = find_file(path, HEAD_NAME, options) or find_file(path, WEIGHTS_NAME, options)
     if whole is not None:
         yield whole
@@ -440,15 +439,15 @@ def _head_files(path: str, options: dict[str, Any]) -> Iterator[str]:
             yield file
 
 
-# State dict names are the language model's own, as in TRL 0.11 (transformer.wte.weight), beside
+# A state dict's names are the language model's, as in TRL 0.11 (transformer.wte.weight), beside
 # v_head.* and reward.*; load_state_dict() also takes module names
-# (pretrained_model.transformer.wte.weight). Inside of another module, such as FSDP, DDP or a user's
-# own, they are module names: sharded weights are gathered by their path.
+# (pretrained_model.transformer.wte.weight). Within another module, such as FSDP, DDP or a user's,
+# a state dict's names are module names: sharded weights are gathered by their path.
 
 
 def _split_state(state: dict[str, Any], prefixes: tuple[str, ...]) -> tuple[dict, dict]:
-    """The language model's entries by its own names, and those of the wrapper, which begin with
-    ``prefixes``; from a state dict with either naming."""
+    """The language model's entries of a state dict, by the model's names, and the wrapper's, which
+    begin with ``prefixes``; the state dict may use either naming."""
     of_wrapper = {name: x for name, x in state.items() if name.startswith(prefixes)}
     of_model = {
         name.removeprefix(LANGUAGE_MODEL): x for name, x in state.items() if name not in of_wrapper
@@ -466,7 +465,7 @@ def _shorten(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: A
     if prefix or module.names_by_path or _is_sharded(module):
         return
     entries = list(state.items())
-    state.clear()  # in place, and in the same order
+    state.clear()  # the dict stays, and its order
     state.update((name.removeprefix(LANGUAGE_MODEL), x) for name, x in entries)
 
 
@@ -478,7 +477,7 @@ def _lengthen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
 
 
 def _shorten_missing(module: nn.Module, incompatible: Any) -> None:
-    """Names missing and unexpected weights as the state dict does."""
+    """Renames missing and unexpected weights as :func:`_shorten` renames a state dict's."""
     if _is_sharded(module):
         return
     for names in incompatible:
@@ -512,8 +511,8 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
 
 class CausalLMPolicy(PreTrainedModelWrapper):
-    """Any Hugging Face causal LM (``.pretrained_model``) for trainers that learn no values: with
-    baselines from groups, or from preferences.
+    """Any Hugging Face causal LM (``.pretrained_model``) for trainers that learn no values: those
+    with groups' baselines, or preferences.
 
     Every value is 0. Checkpoints are the language model's own; arguments and errors are those of
     :class:`PreTrainedModelWrapper`.

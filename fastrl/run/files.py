@@ -42,7 +42,7 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = False) -> None:
 
 
 def write_files(folder: Path, contents: Mapping[str, str]) -> None:
-    """Writes files by their paths in a folder, with the folders that these need."""
+    """Writes files by their paths in a folder; folders in the paths are made."""
     for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +50,8 @@ def write_files(folder: Path, contents: Mapping[str, str]) -> None:
 
 
 def cache_file(path: Path, content: bytes) -> None:
-    """Writes a file that saves time alone, with its folder; where it cannot be written, there is no
-    file. Several processes may write the same file."""
+    """Writes a file that only saves time, and its folder; where that fails there is no file.
+    Several processes may write the same file."""
     unfinished = path.with_name(f"{path.stem}-{os.getpid()}{path.suffix}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,13 +61,13 @@ def cache_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """An empty folder of the same name elsewhere, which takes the place of ``path`` at the end of
-    the block; by then the disk has all of it. It is removed after an exception. Ctrl-C and SIGTERM
-    wait for it."""
+    """Context with an empty folder elsewhere, which takes the place of ``path`` at the end; by then
+    the disk has all of it. After an exception it is removed. Ctrl-C and SIGTERM wait for the end of
+    the block."""
     new = part_of(path)
-    around = new.parent
+    holder = new.parent
     with uninterrupted():
-        shutil.rmtree(around, ignore_errors=True)
+        shutil.rmtree(holder, ignore_errors=True)
         new.mkdir(parents=True)
         try:
             yield new
@@ -80,11 +80,11 @@ def new_folder(path: Path) -> Iterator[Path]:
                 new.rename(path)
             sync_file(path.parent)
         finally:
-            shutil.rmtree(around, ignore_errors=True)
+            shutil.rmtree(holder, ignore_errors=True)
 
 
 def part_of(path: Path) -> Path:
-    """The place at which :func:`new_folder` writes the folder that is to be ``path``."""
+    """Where :func:`new_folder` writes the folder before it becomes ``path``."""
     return path.with_name(f".saving-{path.name}") / path.name
 
 
@@ -108,7 +108,7 @@ def remove_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Waits until the disk has a file, or a folder's list of names, where it can sync those."""
+    """Waits until the disk has a file, or a folder's list of names if its system can sync that."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -121,8 +121,7 @@ def sync_file(path: Path) -> None:
 
 
 def lacks_function(error: OSError) -> bool:
-    """Whether a file system says that it does not have a function, as Lustre, NFS and those in user
-    space (FUSE) may."""
+    """Whether an error says that the file system lacks a function, as Lustre, NFS and FUSE may."""
     return error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
 

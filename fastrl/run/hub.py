@@ -21,7 +21,7 @@ _OF_UPLOAD = (
     "delete_patterns",
 )
 OPTIONS = (*_OF_REPOSITORY, *_OF_UPLOAD)
-# What a trainer keeps in a folder beside its model: texts of its data and of the policy
+# Files that a trainer keeps in a folder beside its model: texts of its data and of the policy
 # (tables, reports), the state and the logs of the run, pickles, hidden files.
 _NOT_UPLOADED = (
     "completions", "ledger", "*.parquet", "*.jsonl", "report.html", "report.png",

@@ -1,4 +1,4 @@
-"""Objects as bytes for another process of the run, with the elements of their tensors alone."""
+"""Objects as bytes for another process of the run; of tensors only the elements are sent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WHOLE = (torch.int8, torch.int16, torch.int32)  # narrower than int64, which id
 def parcel(value: Any) -> Tensor:
     """A picklable value as uint8 [n], on the host.
 
-    All tensors of a dtype are one flat array: a pickle of its own would be some hundred bytes for
-    each, and would hold the storage that a view is of, once for each view. int64 travels as
-    narrow as its numbers allow.
+    All tensors of a dtype are one flat array: a tensor's own pickle would be some hundred bytes
+    longer, and of a view it would hold the whole storage. int64 is sent in the narrowest dtype that
+    holds its numbers.
     """
     pickler = _Pickler()
     pickler.dump(value)
@@ -49,7 +49,7 @@ def opened(data: Tensor) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and keeps them by their dtype."""
+    """Pickles all but tensors, which it collects by their dtype."""
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
@@ -84,7 +84,7 @@ def _narrowed(x: Tensor) -> Tensor:
 
 
 def _shapes(tensors: list[Tensor]) -> Any:
-    """Lengths as an array where all are 1-D, which most are; else a list of shapes."""
+    """The tensors' lengths as an array where all are 1-D, as most are; else a list of shapes."""
     if all(x.dim() == 1 for x in tensors):
         return np.array([len(x) for x in tensors], np.int32)
     return [tuple(x.shape) for x in tensors]

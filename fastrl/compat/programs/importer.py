@@ -22,11 +22,11 @@ from fastrl.compat.programs.names import (
 
 
 class TRLImporter(MetaPathFinder, Loader):
-    """Finds ``trl`` and its submodules, whose names are fastrl's, looked up when they are asked
-    for, whether TRL is installed or not. It has no say in any other import.
+    """Finds ``trl`` and its submodules, whether TRL is installed or not; their attributes are
+    fastrl's, looked up when they are read. It finds no other module.
 
     Args:
-        renamed: names of TRL that mean another name here, and that name.
+        renamed: fastrl's name for names of TRL that it calls otherwise.
     """
 
     def __init__(self, renamed: Mapping[str, str]):
@@ -69,7 +69,7 @@ def importing_fastrl(renamed: Mapping[str, str]) -> Iterator[None]:
     """Context in which ``import trl`` is fastrl; modules imported before come back behind it.
 
     Args:
-        renamed: names of TRL that mean another name here, and that name.
+        renamed: see :class:`TRLImporter`.
     """
     before = {name: x for name, x in sys.modules.items() if name.partition(".")[0] == "trl"}
     for name in before:

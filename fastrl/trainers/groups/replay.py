@@ -1,4 +1,4 @@
-"""Responses of a GRPOTrainer's or RLOOTrainer's past, drawn again."""
+"""Draws responses of a GRPOTrainer's or RLOOTrainer's earlier generation again."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Repla
         generation: the generation's number, from 1.
 
     Raises:
-        ValueError: a generation that the ledger does not have, or one between it and the
-            checkpoint; responses that others than the policy wrote; a trainer of other settings or
-            of several processes.
+        ValueError: the ledger lacks this generation, or one between it and the checkpoint;
+            responses that the policy did not write; a trainer with other settings, or of several
+            processes.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
     return _GenerationWalk(trainer, output, generation).replay()
@@ -63,7 +63,7 @@ class _GenerationWalk(LoopWalk):
         return self._recorded(asked.prompts, rows)
 
     def resampled(self, samples: Samples, *_: Any) -> tuple[Samples, dict, dict]:
-        """The ledger has what was drawn in the end."""
+        """The samples, as they are: the ledger has only those that were drawn in the end."""
         return samples, {}, {}
 
     def _recorded(self, prompts: Samples, rows: Sequence[dict[str, Any]]) -> Samples:

@@ -61,16 +61,16 @@ _FREE = frozenset(
 
 
 class TrainerState:
-    """All that a later step of a ``PPOTrainer`` depends on, of the objects that it is given.
+    """Reads and restores all that a later step of a ``PPOTrainer`` depends on.
 
-    What is frozen, and the reference, are not in it, unless the reference follows the policy: a run
-    resumes with a trainer that is made from the same model. Their checksums are.
+    Frozen weights and a reference that does not follow the policy are not in the state, but their
+    checksums are: a run resumes with a trainer that is made from the same model.
 
     Args:
-        policy: without wrappers.
+        policy: the policy without wrappers.
 
     Attributes:
-        step: steps that are complete.
+        step: the number of complete steps.
         streams: the orders of prompts, by the prompts' fingerprint.
         best_mean_score: the best mean score of the steps whose model was sent to the Hub.
     """
@@ -158,17 +158,17 @@ class TrainerState:
 
     @cached_property
     def own_code(self) -> dict[str, str]:
-        """Hashes of users' functions by which it learns, as they were when it was made."""
+        """Hashes of users' losses and advantages, as they were when this object was made."""
         return identities_of(own_functions(self.config.policy_loss, self.config.advantage))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a run that resumes with other ones gets a warning of."""
+        """Settings; a run that resumes with other ones gets a warning."""
         return {**deciding(self.config.to_dict()), **self.own_code}
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What must be the same in the run that resumes."""
+        """Facts that must be the same in the run that resumes."""
         reference = {} if self._reference_moves else self.reference.own_weights()
         critic = {} if self.critic is None else {"critic": self.critic.identity()}
         return {
@@ -192,8 +192,8 @@ class TrainerState:
             )
 
     def _restore_random_state(self, count: int, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restores this process's random state, from which reward functions may draw; that of the
-        main one where there were others, or only that is known.
+        """Restores this process's random state, from which reward functions may draw; the main
+        process's where the number of processes has changed, or not all states are known.
 
         Args:
             count: the number of processes of the checkpoint's run.
@@ -214,7 +214,7 @@ class TrainerState:
 
     @property
     def _micro_batches(self) -> list[MicroBatches]:
-        """Sizes that are smaller where memory ran out."""
+        """The sizes of micro-batches, which are halved where memory runs out."""
         gradients = [learner.gradient for learner in self.update.learners]
         return [self.scorer.slices, *(each.micro_batches for each in gradients)]
 
@@ -238,7 +238,7 @@ class TrainerState:
             raise BadCheckpoint(
                 f"resume: the checkpoint's run had {had} lr_scheduler: make the trainer alike"
             )
-        # An optimizer keeps some of its arguments with its state, and others not.
+        # Some of an optimizer's arguments are not in its state.
         current = {"optim": self.config.optim, "optim_args": self.config.optim_args}
         for name, now in current.items():
             before = state["config"].get(name, PPOConfig.__dataclass_fields__[name].default)
@@ -267,7 +267,7 @@ def _processes_of(state: Mapping[str, Any]) -> int:
 
 
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``PPOConfig.to_dict`` that decide what is computed, as JSON has them."""
+    """The settings of ``PPOConfig.to_dict`` that decide what is computed, as JSON values."""
     kept = {k: v for k, v in settings.items() if k.split("/")[0] not in _FREE}
     for name in ("batch_size", "mini_batch_size", "backward_batch_size"):  # over all processes
         kept[name] = settings[name] * (kept["world_size"] or 1)
@@ -279,7 +279,7 @@ def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apply_changed_settings(state: TrainerState, before: Mapping[str, Any]) -> None:
-    """Warns of settings that are not those of the checkpoint, and sets a new learning rate."""
+    """Warns of settings that differ from the checkpoint's, and sets a new learning rate."""
     changed = warn_of_changed_settings(before, state.settings)
     if "learning_rate" in changed and state.lr_scheduler is None:
         set_learning_rate(state.optimizer, state.config.learning_rate)
