@@ -31,12 +31,12 @@ class Era(NamedTuple):
     """A setting that today's configurations do not declare.
 
     Attributes:
-        kind: RENAMED: ``today`` has its value; KEPT: honoured under this name, though no flag of
-            today's; IDLE: there is nothing that it could change; REFUSED: but for ``default``.
-        today: the setting of today, or what stands in its place.
-        default: the value that it had where nobody set it.
-        value: what today's setting becomes, from the old one's value and today's settings; None:
-            nothing is set.
+        kind: RENAMED: ``today`` gets its value; KEPT: honoured under this name, without a flag of
+            it; IDLE: it changes nothing; REFUSED: an error, unless it is ``default``.
+        today: the setting of today, or in words what to use in its place.
+        default: its default in other versions.
+        value: makes today's value from the old one and today's settings; a result of None sets
+            nothing.
     """
 
     kind: str
@@ -55,7 +55,7 @@ def _renamed(today: str, default: Any = None, value: Any = None) -> Era:
 
 
 def _warmup(ratio: float, settings: Mapping[str, Any]) -> Any:
-    return None if settings.get("warmup_steps") else ratio  # steps came first, as they do now
+    return None if settings.get("warmup_steps") else ratio  # warmup_steps has precedence
 
 
 def _tensorboard(folder: str, settings: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ def _tensorboard(folder: str, settings: Mapping[str, Any]) -> None:
 
 
 def _liger(wanted: bool, settings: Mapping[str, Any]) -> bool:
-    """Liger's layers, where they are installed; losses are in chunks of the LM head without."""
+    """Whether to use Liger's layers: where they are installed. Losses need none of its kernels."""
     return bool(wanted) and importlib.util.find_spec("liger_kernel") is not None
 
 
@@ -191,7 +191,7 @@ MODEL: dict[str, Era] = {
 }
 
 
-ERAS: dict[str, dict[str, Era]] = {  # by the names of configurations
+ERAS: dict[str, dict[str, Era]] = {  # by configuration, then by setting
     "TrainingArguments": TRAINING,  # transformers', under `fastrl run-trl`
     "SFTConfig": SFT,
     "RewardConfig": TRAINING,
@@ -218,12 +218,12 @@ MASTERS = (
     "master_weights=True (TRL 1.16: none): of bfloat16 and float16 weights, float32 masters and "
     "moments are kept, with AdamW 12 bytes a weight in place of 4; False loses small steps"
 )
-_THEIRS: dict[type, dict[str, Any]] = {}  # TRL's defaults, in the place of ours
+_THEIRS: dict[type, dict[str, Any]] = {}  # TRL's defaults, where a program for TRL runs
 _OURS = ("fastrl", "transformers")
 
 
 def other_defaults(config: Any) -> str:
-    """A line about settings that have our default, where TRL 1.16 has another; "" without one."""
+    """A line about settings with fastrl's default where TRL 1.16's differs; "" without any."""
     kind = base_of(type(config))
     if kind is None or kind in _THEIRS or kind.__name__ not in DEFAULTS:
         return ""
@@ -242,14 +242,14 @@ def other_defaults(config: Any) -> str:
 
 @contextmanager
 def with_defaults_of_trl(configs: Sequence[type]) -> Iterator[None]:
-    """Context with TRL 1.16's defaults of configurations, of flags and subclasses made in it,
-    too."""
+    """Context in which configurations have TRL 1.16's defaults, also flags and subclasses that are
+    made in it."""
     with ExitStack() as back:
         for config in configs:
             fields: dict[str, Any] = config.__dataclass_fields__  # type: ignore[attr-defined]
             for name, value in DEFAULTS[config.__name__].items():
-                # A field is one object of a class and its bases. Of flags that mean True alone,
-                # parsers know that by this default.
+                # A class and its bases share a field's object. A flag without a value is known to
+                # parsers by its default.
                 mine = copy.copy(fields[name])
                 mine.default, mine.metadata = value, {"help": mine.metadata["help"]}
                 back.callback(fields.__setitem__, name, fields[name])
@@ -266,8 +266,8 @@ def serves_a_program() -> bool:
 
 
 def base_of(config: type) -> type | None:
-    """The class of fastrl's or transformers' that has its name in :data:`ERAS`, of a class of
-    configurations: itself or one that it derives from."""
+    """The first class among a configuration's class and its bases that is fastrl's or transformers'
+    and has an entry in :data:`ERAS`; None without one."""
     mine = (x for x in config.__mro__ if x.__module__.partition(".")[0] in _OURS)
     return next((x for x in mine if x.__name__ in ERAS), None)
 
@@ -277,14 +277,14 @@ def _name_of(config: type) -> str:
 
 
 def eras_of(config: type) -> dict[str, Era]:
-    """What a class of configurations takes beside its fields."""
+    """The settings of other versions that a class of configurations takes beside its fields."""
     base = base_of(config)
     return {} if base is None else ERAS[base.__name__]
 
 
 def fields_added_to(config: type) -> set[str]:
-    """The settings that a class of configurations declares itself, beside or in the place of
-    fastrl's or transformers'; all of a class that derives from none of theirs."""
+    """The settings that a class of configurations declares beside, or in place of, those of its
+    :func:`base_of`; all settings without such a base."""
     base = base_of(config)
     base_fields = {} if base is None else base.__dataclass_fields__  # type: ignore[attr-defined]
     fields = dataclasses.fields(config)
@@ -292,17 +292,17 @@ def fields_added_to(config: type) -> set[str]:
 
 
 class OfEveryEra(type):
-    """The metaclass of configurations, which take settings by other versions' names: as keywords,
-    since a field would be a flag, and a program may have a flag of that name itself."""
+    """The metaclass of configurations that take settings by other versions' names. They are
+    keywords: a field would be a flag, and a program may have its own flag of that name."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        # A class has its __init__ in its body, dataclass() sets the one that it writes.
+        # dataclass() sets the __init__ that it has written; one in a class's body is not set.
         super().__setattr__(name, of_every_era(cls, value) if name == "__init__" else value)
 
 
 def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]:
-    """The ``__init__`` that dataclass() wrote for a class of configurations, with settings of other
-    versions, from wherever it is called: the class, or ``super()`` in a subclass's own."""
+    """The ``__init__`` that dataclass() wrote for a class of configurations, which then takes other
+    versions' settings, also where a subclass's ``__init__`` calls it by ``super()``."""
     taken = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -318,7 +318,7 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
             for name in fields_added_to(kind)
             if name in all_eras and all_eras[name].today != name
         }
-        # A subclass's own field of another version's name keeps its value, and has its effect.
+        # A subclass's own field under another version's name keeps its value, and has its effect.
         own_fields = {
             name: keywords.get(name, field.default)
             for name, field in fields.items()
@@ -337,8 +337,8 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
 
 
 def _check_names(config: type, taken: Collection[str], settings: Mapping[str, Any]) -> None:
-    """Raises TypeError for a setting that no version has, and ValueError for two values, by an old
-    name and today's. ``taken``: the names that the configuration's ``__init__`` has."""
+    """Raises TypeError for a setting that no version has, and ValueError for two values of one, by
+    its old name and today's; ``taken`` are the names of the ``__init__``'s arguments."""
     eras, shown = eras_of(config), _name_of(config)
     for name, value in settings.items():
         era = eras.get(name)
@@ -359,13 +359,13 @@ def _check_names(config: type, taken: Collection[str], settings: Mapping[str, An
 def todays(
     config: type, settings: Mapping[str, Any], eras: Mapping[str, Era] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings by today's names, and those that are kept under their own.
+    """Settings by today's names, and those that are kept under their old names.
 
     Args:
-        eras: what became of the others; by default as of the class.
+        eras: the settings of other versions; by default those of the class.
 
     Raises:
-        ValueError: one that is not honoured, named with what to do.
+        ValueError: a setting that is not honoured; says what to do.
     """
     eras = eras_of(config) if eras is None else eras
     old = {name: settings[name] for name in settings if name in eras}
@@ -401,10 +401,10 @@ def todays(
 
 
 def of_another_era(config: Any, name: str) -> Any:
-    """What a configuration has under a name of another version.
+    """The value of a configuration's setting by its name in another version.
 
     Raises:
-        AttributeError: it has none of that name.
+        AttributeError: no version has that name.
     """
     era = eras_of(type(config)).get(name)
     if era is not None and era.today != name:
@@ -420,17 +420,17 @@ def _note(era: Era, now: Mapping[str, Any]) -> str:
     return f"{'changes nothing' if era.kind == IDLE else 'today'}: {era.today}"
 
 
-# Settings of other versions that the command line being read gives, by the class that they are
-# for; and of a program's, those that are no fields: one that is made with all fields is a copy of
-# what it parsed.
+# Settings of other versions in the command line that is read, by the class that takes them; and of
+# a program's command line those that are no fields: a configuration that is made with all fields is
+# a copy of the parsed one, and gets them, too.
 _FLAGS: dict[type, dict[str, Any]] = {}
 _PARSED: dict[type, dict[str, Any]] = {}
 
 
 @contextmanager
 def settings_taken(configs: Sequence[type], values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Context in which configurations take settings in names of other versions; yields the other
-    settings. A setting that a configuration declares itself is left to it."""
+    """Context in which configurations take settings by names of other versions from ``values``;
+    yields the rest. A setting that a configuration declares is in the rest."""
     by_kind: dict[type, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
     for name, value in values.items():
@@ -449,7 +449,7 @@ def settings_taken(configs: Sequence[type], values: Mapping[str, Any]) -> Iterat
 
 
 def taker_of(configs: Sequence[type], name: str) -> type | None:
-    """The configuration that takes a setting in a name of another version, which none declares."""
+    """The configuration that takes another version's setting; None where one declares the name."""
     if any(x.name == name and x.init for config in configs for x in dataclasses.fields(config)):
         return None
     return next((x for x in configs if name in eras_of(x)), None)
@@ -457,7 +457,7 @@ def taker_of(configs: Sequence[type], name: str) -> type | None:
 
 @contextmanager
 def flags_taken(configs: Sequence[type], words: Sequence[str]) -> Iterator[list[str]]:
-    """:func:`settings_taken` of a command line; yields the other words."""
+    """:func:`settings_taken` with the flags of a command line; yields the other words."""
     rest: list[str] = []
     taken: dict[str, Any] = {}
     waiting = list(words)
@@ -477,7 +477,7 @@ def flags_taken(configs: Sequence[type], words: Sequence[str]) -> Iterator[list[
 
 
 def value_of(text: str) -> Any:
-    """The value that a word stands for."""
+    """The Python value that a word of a command line stands for."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):

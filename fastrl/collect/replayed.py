@@ -1,4 +1,4 @@
-"""Samples that were drawn again, beside the recorded ones."""
+"""Compares samples that were drawn again with the recorded ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ReplayedSample:
     """A sample that was drawn again.
 
     Attributes:
-        recorded: the ledger's row of it.
+        recorded: the sample's row in the ledger.
         tolerance: the largest difference at which log-probs and values count as the recorded ones.
         completion_ids, finish_reason: those of the sample drawn now.
-        logprobs, values: its log-probs at the policy's temperature and its values, [L] fp32; None
-            where rollouts compute none.
+        logprobs, values: log-probs at the policy's temperature and values of its L tokens, [L]
+            fp32; None where rollouts compute none.
     """
 
     recorded: dict[str, Any]
@@ -42,7 +42,7 @@ class ReplayedSample:
         return not self.differences()
 
     def differences(self) -> list[str]:
-        """A line for each of them that differs."""
+        """A line for each of tokens, finish reason, log-probs and values that differs."""
         before, now = self.recorded["completion_ids"], self.completion_ids
         same = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
         same = min(len(before), len(now)) if same is None else same
@@ -66,13 +66,13 @@ class Replayed:
     """The samples of a step, drawn again.
 
     Attributes:
-        begun_at: steps of the checkpoint that was loaded; 0: the beginning of the run.
-        strayed: the first step since then whose update was not that of the run, and how it
-            differed; None: there is none.
+        begun_at: the step of the checkpoint that was loaded; 0: the beginning of the run.
+        strayed: the first step since then whose update was not the run's, and how it differed;
+            None: there is none.
         tolerance: the tolerance for samples and updates; above 0 where updates of several processes
             were done again, whose sums one process rounds otherwise, and where dynamic sampling
             replaced samples, which were drawn beside those that are left.
-        walked: steps of the ledger that were learned from again.
+        walked: the number of recorded steps that were learned from again.
     """
 
     step: int
@@ -88,12 +88,12 @@ class Replayed:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The tolerance of log-probs and values that batches of other sizes computed."""
+    """The tolerance of log-probs and values that were computed in batches of other sizes."""
     return math.sqrt(torch.finfo(dtype).eps)
 
 
 def recorded_rollout(rows: Sequence[Mapping[str, Any]], temperature: float) -> Samples:
-    """The rollout that a step learned from."""
+    """The rollout that a step learned from, made of the ledger's rows."""
 
     def tensors(name: str) -> list[torch.Tensor] | None:
         if any(row[name] is None for row in rows):
@@ -121,7 +121,7 @@ def recorded_masks(rows: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | No
 def compared(
     rows: list[dict[str, Any]], drawn: Samples, temperature: float, tolerance: float
 ) -> list[ReplayedSample]:
-    """Samples that were drawn again, beside the ledger's rows of them.
+    """Samples that were drawn again, each with the ledger's row of it.
 
     Args:
         temperature: the temperature of the rows' log-probs.
@@ -147,11 +147,10 @@ def compared(
 def difference(
     name: str, recorded: Any, now: Any, common: int | None = None, tolerance: float = 0.0
 ) -> list[str]:
-    """A line where two lists of numbers are not the same bits, or further apart than a tolerance
-    above 0.
+    """A line where two lists of numbers differ in a bit, or by more than a tolerance above 0.
 
     Args:
-        common: how many of the first are of the same tokens; None: all.
+        common: how many of the first numbers are of the same tokens; None: all.
     """
     if recorded is None or now is None:
         return [] if recorded is now is None else [f"{name}: recorded or drawn without them"]
@@ -175,8 +174,12 @@ def changes(
     of: Callable[[Mapping[str, Any]], dict[str, Any]],
     now: dict[str, Any],
 ) -> str:
-    """How what the ledger notes differs from what holds now, each difference once; empty where it
-    does not."""
+    """How the ledger's facts differ from this run's, each difference once; "" where none does.
+
+    Args:
+        of: picks the facts to compare from those of a file of the ledger.
+        now: this run's.
+    """
     lines = (line for facts in recorded for line in differences(of(facts), now))
     return "; ".join(dict.fromkeys(lines))
 
@@ -186,7 +189,7 @@ def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], code: Mapping[str,
 
     Args:
         recorded: facts of a ledger.
-        code: hashes, as of :func:`fastrl.collect.ledger.note_settings`.
+        code: this run's hashes, see :func:`fastrl.collect.ledger.note_settings`.
     """
     changed = {
         f"{name}: {hash_} → {code.get(name)}": None
@@ -203,10 +206,10 @@ def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], code: Mapping[str,
 
 
 def warn_of_another_machine(recorded: Sequence[Mapping[str, Any]]) -> None:
-    now_here = machine()
-    now = {**versions(), **now_here}
+    this_machine = machine()
+    now = {**versions(), **this_machine}
     if changed := changes(recorded, lambda facts: {**facts["versions"], **facts["machine"]}, now):
-        remedy = remedies(recorded[-1]["machine"], now_here)
+        remedy = remedies(recorded[-1]["machine"], this_machine)
         warnings.warn(
             f"the run was done under other conditions ({changed}): the replay is the same "
             "computation, but its last bits may differ, and with them tokens"

@@ -25,7 +25,7 @@ _AT_A_TIME = 1 << 12
 
 
 class TokenRows(Sequence[Tensor]):
-    """A sequence of 1-D int64 tensors of token ids, which are one tensor of int32 in memory.
+    """A sequence of 1-D int64 tensors of token ids, kept in one tensor of int32.
 
     Args:
         flat: all ids one after the other, [N].
@@ -69,15 +69,15 @@ def encode_prompts(
     *,
     closed: bool = False,
 ) -> tuple[list[str], TokenRows]:
-    """Prompts as texts, chats by the tokenizer's template; and their token ids, as
-    :meth:`fastrl.data.encode.Encoder.prompts` has them.
+    """Prompts as texts, chats by the tokenizer's template; and their token ids, see
+    :meth:`fastrl.data.encode.Encoder.prompts`.
 
-    The result for many prompts is kept in the cache of ``datasets``, by the prompts, the templates'
-    arguments and all that the tokenizer is: the next run, and the other processes of this one, read
+    The result for many prompts is kept in the cache of ``datasets``, under a hash of the prompts,
+    the templates' arguments and the tokenizer: the next run, and other processes of this one, read
     it.
 
     Args:
-        name_of: the name of a prompt by its index, for messages.
+        name_of: names a prompt by its index, for messages.
         templates: further arguments of the chat template for each prompt; none by default.
         closed: add the special tokens at the end, too, which encoders read.
 
@@ -130,7 +130,7 @@ def _place(
     import datasets
 
     template = repr(tokenizer.chat_template)
-    if not getattr(tokenizer, "is_fast", False) or "strftime" in template:  # writes the date
+    if not getattr(tokenizer, "is_fast", False) or "strftime" in template:  # the date is in texts
         return None
     what = [
         hash_of(prompts),

@@ -16,7 +16,7 @@ from fastrl.learn.baselines import above_first, all_equal, compared, deviation, 
 class Advantages(Protocol):
     """Advantages and returns from rewards, with a value function or a group as baseline."""
 
-    per_token: bool  # whether it matters which tokens of a response the rewards are of
+    per_token: bool  # whether it matters which tokens of a response have the rewards
 
     def check(self, queries: Sequence[Tensor]) -> None:
         """Raises ValueError where samples are not in the order that the estimate needs."""
@@ -27,21 +27,21 @@ class Advantages(Protocol):
         """Values (zero where masked), advantages and returns, each [B, T-1]."""
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
-        """Statistics of a batch's scores [B], of which NaN are missing; 0-d tensors."""
+        """Statistics, [] each, of a batch's scores [B], NaN where one is missing."""
 
 
 def check_estimates(
     estimates: Any, rewards: Tensor, mask: Tensor, *, finite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a ``compute_advantages`` returned: values, advantages and returns, [B, T-1] each.
+    """Checks what ``compute_advantages`` returned: values, advantages and returns, [B, T-1] each.
 
     Args:
         rewards, mask: the arguments of that call, [B, T-1].
-        finite: whether its numbers are read, for which the host waits.
+        finite: check that numbers are finite, for which the host waits for the device.
 
     Raises:
-        TypeError, ValueError: something else; with a gradient; numbers that are not finite where
-            the mask and the sample's rewards are.
+        TypeError, ValueError: something else; a tensor with a gradient; a number that is not finite
+            where the mask is True and the reward is finite.
     """
     must = "compute_advantages must return (values, advantages, returns)"
     if not isinstance(estimates, tuple | list) or len(estimates) != 3:
@@ -68,12 +68,12 @@ def check_estimates(
 
 
 class PerToken:
-    """What estimates from the rewards of single tokens have in common."""
+    """The base of estimates that read the rewards of single tokens."""
 
     per_token = True
 
     def check(self, queries: Sequence[Tensor]) -> None:
-        """Any order is right."""
+        """Does nothing: samples may be in any order."""
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
         return {}
@@ -95,18 +95,18 @@ class GAE(PerToken):
         return values, advantages, returns
 
     def _given(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Values, zero where masked, and rewards, whitened where that is asked for."""
+        """Values, zero where masked, and rewards, whitened if ``whiten_rewards``; [B, T-1]."""
         if self.whiten_rewards:
             rewards = fastrl_kernels.masked_whiten(rewards, mask, shift_mean=False)
         return torch.where(mask, values, 0.0), rewards
 
 
 class DecoupledGAE(GAE):
-    """Generalised advantage estimates, whitened, and returns by another λ (Yue et al., "VAPO",
-    2025): A by ``lam``, or by 1 - 1/(α·l) for a response of l tokens, and R by ``lam_value``.
+    """Generalised advantage estimates A, whitened, and returns R with different λ (Yue et al.,
+    "VAPO", 2025): for A ``lam``, or 1 - 1/(α·l) for a response of l tokens, for R ``lam_value``.
 
     Args:
-        alpha: α; None: A by ``lam``.
+        alpha: α; None: ``lam`` gives A.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class DecoupledGAE(GAE):
         return values, self._advantages(values, rewards, mask), returns
 
     def _advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
-        lam = self.lam if self.alpha is None else 0.0  # with 0 these are δ_t
+        lam = self.lam if self.alpha is None else 0.0  # with λ = 0 the estimates are δ_t
         advantages, _ = fastrl_kernels.gae(
             rewards, values, mask, gamma=self.gamma, lam=lam, whiten=self.alpha is None
         )
@@ -179,13 +179,13 @@ class GroupBaseline:
 
     R is the sum of a response's rewards, and all its tokens have the same advantage, a function of
     the group's R. It is not whitened; where all R of a group are equal it is exactly 0. A response
-    of which no token counts is in no baseline; where fewer than two are left, the advantage is 0.
+    of which no token counts is in no baseline; where fewer than two count, the advantage is 0.
 
     Args:
         size: responses per prompt, one after the other.
-        advantages_of: from R less that of the group's first response that counts, and which
-            responses count, both [groups, size]: advantages [groups, size]. Where a response does
-            not count R is 0, and its advantage is not read.
+        advantages_of: maps R less that of the group's first response that counts, and a mask of
+            responses that count, both [groups, size], to advantages [groups, size]. Where a
+            response does not count R is 0, and its advantage is not read.
     """
 
     per_token = False

@@ -1,4 +1,4 @@
-"""Which layers of a model a new adapter is put on, where its configuration does not say."""
+"""Chooses the layers that a new adapter is put on, where its configuration does not name them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAMBA = ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba")
 
 
 def with_targets(model: nn.Module, peft_config: Any) -> Any:
-    """An adapter's configuration with target layers: those that it names itself, else PEFT's for
-    the model's type or its text model's, else all linear layers but heads, routers of experts and
-    gates of one number. In a multimodal model only layers that texts reach count. Warns of names
+    """An adapter's configuration with target layers: those that it names, else PEFT's for the
+    model's type or its text model's, else all linear layers but heads, routers of experts and gates
+    with one output. In a multimodal model only layers that texts reach are targets. Warns of names
     that the model does not have."""
     if not hasattr(peft_config, "target_modules") or not hasattr(peft_config, "exclude_modules"):
         return peft_config
@@ -46,8 +46,8 @@ def with_targets(model: nn.Module, peft_config: Any) -> Any:
 
 
 def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:
-    """Warns of names in lists of a configuration that nothing in the model ends with, and of layers
-    that it does not have: PEFT passes over them where others are found."""
+    """Warns of names in a configuration's lists that no name in the model ends with, and of layers
+    that it lacks: PEFT ignores them where it finds others in the list."""
     modules, parameters = ([*dict(x)] for x in (model.named_modules(), model.named_parameters()))
     depth = getattr(cast("Any", model.config).get_text_config(), "num_hidden_layers", None)
     layers = None if depth is None else [*map(str, range(depth))]
@@ -65,10 +65,10 @@ def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:
         unknown = [
             x
             for x in asked
-            if x not in CLASSIFIER_HEADS  # PEFT names both, whichever the model has
+            if x not in CLASSIFIER_HEADS  # PEFT lists both heads, whichever the model has
             and not any(name == x or name.endswith(before + x) for name in names)
         ]
-        # PEFT itself tells of targets of which it finds none.
+        # PEFT itself raises an error where it finds none of the targets.
         if unknown and not (setting.startswith("target_") and len(unknown) == len(asked)):
             parts = {part for name in names for part in name.split(".")}
             warnings.warn(

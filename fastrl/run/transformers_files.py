@@ -1,4 +1,4 @@
-"""The files of a checkpoint of transformers' Trainer: which one it is, and what is in them."""
+"""Finds a checkpoint of transformers' Trainer, and reads and writes its files."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def is_foreign(path: Path) -> bool:
 
 
 def check_torch_files(checkpoint: Path) -> None:
-    """Reads the files that transformers writes with torch.save, whose tensors stay on the disk, as
-    it reads them: code in them is not executed.
+    """Reads the files that transformers writes with torch.save; their tensors stay on the disk, and
+    code in them is not executed.
 
     Raises:
         BadCheckpoint: a file that holds more than tensors and plain values, or is damaged; weights
@@ -81,8 +81,8 @@ def shapes_of(path: Path) -> dict[str, list[int]]:
 
 
 def save_state(state: TrainerState, path: Path) -> None:
-    """Writes ``trainer_state.json`` as transformers does, but with a line for each log and without
-    a copy of them all: a long run has many, and every save writes them."""
+    """Writes ``trainer_state.json`` as transformers does, but a line for each log, and without a
+    copy of all logs in memory: a long run has many, and every save writes them."""
     rest = json.dumps({**vars(state), "log_history": []}, indent=2, sort_keys=True)
     before, name, after = rest.partition('"log_history": [')
     with path.open("w", encoding="utf-8") as file:
@@ -98,7 +98,7 @@ def folder_of(process: int) -> str:
 
 
 def save_process(state: Mapping[str, Any], checkpoint: Path, process: int) -> None:
-    """Writes what a process saves by itself."""
+    """Writes the state of one process to its folder in a checkpoint."""
     folder = checkpoint / folder_of(process)
     folder.mkdir(parents=True, exist_ok=True)
     save_tree(state, folder)

@@ -21,7 +21,7 @@ def run_recipes(arguments: Sequence[str]) -> int:
 
     Raises:
         UsageError: an unknown recipe or flag, ``--write`` without a recipe.
-        ValueError: the file to write is there.
+        ValueError: the file to write exists.
     """
     parser = make_parser()
     flags = parser.parse_args(list(arguments))

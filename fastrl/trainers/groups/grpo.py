@@ -65,7 +65,7 @@ class GRPOTrainer(OnlineTrainer):
             :class:`fastrl.collect.environments.Environments`.
 
     Raises:
-        ValueError, TypeError: what cannot be honoured, named with what to do.
+        ValueError, TypeError: a setting or argument that fastrl does not honour; says what to do.
     """
 
     config: ClassVar[type] = GRPOConfig
@@ -131,7 +131,7 @@ class GRPOTrainer(OnlineTrainer):
         return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
     def policy_loss(self, batch: Pass) -> Tensor:
-        """See :class:`fastrl.trainers.groups.policy_loss.GroupLoss`; less the entropies' bonus."""
+        """:class:`fastrl.trainers.groups.policy_loss.GroupLoss`, less the bonus for entropies."""
         part, scores, coef = batch.part, batch.scores, self._coefficient()
         assert scores is not None
         assert scores.entropies is not None
@@ -147,7 +147,7 @@ class GRPOTrainer(OnlineTrainer):
         bonus = coef * entropies.sum() / count
         if not is_fused:
             return loss - bonus
-        batch.loss = loss + bonus.detach()  # the head has taken it off
+        batch.loss = loss + bonus.detach()  # the fused head has subtracted the bonus
         return loss
 
     def note_batch(self, batch: BatchScores, mode: str) -> None:
@@ -165,7 +165,7 @@ class GRPOTrainer(OnlineTrainer):
         self._note_clips(batch.whole, batch.logprobs, mode)
 
     def _chosen(self, entropies: Tensor) -> Tensor:
-        """1 for tokens of the highest entropies of all processes', else 0, [N]."""
+        """1 for tokens with the highest entropies among all processes', else 0, [N]."""
         ones, least = torch.ones_like(entropies), 1 - self.args.top_entropy_quantile
         return self.get_high_entropy_mask(entropies.detach(), ones, least).float()
 
@@ -180,7 +180,7 @@ class GRPOTrainer(OnlineTrainer):
         return whole._replace(old=replace(whole.old, chosen=self._chosen(entropies)))
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Tokens whose entropy is at least that quantile of all processes' tokens, as bool.
+        """Tokens whose entropy is at least a quantile of all processes' entropies, as bool.
 
         Args:
             entropies, mask: [B, T] or [N]; 1 for tokens that count.
@@ -205,8 +205,8 @@ class GRPOTrainer(OnlineTrainer):
         mask: Tensor,
         off_policy_threshold: float,
     ) -> Tensor:
-        """1 for responses to keep, [B, 1]: of an advantage that is not negative, or of
-        mean_t(log π_sampled - log π) up to the threshold (DeepSeek-V3.2).
+        """1 for responses to keep, else 0, [B, 1]: those whose advantage is not negative, or whose
+        mean_t(log π_sampled - log π) is at most the threshold (DeepSeek-V3.2).
 
         Args:
             advantages: [B, 1].
@@ -225,7 +225,7 @@ class GRPOTrainer(OnlineTrainer):
         return 0.0 if self.use_adaptive_entropy and above else self.entropy_coef
 
     def _adapt_entropy(self, total: Tensor, count: Tensor) -> None:
-        """Moves the coefficient of entropies once for each optimizer step, where it is adaptive.
+        """Moves the entropy bonus's coefficient once for each optimizer step, where it is adaptive.
 
         Args:
             total, count: sum and number of a batch's entropies.

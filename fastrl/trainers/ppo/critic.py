@@ -41,8 +41,8 @@ FOLDER = "critic"  # in a saved model's folder
 
 
 def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) -> Critic | None:
-    """The critic that a trainer is given, or that its configuration names, loaded; None where it
-    has none.
+    """The critic that was passed to a trainer, or that its configuration names, loaded; None
+    without one.
 
     Args:
         critic: the argument ``critic`` of ``PPOTrainer``.
@@ -102,14 +102,14 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
 
 
 class CriticLearner:
-    """What learns the values where that is not the policy's value head.
+    """Trains a critic, which learns the values in place of the policy's value head.
 
     Args:
-        critic: the model.
+        critic: the critic, not wrapped by accelerate.
         loss: the policy's loss, whose settings and denominators the critic's loss has.
 
     Attributes:
-        model: the model as accelerate has wrapped it; ``unwrapped``: without that.
+        model, unwrapped: the critic as accelerate has wrapped it, and as it is.
         gradient: the gradient of the value loss, which the optimizer steps along.
     """
 
@@ -145,13 +145,13 @@ class CriticLearner:
         )
 
     def identity(self) -> str:
-        """What must be the same in the run that resumes."""
+        """The critic's class and a checksum of frozen weights, which a resumed run must have."""
         identity = model_identity(self.unwrapped, None)
         return f"{identity['model']} {identity['frozen weights']}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last complete step; tensors are not copies, and spread over processes
-        as the critic has them."""
+        """The state after the last complete step; tensors are the critic's own, not copies, and
+        spread over processes as they are there."""
         spread(self.unwrapped)
         return {
             "weights": trained_weights(self.unwrapped),
@@ -166,13 +166,13 @@ class CriticLearner:
         check_weights(describe_weights(state["weights"]), describe_weights(trained), "critic")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the critic continue where another was; :meth:`check` comes before."""
+        """Restores a :meth:`state_dict` that :meth:`check` has accepted."""
         copy_weights(trained_weights(self.unwrapped), state["weights"])
         load_optimizer_state(self.optimizer, self.unwrapped, state["optimizer"])
         self.gradient.engine.steps = state["optimizer_steps"]
 
     def follow_settings(self) -> None:
-        """Sets the configuration's learning rate, where a run resumes with another."""
+        """Sets the configuration's learning rate in place of the one that a checkpoint restored."""
         rate = self.config.critic_learning_rate
         set_learning_rate(self.optimizer, self.config.learning_rate if rate is None else rate)
 
@@ -180,11 +180,11 @@ class CriticLearner:
         return {"ppo/critic/learning_rate": learning_rate_of(self.optimizer)}
 
     def gathered(self, *, keep: bool) -> dict[str, Tensor] | None:
-        """The classifier's weights, where they are spread over processes, all of which must ask for
-        them; else None.
+        """The classifier's weights, where they are spread over processes, all of which must call
+        this; else None.
 
         Args:
-            keep: whether this process keeps them.
+            keep: whether this process needs the weights.
         """
         weights = gathered_state_dict(self.unwrapped, keep=keep)
         prefix = "pretrained_model."
@@ -197,7 +197,7 @@ class CriticLearner:
         reward.
 
         Args:
-            state_dict: as :meth:`gathered` returned it.
+            state_dict: what :meth:`gathered` returned.
         """
         subfolder = Path(folder) / FOLDER
         self.unwrapped.save_pretrained(subfolder, state_dict=state_dict)
@@ -206,8 +206,8 @@ class CriticLearner:
 
 @contextmanager
 def _own_layers(accelerator: Accelerator, critic: Critic) -> Iterator[None]:
-    """Context in which FSDP spreads the critic by its own kind of layers, where it has none of the
-    policy's."""
+    """Context in which FSDP spreads the critic by the critic's kind of layers, where it differs
+    from the policy's."""
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     names = None if plugin is None else plugin.transformer_cls_names_to_wrap
     kinds = {type(module).__name__ for module in critic.modules()}
