@@ -30,7 +30,7 @@ _RANGES = {
 }
 _INT64, _ABOVE_FLOAT32 = 2**63 - 1, 2.0**128
 _EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")
-_OF_YAML = ": YAML reads 1e-5 as a text, write 1.0e-5"
+_YAML_HINT = ": YAML reads 1e-5 as a text, write 1.0e-5"
 # Names of plain types in messages; a truth value counts as no number.
 _NAMES: dict[type, str] = {
     **{bool: "True or False", int: "a whole number", float: "a number", str: "a text"},
@@ -39,8 +39,8 @@ _NAMES: dict[type, str] = {
 
 
 class _Bounded(str):
-    """The help of a number with a range, or of a text with choices. Parsers of command lines hand
-    all of a field's metadata to argparse, so that no key of its own can hold them."""
+    """The help of a number with a range, or of a text with choices, which it holds as attributes:
+    parsers of command lines pass all keys of a field's metadata to argparse."""
 
     within = ""
     choices: Collection[str] | Callable[[], Iterable[str]] = ()
@@ -58,14 +58,14 @@ def setting(
 
     Args:
         default: the default, or a function that makes it.
-        aliases: other flags for it, such as "--report-to", whose names YAML files may use, too.
-        within: the interval that :func:`check_ranges` keeps a number in, or each of a list, such as
-            "[0, inf)".
-        choices: what a text, or each text of a list, may be; or a function that names these, for a
+        aliases: other flags for the setting, such as "--report-to"; YAML files may use the names.
+        within: the interval in which :func:`check_ranges` wants a number, or each number of a list,
+            such as "[0, inf)".
+        choices: what a text, or each text of a list, may be; or a function that returns them, for a
             table that grows.
         bare: the flag alone means True, for settings that may also be None.
     """
-    # A table of names stays what it is, since users add to it, and is not read yet.
+    # A table of names is kept as it is, and not read yet: users add to it.
     grows = callable(choices) or isinstance(choices, Mapping)
     if within or grows or choices:
         text = _Bounded(text)
@@ -82,13 +82,13 @@ def setting(
 
 
 def kept_setting(text: str, default: Any = None) -> Any:
-    """A field of a dataclass for a setting of another version, see :mod:`fastrl.eras`, which is no
-    flag and no parameter of its constructor."""
+    """A field of a dataclass for a setting of another version, see :mod:`fastrl.eras`: it is no
+    flag, and no parameter of the constructor."""
     return field(default=default, init=False, metadata={"help": text})
 
 
 def kept_settings(config: Any) -> dict[str, Any]:
-    """The settings by :func:`kept_setting` that were set, by name."""
+    """The settings made by :func:`kept_setting` that were set: their values by name."""
     kept = (x for x in dataclasses.fields(config) if not x.init and "help" in x.metadata)
     return {x.name: getattr(config, x.name) for x in kept if getattr(config, x.name) != x.default}
 
@@ -101,7 +101,7 @@ def setting_like(kind: Any, name: str, default: Any = dataclasses.MISSING) -> An
 
 
 class _Remedy(str):
-    """The help of a setting that is not honoured, as :class:`_Bounded`."""
+    """The help of a setting that is not honoured; its class marks the field."""
 
 
 def refused(default: Any, remedy: str) -> Any:
@@ -115,8 +115,8 @@ def refused(default: Any, remedy: str) -> Any:
 
 
 def refusals(config: Any) -> dict[str, tuple[Any, str]]:
-    """The settings of a configuration that are not honoured: their defaults and remedies. The class
-    lists those of a base in ``not_supported``."""
+    """The settings of a configuration that are not honoured: their defaults and remedies. A class
+    lists fields of its bases that it does not honour in ``not_supported``."""
     return _helped_by(config, _Remedy, len(_REFUSED), "not_supported")
 
 
@@ -131,29 +131,29 @@ def check_refused(config: Any) -> None:
 
 
 class _Likeness(str):
-    """The help of a setting that changes nothing, as :class:`_Remedy`."""
+    """The help of a setting that changes nothing; its class marks the field."""
 
 
 def idle(default: Any, instead: str) -> Any:
-    """A dataclass field for a setting of TRL that is taken and changes nothing, as it chooses
-    how something is computed and not what.
+    """A dataclass field for a setting of TRL that is accepted and changes nothing: it would choose
+    how something is computed, not what.
 
     Args:
         default: TRL's default; :func:`warn_of_idle` warns of another value.
-        instead: what has its meaning.
+        instead: what has this meaning in fastrl.
     """
     return field(default=default, metadata={"help": _Likeness(f"{_IDLE}{instead}.")})
 
 
 def idle_settings(config: Any) -> dict[str, tuple[Any, str]]:
-    """The settings of a configuration that change nothing: their defaults, and what to use. The
-    class lists those of a base in ``changes_nothing``."""
+    """The settings of a configuration that change nothing: their defaults, and what to use. A class
+    lists such fields of its bases in ``changes_nothing``."""
     return _helped_by(config, _Likeness, len(_IDLE), "changes_nothing")
 
 
 def _helped_by(config: Any, kind: type[str], begin: int, table: str) -> dict[str, tuple[Any, str]]:
-    """The settings that a configuration's class lists in ``table``, and those with this kind of
-    help: their defaults, and the text of the list, or the help from ``begin`` to its full stop."""
+    """The settings that a configuration's class lists in ``table``, and those whose help is a
+    ``kind``: their defaults, and the listed text, or the help from ``begin`` to its full stop."""
     fields = {each.name: each for each in dataclasses.fields(config)}
     listed: Mapping[str, str] = getattr(config, table, {})
     texts = {name: text for name, text in listed.items() if name in fields}  # versions differ
@@ -185,12 +185,12 @@ def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
 
     Args:
         config: an instance of a dataclass.
-        kind: the dataclass, or one that it is made of, whose settings are checked: those that are
-            truth values, numbers, texts, lists or dicts.
-        but: settings that are not. Nor are those that change nothing or are not honoured.
+        kind: the dataclass, or a base of it, whose settings are checked: those that are truth
+            values, numbers, texts, lists or dicts, unless they change nothing or are not honoured.
+        but: names of settings that are not checked.
 
     Raises:
-        TypeError: a value of another type, named with the one that it must have.
+        TypeError: a value of another type than its setting's; names both.
         ValueError: a number that is beyond float32.
     """
     for name, wanted in _plain_types(kind).items():
@@ -225,7 +225,7 @@ def _typed(name: str, value: Any, wanted: tuple[Any, ...]) -> Any:
         yaml = isinstance(value, str) and _EXPONENT.fullmatch(value)
         raise TypeError(
             f"{name} must be {' or '.join(allowed + nothing)}, got {value!r} "
-            f"({type(value).__name__})" + (_OF_YAML if yaml else "")
+            f"({type(value).__name__})" + (_YAML_HINT if yaml else "")
         )
     return value
 
@@ -240,23 +240,23 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 def check_ranges(
     config: Any, kind: type, of_others: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Checks that numbers lie in their settings' intervals, NaN in none, and texts among choices.
+    """Checks that numbers, but not NaN, lie in their settings' intervals, and texts are choices.
 
     Args:
         config: an instance of a dataclass, whose types were checked.
-        kind: the dataclass, or one that it is made of.
+        kind: the dataclass, or a base of it, whose settings are checked.
         of_others: intervals of settings that another library declares.
 
     Raises:
-        ValueError: a number or text that does not, by its setting.
-        TypeError: a list that holds something else than numbers.
+        ValueError: a number or text that does not; names its setting.
+        TypeError: a list that holds something other than numbers.
     """
     for entry in dataclasses.fields(kind):
         text, value = entry.metadata.get("help"), getattr(config, entry.name)
         within = getattr(text, "within", "") or of_others.get(entry.name, "")
         choices = getattr(text, "choices", ())
         choices = tuple(choices()) if callable(choices) else choices
-        # A table of names that also loads functions named by their file.
+        # Such a table also loads functions that are named by their file.
         loads = isinstance(choices, Mapping) and not isinstance(choices, dict)
         or_a_function = "; or name a function of yours, file.py:function" if loads else ""
         if value is None or not (within or choices):
@@ -283,7 +283,7 @@ def check_ranges(
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, as a truth value is not."""
+    """Whether a value is a number; a truth value is none."""
     return _is(value, float)
 
 
@@ -295,7 +295,7 @@ def _lies(number: Any, within: str) -> bool:
 
 @cache
 def _plain_types(kind: type) -> dict[str, tuple[type, ...]]:
-    """The types of those settings that have only types that :func:`_is` tells apart."""
+    """The types of a dataclass's settings, by name, where :func:`_is` tells them all apart."""
     plain_types = {}
     hints = typing.get_type_hints(kind)
     for entry in dataclasses.fields(kind):

@@ -1,4 +1,4 @@
-"""The models as losses and reweighters call them: for log-probs of responses, or rewards."""
+"""Policies, references and reward models, as losses and reweighters call them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Tokens:
 
     Args:
         batches: pads for the model and its tokenizer.
-        device: where the models are.
+        device: the models' device.
         reference: may share layers with the policy, whose activations are then cached.
-        most: tokens of a forward.
+        most: the most tokens of a forward.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Tokens:
         """The samples of each forward.
 
         Raises:
-            ValueError: one has more tokens than a forward may have.
+            ValueError: a sample has more tokens than a forward may have.
         """
         places = range(len(tokens))
         if self.most is None:
@@ -67,12 +67,12 @@ class Tokens:
 
 class TrainedPolicy:
     """The language model that is trained; scores all responses of a batch in one forward, or in
-    several where it has more tokens than one may have.
+    several where the batch has more tokens than a forward may have.
 
     Attributes:
-        model: as accelerate has wrapped it.
-        tokens: makes its inputs.
-        processes: the processes that train it together.
+        model: the model as accelerate has wrapped it.
+        tokens: makes the model's inputs.
+        processes: the processes that train the model together.
         passes: compute the gradients of a batch of several forwards.
     """
 
@@ -89,8 +89,8 @@ class TrainedPolicy:
 
 
 class SharedPolicy:
-    """A policy that is called with the batch of all processes, by reweighters: each process scores
-    its share, without gradients."""
+    """A policy that reweighters call with the batch of all processes: each process scores a share,
+    without gradients."""
 
     def __init__(self, policy: TrainedPolicy):
         self.policy = policy
@@ -125,7 +125,7 @@ class CachedReference:
 
     Args:
         compute: scores with the reference model.
-        tokens: makes its inputs.
+        tokens: makes the reference model's inputs.
     """
 
     def __init__(self, compute: Score, tokens: Tokens):
@@ -182,14 +182,14 @@ class RewardModel:
     """A sequence classifier with one label, whose logit is a response's reward.
 
     Attributes:
-        model: as accelerate has wrapped it.
-        device: where it is.
-        padding_free: whether it runs batches without padding, and what the responses to a prompt
-            begin with once.
-        padded_on: the side of padding otherwise, see
+        model: the classifier as accelerate has wrapped it.
+        device: the classifier's device.
+        padding_free: run batches without padding, and the common beginning of the responses to a
+            prompt once.
+        padded_on: else the side of padding, see
             :func:`fastrl.data.choose_padding.classifier_side`.
         passes: compute the gradients of a batch of several forwards.
-        most: tokens of a forward.
+        most: the most tokens of a forward.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class RewardModel:
         return self.passes(score, parts).unbind(1)
 
     def _parts(self, samples: list[list[Tensor]]) -> list[list[int]]:
-        """The samples of each forward, from the sequences of each."""
+        """The samples of each forward; ``samples`` has the sequences of each sample."""
         if self.most is None:
             return [list(range(len(samples)))]
         lengths = [[len(x) for x in sequences] for sequences in samples]
@@ -230,7 +230,7 @@ class RewardModel:
         return fill(sizes, self.most, "sample")
 
     def _rewards(self, sides: list[list[Tensor]], pad_token_id: int | None) -> Tensor:
-        """Returns rewards of all sequences of the first side, then of those of the others."""
+        """Rewards of the first side's sequences, then of the other sides', one after the other."""
         plain = extract_model_from_parallel(self.model)
         padding = padding_of(plain)
         if self.padding_free:
@@ -246,11 +246,10 @@ class RewardModel:
 def response_logprobs(
     score: Score, make_tokens: Tokens, batch: Batch, passes: DeferredGradients | None = None
 ) -> tuple[Side, ...]:
-    """Sums the log-probs of each response's tokens, in a fixed order; one result per
-    generation.
+    """Sums the log-probs of each response's tokens, in a fixed order; one result per generation.
 
     Args:
-        passes: compute the gradients; None: there are none.
+        passes: compute the gradients; None: no gradients.
     """
     tokens = make_tokens(batch)
 

@@ -174,12 +174,8 @@ def changes(
     of: Callable[[Mapping[str, Any]], dict[str, Any]],
     now: dict[str, Any],
 ) -> str:
-    """How the ledger's facts differ from this run's, each difference once; "" where none does.
-
-    Args:
-        of: picks the facts to compare from those of a file of the ledger.
-        now: this run's.
-    """
+    """How the ledger's facts, by ``of`` from those of each file, differ from those of ``now``, each
+    difference once; "" where none does."""
     lines = (line for facts in recorded for line in differences(of(facts), now))
     return "; ".join(dict.fromkeys(lines))
 

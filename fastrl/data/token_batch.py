@@ -1,4 +1,4 @@
-"""A batch of queries and responses, and how its tokens stand in the model's input."""
+"""A batch of queries and responses, and the places of its tokens in the model's input."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 
 class ModelPass(NamedTuple):
-    """One forward over a batch: what the model is called with, and where its tokens stand."""
+    """One forward over a batch: the model's arguments, and the places of its tokens in them."""
 
     inputs: dict[str, Any]
     rows: Tensor  # [N] int64, flat positions that predict the response tokens that count
-    places: Tensor  # [Σ L] int64 on the CPU, those of all tokens, sample after sample
+    places: Tensor  # [Σ L] int64 on the CPU, flat positions of all tokens, sample after sample
 
 
 class Padding(Protocol):
-    """Whether a batch is padded, and so where its tokens stand in the model's input."""
+    """How a batch's tokens are laid out in the model's input: padded, or packed."""
 
     def model_pass(self, batch: TokenBatch) -> ModelPass:
         """The forward over a batch."""
 
     def tokens(self, batch: TokenBatch, samples: Sequence[int]) -> int:
-        """Positions that a forward over some of its samples runs."""
+        """The number of positions in a forward over some of the batch's samples."""
 
 
 class Padded:
     """A row for each sample, [B, T].
 
     Args:
-        masked: False for models to which a right-padded batch needs no attention mask: a causal one
-            hides padding from real tokens, and without a mask flash attention can run.
+        masked: False for models that need no attention mask for a right-padded batch: a causal
+            model's real tokens do not see the padding, and without a mask flash attention can run.
     """
 
     def __init__(self, masked: bool = True):
@@ -74,7 +74,7 @@ class TrunkActivations(Protocol):
         """[1, T, H] of some samples as they stand in a packed row.
 
         Args:
-            groups: places among ``samples`` of those that share a prompt.
+            groups: the samples of each prompt, as places in ``samples``.
         """
 
 
@@ -96,11 +96,11 @@ class TokenBatch:
     left_padded: bool
     prompts: list[int]  # the number of each sample's prompt; equal prompts share it
     padding: Padding = field(default_factory=Padded)
-    # The activations of layers shared with a reference model, and the samples' indices in it.
+    # Activations of the layers shared with a reference model, and the samples' indices in them.
     boundaries: TrunkActivations | None = None
     samples: Sequence[int] = ()
-    # Of a mixture of experts the choices [≤ T, L, k] of each sample's tokens, None where they are
-    # not known; None of a dense model.
+    # The experts that each sample's tokens chose in a mixture of experts, [≤ T, L, k], None where
+    # they are not known; None for a dense model.
     experts: Sequence[Tensor | None] | None = None
 
     @classmethod
@@ -185,28 +185,28 @@ class TokenBatch:
         return [row[-length:] if self.left_padded else row[:length] for row, length in rows]
 
     def on(self, boundaries: TrunkActivations | None) -> Self:
-        """The same batch, whose model inputs hold the shared layers' activations if there are
-        any."""
+        """The batch with the shared layers' activations in its model inputs, unless they are
+        None."""
         return replace(self, boundaries=boundaries, samples=range(len(self)))
 
     def __len__(self) -> int:
         return len(self.query_lengths)
 
     def padded_positions(self, samples: Sequence[int]) -> int:
-        """Positions of some samples as rows of one width."""
+        """The number of positions of some samples as rows of one width."""
         lengths = self.lengths
         return len(samples) * max(lengths[i] for i in samples)
 
     def groups(self, samples: Iterable[int] | None = None) -> list[list[int]]:
-        """Samples with the same prompt, in the order of the first of each; default all."""
+        """Samples grouped by prompt, in the order of each group's first; by default all samples."""
         groups: dict[int, list[int]] = {}
         for i in range(len(self)) if samples is None else samples:
             groups.setdefault(self.prompts[i], []).append(i)
         return list(groups.values())
 
     def parts(self, samples: Sequence[int], limit: PassLimit) -> list[list[int]]:
-        """Samples that share a forward, in ascending order; those of a prompt share one as far as
-        they fit."""
+        """Lists of samples that share a forward, in ascending order; samples of a prompt share one
+        as far as they fit."""
 
         def fits(part: list[int]) -> bool:
             most = limit.tokens
@@ -334,6 +334,6 @@ class EncodedBatch(TokenBatch):
 
 
 def _numbered(prompts: Iterable[Tensor]) -> list[int]:
-    """The number of each prompt among those that differ."""
+    """A number for each prompt; equal prompts have the same one."""
     numbers: dict[bytes, int] = {}
     return [numbers.setdefault(ids.numpy().tobytes(), len(numbers)) for ids in prompts]

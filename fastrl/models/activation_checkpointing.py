@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers run again in the backward pass, from their inputs."""
+"""Activation checkpointing: in the backward pass layers run again, from their inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _recomputed(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
 
 def all_layers(model: Any) -> list[nn.Module]:
-    """A model's layers; of an encoder–decoder those of both stacks.
+    """A model's layers, an encoder–decoder's from both stacks.
 
     Raises:
         LookupError: it is not clear which modules are the layers.
@@ -49,9 +49,9 @@ def all_layers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def checkpointed(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which each of the layers keeps its inputs alone, and runs again in the backward.
+    """Context in which each layer keeps only its inputs, and runs again in the backward pass.
 
-    transformers' own switch acts in training mode alone, where dropout is on too.
+    transformers' own switch acts only in training mode, which also turns on dropout.
     """
     forwards = [(layer, vars(layer).get("forward")) for layer in layers]
     try:

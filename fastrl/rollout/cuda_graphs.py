@@ -1,4 +1,4 @@
-"""Runners of decode steps: call after call, or captured in CUDA graphs and replayed."""
+"""Runners of decode steps: they call a step, or capture it in CUDA graphs and replay them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
 
 
 class StepRunner(Protocol):
-    """Runs decode steps, for call after call of ``generate``."""
+    """Runs the decode steps of calls of ``generate``."""
 
     stats: dict[str, float]  # statistics of the call in progress
 
     def begin(self, step: DecodeStep) -> None:
-        """Begins a call with this step."""
+        """Begins a call of ``generate`` with this step."""
 
     def run(self, step: DecodeStep, bucket: int, span: int, steps: int) -> None:
-        """Runs the step ``steps`` times on the first ``bucket`` slots."""
+        """Runs ``steps`` steps on the first ``bucket`` slots, which hold up to ``span`` tokens."""
 
     def free(self) -> None:
         """Frees memory."""
 
     def another(self) -> StepRunner:
-        """A runner of the same kind for other memory."""
+        """A new runner of the same kind, for another KV cache."""
 
 
 class EagerRunner:
-    """Calls the step."""
+    """Calls the step as it is."""
 
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}
@@ -60,9 +60,9 @@ class GraphRunner:
     """Captures the step once per bucket, lazily, in one memory pool, and replays it. Its
     device must be the current one.
 
-    A graph contains addresses and numbers, so that calls with other logits processors are of
-    another kind and have graphs of their own, which are kept for the last few kinds. All are
-    captured anew after a parameter or the KV cache has moved, or adapters act otherwise.
+    A graph contains addresses and numbers, so that calls with other logits processors, another kind
+    of calls, have other graphs; those of the last few kinds are kept. All graphs are captured anew
+    after a parameter or the KV cache has moved, or other adapters act.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -76,9 +76,9 @@ class GraphRunner:
 
     def free(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.failed = False  # after one failure it is not tried again
+        self.failed = False  # after one failure no capture is tried again
         self.stats: dict[str, float] = {}
-        self._graphs: dict[int, Any] = {}  # by bucket, of the present kind of calls
+        self._graphs: dict[int, Any] = {}  # the present kind's graphs, by bucket
         # Graphs by kind, the latest last, with the logits processors whose memory they contain.
         self._kinds: dict[tuple, tuple[dict[int, Any], LogitsProcessors]] = {}
         self._memory: tuple = ()
@@ -88,7 +88,7 @@ class GraphRunner:
         memory, kind = _memory(step), _kind(step)
         if memory != self._memory:
             self._kinds.clear()
-            # torch refuses a pool whose graphs are gone as long as one of its tensors is there.
+            # torch refuses a pool whose graphs are gone as long as one of its tensors exists.
             self.pool = torch.cuda.graph_pool_handle()
             self._memory = memory
         self._graphs, _ = self._kinds.pop(kind, ({}, None))
@@ -145,8 +145,8 @@ class GraphRunner:
     def _ended_after_an_error(self, graph: Any) -> Iterator[None]:
         """Context that ends a capture for torch's allocator where an error breaks it off.
 
-        torch itself raises the error before it does so: its allocator would go on as in a capture,
-        free no memory when there is too little, and fail at ``empty_cache``.
+        torch raises the error without that: its allocator would go on as in a capture, free no
+        memory when there is too little, and fail at ``empty_cache``.
         """
         try:
             yield

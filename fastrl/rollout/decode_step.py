@@ -1,5 +1,5 @@
-"""One decode step for all slots: forward, logits processors, draw, record, finish reasons; a
-function of static buffers, eager on a CPU, captured on a GPU."""
+"""One decode step for all slots: forward, logits processors, draw, record, finish reasons. It is a
+function of static buffers, called on a CPU, and captured in a CUDA graph on a GPU."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fastrl_kernels.types import EOS, RUNNING, STOP
 
 
 class LogitsProcessors(NamedTuple):
-    """Penalties, truncation, temperature and end tokens of a call: numbers are constants of a
-    captured step, tensors are buffers whose addresses it contains."""
+    """Penalties, truncation, temperature and end tokens of a call of ``generate``. A captured step
+    contains the numbers as constants, and the addresses of the tensors."""
 
     temperature: float
     top_k: int
@@ -29,14 +29,14 @@ class LogitsProcessors(NamedTuple):
     min_p: float
     min_new_tokens: int
     repetition_penalty: float
-    barred: Tensor | None  # [n] ids that are not drawn: suppressed ones, and ends while it is early
+    barred: Tensor | None  # [n] ids not to draw: suppressed ones, and ends before min_new_tokens
     always: Tensor | None  # [n] bool, which of the barred ids are suppressed throughout
     ends: Tensor  # [n] ids of tokens that end a response
     stops: Tensor | None  # [n, W] ids, -1 in front of shorter sequences
 
     @classmethod
     def of(cls, params: SamplingParams, ends: Tensor, vocabulary: int) -> LogitsProcessors:
-        """The processors that parameters ask for; end tokens outside the vocabulary never match."""
+        """The processors for parameters; end tokens outside the vocabulary never match."""
         ends = ends[ends < vocabulary]
         barred = always = stops = None
         if params.min_new_tokens or params.suppress_tokens:
@@ -65,7 +65,7 @@ class LogitsProcessors(NamedTuple):
         return self[:6]
 
     def as_numbers(self) -> tuple:
-        """All values of processors on the host as a tuple, equal where two calls have the same."""
+        """All values of processors on the host as a tuple, which is equal for equal processors."""
         lists = [None if x is None else str(x.tolist()) for x in self[6:]]  # type: ignore[attr-defined]
         return *self.numbers(), *lists
 
@@ -74,7 +74,7 @@ class LogitsProcessors(NamedTuple):
         return LogitsProcessors(*self.numbers(), *moved)  # type: ignore[arg-type]
 
     def are_plain(self) -> bool:
-        """Whether tokens are drawn from the softmax of all logits as they are, but for their
+        """Whether tokens are drawn from the softmax of all logits, changed by nothing but the
         temperature."""
         cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return not cuts and self.repetition_penalty == 1 and self.barred is None
@@ -118,7 +118,7 @@ class DrawFromLogits:
     def __call__(
         self, state: SlotState, seen: Tensor | None, attention: DecodeAttention, keys: Tensor
     ) -> tuple[fastrl_kernels.SampledTokens, Tensor | None]:
-        """The draws of the slots' next tokens, and the values of the present ones."""
+        """Draws the slots' next tokens, and returns them with the values of the present tokens."""
         processors = self.processors
         logits, values = self.model_runner.decode(state.token, state.position, attention)
         drawn_from = logits if seen is None else processors.penalised(logits, seen)
@@ -139,7 +139,7 @@ class DrawFromLogits:
 
 
 class DrawFromHead:
-    """Draws while the head's product is computed, where no logits processor needs all of them:
+    """Draws while the head's product is computed, where no logits processor needs all logits, see
     :class:`fastrl.rollout.fused_draw.FusedDraw`."""
 
     def __init__(self, model_runner: ModelRunner, processors: LogitsProcessors):
@@ -147,7 +147,7 @@ class DrawFromHead:
         self.possible = model_runner.fused_draw.active and processors.are_plain()
 
     def takes(self, rows: int) -> bool:
-        """Whether steps of so many rows are faster by this draw."""
+        """Whether this draw is possible, and faster for steps of so many rows."""
         return self.possible and self.model_runner.fused_draw.pays(rows)
 
     def __call__(
@@ -177,15 +177,15 @@ class DecodeStep:
         self.from_head = DrawFromHead(model_runner, processors)
 
     def __call__(self, bucket: int, span: int) -> None:
-        """Generates one token in the first ``bucket`` slots, of at most ``span`` tokens with it."""
+        """Generates a token in the first ``bucket`` slots, each then of at most ``span`` tokens."""
         slots, processors = self.slots, self.processors
         state = slots.state.first(bucket)
         seen, tail = (None if x is None else x[:bucket] for x in (slots.seen, slots.tail))
 
         attention = DecodeAttention(self.attention_kernel, self.kv_cache, state.position, span)
         keys = token_keys(state.sample, state.num_generated, self.backend)
-        way = self.from_head if self.from_head.takes(bucket) else self.from_logits
-        draw, values = way(state, seen, attention, keys)
+        drawer = self.from_head if self.from_head.takes(bucket) else self.from_logits
+        draw, values = drawer(state, seen, attention, keys)
 
         goes_on = None if tail is None else (state.reason == RUNNING) & (draw.tokens >= 0)
         advance(slots.buffers(state), draw, processors.ends, values, self.backend)
@@ -201,7 +201,7 @@ class DecodeStep:
 def _of_the_model(
     draw: fastrl_kernels.SampledTokens, logits: Tensor, temperature: float
 ) -> fastrl_kernels.SampledTokens:
-    """Replaces log-probs and entropies by the model's own, from logits as they were at first."""
+    """Replaces log-probs and entropies by the model's, from the logits before any processor."""
     at = draw.tokens.clamp(min=0).unsqueeze(1)
     at_one = logits.float().log_softmax(-1)
     tempered = at_one

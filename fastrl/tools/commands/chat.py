@@ -12,8 +12,8 @@ from fastrl.tools.commands.flags import UsageError, own_parser
 
 
 def run_chat(arguments: Sequence[str]) -> int:
-    """Answers each line that is typed, or read where the input is no terminal: in turns, where the
-    tokenizer has a chat template; else each line is a text that the model goes on with.
+    """Answers each line that is typed, or read where the input is no terminal: as a turn, where the
+    tokenizer has a chat template; else as a text that the model continues.
 
     ``/clear`` forgets the turns, ``/exit`` and Ctrl-D end the program, Ctrl-C ends a reply;
     ``/help`` says so.
@@ -93,12 +93,12 @@ class Chat:
         self.model, self.tokenizer, self.flags = model, tokenizer, flags
         self.reads_apart = bool(getattr(model.config, "is_encoder_decoder", False))
         self.turns: list[dict[str, str]] = []
-        # What is typed may have it: a character that the tokenizer does not know. No row is padded.
+        # A typed character that the tokenizer does not know may be its pad token; no row is padded.
         model.config.pad_token_id = None
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what was said, but for the system message."""
+        """Forgets all turns, but for the system message."""
         system = self.flags.system
         self.turns = [{"role": "system", "content": system}] if system else []
 
@@ -125,10 +125,10 @@ class Chat:
             print("fastrl: the conversation is longer than the model's context: /clear forgets it")
             return
         defaults = self.model.generation_config
-        defaults.max_length = None  # --max-new-tokens says it; other settings of the model act
+        defaults.max_length = None  # --max-new-tokens acts instead; the model's other settings act
         sampling = {"do_sample": False}
         if flags.temperature > 0:
-            # top_k=0: as in training; the model's file, or transformers' 50, would cut it.
+            # top_k=0 as in training: else the model's file, or transformers' 50, would act.
             more = {"temperature": flags.temperature, "top_p": flags.top_p, "top_k": 0}
             sampling = {"do_sample": True, **more}
         config = GenerationConfig(
@@ -153,7 +153,7 @@ class Chat:
             self.turns = [*turns, {"role": "assistant", "content": reply.text}]
 
     def _room(self, prompt: int) -> int:
-        """Tokens that the model's context has left; an encoder–decoder's reply has its own."""
+        """How many tokens of the model's context are left; an encoder–decoder's reply has all."""
         limit = getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
         return limit if self.reads_apart else limit - prompt
 

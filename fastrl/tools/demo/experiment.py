@@ -27,7 +27,7 @@ from fastrl.tools.demo.criterion import KL_CEILING, failures, success, text_stat
 from fastrl.tools.demo.text import preference_pairs, reviews, split_openings
 from fastrl.tools.reports.report import finish_training
 
-if TYPE_CHECKING:  # what follows is imported where it is used: --help needs none of it
+if TYPE_CHECKING:  # at run time these are imported where they are used: --help needs none
     from fastrl.rewards.classifier import ClassifierReward
     from fastrl.run.callbacks import TrainResult
     from fastrl.trainers.ppo import PPOTrainer
@@ -110,7 +110,7 @@ class Models:
     language_model: Any
     reward: ClassifierReward
     reward_accuracy: float
-    seconds: dict[str, float]  # by stage
+    seconds: dict[str, float]  # what each stage took
 
 
 def run_demo(demo: Demo) -> int:
@@ -129,7 +129,7 @@ def run_demo(demo: Demo) -> int:
         },
     )
     with folder.claim(overwrite=folder.holds("demo")):
-        folder.begin()  # before minutes of work, not after
+        folder.begin()  # an error comes before minutes of work
         return _run(demo, size, folder)
 
 

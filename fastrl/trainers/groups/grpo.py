@@ -131,7 +131,7 @@ class GRPOTrainer(OnlineTrainer):
         return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
     def policy_loss(self, batch: Pass) -> Tensor:
-        """:class:`fastrl.trainers.groups.policy_loss.GroupLoss`, less the bonus for entropies."""
+        """The loss of :class:`~fastrl.trainers.groups.policy_loss.GroupLoss`, less the bonus."""
         part, scores, coef = batch.part, batch.scores, self._coefficient()
         assert scores is not None
         assert scores.entropies is not None

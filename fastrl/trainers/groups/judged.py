@@ -17,8 +17,8 @@ _LOGGER = logging.getLogger(__name__)
 def judged_by_all(
     samples: Samples, names: Sequence[str], weights: Tensor, processes: Processes
 ) -> Samples:
-    """Rewards and penalties of all processes' responses, fp32. Those of a function are NaN where it
-    does not apply, their sums where none does. Warns of responses that no function judged.
+    """Rewards and penalties of all processes' responses, fp32. A function's rewards are NaN where
+    it does not apply, their sum where none does. Warns of responses that no function judged.
 
     Args:
         samples: the responses of this process, judged.
@@ -32,8 +32,8 @@ def judged_by_all(
             "from such responses: let one function return a number",
             {**row, "prompt": samples.prompts[i], "completion": samples.completions[i]},
         )
-    columns = [*samples.rewards_by_function.values(), samples.rewards, samples.penalties]
-    table = torch.stack(columns, 1)
+    of_process = [*samples.rewards_by_function.values(), samples.rewards, samples.penalties]
+    table = torch.stack(of_process, 1)
     joined = processes.joined(table.float(), [len(samples)] * processes.count)
     by_function, total, penalties = joined[:, :-2], joined[:, -2], joined[:, -1]
     if by_function.isnan().all():
@@ -49,6 +49,6 @@ def judged_by_all(
 
 
 def nanstd(values: Tensor) -> float:
-    """The unbiased deviation of the numbers that are not NaN; NaN of fewer than two."""
+    """The unbiased standard deviation of the values that are not NaN; NaN for fewer than two."""
     numbers = values[~values.isnan()]
     return float(numbers.std()) if len(numbers) > 1 else float("nan")

@@ -47,9 +47,9 @@ EXTRAS = ("mean_logit", "is_top1")
 class PreferenceTrainer(SupervisedTrainer):
     """A trainer that compares a policy's log-probs of completions with a reference's.
 
-    The reference is ``ref_model``, or the policy as training begins: a frozen copy of it, or, of a
-    policy with an adapter, its base without the adapter, or with a frozen copy of the adapter where
-    that was trained before. See :class:`fastrl.learn.ref_model.RefModel`.
+    The reference is ``ref_model``, or the policy as training begins: a frozen copy, or for a policy
+    with an adapter its base, with a frozen copy of the adapter if that was trained before. See
+    :class:`fastrl.learn.ref_model.RefModel`.
     """
 
     _tag_names: ClassVar[list[str]]  # tags of the model on the Hub
@@ -89,7 +89,7 @@ class PreferenceTrainer(SupervisedTrainer):
                 "model and ref_model are the same object: leave out ref_model, and a copy is made"
             )
         self._peft_config = peft_config
-        set_seed(args.seed)  # new weights are drawn: an adapter's
+        set_seed(args.seed)  # a new adapter's weights are drawn
         path = model
         model = loaded(model, args, quantization_config)
         tokenizer = padding_tokenizer(processing_class, path if is_path(path) else model, args)
@@ -153,11 +153,11 @@ class PreferenceTrainer(SupervisedTrainer):
         """The settings, by default those of the class.
 
         Args:
-            settings: keywords of the trainer, where TRL until 0.9 had them; ``args`` may be
-                transformers' own then.
+            settings: settings as keywords of the trainer, as in TRL until 0.9; ``args`` may then be
+                transformers' TrainingArguments.
 
         Raises:
-            TypeError, ValueError: settings that the trainer cannot have.
+            TypeError, ValueError: settings that the trainer does not take.
         """
         if settings:
             args = self._with_keywords(args, settings)
@@ -192,7 +192,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return adapted(model, self._peft_config, self._settings)
 
     def _choose_reference(self, args: Any, reference: CausalLMPolicy | None) -> RefModel | None:
-        """None where log-probs are computed before training by the policy itself."""
+        """The reference; None where the policy itself computes its log-probs before training."""
         has_adapter = self._policy.is_peft_model
         if args.precompute_ref_log_probs and reference is None and not has_adapter:
             return None
@@ -200,7 +200,7 @@ class PreferenceTrainer(SupervisedTrainer):
 
     @property
     def ref_model(self) -> Any:
-        """The reference as a model of its own; None where the policy's base is it, or its log-probs
+        """The reference as a separate model; None where it is the policy's base, or its log-probs
         are computed before training."""
         return model_of(self._reference, self.accelerator)
 
@@ -323,8 +323,8 @@ class PreferenceTrainer(SupervisedTrainer):
     def score(
         self, model: nn.Module, completions: TokenBatch, extras: tuple[str, ...] = ()
     ) -> tuple[Tensor, ScoredPass]:
-        """The policy's log-probs [B, T-1], 0 outside of the completions; with ``extras`` also
-        entropies and those statistics."""
+        """The policy's log-probs [B, T-1], 0 outside of the completions, and its forward, which has
+        entropies and the statistics ``extras``, if any are named."""
         by_model = self.aux_loss_enabled and not self._routes and extras
         router = {"output_router_logits": True} if by_model else {}
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -342,8 +342,8 @@ class PreferenceTrainer(SupervisedTrainer):
         return response_scores(score, dataclasses.replace(completions, experts=None))[0]
 
     def _is_padding_free(self) -> bool:
-        """Whether the model runs batches without padding; found at the first use, when it is on its
-        device."""
+        """Whether the model runs batches without padding; checked at the first use, when the model
+        is on its device."""
         if self._packs is None:
             by_model = self.aux_loss_enabled and not self._routes
             if self.args.padding_free and by_model:
@@ -375,7 +375,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return model(**{name: inputs[name] for name in names}, use_cache=False)
 
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The mean, with what experts add, and the loss of each example [B]."""
+        """The mean loss, with the experts' loss, and the loss of each example [B]."""
         training = self.model.training
         losses, scored, parts = self.losses(model, inputs)
         loss = losses.mean()
@@ -395,7 +395,7 @@ class PreferenceTrainer(SupervisedTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Any, Any]:
-        """The loss; unless it alone is asked for, the logits of all tokens, and the tokens."""
+        """The loss; unless ``prediction_loss_only`` also all tokens' logits, and the tokens."""
         if "compute_loss" in self.overrides:
             return self.predicted_by_own_loss(model, inputs, prediction_loss_only)
         inputs = self.ready_batch(inputs)
@@ -422,7 +422,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return {f"{prefix}{name}": x for name, x in taken.items() if x is not None}
 
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
-        """None: :meth:`evaluation_loop` adds those that were noted."""
+        """Returns no metrics: :meth:`evaluation_loop` adds them."""
         return {}
 
     # Checkpoints.
@@ -457,5 +457,5 @@ def token_parts(
 
 
 def at_tokens(of_completions: Tensor, completions: TokenBatch) -> Tensor:
-    """[B] at each completion's tokens, [N]."""
+    """Numbers of completions, [B], repeated for each of their tokens, [N]."""
     return of_completions[completions.rows() // completions.input_ids.shape[1]]
