@@ -63,7 +63,7 @@ class Toolbox:
             self.schemas.append(_schema(name, function))
 
     def of(self, owner: Any, names: Iterable[str]) -> Toolbox:
-        """These tools, with those called ``names`` taken from ``owner``, an object with methods."""
+        """A toolbox with these tools, and the methods ``names`` of ``owner``."""
         box = Toolbox(())
         box.functions = {**self.functions, **{name: getattr(owner, name) for name in names}}
         box.schemas = self.schemas
