@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Aggregate(NamedTuple):
-    """Σ_t v_t·ℓ_t / D over the tokens of responses, by the kernels' names of AGGREGATES.
+    """Σ_t v_t·ℓ_t / D over the tokens of responses; kinds have the names of AGGREGATES.
 
     | kind | v_t | D |
     | --- | --- | --- |
@@ -21,7 +21,7 @@ class Aggregate(NamedTuple):
     Without a ``norm_length`` the last kind's v is 1/(tokens of the longest response), and its D the
     number of responses. A response's own weight multiplies its v, and counts it as often in D.
 
-    Here v and D are computed outside of the kernels, which see flat tokens and no responses.
+    v and D are computed here, as the kernels see flat tokens and no responses.
 
     Attributes:
         counts_empty: whether D counts responses without a token; the last kind always does.
@@ -47,8 +47,8 @@ class Aggregate(NamedTuple):
         return v if weights is None else v * weights
 
     def denominator(self, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
-        """D of some responses, [], 1 of none; that of several mini-batches is that of all their
-        responses. Arguments are those of :meth:`weights`."""
+        """D of some responses, [], and 1 without any; for several mini-batches pass the responses
+        of all. Arguments are those of :meth:`weights`."""
         if self.kind == "token-mean":
             counts = lengths
         elif self.counts_empty or self.kind == "seq-mean-token-sum-norm":

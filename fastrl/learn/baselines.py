@@ -1,8 +1,8 @@
-"""Baselines of a group: what the other responses to the same prompt say of a reward.
+"""Baselines of a group: a reward is compared with those of the other responses to its prompt.
 
-Rewards are given less that of the group's first response that counts, so that equal ones are
-exactly 0, [groups, size]; with them goes which responses count. Where one does not, its reward is 0
-and its result is not to be read.
+Functions take rewards [groups, size], less that of the group's first response that counts, so that
+equal ones are exactly 0, and a mask ``counts`` of the responses that count. Where one does not
+count, its reward is 0 and its result is not read.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ EPS = 1e-4  # added to a group's standard deviation
 
 
 def grouped(rewards: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rewards [B] in groups of ``size``, less each group's first, and which there are: those that
-    are not NaN."""
+    """Rewards [B] in groups [groups, size], less each group's first, and the mask of those that
+    count, as they are not NaN."""
     groups = rewards.view(-1, size)
     counts = ~groups.isnan()
     return above_first(groups, counts), counts
 
 
 def all_equal(differences: Tensor) -> Tensor:
-    """Which groups have equal rewards, [groups], from those less the first one."""
+    """Which groups have equal rewards, [groups], from rewards less the group's first."""
     return (differences == 0).all(-1)
 
 
@@ -39,8 +39,8 @@ def above_first(rewards: Tensor, counts: Tensor) -> Tensor:
 def compared(
     function: Callable[[Tensor, Tensor], Tensor], groups: Tensor, counts: Tensor
 ) -> Tensor:
-    """A function's advantages [groups, size]; 0 where a response does not count, or has no other to
-    be compared with.
+    """A function's advantages [groups, size]; 0 where a response does not count, or is the only one
+    that counts.
 
     Args:
         groups, counts: what :func:`grouped` returns.
@@ -63,7 +63,7 @@ def compared(
             f"{name} returned advantages with a gradient: they are constants, detach them"
         )
     compares = counts & (counts.sum(-1, keepdim=True) > 1)
-    if function not in _OURS:  # reading it waits for the device
+    if function not in _OURS:  # this check waits for the device
         wrong = compares & groups.isfinite().all(-1, keepdim=True) & ~advantages.isfinite()
         if wrong.any():
             group, i = wrong.nonzero()[0].tolist()
@@ -87,14 +87,14 @@ def standardised(rewards: Tensor, counts: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, counts: Tensor) -> Tensor:
-    """R less the mean of the others' (Ahmadian et al., "Back to basics", 2024: RLOO)."""
+    """R less the mean R of the other responses (Ahmadian et al., "Back to basics", 2024: RLOO)."""
     others = (counts.sum(-1, keepdim=True) - 1).clamp(min=1)
     return rewards - (rewards.sum(-1, keepdim=True) - rewards) / others
 
 
 def deviation(x: Tensor, counts: Tensor) -> Tensor:
-    """Unbiased standard deviation of the last dimension's elements that count, kept as one; 0 of
-    fewer than two."""
+    """Unbiased standard deviation [..., 1] of the last dimension's elements that count; 0 for fewer
+    than two."""
     squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)
     return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
 

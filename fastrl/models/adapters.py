@@ -50,13 +50,13 @@ def add_adapter(peft_model: Any, name: str, config: Any) -> None:
 
 
 def acting_adapters(model: nn.Module) -> tuple:
-    """What decides, beside weights, how a model's adapters act: which are on, merged, and how they
-    are scaled. Two such values are equal where adapters act alike."""
+    """The state of a model's adapters: in each module those that are on, those that are merged, and
+    scales. Two such values are equal where adapters act alike, apart from their weights."""
     acting_of_modules = []
     for module in model.modules():
-        on = getattr(module, "active_adapters", None)
-        if isinstance(on, list) and hasattr(module, "disable_adapters"):
-            names = () if module.disable_adapters else tuple(on)
+        active = getattr(module, "active_adapters", None)
+        if isinstance(active, list) and hasattr(module, "disable_adapters"):
+            names = () if module.disable_adapters else tuple(active)
             merged = tuple(getattr(module, "merged_adapters", ()))  # type: ignore[arg-type]
             scaling: Any = getattr(module, "scaling", None)
             scaling = scaling if isinstance(scaling, dict) else {}
@@ -69,7 +69,7 @@ def adapter_dropout(model: Any) -> float:
     configs = getattr(model, "peft_config", None)
     if not configs:
         return 0.0
-    # A property of PEFT's models, a method of transformers' own.
+    # active_adapters is a property of PEFT's models, and a method of transformers' models.
     active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
     return max((getattr(configs[name], "lora_dropout", 0.0) for name in active), default=0.0)
 
@@ -80,7 +80,7 @@ class RewardAdapter(nn.Module):
     Args:
         peft_model: the policy's PEFT model.
         path: a directory or Hub id of the adapter, with the head among its weights.
-        hub: token and cache_dir, for the Hub.
+        hub: token and cache_dir for the Hub.
 
     Raises:
         ValueError: a model without an adapter, an encoder–decoder, prompt learning, an adapter

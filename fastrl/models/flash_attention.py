@@ -13,20 +13,20 @@ from transformers.utils import import_utils
 
 from fastrl.models.attention import implementations
 
-PACKAGE = "flash_attention_2"  # transformers' name of it
+PACKAGE = "flash_attention_2"  # transformers' name of the package
 HUB = "kernels-community/flash-attn2"
 _VERSION = 4  # version of the Hub's build, for torch from 2.10 on, where transformers names none
 
 
 def need_flash_attention(asked: str | Mapping[str, Any] | None) -> None:
-    """Gets flash-attn where a model is to be loaded with it, so that what is missing is told before
-    the weights are read. transformers takes the package, else the Hub's build through ``kernels``.
+    """Gets flash-attn where a model is to be loaded with it, so that an error comes before the
+    weights are read. transformers takes the package, else the Hub's build through ``kernels``.
 
     Args:
         asked: ``attn_implementation`` of ``from_pretrained``: a name, or one for each part.
 
     Raises:
-        ImportError: neither is there, or the Hub has no build for this machine.
+        ImportError: neither is installed, or the Hub has no build for this machine.
     """
     names = asked.values() if isinstance(asked, Mapping) else (asked,)
     for name in names:
@@ -37,23 +37,23 @@ def need_flash_attention(asked: str | Mapping[str, Any] | None) -> None:
 
 
 def asks_for_flash_attention(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, was loaded to attend by flash-attn, wherever it is from."""
+    """Whether a model, or a part of it, attends by flash-attn, from the package or the Hub."""
     names = [name or "" for _, name in implementations(model)]
     return any(name == PACKAGE or name.startswith(HUB) for name in names)
 
 
 def flash_attn_with_kvcache(from_hub: bool) -> Callable[..., Any] | None:
-    """flash-attn's function for decoding, where the package has it.
+    """flash-attn's function for decoding; None where flash-attn lacks it, or is not installed.
 
     Args:
         from_hub: take the Hub's build where the package is not installed.
 
     Raises:
-        ImportError: ``from_hub``, and there is neither.
+        ImportError: ``from_hub``, and neither package nor build can be had.
     """
     try:
         from flash_attn import flash_attn_with_kvcache as of_package
-    except ImportError:  # not there, or built for another torch
+    except ImportError:  # not installed, or built for another torch
         if not from_hub:
             return None
         kernel = hub_kernel("decoding as the model attends, by flash-attn,")

@@ -23,10 +23,10 @@ def make_json_schema_reward(
 ) -> Callable[..., list[float]]:
     """The ready reward ``json_schema``: 1 where a response is JSON and valid by a schema, else 0.
 
-    What is judged is the response's last block fenced as ``json`` or without a language, or all of
-    it where there is none. It is 0, too, where it has more than a million characters, lists and
-    objects more than 64 deep, a key twice in an object, or takes longer than 2 seconds to judge,
-    which happens in a process of its own.
+    The reward judges the response's last block fenced as ``json`` or without a language, or the
+    whole response without such a block. It is 0, too, for more than a million characters, lists and
+    objects more than 64 deep, a key twice in an object, or where judging, in another process, takes
+    longer than 2 seconds.
 
     Args:
         schema: a JSON Schema, or the path of its file. Its ``$schema`` says which draft, by default
@@ -34,8 +34,8 @@ def make_json_schema_reward(
 
     Raises:
         ImportError: jsonschema is not installed.
-        FileNotFoundError: there is no such file.
-        ValueError: something that is no schema, or refers to another one.
+        FileNotFoundError: a path without a file.
+        ValueError: something that is no schema, or refers to another schema.
     """
     if importlib.util.find_spec("jsonschema") is None:
         raise ImportError(

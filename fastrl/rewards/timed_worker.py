@@ -1,10 +1,9 @@
-"""The process in which :class:`fastrl.rewards.timed.TimedChild` has questions judged.
+"""The process in which :class:`fastrl.rewards.timed.TimedChild` judges questions.
 
 ``python timed_worker.py FILE`` reads questions, a JSON object a line, and writes answers likewise:
 the function that FILE's ``make_judge()`` returns is called with a question's fields. A line that
-takes longer than its ``seconds`` ends the process, in the midst of a product of long integers or of
-a regular expression too; its memory is limited. It needs the standard library and what FILE
-imports.
+takes longer than its ``seconds`` ends the process, also within a product of long integers or a
+regular expression; memory is limited. The process needs the standard library and FILE's imports.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import Any
 
 from fastrl.run.files import write_file
 
-# torch's names of instruction sets, each with those before it, and what its variable calls them.
+# torch's names of instruction sets, in ascending order, and their names in ATEN_CPU_CAPABILITY.
 _CAPABILITIES = {"NO AVX": "default", "DEFAULT": "default", "AVX2": "avx2", "AVX512": "avx512"}
-# Variables of the environment with which libraries of products compute other bits.
+# Environment variables that change the bits that libraries of matrix products compute.
 _OF_PRODUCTS = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -26,8 +26,8 @@ _PACKAGES = ("fastrl-lm", "torch", "triton", "transformers", "accelerate", "peft
 
 
 def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
-    """The versions of Python and of packages, "not installed" where there is none; and the version
-    of the draws, which decides which tokens a key draws."""
+    """The versions of Python, of packages ("not installed" without one), and of the algorithm that
+    draws a key's tokens, as "draws"."""
     from fastrl_kernels.race import DRAWS
 
     by_package = {"python": platform.python_version(), "draws": str(DRAWS)}
@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def other_draws(before: dict[str, str]) -> str:
-    """Says, after a semicolon, which recorded versions drew other tokens; "" where none did."""
+    """A note, after a semicolon, that the recorded version drew other tokens; "" if it did not."""
     from fastrl_kernels.race import DRAWS
 
     if before.get("draws", "1") == str(DRAWS):
@@ -69,8 +69,8 @@ def other_draws(before: dict[str, str]) -> str:
 
 
 def write_products(measured: Mapping[str, Any]) -> Path:
-    """Writes measured libraries of products, as JSON has them, for this processor; what the table
-    has for others stays. Later processes read it."""
+    """Writes the choices of libraries of products for this processor, as JSON values, to a table
+    that later processes read; other processors' entries stay."""
     from fastrl_kernels import gemm
 
     path = gemm.table_path()
@@ -100,7 +100,7 @@ def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
     if before.get("threads") != now.get("threads") and before.get("threads"):
         variables.append(f"OMP_NUM_THREADS={before['threads']}")
     earlier, current = (x.get("cpu_capability") for x in (before, now))
-    # torch must not be told of instructions that this processor may lack.
+    # torch must not be made to use instructions that this processor may lack.
     if earlier in _CAPABILITIES and current in _CAPABILITIES:
         names = list(_CAPABILITIES)
         if names.index(earlier) < names.index(current):
@@ -114,7 +114,7 @@ def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _cpu_name() -> str:
-    """The CPU's name by Linux; elsewhere what Python knows."""
+    """The CPU's name from Linux; on other systems from Python's platform module."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,5 +1,5 @@
-"""Reads a program that was written for TRL, without running it: what fastrl makes of each name and
-setting, by its line."""
+"""Reads a program that was written for TRL, without running it, and finds what fastrl makes of each
+name and setting."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Outcome(NamedTuple):
     """What becomes of a name or a setting.
 
     Attributes:
-        kind: AS_IT_IS, "renamed", "kept", DEFAULT, "changes nothing", "refused", UNKNOWN; or THERE,
-            for what runs under run-trl alone.
-        text: what to know of it.
+        kind: AS_IT_IS, "renamed", "kept", DEFAULT, "changes nothing", "refused", UNKNOWN; or THERE
+            where only ``fastrl run-trl`` runs the line.
+        text: what a reader should know of the change.
         edit: what ``--write`` changes.
     """
 
@@ -156,7 +156,7 @@ def _joined(findings: Sequence[Outcome]) -> list[Edit]:
 
 
 def _parsing(source: str, findings: list[Outcome]) -> list[Outcome]:
-    """The findings without edits that overlap others, or with which the program does not parse."""
+    """The findings, without those edits that overlap others or break the program's syntax."""
     if _parses(source, findings):
         return findings
     kept: list[Outcome] = []
@@ -180,7 +180,7 @@ def _parses(source: str, findings: Sequence[Outcome]) -> bool:
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
-    """TRL's names by what the program calls them, X for ``trl.X``."""
+    """TRL's names by the names that the program gives them; ``trl.X`` is called X."""
     names = imported_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(is_trl(alias.name) for alias in node.names):
@@ -235,7 +235,7 @@ def _of_import_from(
 
 
 def _import_line(module: str, names: list[str], indent: str, is_spread: bool) -> str:
-    """An import, with a name on each line where the program has it so, or one line is too long."""
+    """An import: a name on each line where the program has that, or one line would be too long."""
     line = f"from {module} import {', '.join(names)}"
     if len(names) > 1 and (is_spread or len(indent + line) > _LINE):
         inner = "".join(f"{indent}    {name},\n" for name in names)
@@ -276,7 +276,7 @@ def _of_subclass(node: ast.ClassDef, bases: list[str]) -> Iterator[Outcome]:
 
 
 def _of_compute_loss(node: ast.FunctionDef) -> Iterator[Outcome]:
-    """What becomes of ``compute_loss``, which transformers hands one argument more than it did."""
+    """What becomes of ``compute_loss``, to which transformers now passes another argument."""
     signature = node.args
     names = {x.arg for x in (*signature.args, *signature.kwonlyargs)}
     takes_more = signature.kwarg or signature.vararg or signature.kwonlyargs
@@ -288,8 +288,8 @@ def _of_compute_loss(node: ast.FunctionDef) -> Iterator[Outcome]:
 
 
 def _of_two_results(node: ast.Assign) -> Iterator[Outcome]:
-    """What becomes of an assignment of TRL's log-probs and entropies of tokens, beside which there
-    is now a third result, the experts' loss."""
+    """What becomes of an assignment of two results, log-probs and entropies, of a TRL method that
+    now has a third one, the experts' loss."""
     name, (target, *_) = "_get_per_token_logps_and_entropies", node.targets
     two = isinstance(target, ast.Tuple) and len(target.elts) == 2
     if two and isinstance(node.value, ast.Call) and called(node.value) == name:
@@ -405,7 +405,7 @@ def _of_value(node: ast.Call, keyword: ast.keyword, era: Era) -> Edit | None:
 
 
 def _taken_away(node: ast.Call) -> Iterator[Outcome]:
-    """Keywords that transformers and others have renamed or dropped since."""
+    """Keywords that transformers and other libraries have renamed or dropped."""
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     if called(node) == "apply_chat_template" and "return_dict" not in keywords:
         tokenize = keywords.get("tokenize", ast.Constant(True))
@@ -435,8 +435,8 @@ def _behind(nodes: list[Any], text: str) -> Edit:
 
 
 def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
-    """The edit that writes the keywords of bits as a quantization_config, in the place of the
-    first; a quantization_config of the call comes before it."""
+    """The edit that writes ``load_in_8bit`` and ``load_in_4bit`` as a quantization_config in place
+    of the first of them, or leaves them out where the call has a quantization_config."""
     bits = [x for x in node.keywords if x.arg in _BITS]
     others = [x.arg for x in node.keywords if x.arg not in _BITS]
     if None in others:  # **settings may have one
@@ -448,7 +448,7 @@ def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
     if not asked:
         return _without(node, keyword)
     config = ", ".join(f"{name}={value}" for name, value in asked.items())
-    # Whether bits are wanted may depend on what the program computes.
+    # The program may compute whether weights are to be loaded in few bits.
     wanted = [f"({x})" if " " in x else x for x in asked.values() if x != "True"]
     unless = f" if {' or '.join(wanted)} else None" if len(wanted) == len(asked) else ""
     if len(wanted) == len(asked) == 1:
@@ -457,7 +457,7 @@ def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
 
 
 def _imports_of(tree: ast.Module, findings: list[Outcome]) -> Iterator[Outcome]:
-    """An import of what edits name, in front of the program's first import."""
+    """An import of BitsAndBytesConfig in front of the first import, if an edit needs it."""
     if not any(x.edit and "BitsAndBytesConfig(" in x.edit[2] for x in findings):
         return
     imports = [x for x in tree.body if isinstance(x, ast.Import | ast.ImportFrom)]
@@ -488,7 +488,7 @@ def _whole(node: ast.stmt | ast.keyword | ast.alias, text: str) -> Edit:
 
 
 def _without(node: ast.Call, keyword: ast.keyword) -> Edit:
-    """The edit that leaves out a keyword, with what stands up to the next, or to the call's end."""
+    """The edit that removes a keyword, and the text behind it up to the next, or the call's end."""
     args: list[Any] = sorted([*node.args, *node.keywords], key=lambda x: (x.lineno, x.col_offset))
     i, start = args.index(keyword), (keyword.lineno, keyword.col_offset)
     if i + 1 < len(args):

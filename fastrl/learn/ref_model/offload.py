@@ -1,4 +1,4 @@
-"""A frozen copy in host memory as reference model: the device holds one layer at a time."""
+"""A reference model that is a frozen copy in host memory: the device holds one layer at a time."""
 
 from __future__ import annotations
 

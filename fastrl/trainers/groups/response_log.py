@@ -1,4 +1,4 @@
-"""What GRPOTrainer and RLOOTrainer log of responses, by TRL's names."""
+"""The log of responses of GRPOTrainer and RLOOTrainer: metrics by TRL's names, and a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ResponseLog:
         metrics: the metrics by mode, "train" and "eval".
 
     Attributes:
-        table: is filled in the main process.
+        table: the latest responses; it is filled in the main process alone.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class ResponseLog:
         self._columns: defaultdict[str, list] = defaultdict(list)
         self._numbers: defaultdict[str, list[float]] = defaultdict(list)
 
-    # What reward functions get as log_extra and log_metric.
+    # Reward functions get note_column and note_number as log_extra and log_metric.
 
     def note_column(self, column: str, values: list, places: Sequence[int] | None = None) -> None:
         """Adds a column that a reward function noted.
 
         Args:
-            places: the responses that it was asked about; others were left out. It may note
-                something else than a value for each.
+            places: the responses that the function was called for; others were left out. Where it
+                notes another number of values, they are added as they are.
         """
         noted = self._columns[column]
         if places is None or len(places) != len(values):
@@ -63,21 +63,21 @@ class ResponseLog:
         self._numbers[name].append(value)
 
     def take_columns(self) -> dict[str, list[Any]]:
-        """What was noted by :meth:`note_column` since the last call."""
+        """The columns added by :meth:`note_column` since the last call."""
         noted = dict(self._columns)
         self._columns.clear()
         return noted
 
-    # What a trainer tells.
+    # A trainer calls these.
 
     def lengths(self, samples: Samples, masks: Sequence[Tensor], mode: str) -> tuple[int, float]:
-        """Notes the lengths of this process's responses and the others'.
+        """Adds metrics of the lengths of all processes' responses.
 
         Args:
-            masks: bool, the tokens that are learned.
+            masks: bool, which tokens of this process's responses are learned.
 
         Returns:
-            of all processes, the tokens of prompts and responses, and those that are learned.
+            over all processes, the number of tokens of prompts and responses, and of learned ones.
         """
         rows = [
             [len(prompt), int(written.sum()), not ended, int(mask.sum())]
@@ -120,7 +120,7 @@ class ResponseLog:
         values.clear()
 
     def responses(self, samples: Samples, judged: Samples, advantages: Tensor) -> None:
-        """Puts them into the table.
+        """Adds responses to the table.
 
         Args:
             samples: the samples of this process; the other arguments are of all processes.
@@ -136,7 +136,7 @@ class ResponseLog:
         columns = [x.tolist() for x in judged.rewards_by_function.values()]
         table.add((), (), dict(zip(self.names, columns, strict=True)), advantages.tolist())
 
-    # What is logged.
+    # Logs.
 
     def take(self, mode: str, tokens: int) -> dict[str, Any]:
         """The means since the last call, and the run's ``tokens`` so far."""
