@@ -40,7 +40,7 @@ _LIBRARIES = tuple(
 
 @dataclass(frozen=True)
 class Fault:
-    """An exception in a user's function, or in the file it is in.
+    """An exception in a user's function, or in its file.
 
     Attributes:
         where: the user's frames, as in a traceback; "" if the call itself failed.
@@ -52,8 +52,8 @@ class Fault:
 
 
 def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with its exceptions marked by ``name``; other callables are returned as they
-    are, because callers may use their methods. An async function stays one."""
+    """The function, with its exceptions marked by ``name``; an async function stays async. Other
+    callables are returned unchanged, because callers may use their methods."""
     if not inspect.isroutine(function):
         return function
     call: Callable[..., Any]
@@ -80,7 +80,7 @@ def name_of(function: Any, otherwise: str) -> str:
 
 
 def unnamed(function: Any) -> Any:
-    """The function that :func:`named` was given; others as they are."""
+    """The function that :func:`named` has wrapped; any other function is returned as it is."""
     return function.__wrapped__ if hasattr(function, _NAME) else function
 
 
@@ -105,7 +105,7 @@ def running(name: str) -> Iterator[None]:
 
 
 class ExitCalled(RuntimeError):
-    """A user's function has called ``sys.exit()`` in the midst of a run."""
+    """A user's function has called ``sys.exit()`` during a run."""
 
 
 @contextmanager
@@ -149,14 +149,14 @@ def fault_of(error: BaseException) -> Fault | None:
 
 
 def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Frames behind this file's last one that are in no library; all, if the function is in one."""
+    """The frames behind this file's last one that are in no library; without any, all of them."""
     ours = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
     below = [frame for frame in frames[ours + 1 :] if not frame.filename.startswith("<")]
     return [frame for frame in below if not frame.filename.startswith(_LIBRARIES)] or below
 
 
 def is_users(file: str | None) -> bool:
-    """Whether a file of Python is none of a library's, of Python's or of fastrl's."""
+    """Whether a Python file is a user's: not a library's, Python's or fastrl's."""
     return file is not None and _is_users(file)
 
 
@@ -170,12 +170,12 @@ def _is_users(file: str) -> bool:
 def load_function(name: str) -> Callable[..., Any]:
     """Loads the function of "module:function" or "path/to/file.py:function".
 
-    Errors of the function, and of its file as it is loaded, name it. A file is run once, however
-    many of its functions are named: what they share is the same for all. It imports files beside
-    it as a program does, but for those with the name of an installed module.
+    Errors of the function, and of its file as it is loaded, have its name. A file is run once, even
+    if several of its functions are loaded: they share its globals. It imports files beside it as a
+    program does, but for those with the name of an installed module.
 
     Raises:
-        ValueError: not a function's name.
+        ValueError: a name that is not of these forms.
         TypeError: the name of something that is not a function.
         ImportError, FileNotFoundError: a module, function or file that does not exist.
     """
@@ -225,7 +225,7 @@ def _load_file(path: Path) -> Any:
         raise ImportError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # The file may import those beside it, now or in a call; last, so that they hide no package.
+    # The file may import files beside it; their folder comes last, so that they hide no package.
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.append(folder)
     with running(str(path)):
@@ -236,13 +236,13 @@ def _load_file(path: Path) -> Any:
 
 
 def forget_files() -> None:
-    """Has :func:`load_function` run files anew."""
+    """Makes :func:`load_function` run files anew."""
     _files.clear()
 
 
 def _module_name(path: Path) -> str:
-    """The module name of a file, by which other processes import what was pickled: the file's name,
-    or a new one where another module, such as json of the standard library, has that name."""
+    """The module name of a file, by which other processes import pickled objects: the file's name,
+    or a new one where another module, such as the standard library's json, has that name."""
     name, whole = path.stem, path.resolve()
     module = sys.modules.get(name)
     if module is None and name.isidentifier():

@@ -39,7 +39,7 @@ class ByLength:
     """w ∝ length^-power, with a mean of 1: longer responses weigh less.
 
     A response's length counts its tokens, EOS included. The mean is over the samples of the batch;
-    the weight of a pair is the geometric mean of its two.
+    a pair's weight is the geometric mean of its two responses' weights.
 
     Raises:
         ValueError: a negative power.
@@ -66,12 +66,12 @@ class ByMargin:
 
     Args:
         power: the exponent of the margin.
-        margin_column: column of margins.
-        score_columns: columns of both sides' scores, the preferred one first.
+        margin_column: the column of margins.
+        score_columns: the columns of both sides' scores, the preferred side first.
 
     Raises:
-        ValueError: a power that is not positive; for a batch: not pairs, neither scores nor
-            columns, a value that is not a finite number, named by its index.
+        ValueError: a power that is not positive; for a batch: not pairs, neither scores nor such
+            columns, a value that is not a finite number (names its index).
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ByMargin:
         _weigh(self, batch, weights.expand(2, -1))
 
     def _margins(self, batch: Batch) -> Tensor:
-        """[B] fp64."""
+        """The pairs' margins, [B] fp64."""
         columns = batch.columns
         if batch.scores is not None:
             sides = [_numbers(self, "scores", scores) for scores in batch.scores]
@@ -119,8 +119,8 @@ class ByImportance:
 
     log π is a sum over a response's tokens; the ratio carries no gradient. A pair has the joint
     ratio of both its responses, truncated once. With ``length_normalised`` the ratio is the
-    geometric mean of its tokens', exp((Σ log π_θ - Σ log π_data) / tokens), of a pair over the
-    tokens of both: biased, but of far less variance.
+    geometric mean of the tokens' ratios, exp((Σ log π_θ - Σ log π_data) / tokens), for a pair over
+    both responses' tokens: biased, but with far less variance.
 
     Sampled responses bring their log-probs under π_data at temperature 1,
     ``batch.rollout_logprobs``; those of other responses are read from columns.
@@ -128,12 +128,12 @@ class ByImportance:
     Args:
         cap: the largest weight.
         length_normalised: see above.
-        columns: the data's column of log-probs under π_data, or one for each side of pairs: of each
-            response its sum, or a list with one number per token, EOS included.
+        columns: the data's column of log-probs under π_data, or one for each side of pairs; they
+            hold sums of responses, or lists with one number per token, EOS included.
 
     Raises:
-        ValueError: a cap that is not positive; for a batch: no log-probs under π_data, another
-            number of them than tokens, or one that is not finite.
+        ValueError: a cap that is not positive; for a batch: no log-probs under π_data, not one for
+            each token, or one that is not finite.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class ByImportance:
         _weigh(self, batch, weights.expand(batch.generations, -1))
 
     def _data_logprobs(self, batch: Batch) -> Tensor:
-        """[generations, B] fp64, sums over tokens."""
+        """The responses' log-probs under π_data, summed over tokens, [generations, B] fp64."""
         if batch.rollout_logprobs is not None:
             logprobs: list[Any] = list(batch.rollout_logprobs)
             names = [f"logprobs of generation {i}" for i in _each(batch)]
@@ -216,7 +216,7 @@ def make_reweighter(name: str, **options: Any) -> SampleReweighter:
     Args:
         name: "uniform", "length", "margin", "importance"; or a function of a batch, as
             "module:function" or "path/to/file.py:function".
-        options: arguments of its class.
+        options: arguments of the reweighter's class.
 
     Raises:
         ValueError: an unknown name or option.
@@ -271,7 +271,7 @@ def _numbers(reweighter: Any, name: str, values: Any) -> Tensor:
 
 
 def _totals(name: str, values: Sequence[Any], responses: Sequence[Tensor]) -> list[Any]:
-    """The sum of each response's log-probs, given as a sum or per token."""
+    """The sum of each response's log-probs, from values that are sums or lists per token."""
     totals = []
     for i, (value, response) in enumerate(zip(values, responses, strict=True)):
         if not _is_list(value) or isinstance(value, str):

@@ -46,7 +46,7 @@ _SAID_BY = {
     "optim_bits": "optim's name says that",
     "is_paged": "optim's name says that",
 }
-# Types of arguments whose default is None.
+# Types of optimizers' arguments whose default is None.
 _OF_NONE = {
     "fused": bool,
     "foreach": bool,
@@ -58,7 +58,7 @@ _OF_NONE = {
 }
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _BY_BLOCKS = ("bitsandbytes", "torchao")
-# Optimizers that step weights within the backward pass, and so by their own rules.
+# Optimizers that step weights within the backward pass.
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
@@ -73,14 +73,14 @@ def check_optimizer(
 
     Args:
         name: one of transformers' ``OptimizerNames``, or "adam".
-        optimizer: an optimizer that the user has made; then there may be no name and no arguments.
+        optimizer: a user's optimizer, which excludes a name and arguments.
         arguments: the setting ``optim_args``.
-        decay_is_a_setting: whether ``weight_decay`` is a setting beside it, as of transformers'
-            TrainingArguments.
+        decay_is_a_setting: whether ``weight_decay`` is a setting, as in transformers'
+            TrainingArguments, and no part of ``arguments``.
 
     Raises:
         ValueError: a name or arguments beside ``optimizer``; what :func:`make_optimizer` refuses.
-        ImportError: its package is not installed; says how to install it.
+        ImportError: the optimizer's package is not installed; says how to install it.
     """
     if optimizer is not None and name != "adam":
         raise ValueError(
@@ -98,7 +98,7 @@ def check_optimizer(
             f"{package}, or choose another optim, such as adamw_torch"
         )
     if module == "torchao":
-        # Lets torch.load take its tensors; a checkpoint is read before there is an optimizer.
+        # Its import lets torch.load read its tensors; checkpoints are read before it is used.
         importlib.import_module("torchao.optim")
     if arguments:
         parsed = _parsed(arguments)
@@ -109,14 +109,14 @@ def check_optimizer(
 
 
 def optimizer_name(settings: Any) -> str:
-    """The name that ``settings.optim`` has, which transformers keeps as a member of an enum."""
+    """The name of the optimizer in ``settings.optim``, which may be a member of an enum."""
     return str(getattr(settings.optim, "value", settings.optim))
 
 
 def class_and_keywords(settings: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
     """The class of an optimizer and its keyword arguments, as transformers' Trainer makes them of
-    its arguments, but with ``optim_args`` read as :func:`make_optimizer` reads them: transformers
-    ignores those of some optimizers, and passes others on as texts.
+    its arguments, but with ``optim_args`` read as :func:`make_optimizer` does: transformers ignores
+    them for some optimizers, and passes some on as texts.
 
     Args:
         settings: ``transformers.TrainingArguments``.
@@ -156,7 +156,7 @@ def make_optimizer(
         arguments: written as transformers' ``optim_args``: "name=number,…". All
             optimizers have weight_decay, Adam and its kin beta1 and beta2.
         fused: whether "adam" runs torch's fused kernel where there is one. False where one process
-            has the weights, and others have them on the meta device: all are to compute alike.
+            has the weights, and others are on the meta device: all must make the same choice.
 
     Raises:
         ValueError: an argument that the optimizer does not have, or a value that it cannot read.
@@ -192,7 +192,7 @@ def keep_state(
         spread: whether FSDP2 spreads the weights over processes.
 
     Raises:
-        ValueError: an optimizer that does not step spread weights, or not in host memory.
+        ValueError: an optimizer that cannot step spread weights, or cannot step in host memory.
     """
     if isinstance(optimizer, MasterWeights):
         return optimizer
@@ -247,7 +247,7 @@ def _class_of(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 
-    # What transformers reads of its TrainingArguments, which would begin a run of its own.
+    # The fields that transformers reads; to make its TrainingArguments would begin a run.
     settings: Any = SimpleNamespace(
         optim=OptimizerNames(name),
         optim_args="",
@@ -268,7 +268,7 @@ def _defaults(kind: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 def _arguments(name: str, defaults: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
     """The keyword arguments that ``optim_args`` sets; raises ValueError for one that the class does
-    not have, that another setting says, or of a wrong value."""
+    not have, that another setting decides, or with a wrong value."""
     betas = list(defaults.get("betas") or ())
     arguments: dict[str, Any] = {}
     for argument, value in texts.items():
@@ -285,14 +285,14 @@ def _arguments(name: str, defaults: Mapping[str, Any], texts: Mapping[str, str])
 
 
 def _read(name: str, argument: str, value: str, default: Any) -> Any:
-    """A value of ``optim_args``, of the default's type; raises ValueError where the text is
+    """A text of ``optim_args`` as a value of the default's type; raises ValueError where it is
     none."""
     kind = _OF_NONE.get(argument) if default is None else type(default)
     try:
         if kind is bool:
             return _WORDS[value.lower()]
         if kind in (int, float, str):
-            # A default such as momentum's 0 may stand for any number.
+            # A whole default, such as momentum's 0, may be replaced by any number.
             return kind(value) if kind is not int or value.isdecimal() else float(value)
         if kind is torch.dtype:
             return getattr(torch, value)
@@ -308,17 +308,17 @@ def _read(name: str, argument: str, value: str, default: Any) -> Any:
 
 
 def _decay(name: str, texts: dict[str, str]) -> float:
-    """Takes weight_decay, which is set for groups of weights, out of ``optim_args``; 0 without."""
+    """Removes weight_decay, which groups of weights have, from ``optim_args``; 0 without it."""
     return float(_read(name, "weight_decay", texts.pop("weight_decay", "0"), 0.0))
 
 
 def _of_groups(name: str) -> dict[str, Any] | None:
-    """The arguments of an optimizer of groups of weights; None for any other."""
-    return next((of for begin, of in _OF_GROUPS.items() if name.startswith(begin)), None)
+    """The arguments of an optimizer of :data:`_OF_GROUPS`; None for any other."""
+    return next((x for beginning, x in _OF_GROUPS.items() if name.startswith(beginning)), None)
 
 
 def _package(name: str) -> tuple[str | None, str | None]:
-    """The package that an optimizer needs, as it is imported and as it is installed."""
+    """The package that an optimizer needs: its name in an import, and its name for pip."""
     if name in _OF_TORCHAO:
         return "torchao", "torchao"
     if name.startswith(_OF_BITSANDBYTES):
@@ -344,7 +344,7 @@ def _parsed(arguments: str | None) -> dict[str, str]:
 
 
 def _keep_embeddings_in_32_bits(model: nn.Module) -> None:
-    """Has bitsandbytes keep the moments of embeddings in float32, as transformers does."""
+    """Makes bitsandbytes keep the moments of embeddings in float32, as transformers does."""
     from bitsandbytes.optim import GlobalOptimManager
 
     manager = GlobalOptimManager.get_instance()

@@ -23,8 +23,8 @@ def identity_of(reward: Any) -> str:
     """A hash of what a reward computes. For a function it covers the code, and what the code reads
     by name from its own module: other functions, classes and plain values. For an object it covers
     the class, its public numbers and texts, and the code that it holds; for a model its weights.
-    What other modules do, or files and servers say, is not in it."""
-    lines = _said(unnamed(reward), set())  # the path it was loaded by does not count
+    It does not cover other modules, files and servers."""
+    lines = _lines_of(unnamed(reward), set())  # without its path
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
@@ -33,14 +33,14 @@ def identities_of(rewards: Iterable[tuple[str, Any]]) -> dict[str, str]:
     return {f"{OF_CODE} {name}": identity_of(reward) for name, reward in rewards}
 
 
-def _said(x: Any, seen: set[int]) -> Iterator[str]:
+def _lines_of(x: Any, seen: set[int]) -> Iterator[str]:
     """Lines that identify a value."""
     if isinstance(x, _PLAIN):
         yield repr(x)
     elif isinstance(x, list | tuple | set | frozenset | dict):
         yield type(x).__name__
         parts: Iterable[Any] = x.items() if isinstance(x, dict) else x
-        lines = ["\n".join(_said(part, seen)) for part in parts]
+        lines = ["\n".join(_lines_of(part, seen)) for part in parts]
         yield from sorted(lines) if isinstance(x, set | frozenset) else lines
     elif id(x) not in seen:
         seen.add(id(x))
@@ -49,20 +49,20 @@ def _said(x: Any, seen: set[int]) -> Iterator[str]:
 
 def _of_code(x: Any, seen: set[int]) -> Iterator[str]:
     if isinstance(x, functools.partial):
-        yield from _said([x.func, x.args, x.keywords], seen)
+        yield from _lines_of([x.func, x.args, x.keywords], seen)
     elif isinstance(x, nn.Module):
         yield checksum({**dict(x.named_parameters()), **dict(x.named_buffers())})
     elif isinstance(x, MethodType):
-        yield from _said([x.__func__, x.__self__], seen)
+        yield from _lines_of([x.__func__, x.__self__], seen)
     elif isinstance(x, FunctionType):
         yield _source(x)
         for name in _names(x.__code__):
             value = x.__globals__.get(name)
             if _is_own(value, x.__module__):
                 yield name
-                yield from _said(value, seen)
+                yield from _lines_of(value, seen)
         for cell in x.__closure__ or ():
-            yield from _said(_content(cell), seen)
+            yield from _lines_of(_content(cell), seen)
     elif isinstance(x, type):
         yield _source(x)
     elif hasattr(x, "__dict__"):
@@ -70,7 +70,7 @@ def _of_code(x: Any, seen: set[int]) -> Iterator[str]:
         for name, value in sorted(vars(x).items()):
             if not name.startswith("_") and _decides(value):
                 yield name
-                yield from _said(value, seen)
+                yield from _lines_of(value, seen)
     else:
         yield f"{type(x).__name__} {getattr(x, '__qualname__', '')}"
 
@@ -89,7 +89,7 @@ def _is_own(value: Any, module: str) -> bool:
 
 
 def _decides(attribute: Any) -> bool:
-    """Whether an object's attribute says what it does, rather than what it has done."""
+    """Whether an object's attribute decides what the object does, rather than records its past."""
     if isinstance(attribute, bool | int | float | str | nn.Module | FunctionType | MethodType):
         return True
     library = type(attribute).__module__.partition(".")[0] in (

@@ -1,5 +1,5 @@
-"""Random numbers of a run: seeds of what it draws, and the states of all generators (of Python,
-NumPy, torch and its devices)."""
+"""Random numbers of a run: seeds for its draws, and the states of all generators (Python's,
+NumPy's, torch's and those of devices)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 
 
 def seed_at(seed: int, *place: int | str) -> int:
-    """A seed of 62 bits for what is drawn at a place of a run, such as ("responses", step).
+    """A seed of 62 bits for the draws at a place of a run, such as ("responses", step).
 
-    It depends on these alone: not on the state of any generator, which rewards and callbacks may
-    set or draw from, nor on the number of processes.
+    It depends on the arguments alone: not on the state of any generator, which rewards and
+    callbacks may set or draw from, nor on the number of processes.
 
     Args:
         seed: the run's seed.
@@ -29,8 +29,8 @@ def seed_at(seed: int, *place: int | str) -> int:
 
 @contextmanager
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Context in which torch draws from a seed, on the host and one device; its generators go on
-    afterwards as if nothing had been drawn."""
+    """Context in which torch draws from a seed, on the host and one device; afterwards its
+    generators are in their earlier states."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -48,7 +48,7 @@ def random_state() -> dict[str, Any]:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Whether two states are the same."""
+    """Whether two states of :func:`random_state` are the same."""
     if isinstance(one, Mapping):
         return all(same_state(x, other[name]) for name, x in one.items())
     if isinstance(one, list | tuple):
@@ -57,7 +57,7 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restores the states; those of devices only where there are as many devices as then."""
+    """Restores :func:`random_state`; devices' states only if the number of devices is the same."""
     python = state["python"]
     random.setstate((python["version"], tuple(map(int, python["words"])), python["gauss"]))
     set_numpy_state(np.random.mtrand._rand, state["numpy"])
@@ -68,7 +68,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Context after which all generators are as before."""
+    """Context at whose end all generators have their earlier states again."""
     before = random_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Optimizer steps of transformers' Trainer whose loss or gradient is not finite are left out."""
+"""Leaves out optimizer steps of transformers' Trainer whose loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Counts:
 
     taken: int = 0
     left_out: int = 0
-    left_out_before: int = 0  # up to the last log
-    in_a_row: int = 0  # left out one after the other
+    left_out_before: int = 0  # those before the last log
+    in_a_row: int = 0  # those left out one after the other
 
 
 class FiniteSteps:
@@ -33,16 +33,16 @@ class FiniteSteps:
 
     A step whose loss or gradient norm is not finite is left out: weights and optimizer stay, the
     schedule goes on, the step counts. Logs have the mean loss of the other steps, and
-    ``nonfinite_steps``, how many were left out since the log before. A gradient scaler (fp16)
-    treats infinite gradients itself. Transformers alone takes such a step, and logs a loss in which
-    such numbers are left out.
+    ``nonfinite_steps``, the number left out since the last log. A gradient scaler (fp16) handles
+    infinite gradients itself. transformers without this takes such a step, and logs a loss without
+    such numbers.
 
     Args:
         on_nonfinite: "skip", or "raise" (FloatingPointError; the state before the step is saved
             where checkpoints are).
 
     Attributes:
-        warns: False where the loss itself says what it leaves out.
+        warns: warn of the first step that is left out; False where the loss itself warns.
     """
 
     def __init__(self, on_nonfinite: str, accelerator: Accelerator):
@@ -51,7 +51,7 @@ class FiniteSteps:
         self._counts = _Counts()
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Begins to count, or goes on from a :meth:`state`."""
+        """Begins to count, or continues from a :meth:`state`."""
         self._counts = _Counts(**(state or {}))
 
     def state(self) -> dict[str, Any]:
@@ -61,13 +61,13 @@ class FiniteSteps:
         """Whether the weights are updated by a step, which is counted.
 
         Args:
-            step: its number.
+            step: the step's number.
             loss: the sum of losses since the last log, [] on the device.
             norm: the gradient's norm before clipping.
 
         Raises:
-            FloatingPointError: a step that is not finite, where that is an error, where DeepSpeed
-                has taken it, or after many in a row.
+            FloatingPointError: a step that is not finite, if on_nonfinite is "raise", DeepSpeed has
+                taken it already, or MOST_IN_A_ROW were left out in a row.
         """
         scaled, counts = self.accelerator.scaler is not None, self._counts
         if self._is_finite(loss, None if scaled else norm):
@@ -108,7 +108,7 @@ class FiniteSteps:
         """Makes the losses of a log means over the steps that were taken.
 
         Args:
-            done: the steps of this training so far.
+            done: the number of steps of this training so far.
         """
         counts = self._counts
         if "loss" in logs:

@@ -17,8 +17,8 @@ class BestOfNSampler:
     """Draws ``sample_size`` responses to each query and keeps the ``n_candidates`` best.
 
     Args:
-        model: a value-head model of ours, or a model of transformers, with ``generate``.
-        queries_to_scores: returns the scores of texts of query and response.
+        model: a value-head model of fastrl, or a model of transformers, with ``generate``.
+        queries_to_scores: returns a score for each text, a query with its response.
         length_sampler: draws max_new_tokens, once for each query.
         seed: the seed of torch, Python and NumPy; None: generators stay as they are.
         generation_config: generation settings for ``model.generate``.
@@ -57,11 +57,11 @@ class BestOfNSampler:
         device: Any = None,
         **generation_kwargs: Any,
     ) -> list[list[str]]:
-        """The texts, query and response, of each query's best responses.
+        """Each query's best responses as texts, which begin with the query.
 
         Args:
             tokenized_query: token ids of one query (a list, or a 1-D tensor), or a list of such.
-            device: where the model is; None: where its weights are.
+            device: the model's device; None: that of its weights.
         """
         one = not isinstance(tokenized_query[0], list | Tensor) or (
             isinstance(tokenized_query, Tensor) and tokenized_query.dim() == 1

@@ -18,9 +18,9 @@ from fastrl.eras import flags_taken, settings_taken
 
 
 class TrlParser(HfArgumentParser):
-    """transformers' HfArgumentParser, with ``--config FILE.yaml``, whose settings stand in the
-    place of defaults; flags come before them. ``env`` in the file sets environment variables.
-    Settings of other versions are taken as in :mod:`fastrl.eras`.
+    """transformers' HfArgumentParser, with ``--config FILE.yaml``, whose settings replace defaults;
+    flags win over them. ``env`` in the file sets environment variables. Settings of other versions
+    are translated, see :mod:`fastrl.eras`.
 
     Args:
         dataclass_types: one dataclass, or several.
@@ -52,17 +52,17 @@ class TrlParser(HfArgumentParser):
         """Instances of the dataclasses.
 
         Args:
-            args: the words; None: the program's.
-            return_remaining_strings: return words that no dataclass reads as a list behind the
-                instances; those of the file are written as flags.
+            args: the command line's words; None: the program's.
+            return_remaining_strings: return a list of words that no dataclass reads behind the
+                instances; settings of the file become flags in it.
             fail_with_unknown_args: refuse settings of the file that no dataclass has.
             separate_remaining_strings: return two lists, the file's before the command line's.
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: the file is no mapping, ``env`` in it is none, or an unknown setting.
+            ValueError: the file or ``env`` in it is no mapping, or has an unknown setting.
         """
-        if isinstance(args, bool):  # as TRL 0.11 had it
+        if isinstance(args, bool):  # TRL 0.11 took return_remaining_strings first
             return_remaining_strings, args = args, None
         words = list(sys.argv[1:] if args is None else args)
         config = _taken_from(words)
@@ -85,20 +85,20 @@ class TrlParser(HfArgumentParser):
         return instances
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Instances of the dataclasses from a mapping of settings, as HfArgumentParser makes them;
-        those of a YAML or JSON file are made so, too."""
+        """Instances of the dataclasses from a mapping of settings, as HfArgumentParser makes them; a
+        YAML or JSON file's are made by this, too."""
         with settings_taken(list(self.dataclass_types), args) as rest:
             return super().parse_dict(rest, allow_extra_keys=allow_extra_keys)
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
-        """Puts values in the place of defaults; returns those that no dataclass has, as flags."""
+        """Replaces defaults by values; returns settings that no dataclass has, as flags."""
         names = {x.name for kind in self.dataclass_types for x in dataclasses.fields(kind)}
         self.set_defaults(**{name: x for name, x in config.items() if name in names})
         return [x for k, v in config.items() if k not in names for x in (f"--{k}", str(v))]
 
 
 def _required(kinds: Sequence[Any], config: dict[str, Any]) -> list[str]:
-    """Flags of settings that have no default, which the parser asks for."""
+    """The file's settings without a default as flags: the parser requires these."""
     needed = [
         x.name
         for kind in kinds
@@ -109,7 +109,7 @@ def _required(kinds: Sequence[Any], config: dict[str, Any]) -> list[str]:
 
 
 def _taken_from(words: list[str]) -> dict[str, Any]:
-    """Takes ``--config FILE`` from the words; returns what the file says."""
+    """Removes ``--config FILE`` from the words; returns the file's settings."""
     for i, word in enumerate(words):
         flag, joined, path = word.partition("=")
         if flag == "--config":
@@ -134,7 +134,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def init_zero_verbose() -> None:
-    """Has ``logging`` show errors alone, by rich, and sends Python's warnings to it."""
+    """Makes ``logging`` show only errors, by rich, and sends Python's warnings to it."""
     from rich.logging import RichHandler
 
     logging.basicConfig(

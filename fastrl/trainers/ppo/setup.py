@@ -52,7 +52,7 @@ _MIXED_PRECISION = (
     'set accelerator_kwargs={"mixed_precision": "bf16"} (commands: --dtype float32 '
     """--accelerator-kwargs '{"mixed_precision": "bf16"}')"""
 )
-# Where accelerate wraps models in DDP, whether or not there are other processes.
+# Kinds of runs in which accelerate wraps models in DDP, even in a single process.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
 
 
@@ -70,7 +70,7 @@ def checked_policies(
     and a value head is frozen.
 
     Args:
-        has_critic: whether a model of its own learns the values.
+        has_critic: whether a critic beside the policy learns the values.
 
     Raises:
         TypeError: names the argument of PPOTrainer that has a wrong type.
@@ -148,10 +148,10 @@ def _check_types(
 
 
 def schedule_of(schedule: Any, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """A schedule of the learning rate as it is, or what a function makes of the optimizer.
+    """The learning rate's schedule: ``schedule``, or what it makes of the optimizer, if callable.
 
     Raises:
-        TypeError: a schedule that a step would have to give a metric.
+        TypeError: a schedule whose step needs a metric.
     """
     is_made = schedule is None or isinstance(schedule, LRScheduler)
     made = schedule if is_made else schedule(optimizer)
@@ -164,8 +164,8 @@ def schedule_of(schedule: Any, optimizer: torch.optim.Optimizer) -> LRScheduler 
 
 
 def choose_precision(config: PPOConfig, model: nn.Module) -> str | None:
-    """Sets the configuration's mixed precision where nobody has said any, and that is not
-    accelerate's own default; returns it, else None."""
+    """Sets the configuration's mixed precision, and returns it; None where it is set already, or
+    accelerate's default is right."""
     settings = json_object(config.accelerator_kwargs)
     chosen = precision_for(model, kind_of_device(settings), settings.get("mixed_precision"))
     if chosen is not None:
@@ -177,8 +177,8 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     """Makes an Accelerator with the configured devices, precision and trackers.
 
     Raises:
-        ValueError, ImportError: keyword arguments that accelerate's classes do not take, by their
-            setting; as :func:`launched_accelerator` and ``check_trackers``.
+        ValueError, ImportError: a keyword argument that accelerate's class does not take; see
+            :func:`launched_accelerator` and ``check_trackers``.
     """
     for name, kind in (
         ("project_kwargs", ProjectConfiguration),
@@ -192,7 +192,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     settings = {
         # A learning rate schedule counts calls of step(), not steps of the optimizer.
         "step_scheduler_with_optimizer": False,
-        # With its default, accelerate also syncs at the end of a dataloader, in mid-batch.
+        # By default accelerate also syncs at the end of a dataloader, in mid-batch.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
             num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
         ),
@@ -219,8 +219,8 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
 def prepared(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any
 ) -> tuple[Any, ...]:
-    """Wraps model, optimizer, and dataloader and scheduler or None by accelerate; without DDP,
-    which one process (``torchrun --nproc-per-node 1``) does not need."""
+    """Model, optimizer, and others (a dataloader and a scheduler, or None) as accelerate wraps them,
+    but without DDP in a single process (``torchrun --nproc-per-node 1``)."""
     if accelerator.is_fsdp2:
         refuse_quantised(model, "a model that FSDP spreads", WITHOUT_FSDP)
         if getattr(model, "trunk", None) is not None and loads_once(accelerator):
@@ -228,7 +228,7 @@ def prepared(
         name_by_path(model)
         groups = optimizer_groups(optimizer, model)
         prepared = accelerator.prepare(model, optimizer, *others)
-        # accelerate finds them by their addresses, and weights without memory have none.
+        # accelerate finds the optimizer's weights by address; those without memory have none.
         set_weights(optimizer, model, groups)
         return prepared
     others = (optimizer, *others)
@@ -242,10 +242,10 @@ def prepared(
 
 @torch.no_grad()
 def share_new_weights(processes: Processes, *models: nn.Module | None) -> None:
-    """Gives each process the main one's weights of what scripts make anew, so that they need no
-    seed: value heads, and adapters that are trained. A reference that is copied from them is then
-    the same everywhere; DDP does it for the policy alone, and later. Other weights are loaded, and
-    where they differ processes are not to begin.
+    """Gives each process the main one's weights of new modules, value heads and trained adapters,
+    so that scripts need no seed. A reference that is copied from the policy is then the same
+    everywhere; DDP does this later, and for the policy alone. Other weights are loaded from files;
+    where they differ an error follows.
     """
     for model in models:
         if model is None or processes.count == 1:
@@ -258,7 +258,7 @@ def share_new_weights(processes: Processes, *models: nn.Module | None) -> None:
         }
         shapes = {name: p.shape for name, p in new_weights.items()}
         if any(other != shapes for other in processes.objects(shapes)):
-            continue  # models of different kinds: they will be compared
+            continue  # models of different kinds, which a later check refuses
         main = processes.from_main({name: p.detach().cpu() for name, p in new_weights.items()})
         for name, p in new_weights.items():
             p.copy_(main[name])
@@ -267,7 +267,7 @@ def share_new_weights(processes: Processes, *models: nn.Module | None) -> None:
 def fill_in_config(
     config: PPOConfig, accelerator: Accelerator, model: PreTrainedModelWrapper
 ) -> None:
-    """Sets what the configuration says of the run: its processes and the kind of its model."""
+    """Sets the configuration's facts about the run: the processes, and the kind of its model."""
     processes = accelerator.num_processes
     config.world_size = processes
     config.is_encoder_decoder = model.is_encoder_decoder
@@ -277,12 +277,12 @@ def fill_in_config(
 
 
 def loads_once(accelerator: Accelerator) -> bool:
-    """Whether FSDP2 gets all weights from the main process."""
+    """Whether only the main process loads weights, from which FSDP2 spreads them."""
     return accelerator.is_fsdp2 and bool(accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)
 
 
 def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
-    """The lowest precision in which forwards compute."""
+    """The dtype of the lowest precision in which forwards compute."""
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | compute_dtypes(model)
     dtypes |= {autocast[x] for x in [accelerator.mixed_precision] if x in autocast}
@@ -291,8 +291,8 @@ def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 
 @torch.no_grad()
 def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
-    """Scores a few tokens with each model, so that it chooses how to run its LM head, and warns if
-    need be, before training begins.
+    """Scores a few tokens with each model, so that before training it chooses how to run its LM
+    head, and warns if need be.
 
     Args:
         device: the inputs' device; an offloaded model's weights come there when it runs.
@@ -311,8 +311,8 @@ def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
 def optimizer_of(
     config: PPOConfig, model: Any, optimizer: Any, lr_scheduler: Any, accelerator: Accelerator
 ) -> tuple[Any, Any]:
-    """The optimizer, by default the configuration's, with masters and its state where they are
-    kept; and the schedule of its learning rate. Warns of steps that are rounded away."""
+    """The optimizer, by default the configuration's, with float32 masters and an offloaded state if
+    the settings say so; and the learning rate's schedule. Warns of steps that are rounded away."""
     if optimizer is None:
         fused = not loads_once(accelerator)
         optimizer = make_optimizer(
