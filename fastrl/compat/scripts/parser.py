@@ -85,8 +85,8 @@ class TrlParser(HfArgumentParser):
         return instances
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Instances of the dataclasses from a mapping of settings, as HfArgumentParser makes them; a
-        YAML or JSON file's are made by this, too."""
+        """Instances of the dataclasses from a mapping of settings, as HfArgumentParser makes them,
+        also for a YAML or JSON file."""
         with settings_taken(list(self.dataclass_types), args) as rest:
             return super().parse_dict(rest, allow_extra_keys=allow_extra_keys)
 

@@ -219,7 +219,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
 def prepared(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any
 ) -> tuple[Any, ...]:
-    """Model, optimizer, and others (a dataloader and a scheduler, or None) as accelerate wraps them,
+    """Model, optimizer, and others (a dataloader and a scheduler, or None) wrapped by accelerate,
     but without DDP in a single process (``torchrun --nproc-per-node 1``)."""
     if accelerator.is_fsdp2:
         refuse_quantised(model, "a model that FSDP spreads", WITHOUT_FSDP)
