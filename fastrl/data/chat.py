@@ -105,6 +105,12 @@ def check_unicode(text: str, where: str = "a text holds") -> str:
     return text
 
 
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many characters, tokens or messages both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(one), len(other)))
+
+
 def is_blank(prompt: TextOrMessages) -> bool:
     if isinstance(prompt, str):
         return not prompt.strip()

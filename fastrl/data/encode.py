@@ -22,6 +22,7 @@ from fastrl.data.chat import (
     marks_answers,
     prompt_text,
     render,
+    shared_length,
 )
 from fastrl.data.examples import Example, Response
 from fastrl.settings import check_types
@@ -303,7 +304,7 @@ class Encoder:
             options = {"tokenizer": self.tokenizer, "template": self.template}
             alone = chat_ids(prompt, answered=False, **options)
             whole = [chat_ids([*prompt, *answer], **options) for answer in answers]
-        shared = min(_shared(alone, ids) for ids in whole)
+        shared = min(shared_length(alone, ids) for ids in whole)
         if shared < len(alone):
             warnings.warn(
                 "the end of a prompt has other tokens in front of its completion than alone "
@@ -480,11 +481,6 @@ def _with_end(ids: list[int], tokenizer: Any) -> list[int]:
 
 def _without_end(ids: list[int], tokenizer: Any) -> list[int]:
     return ids[:-1] if ids and ids[-1] == end_token(tokenizer) else ids
-
-
-def _shared(ids: list[int], others: list[int]) -> int:
-    pairs = enumerate(zip(ids, others, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(ids), len(others)))
 
 
 def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from fastrl.data.cache_key import keyed
-from fastrl.data.chat import as_messages, check_messages, is_chat, template_arguments
+from fastrl.data.chat import (
+    as_messages,
+    check_messages,
+    is_chat,
+    shared_length,
+    template_arguments,
+)
 from fastrl.data.columns import read_label, refuse_pictures
 from fastrl.data.encode import Encoder
 from fastrl.data.padding_free import PaddingFree, right_padded
@@ -135,9 +141,7 @@ def split_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     """Prompt and completions of a pair whose sides begin with the prompt: what both begin with, but
     for a blank in front of where they part, which is the completions'."""
     chosen, rejected = row["chosen"], row["rejected"]
-    shortest = min(len(chosen), len(rejected))
-    sides = list(zip(chosen, rejected, strict=False))
-    same = next((i for i, (x, y) in enumerate(sides) if x != y), shortest - 1)
+    same = min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if isinstance(chosen, str) and chosen[same - 1 : same] == " ":
         same -= 1
     same = max(same, 0)

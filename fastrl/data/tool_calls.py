@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from fastrl.data.chat import as_written, render
+from fastrl.data.chat import as_written, render, shared_length
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
@@ -33,12 +32,9 @@ class Syntax(NamedTuple):
     thinks: tuple[str, str] = ("<think>", "</think>")
 
 
-def _tagged(opening: str, argument: str, guesses: bool) -> dict[str, Any]:
-    """Calls whose arguments stand between tags, as text: their types are in the tool's schema, or
-    are guessed where transformers does not read it."""
-    values: dict[str, Any] = {"name": "text", "args": {"strip": False}}
-    if guesses:
-        values = {"name": "json", "args": {"allow_non_json": True}}
+def _tagged(opening: str, argument: str) -> dict[str, Any]:
+    """Calls whose arguments stand between tags, as text: their types are in the tool's schema."""
+    values = {"name": "text", "args": {"strip": False}}
     calls = {
         "open_pattern": opening,
         "close_pattern": r"</tool_call>\s*",
@@ -50,148 +46,132 @@ def _tagged(opening: str, argument: str, guesses: bool) -> dict[str, Any]:
     return {"reasoning_content": _THOUGHT, "tool_calls": calls, "content": _REST}
 
 
-def _known(guesses: bool) -> dict[str, Syntax]:
-    """The syntaxes of known families by name; ``guesses``: whether types in tags are guessed."""
-    return {
-        "Hermes, Qwen 2.5 and 3": Syntax(
-            r'<tool_call>\s*{\s*"name":\s*"NAME",\s*"arguments":\s*{"KEY": "VALUE"',
-            {
-                "reasoning_content": _THOUGHT,
-                "tool_calls": {
-                    "open": "<tool_call>",
-                    "close_pattern": r"</tool_call>\s*",
-                    "repeats": True,
-                    "content": "json",
-                    "transform": {"type": "function", "function": "{content}"},
-                },
-                "content": _REST,
+# By the names of the families.
+_KNOWN = {
+    "Hermes, Qwen 2.5 and 3": Syntax(
+        r'<tool_call>\s*{\s*"name":\s*"NAME",\s*"arguments":\s*{"KEY": "VALUE"',
+        {
+            "reasoning_content": _THOUGHT,
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close_pattern": r"</tool_call>\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
             },
+            "content": _REST,
+        },
+    ),
+    "Qwen 3.5, Nemotron 3": Syntax(
+        r"<tool_call>\s*<function=NAME>\s*<parameter=KEY>\s*VALUE\s*</parameter>",
+        _tagged(
+            r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+            r"<parameter=(?P<key>[^\n>]+)>\n?(?P<value>.*?)\n?</parameter>",
         ),
-        "Qwen 3.5, Nemotron 3": Syntax(
-            r"<tool_call>\s*<function=NAME>\s*<parameter=KEY>\s*VALUE\s*</parameter>",
-            _tagged(
-                r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-                r"<parameter=(?P<key>[^\n>]+)>\n?(?P<value>.*?)\n?</parameter>",
-                guesses,
-            ),
+    ),
+    "GLM 4": Syntax(
+        r"<tool_call>NAME\s*<arg_key>KEY</arg_key>\s*<arg_value>VALUE</arg_value>",
+        _tagged(
+            r"<tool_call>(?P<name>[^\s<]+)\s*",
+            r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
         ),
-        "GLM 4": Syntax(
-            r"<tool_call>NAME\s*<arg_key>KEY</arg_key>\s*<arg_value>VALUE</arg_value>",
-            _tagged(
-                r"<tool_call>(?P<name>[^\s<]+)\s*",
-                r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-                guesses,
-            ),
-        ),
-        "Llama 3": Syntax(
-            r'{"name":\s*"NAME",\s*"parameters":\s*{"KEY": "VALUE"',
-            {
-                "tool_calls": {
-                    "open_pattern": r'^\s*{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
-                    "close_pattern": r"}\s*$",
-                    "repeats": True,
-                    "content": "json",
-                    "transform": _CALL,
-                },
-                "content": _REST,
+    ),
+    "Llama 3": Syntax(
+        r'{"name":\s*"NAME",\s*"parameters":\s*{"KEY": "VALUE"',
+        {
+            "tool_calls": {
+                "open_pattern": r'^\s*{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+                "close_pattern": r"}\s*$",
+                "repeats": True,
+                "content": "json",
+                "transform": _CALL,
             },
-        ),
-        "gpt-oss": Syntax(
-            r'to=functions\.NAME<\|channel\|>commentary json<\|message\|>{"KEY": "VALUE"',
-            {
-                "thinking": {
-                    "open": "<|channel|>analysis<|message|>",
-                    "close_pattern": r"<\|end\|>\s*",
-                    "content": "text",
-                },
-                "tool_calls": {
-                    # The chat template names the tool before the channel, the models behind it.
-                    "open_pattern": (
-                        r"to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary)?\s*"
-                        r"(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
-                    ),
-                    "close_pattern": r"<\|call\|>\s*",
-                    "repeats": True,
-                    "content": "json",
-                    "transform": _CALL,
-                },
-                "content": {
-                    "open": "<|channel|>final<|message|>",
-                    "close_pattern": r"<\|return\|>\s*",
-                    "content": "text",
-                },
+            "content": _REST,
+        },
+    ),
+    "gpt-oss": Syntax(
+        r'to=functions\.NAME<\|channel\|>commentary json<\|message\|>{"KEY": "VALUE"',
+        {
+            "thinking": {
+                "open": "<|channel|>analysis<|message|>",
+                "close_pattern": r"<\|end\|>\s*",
+                "content": "text",
             },
-        ),
-        "Gemma 4": Syntax(
-            r'<\|tool_call>call:NAME{KEY:<\|"\|>VALUE<\|"\|>}',
-            {
-                "reasoning_content": {
-                    "open": "<|channel>thought\n",
-                    "close_pattern": r"<channel\|>\s*",
-                    "content": "text",
-                },
-                "tool_calls": {
-                    "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{]+)",
-                    "close_pattern": r"<tool_call\|>\s*",
-                    "repeats": True,
-                    "content": "json",
-                    "content_args": {
-                        "string_delims": [['<|"|>', '<|"|>']],
-                        "unquoted_keys": True,
-                    },
-                    "transform": _CALL,
-                },
-                "content": _REST,
+            "tool_calls": {
+                # The chat template names the tool before the channel, the models behind it.
+                "open_pattern": (
+                    r"to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary)?\s*"
+                    r"(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+                ),
+                "close_pattern": r"<\|call\|>\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": _CALL,
             },
-            ("<|channel>thought\n", "<channel|>"),
-        ),
+            "content": {
+                "open": "<|channel|>final<|message|>",
+                "close_pattern": r"<\|return\|>\s*",
+                "content": "text",
+            },
+        },
+    ),
+    "Gemma 4": Syntax(
+        r'<\|tool_call>call:NAME{KEY:<\|"\|>VALUE<\|"\|>}',
+        {
+            "reasoning_content": {
+                "open": "<|channel>thought\n",
+                "close_pattern": r"<channel\|>\s*",
+                "content": "text",
+            },
+            "tool_calls": {
+                "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{]+)",
+                "close_pattern": r"<tool_call\|>\s*",
+                "repeats": True,
+                "content": "json",
+                "content_args": {
+                    "string_delims": [['<|"|>', '<|"|>']],
+                    "unquoted_keys": True,
+                },
+                "transform": _CALL,
+            },
+            "content": _REST,
+        },
+        ("<|channel>thought\n", "<channel|>"),
+    ),
+}
+
+
+# A way of reading an assistant's message out of a response: of the prompt, of the response without
+# its last token if that ends turns, and of the schemas of the tools that the prompt names.
+Reader = Callable[[str, str, Sequence[Any]], dict[str, Any]]
+
+
+def _by_template(tokenizer: Any) -> Reader:
+    """A reader of messages by a tokenizer's ``response_template``."""
+    return lambda prompt, response, tools: tokenizer.parse_response(
+        response, prefix=prompt, tools=list(tools) or None
+    )
+
+
+def _by_syntax(tokenizer: Any, syntax: Syntax) -> Reader:
+    """A reader of messages by a known family's syntax, which the chat template writes too."""
+    opening, closing = syntax.thinks
+    # The response alone is parsed: no anchor has to be found in the prompt.
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor_pattern": r"\A",
+        "fields": syntax.fields,
     }
 
-
-class Reader(Protocol):
-    """A way of reading an assistant's message out of a response."""
-
-    def __call__(self, prompt: str, response: str, tools: Sequence[Any]) -> dict[str, Any]:
-        """The message of a response without its last token if that ends turns.
-
-        Args:
-            tools: the schemas of the tools that the prompt names.
-        """
-
-
-class _ByTemplate:
-    """A reader of messages by a tokenizer's ``response_template``."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self.takes_tools = "tools" in inspect.signature(tokenizer.parse_response).parameters
-
-    def __call__(self, prompt: str, response: str, tools: Sequence[Any]) -> dict[str, Any]:
-        further = {"tools": list(tools)} if self.takes_tools and tools else {}
-        return self.tokenizer.parse_response(response, prefix=prompt, **further)
-
-
-class _BySyntax:
-    """A reader of messages by a known family's syntax, which the chat template writes too."""
-
-    def __init__(self, tokenizer: Any, syntax: Syntax):
-        self.tokenizer = tokenizer
-        self.takes_tools = "tools" in inspect.signature(tokenizer.parse_response).parameters
-        self.thinks = syntax.thinks
-        # The response alone is parsed: no anchor has to be found in the prompt.
-        self.template = {
-            "defaults": {"role": "assistant"},
-            "start_anchor_pattern": r"\A",
-            "fields": syntax.fields,
-        }
-
-    def __call__(self, prompt: str, response: str, tools: Sequence[Any]) -> dict[str, Any]:
-        opening, closing = self.thinks
+    def read(prompt: str, response: str, tools: Sequence[Any]) -> dict[str, Any]:
         begun = prompt.rstrip().endswith(opening.rstrip())
         # A thought that the template began and nothing ends is no thought: the call is in it.
         prefix = opening if begun and closing in response else ""
-        further = {"tools": list(tools)} if self.takes_tools and tools else {}
-        return self.tokenizer.parse_response(response, self.template, prefix=prefix, **further)
+        return tokenizer.parse_response(
+            response, template, prefix=prefix, tools=list(tools) or None
+        )
+
+    return read
 
 
 def find_reader(tokenizer: Any, template: Mapping[str, Any]) -> Reader:
@@ -222,7 +202,7 @@ def find_reader(tokenizer: Any, template: Mapping[str, Any]) -> Reader:
             "tokenizer.chat_template"
         )
     front = render([_ASKS], tokenizer, answered=False, template=template)
-    turn = alone[_shared(front, alone) :]
+    turn = alone[shared_length(front, alone) :]
     end = turn.rfind(tokenizer.eos_token) if tokenizer.eos_token else -1
     turn = turn.rstrip() if end < 0 else turn[:end]
     reader = _reader(tokenizer, alone)
@@ -245,18 +225,16 @@ def _unread(turn: str) -> str:
 
 def _reader(tokenizer: Any, written: str) -> Reader:
     if getattr(tokenizer, "response_template", None) is not None:
-        return _ByTemplate(tokenizer)
-    parameters = inspect.signature(tokenizer.parse_response).parameters
+        return _by_template(tokenizer)
     signs = {"NAME": _NAME, "KEY": _KEY, "VALUE": _VALUE}
-    reader = _known(guesses="tools" not in parameters)
-    for syntax in reader.values():
+    for syntax in _KNOWN.values():
         pattern = re.sub("NAME|KEY|VALUE", lambda m: signs[m[0]], syntax.written)
         if re.search(pattern, written):
-            return _BySyntax(tokenizer, syntax)
+            return _by_syntax(tokenizer, syntax)
     raise ValueError(
         "tools need tokenizer.response_template, which says how calls are read out of a response: "
         f"the chat template writes them otherwise than the families that are known "
-        f"({', '.join(reader)})"
+        f"({', '.join(_KNOWN)})"
     )
 
 
@@ -287,11 +265,6 @@ def _tried(tokenizer: Any, template: Mapping[str, Any]) -> tuple[str, str]:
             "tokenizer.chat_template that renders an assistant's tool_calls and messages of the "
             "role tool"
         ) from error
-
-
-def _shared(text: str, other: str) -> int:
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def as_message(parsed: Any) -> dict[str, Any]:
@@ -385,7 +358,7 @@ class ToolChat:
         placed = [(closing.rfind(text) + len(text), i) for i, text in self.ends.items()]
         at, end = max((x for x in placed if self.ends[x[1]] in closing), default=(0, None))
         if end is None:
-            at = _shared(closing, behind)
+            at = shared_length(closing, behind)
         if whole.count(_VALUE) < count or not behind.startswith(closing[:at]):
             raise ValueError(
                 f"the chat template ends a call of the tool {results[0]['name']} with {closing!r}, "

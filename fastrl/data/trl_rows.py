@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from fastrl.data.chat import as_chatml, as_said, is_chat, without_nulls
+from fastrl.data.chat import as_chatml, as_said, is_chat, shared_length, without_nulls
 from fastrl.data.preferences import split_prompt
 from fastrl.data.sft_packing import packed
 
@@ -74,8 +73,7 @@ def apply_chat_template(
     )
     whole = {name: written([*example["prompt"], *example[name]]) for name in sides}
     for text in whole.values():  # a template may end a prompt otherwise than it goes on
-        both = zip(prompt, text, strict=False)
-        prompt = "".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+        prompt = prompt[: shared_length(prompt, text)]
     return {
         "prompt": prompt,
         **{name: text[len(prompt) :] for name, text in whole.items()},

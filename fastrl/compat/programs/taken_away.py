@@ -119,14 +119,11 @@ def _data(keywords: dict[str, Any]) -> None:
 def _encode(name: str) -> Callable[[Any], Any]:
     """A method of tokenizers that is gone, and now calls the tokenizer."""
 
-    def made(now: Any) -> Any:
-        def then(self: Any, *args: Any, **keywords: Any) -> Any:
-            _say(f"tokenizer.{name}", "tokenizer(...)")
-            return self(*args, **keywords)
+    def then(self: Any, *args: Any, **keywords: Any) -> Any:
+        _say(f"tokenizer.{name}", "tokenizer(...)")
+        return self(*args, **keywords)
 
-        return now or then
-
-    return made
+    return lambda _: then
 
 
 def _trainer(now: Any) -> Any:
@@ -262,27 +259,20 @@ def _parse(now: Any, taken: Any, default: Callable[[], Any]) -> Any:
 
 
 def _alias(home: str, name: str, old: str, but: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """A function or class in the place of one that is gone, if it is; keywords ``but`` are
-    dropped."""
+    """A function or class in the place of one that is gone; keywords ``but`` are dropped."""
 
-    def made(now: Any) -> Any:
-        if now is not None:
-            return now
+    def then(*args: Any, **keywords: Any) -> Any:
+        left = {key: keywords.pop(key) for key in but if key in keywords}
+        without = f", which has no {', '.join(left)}" if left else ""
+        _say(old, f"{home}.{name}{without}")
+        return getattr(importlib.import_module(home), name)(*args, **keywords)
 
-        def then(*args: Any, **keywords: Any) -> Any:
-            left = {key: keywords.pop(key) for key in but if key in keywords}
-            without = f", which has no {', '.join(left)}" if left else ""
-            _say(old, f"{home}.{name}{without}")
-            return getattr(importlib.import_module(home), name)(*args, **keywords)
-
-        return then
-
-    return made
+    return lambda _: then
 
 
-def _now_called(old: str, name: str, now: Any) -> Any:
-    """A class of transformers that is served in the place of one that is gone, if it is gone."""
-    return now or getattr(importlib.import_module("transformers"), name)
+def _now_called(name: str, gone: None) -> Any:
+    """A class of transformers that is served in the place of one that is gone."""
+    return getattr(importlib.import_module("transformers"), name)
 
 
 # Classes of transformers by the names that they had.
@@ -357,7 +347,7 @@ SERVED = (
         ),
     ),
     *(
-        Served("transformers", old, functools.partial(_now_called, old, name))
+        Served("transformers", old, functools.partial(_now_called, name))
         for old, name in CLASSES.items()
     ),
     Served("transformers", "AdamW", _alias("torch.optim", "AdamW", "transformers.AdamW")),
