@@ -19,18 +19,7 @@ from fastrl.run.files import write_file
 from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.settings import idle_settings
 
-_TEMPLATE = """\
-# {name}
-
-{what}, trained with fastrl.
-
-- **Method:** {method}
-- **Base model:** {base}
-- **Weights:** {weights}
-- **Value head:** {value_head}
-- **Versions:** {versions}
-
-"""
+_TEMPLATE = Path(__file__).with_suffix(".md")  # of Jinja
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _KINDS = {  # in words, transformers' class, the Hub's task
     "causal": ("A causal language model", "CausalLM", "text-generation"),
@@ -141,6 +130,8 @@ def model_card(
         training: None: nothing of it is known.
         folder: where the model is saved; a tokenizer there is in the card's code.
     """
+    import jinja2
+
     training = training or Training()
     method = training.method
     inner = getattr(model, "pretrained_model", model)
@@ -149,27 +140,35 @@ def model_card(
     values = getattr(model, "v_head", None) is not None
     named = _base_of(inner, adapters)
     base = named or training.base
-    what, auto, task = _KINDS[_kind(inner)]
-    text = _TEMPLATE.format(
+    what, kind, task = _KINDS[_kind(inner)]
+    auto, (tokenizes, chats) = f"AutoModelFor{kind}", _tokenizer_in(folder)
+    imports = {
+        auto: named or not adapters,
+        "AutoTokenizer": tokenizes,
+        "BitsAndBytesConfig": four_bits and named,
+    }
+    template = jinja2.Environment(trim_blocks=True).from_string(_TEMPLATE.read_text("utf-8"))
+    text = template.render(
         name=name,
         what=f"{what}, as a {_adapter_name(adapters)}" if adapters else what,
         method=method.title if method else "not recorded",
-        base=f"`{base}`" if base else "not recorded",
+        base=base,
+        named=named,
+        is_hub_id=_is_hub_id(named),
+        adapted=bool(adapters),
         weights=_weights(adapters, four_bits),
         value_head=_value_head(model, values),
         versions=_versions(bool(adapters)),
+        auto=auto,
+        imports=[name for name, needed in imports.items() if needed],
+        labels=", num_labels=1" if kind == "SequenceClassification" else "",
+        four_bits={option: repr(value) for option, value in four_bits.items()},
+        dtype=_quantised_from(inner),
+        tokenizes=tokenizes,
+        chats=chats,
+        wrapper=type(model).__name__ if values else "",
+        head_file=HEAD_NAME,
     )
-    using = _using(name, auto, folder)
-    loading = _loading(name, auto, adapters, named, four_bits, _quantised_from(inner), bool(using))
-    text += _code(*loading, *using)
-    if adapters and named and not _is_hub_id(named):
-        text += (
-            f"\n`{named}` is a folder of the machine of the training: upload it too and write its "
-            "id into `adapter_config.json`, or merge the adapter into it (`fastrl merge`).\n"
-        )
-    if values:
-        text += "\nWith its value head, to train it on:\n\n"
-        text += _code(*_with_values(name, type(model).__name__, bool(adapters), named))
     settings = {**training.settings, **_lora_settings(adapters)}
     text += _table("Settings", ("setting", "value"), settings)
     text += _results(training.results)
@@ -406,10 +405,6 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).replace("|", "\\|").split())
 
 
-def _code(*lines: str) -> str:
-    return "```python\n" + "\n".join(lines) + "\n```\n"
-
-
 def _versions(peft: bool) -> str:
     distributions = {"fastrl": "fastrl-lm", "transformers": "transformers", "torch": "torch"}
     versions = []
@@ -509,95 +504,11 @@ def _value_head(model: Any, values: bool) -> str:
     return f"beside the weights, in `{HEAD_NAME}`" + ("" if trained else "; not trained")
 
 
-def _loading(
-    name: str,
-    auto: str,
-    adapters: dict[str, Any],
-    base: str | None,
-    four_bits: dict[str, Any],
-    quantised_from: str,
-    tokenizes: bool,
-) -> Sequence[str]:
-    """Code that loads the model by transformers and PEFT."""
-    options = ", num_labels=1" if auto == "SequenceClassification" else ""
-    names = [f"AutoModelFor{auto}"] if base or not adapters else []
-    names += ["AutoTokenizer"] if tokenizes else []
-    if four_bits and base:
-        names.append("BitsAndBytesConfig")
-        options += f', dtype="{quantised_from}", quantization_config=config'
-    if not adapters:
-        return (
-            f"from transformers import {', '.join(names)}",
-            "",
-            f'model = AutoModelFor{auto}.from_pretrained("{name}")',
-        )
-    lines = [
-        "from peft import PeftModel",
-        *([f"from transformers import {', '.join(names)}"] if names else ()),
-        "",
-    ]
-    if base:
-        lines += _config_lines(four_bits)
-        lines.append(f'base = AutoModelFor{auto}.from_pretrained("{base}"{options})')
-    else:
-        lines.append("# base: the model that the adapter was trained on, which it does not name.")
-    return (*lines, f'model = PeftModel.from_pretrained(base, "{name}")')
-
-
-def _using(name: str, auto: str, folder: Path | None) -> Sequence[str]:
-    """Code that calls the model, where a tokenizer is saved with it."""
+def _tokenizer_in(folder: Path | None) -> tuple[bool, bool]:
+    """Whether a tokenizer is saved in a folder, and whether it writes chats."""
     if folder is None:
-        return ()
+        return False, False
     settings, tekken = folder / "tokenizer_config.json", folder / "tekken.json"
-    if not settings.exists() and not tekken.exists():
-        return ()
-    loads = f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
-    chat = (folder / "chat_template.jinja").exists() or tekken.exists()
-    chat = chat or '"chat_template"' in settings.read_text("utf-8")
-    if auto == "SequenceClassification":
-        return (
-            loads,
-            'inputs = tokenizer("A prompt and its response", return_tensors="pt")',
-            'print(model(input_ids=inputs["input_ids"]).logits)',
-        )
-    encodes = 'inputs = tokenizer("Hello", return_tensors="pt")'
-    if chat:
-        encodes = (
-            'chat = [{"role": "user", "content": "Hello"}]\n'
-            "inputs = tokenizer.apply_chat_template(\n"
-            '    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True\n'
-            ")"
-        )
-    return (
-        loads,
-        encodes,
-        'out = model.generate(input_ids=inputs["input_ids"], max_new_tokens=32)',
-        "print(tokenizer.decode(out[0]))",
-    )
-
-
-def _with_values(name: str, wrapper: str, adapts: bool, base: str | None) -> Sequence[str]:
-    """Code that loads the model with its value head."""
-    if not adapts or base:
-        trains = ", is_trainable=True" if adapts else ""
-        loaded = f'model = {wrapper}.from_pretrained("{name}"{trains})'
-        return (f"from fastrl import {wrapper}", "", loaded)
-    return (
-        f"from fastrl import {wrapper}",
-        "from peft import PeftModel",
-        "",
-        "# base: the model that the adapter was trained on, which it does not name. The value",
-        f"# head's weights are in {HEAD_NAME}: load them into model.v_head.",
-        f'model = {wrapper}.from_pretrained(PeftModel.from_pretrained(base, "{name}"))',
-    )
-
-
-def _config_lines(four_bits: dict[str, Any]) -> Sequence[str]:
-    """Code that makes a base's quantization_config."""
-    if not four_bits:
-        return ()
-    return (
-        "config = BitsAndBytesConfig(",
-        *(f"    {name}={value!r}," for name, value in four_bits.items()),
-        ")",
-    )
+    if (folder / "chat_template.jinja").exists() or tekken.exists():
+        return settings.exists() or tekken.exists(), True
+    return settings.exists(), settings.exists() and '"chat_template"' in settings.read_text("utf-8")
