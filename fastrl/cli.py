@@ -191,7 +191,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     module, kinds, function = COMMANDS[command]
     home = importlib.import_module(f"fastrl.{module}")
     run = getattr(home, function)
-    if command in _PARSE_THEMSELVES:
+    if not kinds:
         return run(arguments) or 0
     settings = parse(command, [getattr(home, kind) for kind in kinds], arguments)
     with exits_are_errors():
@@ -205,12 +205,6 @@ _METHODS = {
     **dict.fromkeys(("rm", "reward_model"), "reward"),
     **{name: f"grpo --advantage {name}" for name in ("rloo", "dr_grpo", "reinforce++")},
 }
-# These parse their arguments themselves: those on runs have no settings, those of a plan depend on
-# its method.
-_PARSE_THEMSELVES = (
-    *("new", "report", "doctor", "samples", "chat", "merge", "push", "replay", "plan"),
-    *("run-trl", "migrate", "completion", "recipes"),
-)
 _ONE_PROCESS = ("demo", "new", "chat", "merge", "push", "replay", "plan")
 _TRAINING = ("sft", "reward", "align", "ppo", "grpo", "run-trl")
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastrl import cli
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.tools.demo import experiment
-from fastrl.tools.demo.criterion import GAIN_IN_SEMS, KL_CEILING, failures
+from fastrl.tools.demo.experiment import GAIN_IN_SEMS, KL_CEILING, failures
 from fastrl.tools.demo.text import (
     opening,
     polarity,
@@ -128,7 +128,7 @@ def test_each_condition_can_be_missed(after, kl, missed):
 
 
 def test_a_missed_condition_ends_the_demo_with_one(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fastrl.tools.demo.criterion.KL_CEILING", 0.0)
+    monkeypatch.setattr("fastrl.tools.demo.experiment.KL_CEILING", 0.0)
     small = experiment.Size(
         reviews=64, language_model_steps=1, pairs=64, reward_steps=1, ppo_steps=1, batch_size=8,
         train_prompts=16, eval_prompts=8, eval_every=0,

@@ -1,6 +1,8 @@
 """The commands: from flags to a run and its folder."""
 
-# Each command's module, the dataclasses of its flags, and the function that takes them.
+# Each command's module, the dataclasses of its flags, and the function that takes them. Without
+# dataclasses it takes the words: commands on runs have no settings, those of a plan depend on its
+# method.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "new": ("tools.commands.new", (), "run_new"),
     "demo": ("tools.demo.experiment", ("Demo",), "run_demo"),

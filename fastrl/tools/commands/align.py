@@ -11,10 +11,9 @@ from fastrl.alignment.losses import LOSSES, Loss, make_loss
 from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.config import parse_json
 from fastrl.data.tables import errors_name
-from fastrl.run.folder import RunFolder
 from fastrl.settings import setting, setting_like
-from fastrl.tools.commands.checks import check_label
 from fastrl.tools.commands.fit import CommandFlags, FitJob, essential_flags, fit
+from fastrl.tools.commands.job import check_label
 from fastrl.tools.commands.memory import most_in_a_pass
 from fastrl.trainers.supervised import length_limit
 
@@ -215,25 +214,20 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     """Trains, saves and reports."""
     with job.claimed(flags) as folder:
-        return _train(job, flags, folder)
-
-
-def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any]:
-    trainer = make_trainer(job, flags)
-    loss = trainer.loss.name
-    title = f"{job.model}: {job.learning_task.name} by {loss} on {job.dataset}"
-    return fit(
-        trainer,
-        folder,
-        job,
-        flags,
-        description=loss,
-        title=title,
-        results=_results,
-        evaluations=getattr(trainer.evaluation, "judged", ()),
-        show=job.samples,
-        lengths=lambda: _longest(job, flags),
-    )
+        trainer = make_trainer(job, flags)
+        loss = trainer.loss.name
+        return fit(
+            trainer,
+            folder,
+            job,
+            flags,
+            description=loss,
+            title=f"{job.model}: {job.learning_task.name} by {loss} on {job.dataset}",
+            results=_results,
+            evaluations=getattr(trainer.evaluation, "judged", ()),
+            show=job.samples,
+            lengths=lambda: _longest(job, flags),
+        )
 
 
 def make_trainer(job: AlignJob, flags: AlignFlags, annotator: Annotator | None = None) -> Trainer:

@@ -40,7 +40,7 @@ def run_migrate(arguments: Sequence[str]) -> int:
         FileNotFoundError: no such script or file.
         ValueError: the script does not parse, names the line; or has no configuration to read YAML.
     """
-    flags = parse_flags(arguments)
+    flags = make_parser().parse_args(list(arguments))
     path = Path(flags.script)
     if not path.is_file():
         raise FileNotFoundError(f"there is no script {path}")
@@ -76,15 +76,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--all", action="store_true", help="Show what stays as it is, too.")
     return parser
-
-
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags.
-
-    Raises:
-        UsageError: no script, or an unknown flag.
-    """
-    return make_parser().parse_args(list(arguments))
 
 
 def _print(read: Mapping[Path, Sequence[Outcome]], in_full: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -71,12 +72,7 @@ def _advice(run: PlannedRun, plan: Plan) -> Iterator[str]:
 
 
 def planned_run(arguments: Sequence[str]) -> PlannedRun:
-    """The run that "MODEL [--flag value ...]" describes.
-
-    Raises:
-        UsageError: no model, an unknown flag or value.
-        FileNotFoundError, ValueError: see :meth:`fastrl.trainers.plan.skeleton.Skeleton.read`.
-    """
+    """The run that "MODEL [--flag value ...]" describes; errors are those of :func:`run_plan`."""
     job, flags = parse_plan(arguments)
     from fastrl.tools.commands.planned_run import PlannedRun  # not before --help
 
@@ -93,7 +89,9 @@ def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
     if words and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml")):
         words = ["--model", *words]
     method = _method(words)
-    kind = _flags_of(method)
+    check_method(method)
+    module, name = FLAGS_OF.get(method, ("align", "AlignFlags"))
+    kind = getattr(importlib.import_module(f"fastrl.tools.commands.{module}"), name)
     aliases = aliases_of("plan", method if method in FLAGS_OF else "align")
     job, flags = parse("plan", [PlanJob, kind], words, aliases)
     if job.mixed_precision:
@@ -111,12 +109,3 @@ def _method(arguments: Sequence[str]) -> str:
         return method
     recipe = early_value("recipe", arguments)
     return PlanJob.method if recipe is None else planned_method(recipe_of("plan", recipe))
-
-
-def _flags_of(method: str) -> Any:
-    """The dataclass of a method's flags; raises UsageError for an unknown method."""
-    import importlib
-
-    check_method(method)
-    module, name = FLAGS_OF.get(method, ("align", "AlignFlags"))
-    return getattr(importlib.import_module(f"fastrl.tools.commands.{module}"), name)

@@ -203,21 +203,12 @@ class PlannedRun:
         if not self.samples_responses:
             return
         if self.job.is_policy_gradient:
-            yield Remedy(
-                "--rollout-sleep true",
-                "slower rollouts",
-                {KV_CACHE: 0.0, CASTS: 0.0},
-                PlannedRun._asleep,
-            )
+            yield _switch("rollout_sleep", "slower rollouts", {KV_CACHE: 0.0, CASTS: 0.0})
         now = min(self.flags.rollout_slots, self._samples_at_once)
         for part in (2, 4, 8):
             if now >= part:
-                yield Remedy(
-                    f"--rollout-slots {now // part}",
-                    "slower rollouts",
-                    {KV_CACHE: 1 / part, ACTIVATIONS: 1 / part},
-                    partial(PlannedRun._with, rollout_slots=now // part),
-                )
+                leaves = {KV_CACHE: 1 / part, ACTIVATIONS: 1 / part}
+                yield _set("slower rollouts", leaves, rollout_slots=now // part)
 
     def _smaller_passes(self) -> Iterator[Remedy]:
         cost = "the same gradient in more passes"
@@ -226,12 +217,7 @@ class PlannedRun:
             tokens, part = whole // 2, 2
             least = max(self._example, _SMALLEST_POSITIONS)
             while tokens >= least:
-                yield Remedy(
-                    f"--micro-batch-tokens {tokens}",
-                    cost,
-                    {ACTIVATIONS: 1 / part},
-                    partial(PlannedRun._with, micro_batch_tokens=tokens),
-                )
+                yield _set(cost, {ACTIVATIONS: 1 / part}, micro_batch_tokens=tokens)
                 tokens, part = tokens // 2, part * 2
             return
         whole, steps = getattr(self.flags, self._size), self.flags.gradient_accumulation_steps
@@ -242,12 +228,7 @@ class PlannedRun:
                 self._size: whole // passes,
                 "gradient_accumulation_steps": steps * passes,
             }
-            yield Remedy(
-                _flags(smaller),
-                cost,
-                {ACTIVATIONS: 1 / passes},
-                partial(PlannedRun._with, **smaller),
-            )
+            yield _set(cost, {ACTIVATIONS: 1 / passes}, **smaller)
 
     def _slower(self) -> Iterator[Remedy]:
         yield Remedy(
@@ -262,12 +243,7 @@ class PlannedRun:
             yield Remedy(
                 "--reference offload", "a slower reference", {REFERENCE: 0.0}, PlannedRun._offloaded
             )
-        yield Remedy(
-            "--activation-offloading true",
-            "copies to host memory and back",
-            {ACTIVATIONS: 0.0},
-            partial(PlannedRun._switched, name="activation_offloading"),
-        )
+        yield _switch("activation_offloading", "copies to host memory and back", {ACTIVATIONS: 0.0})
         yield Remedy(
             "--offload-optimizer true",
             "the optimizer steps in host memory",
@@ -335,9 +311,6 @@ class PlannedRun:
         for name, value in fields.items():
             setattr(flags, name, value)
         return dataclasses.replace(self, flags=flags)
-
-    def _asleep(self) -> PlannedRun | None:
-        return None if self.flags.rollout_sleep else self._with(rollout_sleep=True)
 
     def _switched(self, name: str) -> PlannedRun | None:
         return None if getattr(self.flags, name) else self._with(**{name: True})
@@ -435,6 +408,17 @@ class PlannedRun:
         return self._as_adapter(
             dtype=torch.bfloat16, four_bits=quantised.four_bit_config(torch.bfloat16)
         )
+
+
+def _set(cost: str, leaves: dict[str, float], **settings: Any) -> Remedy:
+    """A remedy that gives settings these values."""
+    return Remedy(_flags(settings), cost, leaves, partial(PlannedRun._with, **settings))
+
+
+def _switch(name: str, cost: str, leaves: dict[str, float]) -> Remedy:
+    """A remedy that turns a setting on, where it is off."""
+    change = partial(PlannedRun._switched, name=name)
+    return Remedy(f"--{name.replace('_', '-')} true", cost, leaves, change)
 
 
 def _flags(*parts: str | dict[str, Any]) -> str:

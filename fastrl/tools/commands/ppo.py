@@ -28,9 +28,10 @@ from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import is_main_process, process_count
 from fastrl.run.metrics import check_trackers
 from fastrl.settings import setting, setting_like
-from fastrl.tools.commands.checks import check_call, check_label
 from fastrl.tools.commands.job import (
     TrainingJob,
+    check_call,
+    check_label,
     folder_claimed,
     resume_setting,
     say_none_held_out,

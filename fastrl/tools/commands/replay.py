@@ -47,7 +47,7 @@ def run_replay(arguments: Sequence[str]) -> int:
         ValueError: a run that no command made; a step or sample that is not there; see
             :func:`fastrl.trainers.ppo.replay.replay`.
     """
-    flags = parse_flags(arguments)
+    flags = make_parser().parse_args(list(arguments))
     ledger = ledger_of(flags.run)
     row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # raises if there is none
     folder = open_run(flags.run)
@@ -81,10 +81,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--sample", type=int, metavar="I", help="Of the step, from 0; all of them without it."
     )
     return parser
-
-
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    return make_parser().parse_args(list(arguments))
 
 
 def _replayed(folder: RunFolder, step: int) -> Replayed:

@@ -1,8 +1,7 @@
 """``fastrl demo``: SFT, a reward model and PPO, on film reviews from a grammar.
 
-Text, tokenizer and models are made from a seed. :mod:`fastrl.tools.demo.criterion` decides whether
-PPO has succeeded. Models and prompts of all stages stay in the output folder, where the other
-commands can use them.
+Text, tokenizer and models are made from a seed. :func:`failures` decides whether PPO has succeeded.
+Models and prompts of all stages stay in the output folder, where the other commands can use them.
 """
 
 from __future__ import annotations
@@ -23,16 +22,19 @@ from fastrl.core import set_seed
 from fastrl.run.folder import RunFolder
 from fastrl.run.terminal import activation, plain, run_console
 from fastrl.settings import check_ranges, setting
-from fastrl.tools.demo.criterion import KL_CEILING, failures, success, text_statistics
-from fastrl.tools.demo.text import preference_pairs, reviews, split_openings
-from fastrl.tools.reports.report import finish_training
+from fastrl.tools.demo.text import polarity, preference_pairs, reviews, split_openings
+from fastrl.tools.reports.report import Comparison, finish_training
 
 if TYPE_CHECKING:  # at run time these are imported where they are used: --help needs none
     from fastrl.rewards.classifier import ClassifierReward
-    from fastrl.run.callbacks import TrainResult
+    from fastrl.run.callbacks import Evaluation, TrainResult
     from fastrl.trainers.ppo import PPOTrainer
 
 GENERATION = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
+
+# The criterion of success.
+GAIN_IN_SEMS = 4.0  # gain of the mean reward on held-out prompts, in standard errors
+KL_CEILING = 5.0  # to the language model that PPO starts from, in nats per sequence
 
 _NEXT = """\
 next:
@@ -67,28 +69,17 @@ class Demo:
 class Size:
     """The sizes of a demo's data and the numbers of its steps."""
 
-    reviews: int
-    language_model_steps: int
-    pairs: int
-    reward_steps: int
-    ppo_steps: int
-    batch_size: int
-    train_prompts: int
-    eval_prompts: int
-    eval_every: int
+    reviews: int = 8192
+    language_model_steps: int = 400
+    pairs: int = 6144
+    reward_steps: int = 300
+    ppo_steps: int = 50
+    batch_size: int = 128
+    train_prompts: int = 1024
+    eval_prompts: int = 256
+    eval_every: int = 10
 
 
-FULL = Size(
-    reviews=8192,
-    language_model_steps=400,
-    pairs=6144,
-    reward_steps=300,
-    ppo_steps=50,
-    batch_size=128,
-    train_prompts=1024,
-    eval_prompts=256,
-    eval_every=10,
-)
 QUICK = Size(
     reviews=2048,
     language_model_steps=80,
@@ -97,7 +88,6 @@ QUICK = Size(
     ppo_steps=14,
     batch_size=64,
     train_prompts=512,
-    eval_prompts=256,
     eval_every=0,
 )
 
@@ -116,7 +106,7 @@ class Models:
 def run_demo(demo: Demo) -> int:
     """Runs and reports all stages; returns 0 if the reward rose enough under the KL ceiling, else
     1."""
-    size = QUICK if demo.quick else FULL
+    size = QUICK if demo.quick else Size()
     folder = RunFolder(
         demo.output,
         {
@@ -245,8 +235,40 @@ def _verdict(missed: list[str], console: Console, seconds: float) -> int:
     if missed:
         console.print(f"FAILED in {seconds:.0f} s: {'; '.join(missed)}", style="bold red")
         return 1
-    console.print(f"PASSED in {seconds:.0f} s: {success()}", style="bold green")
+    console.print(
+        f"PASSED in {seconds:.0f} s: the reward rose by at least {GAIN_IN_SEMS:g} standard errors "
+        f"with KL below its ceiling of {KL_CEILING:g} nats per sequence",
+        style="bold green",
+    )
     return 0
+
+
+def failures(comparison: Comparison) -> list[str]:
+    """The conditions that were missed, each as a clause; an unknown KL misses its condition."""
+    missed = []
+    if not comparison.gain_in_sems >= GAIN_IN_SEMS:
+        missed.append(
+            f"the reward rose by {comparison.gain_in_sems:.1f} standard errors, "
+            f"not by {GAIN_IN_SEMS:g}"
+        )
+    if not comparison.kl <= KL_CEILING:
+        missed.append(f"KL is {comparison.kl:.2f}, above its ceiling of {KL_CEILING:g} nats")
+    return missed
+
+
+def text_statistics(before: Evaluation, after: Evaluation) -> dict[str, float]:
+    """The texts' polarity by the rule, which is not the reward, and counts of distinct texts."""
+    return {
+        "rule_polarity_before": _mean_polarity(before),
+        "rule_polarity_after": _mean_polarity(after),
+        "distinct_before": len(set(before.completions)),
+        "distinct_after": len(set(after.completions)),
+    }
+
+
+def _mean_polarity(evaluation: Evaluation) -> float:
+    texts = [p + c for p, c in zip(evaluation.prompts, evaluation.completions, strict=True)]
+    return sum(map(polarity, texts)) / len(texts)
 
 
 @contextlib.contextmanager

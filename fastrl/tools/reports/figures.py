@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastrl.run.terminal import visible
 from fastrl.tools.reports.curves import RunCurves, Series
-from fastrl.tools.reports.panels import COLOURS, GREY, Line, Panel, TimePanel, panels_of
+from fastrl.tools.reports.panels import COLOURS, GREY, Panel, TimePanel, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -111,7 +111,7 @@ def _draw_lines(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> list[Nam
             alone = len(runs) == 1
             style = "o-" if line.held_out else "-" if alone else _DASHES[i % len(_DASHES)]
             colour = line.colour if alone else run_colour
-            _draw_line(axes, line, curve, run.read(line.sem, panel.stage), style, colour)
+            _draw_line(axes, curve, run.read(line.sem, panel.stage), style, colour)
             names[line.name] = Name(line.name, colour if alone else GREY, _SIGNS[style])
     lowest, highest = axes.dataLim.y0, axes.dataLim.y1
     if panel.level is not None:
@@ -125,9 +125,7 @@ def _draw_lines(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> list[Nam
     return [name for name in names.values() if name.text]
 
 
-def _draw_line(
-    axes: Axes, line: Line, curve: Series, sems: Series, style: str, colour: str
-) -> None:
+def _draw_line(axes: Axes, curve: Series, sems: Series, style: str, colour: str) -> None:
     if len(curve.steps) == 1:  # which a line would not show
         style = "o"
     if sems:

@@ -58,7 +58,10 @@ class TrainerFolder(RunFolder):
 
     def rows(self) -> list[dict[str, Any]]:
         """The logs, with the commands' names for what they log, too."""
-        return [_renamed(row) if _LENGTH in row else row for row in self._logs]
+        return [
+            {_name(key): value for key, value in row.items()} if _LENGTH in row else row
+            for row in self._logs
+        ]
 
     def summary(self) -> dict[str, Any]:
         """The steps, and the latest figures of evaluations and of the whole training."""
@@ -89,10 +92,6 @@ def _states(path: Path) -> list[str]:
     places = [path, *Checkpoints(path).paths()]
     files = [place / OF_TRANSFORMERS.file for place in places]
     return [str(x.relative_to(path)) for x in files if x.is_file()]
-
-
-def _renamed(row: dict[str, Any]) -> dict[str, Any]:
-    return {_name(key): value for key, value in row.items()}
 
 
 def _name(key: str) -> str:
