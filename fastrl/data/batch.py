@@ -217,10 +217,17 @@ def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return ids.gather(1, order), mask.gather(1, order)
 
 
-def pad(sequences: Sequence[Tensor], pad_token_id: int | None, side: str) -> dict[str, Tensor]:
-    """CPU sequences as ``input_ids`` and ``attention_mask`` [B, T]; ``side`` is left or right."""
+def pad(
+    sequences: Sequence[Tensor], pad_token_id: int | None, side: str, multiple: int | None = None
+) -> dict[str, Tensor]:
+    """CPU sequences as ``input_ids`` and ``attention_mask`` [B, T], T a multiple of a number.
+
+    Args:
+        side: left or right.
+    """
     lengths = torch.tensor([len(s) for s in sequences])
     width = int(lengths.max())
+    width += -width % (multiple or 1)
     columns = torch.arange(width)
     first = (width - lengths if side == "left" else torch.zeros_like(lengths))[:, None]
     real = (columns >= first) & (columns < first + lengths[:, None])

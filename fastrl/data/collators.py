@@ -154,7 +154,7 @@ class TextCollator:
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         ids = [f["input_ids"] for f in features]
         labels = [f.get("labels", f["input_ids"]) for f in features]
-        batch = _batch(ids, labels, self.tokenizer, multiple=self.pad_to_multiple_of or 1)
+        batch = _batch(ids, labels, self.tokenizer, multiple=self.pad_to_multiple_of)
         batch["labels"][:, 0] = IGNORED  # nothing predicts it
         return batch | targets_of(batch["labels"])
 
@@ -164,20 +164,15 @@ def _batch(
     labels: Sequence[Any],
     tokenizer: Any,
     ignored: int = IGNORED,
-    multiple: int = 1,
+    multiple: int | None = None,
 ) -> dict[str, Tensor]:
     """A batch padded on the right: ``input_ids``, ``attention_mask`` and ``labels``, [B, T]."""
     padding = padding_token(map(len, ids), tokenizer)
     rows, targets = (
         [torch.tensor(list(row), dtype=torch.long) for row in part] for part in (ids, labels)
     )
-    batch = pad(rows, padding, "right")
-    batch["labels"] = nn.utils.rnn.pad_sequence(targets, True, ignored)
-    more = -batch["labels"].shape[1] % multiple
-    if more:
-        fill = {"input_ids": padding or 0, "attention_mask": 0, "labels": ignored}
-        batch = {k: nn.functional.pad(x, (0, more), value=fill[k]) for k, x in batch.items()}
-    return batch
+    labelled = pad(targets, ignored, "right", multiple)["input_ids"]
+    return {**pad(rows, padding, "right", multiple), "labels": labelled}
 
 
 def targets_of(labels: Tensor) -> dict[str, Tensor]:

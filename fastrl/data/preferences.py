@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.data.batch import pad
 from fastrl.data.cache_key import keyed
 from fastrl.data.chat import (
     as_messages,
@@ -28,7 +29,14 @@ from fastrl.data.chat import (
 from fastrl.data.columns import read_label, refuse_pictures
 from fastrl.data.encode import Encoder
 from fastrl.data.padding_free import PaddingFree, right_padded
-from fastrl.data.tables import each_row, first_row, is_stream, list_as_dataset, row_number
+from fastrl.data.tables import (
+    each_row,
+    first_row,
+    is_stream,
+    list_as_dataset,
+    map_options,
+    row_number,
+)
 from fastrl.data.token_batch import Padded, TokenBatch
 
 PAIR = ("chosen", "rejected")
@@ -57,7 +65,7 @@ def prepare_pairs_of_ids(
     Raises:
         ValueError: other columns, images, no row, messages without a role or a content.
     """
-    dataset, options = _keyed(dataset, tokenizer), _map_options(dataset, num_proc)
+    dataset, options = _keyed(dataset, tokenizer), map_options(dataset, num_proc)
     row = first_row(dataset)
     if all(name in row for name in OF_A_PAIR):
         return _within(_cut(dataset, OF_A_PAIR, cuts, tokenizer, options), longest_prompt, options)
@@ -89,7 +97,7 @@ def prepare_completions_of_ids(
 
     Further arguments and errors are those of :func:`prepare_pairs_of_ids`.
     """
-    dataset, options = _keyed(dataset, tokenizer), _map_options(dataset, num_proc)
+    dataset, options = _keyed(dataset, tokenizer), map_options(dataset, num_proc)
     row = first_row(dataset)
     if not all(name in row for name in OF_A_COMPLETION):
         paired = all(name in row for name in PAIR)
@@ -180,21 +188,12 @@ class PairCollator:
             torch.tensor([*prompt, *answer][keep], dtype=torch.int64) for prompt, answer in pairs
         ]
         masks = [
-            torch.tensor(([0] * len(prompt) + [1] * len(answer))[keep]) for prompt, answer in pairs
+            torch.tensor(([0] * len(prompt) + [1] * len(answer))[keep], dtype=torch.int64)
+            for prompt, answer in pairs
         ]
-        width, multiple = max(map(len, ids)), self.pad_to_multiple_of or 1
-        width = -(-width // multiple) * multiple
-
-        def pad(rows: list[Tensor], value: int) -> Tensor:
-            return torch.stack(
-                [torch.nn.functional.pad(x, (0, width - len(x)), value=value) for x in rows]
-            )
-
-        return {
-            "input_ids": pad(ids, self.pad_token_id),
-            "attention_mask": pad([torch.ones_like(x) for x in ids], 0),
-            "completion_mask": pad(masks, 0),
-        }
+        completions = pad(masks, 0, "right", self.pad_to_multiple_of)["input_ids"]
+        padded = pad(ids, self.pad_token_id, "right", self.pad_to_multiple_of)
+        return {**padded, "completion_mask": completions}
 
 
 @dataclass
@@ -241,10 +240,6 @@ def completions_of(batch: Mapping[str, Any], packed: bool = False, prefix: str =
 def _keyed(dataset: Any, tokenizer: Any) -> Any:
     dataset = list_as_dataset(dataset)
     return dataset if is_stream(dataset) else keyed(dataset, tokenizer)
-
-
-def _map_options(dataset: Any, num_proc: int | None) -> dict[str, Any]:
-    return {} if is_stream(dataset) else {"num_proc": num_proc}
 
 
 def _check(row: Mapping[str, Any], columns: Sequence[str]) -> None:

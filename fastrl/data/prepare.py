@@ -27,6 +27,7 @@ from fastrl.data.tables import (
     first_row,
     is_stream,
     list_as_dataset,
+    map_options,
     row_number,
     stream_columns,
 )
@@ -114,16 +115,11 @@ def prepare_texts(
         useful = any(label != IGNORED for label in labels[1:])
         return {"input_ids": ids, "labels": labels, _USEFUL: useful, _CUT: cut}
 
+    gone = columns if streams else dataset.column_names
+    options = map_options(dataset, num_proc, "tokenising")
+    prepared = dataset.map(prepare, with_indices=True, remove_columns=gone, **options)
     if streams:
-        prepared = dataset.map(prepare, with_indices=True, remove_columns=columns)
         return prepared.filter(lambda row: row[_USEFUL]).remove_columns([_USEFUL, _CUT])
-    prepared = dataset.map(
-        prepare,
-        with_indices=True,
-        num_proc=num_proc,
-        remove_columns=dataset.column_names,
-        desc="tokenising",
-    )
     kept = [i for i, useful in enumerate(prepared[_USEFUL]) if useful]
     cuts, whole = sum(prepared[_CUT]), len(prepared)
     prepared = prepared.remove_columns([_USEFUL, _CUT])
@@ -373,16 +369,8 @@ def prepare_pairs(
             }
 
         others = [c for c in columns if c not in margin]
-        if streams:
-            dataset = dataset.map(tokenise, with_indices=True, remove_columns=others)
-        else:
-            dataset = dataset.map(
-                tokenise,
-                with_indices=True,
-                num_proc=num_proc,
-                remove_columns=others,
-                desc="tokenising pairs",
-            )
+        options = map_options(dataset, num_proc, "tokenising pairs")
+        dataset = dataset.map(tokenise, with_indices=True, remove_columns=others, **options)
     if streams:
         return dataset.filter(lambda row: not _why_useless(row, max_length) and _has_margin(row))
     return _drop_useless(dataset, max_length, num_proc)

@@ -174,6 +174,12 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, datasets.IterableDataset)
 
 
+def map_options(dataset: Any, num_proc: int | None, desc: str | None = None) -> dict[str, Any]:
+    """What ``map`` and ``filter`` are told of processes and of a bar; a stream's have neither."""
+    options = {"num_proc": num_proc, **({} if desc is None else {"desc": desc})}
+    return {} if is_stream(dataset) else options
+
+
 def stream_columns(stream: Any) -> list[str]:
     """The names of a stream's columns, or of its first row's where the stream does not know them.
 
