@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastrl.compat.patch.bindings import rebind
+from fastrl.compat.patch import rebind
 from fastrl.compat.patch.replacement import Replacement
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from fastrl.compat.patch.bindings import rebind
 from fastrl.compat.patch.replacement import Calls, Replacement
 
 __all__ = ["Calls", "Replaced", "TRLPatch", "call_counts", "patch_trl", "unpatch_trl"]
@@ -148,3 +150,39 @@ def _replacements(version: str) -> tuple[Replacement, ...]:
 
 def _supported() -> str:
     return " and ".join(f"trl=={start}{'*' * start.endswith('.')}" for start in _SUPPORTED)
+
+
+def _modules(package: str) -> Iterator[tuple[str, ModuleType]]:
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and (name == package or name.startswith(f"{package}.")):
+            yield name, module
+
+
+def rebind(
+    package: str, owners: Sequence[Any], swaps: Sequence[tuple[Any, Any]]
+) -> list[list[str]]:
+    """Replaces each old object by the new, in the package's modules and in ``owners`` (classes).
+
+    Module dictionaries keep their order; attributes that a lazy module has not loaded stay so.
+
+    Args:
+        package: all loaded modules of it are searched.
+        owners: further places to search.
+        swaps: (old, new), compared by identity.
+
+    Returns:
+        For each swap, the bindings that were changed: "module.name".
+    """
+    changed: list[list[str]] = [[] for _ in swaps]
+    place_of = {id(old): i for i, (old, _) in enumerate(swaps)}
+    places = [
+        *_modules(package),
+        *((f"{owner.__module__}.{owner.__qualname__}", owner) for owner in owners),
+    ]
+    for where, owner in places:
+        for name, value in list(vars(owner).items()):
+            place = place_of.get(id(value))
+            if place is not None:
+                setattr(owner, name, swaps[place][1])
+                changed[place].append(f"{where}.{name}")
+    return changed
