@@ -427,9 +427,6 @@ def encode_prompt(
     Args:
         name: the prompt's name, for messages.
         closed: add the special tokens at the end, too, which encoders read.
-
-    Raises:
-        ValueError: see :func:`fastrl.data.chat.prompt_text`.
     """
     (text,), (ids,) = Encoder(tokenizer).prompts([prompt], lambda _: name, closed=closed)
     return text, ids

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -80,16 +79,16 @@ def encode_prompts(
         name_of: names a prompt by its index, for messages.
         templates: further arguments of the chat template for each prompt; none by default.
         closed: add the special tokens at the end, too, which encoders read.
-
-    Raises:
-        ValueError: see :func:`fastrl.data.chat.prompt_text`.
     """
     place = _place(prompts, tokenizer, templates, closed) if len(prompts) >= KEPT_FROM else None
     saved = None if place is None else _read(place)
     if saved is not None:
         texts, rows = saved
         return texts or list(prompts), rows  # type: ignore[arg-type]
-    with _progress(len(prompts)) as advance:
+    from tqdm.auto import tqdm
+
+    few = len(prompts) < KEPT_FROM
+    with tqdm(total=len(prompts), desc="encoding prompts", unit="", disable=few) as bar:
         texts, parts, encoder = [], [], Encoder(tokenizer)
         for i in range(0, len(prompts), _AT_A_TIME):
             part = slice(i, i + _AT_A_TIME)
@@ -97,7 +96,7 @@ def encode_prompts(
             written, ids = encoder.prompts(prompts[part], names, templates[part], closed=closed)
             texts += written
             parts.append(TokenRows.of(ids))
-            advance(len(ids))
+            bar.update(len(ids))
     rows = _joined(parts)
     if place is not None:
         all_texts = all(isinstance(prompt, str) for prompt in prompts)
@@ -113,14 +112,6 @@ def _joined(parts: Sequence[TokenRows]) -> TokenRows:
     lengths = [n for part in parts for n in part.lengths]
     flat = torch.cat([torch.zeros(0, dtype=torch.int32), *(part.flat for part in parts)])
     return TokenRows(flat, torch.tensor(lengths, dtype=torch.int64).cumsum(0))
-
-
-@contextlib.contextmanager
-def _progress(count: int) -> Iterator[Any]:
-    from tqdm.auto import tqdm
-
-    with tqdm(total=count, desc="encoding prompts", unit="", disable=count < KEPT_FROM) as bar:
-        yield bar.update
 
 
 def _place(

@@ -286,12 +286,7 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, int]:
         """Seed and position, as numbers that JSON can hold."""
-        return {
-            "count": self.count,
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "index": self.index,
-        }
+        return {name: getattr(self, name) for name in ("count", "seed", "epoch", "index")}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Raises ValueError for the state of a stream of other prompts, or with another seed."""

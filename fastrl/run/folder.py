@@ -318,25 +318,18 @@ class RunFolder:
         return self.read("summary.json")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Reads ``metrics.jsonl``.
-
-        Raises:
-            ValueError: a line that is not a JSON object, named by its number.
-        """
+        """Reads ``metrics.jsonl``."""
         return _rows(self.metrics)
 
     def samples(self) -> list[dict[str, Any]]:
-        """Reads ``samples.jsonl``; empty if there is none.
-
-        Raises:
-            ValueError: a line that is not a JSON object, named by its number.
-        """
+        """Reads ``samples.jsonl``; empty if there is none."""
         return _rows(self.path / "samples.jsonl")
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Reads JSON objects from a file, one per line; none if there is no such file. A last line that
-    a killed run has not written to its end is left out."""
+    a killed run has not written to its end is left out; another one that is no JSON object raises
+    ValueError, which names its number."""
     if not path.is_file():
         return []
     rows = []

@@ -2,7 +2,8 @@
 
 # Each command's module, the dataclasses of its flags, and the function that takes them. Without
 # dataclasses it takes the words: commands on runs have no settings, those of a plan depend on its
-# method.
+# method. All raise UsageError for words that they do not take, and FileNotFoundError or ValueError
+# for what these name, which the program prints as one line.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "new": ("tools.commands.new", (), "run_new"),
     "demo": ("tools.demo.experiment", ("Demo",), "run_demo"),

@@ -16,13 +16,7 @@ def run_chat(arguments: Sequence[str]) -> int:
     tokenizer has a chat template; else as a text that the model continues.
 
     ``/clear`` forgets the turns, ``/exit`` and Ctrl-D end the program, Ctrl-C ends a reply;
-    ``/help`` says so.
-
-    Raises:
-        UsageError: no model, an unknown flag, or a number out of range.
-        FileNotFoundError: no model or no tokenizer.
-        ValueError: a reward model; a system message where there is no chat template.
-    """
+    ``/help`` says so."""
     flags = parse_flags(arguments)
     from fastrl.models.load import load_saved, load_tokenizer
 

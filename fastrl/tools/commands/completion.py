@@ -64,11 +64,7 @@ class Flag(NamedTuple):
 
 
 def run_completion(arguments: Sequence[str]) -> None:
-    """Prints the script of a shell.
-
-    Raises:
-        UsageError: no shell, or an unknown one.
-    """
+    """Prints the script of a shell."""
     if list(arguments) in (["--help"], ["-h"]):
         print(HELP, end="")
         return

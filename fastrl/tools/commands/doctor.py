@@ -25,13 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Examines a run and prints what was found; returns 0 if it is healthy, 1 if it is ill.
-
-    Raises:
-        UsageError: no folder, or an unknown flag.
-        FileNotFoundError: a folder without a run.
-        ValueError: a run's file that cannot be read.
-    """
+    """Examines a run and prints what was found; returns 0 if it is healthy, 1 if it is ill."""
     flags = make_parser().parse_args(list(arguments))
     run = RunCurves.of(open_run(flags.folder))
     diagnosis = examine(run)

@@ -110,21 +110,13 @@ class FitJob(TrainingJob):
         return (shuffled.select(range(count, len(table))), shuffled.select(range(count)))
 
     def loading(self, flags: Any) -> dict[str, Any]:
-        """``from_pretrained``'s options for the model, those of ``--model-init-kwargs`` last.
-
-        Raises the errors of :meth:`model_options`.
-        """
+        """``from_pretrained``'s options for the model, those of ``--model-init-kwargs`` last."""
         trust = {"trust_remote_code": flags.trust_remote_code}  # else transformers would ask
         return {**self.model_options(), **trust, **(flags.model_init_kwargs or {})}
 
     @contextmanager
     def claimed(self, flags: Any) -> Iterator[RunFolder]:
-        """Context in which the run's folder is its own, entered before data and models are loaded.
-
-        Raises:
-            ValueError, OSError: flags that cannot be used; see :meth:`RunFolder.claim` and
-                ``find_checkpoint``.
-        """
+        """Context in which the run's folder is its own, entered before anything is loaded."""
         flags.check()
         folder = RunFolder(self.output, {"command": self.command})
         resume = flags.resume_from_checkpoint
@@ -140,10 +132,6 @@ class FitJob(TrainingJob):
 
         Returns:
             data to train on, data to evaluate on or None, the tokenizer.
-
-        Raises:
-            FileNotFoundError: no model or data of that name.
-            ValueError: data or files that cannot be used.
         """
         from transformers import set_seed
 

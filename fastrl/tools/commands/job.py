@@ -132,12 +132,7 @@ class TrainingJob:
         return {"job": job, STARTED_IN: os.getcwd()}
 
     def model_options(self) -> dict[str, Any]:
-        """``from_pretrained``'s options for the model.
-
-        Raises:
-            ImportError: bitsandbytes is needed, and not installed.
-            ValueError: what :func:`check_adapter` refuses.
-        """
+        """``from_pretrained``'s options for the model."""
         if self.load_in_4bit is None:  # a saved adapter says it
             return {"dtype": self.dtype}
         if not self.load_in_4bit:
@@ -174,13 +169,7 @@ class TrainingJob:
         return folder
 
     def lora_config(self, task_type: str) -> Any:
-        """The configuration of a new adapter; None if ``lora_r`` is 0.
-
-        Raises:
-            FileNotFoundError: a folder without a model.
-            ImportError: peft is not installed.
-            ValueError: a rank although the model is already an adapter.
-        """
+        """The configuration of a new adapter; None if ``lora_r`` is 0."""
         if self.lora_r == 0:
             return None
         from fastrl.models.utils import need_peft

@@ -18,14 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def run_merge(arguments: Sequence[str]) -> int:
     """Merges an adapter into the base that it names, and saves both as one model, with tokenizer,
-    generation settings, value head and model card; with ``--dtype`` converts a whole model, too.
-
-    Raises:
-        UsageError: an argument is missing, or unknown.
-        FileNotFoundError: no model in the folder, or no base at the place that the adapter names.
-        ValueError: a whole model without ``--dtype``; an output that is not empty; an adapter that
-            was trained on four-bit weights, or that cannot be merged.
-    """
+    generation settings, value head and model card; with ``--dtype`` converts a whole model, too."""
     flags = make_parser().parse_args(list(arguments))
     out = Path(flags.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -34,11 +34,6 @@ def run_migrate(arguments: Sequence[str]) -> int:
 
     Returns:
         1 where fastrl refuses something or lacks it, else 0.
-
-    Raises:
-        UsageError: no script, an unknown flag, or a file that is no YAML of settings.
-        FileNotFoundError: no such script or file.
-        ValueError: the script does not parse, names the line; or has no configuration to read YAML.
     """
     flags = make_parser().parse_args(list(arguments))
     path = Path(flags.script)

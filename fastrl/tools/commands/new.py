@@ -33,11 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_new(arguments: Sequence[str]) -> None:
-    """Writes the folder, all of it or nothing, and prints what to do in it.
-
-    Raises:
-        UsageError: no name, or one that is no name of a folder; one that is there already.
-    """
+    """Writes the folder, all of it or nothing, and prints what to do in it."""
     flags = make_parser().parse_args(list(arguments))
     name: str = flags.name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):

@@ -72,7 +72,7 @@ def _advice(run: PlannedRun, plan: Plan) -> Iterator[str]:
 
 
 def planned_run(arguments: Sequence[str]) -> PlannedRun:
-    """The run that "MODEL [--flag value ...]" describes; errors are those of :func:`run_plan`."""
+    """The run that "MODEL [--flag value ...]" describes."""
     job, flags = parse_plan(arguments)
     from fastrl.tools.commands.planned_run import PlannedRun  # not before --help
 
@@ -80,11 +80,7 @@ def planned_run(arguments: Sequence[str]) -> PlannedRun:
 
 
 def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
-    """What to plan, and the flags of the method's command.
-
-    Raises:
-        UsageError: no model, an unknown flag or value.
-    """
+    """What to plan, and the flags of the method's command."""
     words = list(arguments)
     if words and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml")):
         words = ["--model", *words]

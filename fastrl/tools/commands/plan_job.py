@@ -165,12 +165,7 @@ class PlanJob:
         return self.precision == "bf16"
 
     def skeleton(self) -> Skeleton:
-        """The model without its weights.
-
-        Raises:
-            FileNotFoundError, ImportError, ValueError: see :meth:`Skeleton.read`.
-            ValueError: what the training commands refuse, see :func:`check_adapter`.
-        """
+        """The model without its weights."""
         from fastrl.models.quantised import four_bit_config
         from fastrl.trainers.plan.skeleton import Skeleton
 
@@ -186,11 +181,7 @@ class PlanJob:
 
 
 def new_adapter(rank: int) -> Any:
-    """A LoRA adapter of the weights that the training commands put on a model.
-
-    Raises:
-        ImportError: peft is not installed.
-    """
+    """A LoRA adapter of the weights that the training commands put on a model."""
     from fastrl.models.utils import need_peft
 
     need_peft("a plan with an adapter")

@@ -14,13 +14,7 @@ from fastrl.tools.commands.flags import own_parser
 
 def run_push(arguments: Sequence[str]) -> int:
     """Uploads a model or an adapter in one commit; its card gets the repository's name. With
-    ``--dry-run`` prints what would be uploaded, and touches no network.
-
-    Raises:
-        UsageError: an argument is missing, or unknown.
-        FileNotFoundError: no such folder, or no model in it.
-        ValueError: a name that no repository can have; ``--private`` of a public repository.
-    """
+    ``--dry-run`` prints what would be uploaded, and touches no network."""
     flags = make_parser().parse_args(list(arguments))
     from huggingface_hub.utils import validate_repo_id
 

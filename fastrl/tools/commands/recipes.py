@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_recipes(arguments: Sequence[str]) -> int:
-    """Lists all recipes, or prints the YAML of one; with ``--write`` copies it.
-
-    Raises:
-        UsageError: an unknown recipe or flag, ``--write`` without a recipe.
-        ValueError: the file to write exists.
-    """
+    """Lists all recipes, or prints the YAML of one; with ``--write`` copies it."""
     parser = make_parser()
     flags = parser.parse_args(list(arguments))
     if flags.name is None:

@@ -40,12 +40,6 @@ def run_replay(arguments: Sequence[str]) -> int:
     Returns:
         0 where the sample, or without ``--sample`` each of the step, is the recorded one bit for
         bit; else 1.
-
-    Raises:
-        UsageError: no run, or an unknown flag or value.
-        FileNotFoundError: a folder without a ledger.
-        ValueError: a run that no command made; a step or sample that is not there; see
-            :func:`fastrl.trainers.ppo.replay.replay`.
     """
     flags = make_parser().parse_args(list(arguments))
     ledger = ledger_of(flags.run)

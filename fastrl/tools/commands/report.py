@@ -53,12 +53,7 @@ def run_report(arguments: Sequence[str]) -> int:
     of a single run also samples before and after training.
 
     The page of one run is written into its folder, that of several, with all of them overlaid in
-    its figures and in a ``report.png`` beside it, into the folder ``report`` next to the first run.
-
-    Raises:
-        UsageError: no folder, an unknown flag, an output that is another run's folder.
-        FileNotFoundError: a folder without a run.
-        ValueError: a run's file that cannot be read.
+    its figures and in a ``report.png`` beside it, into the folder ``report`` next to the first one.
     """
     flags = make_parser().parse_args(list(arguments))
     console, folders = run_console(), []

@@ -18,12 +18,7 @@ processes: accelerate launch -m fastrl.run_trl SCRIPT.py [arguments]
 
 
 def run_trl(arguments: Sequence[str]) -> int:
-    """Runs a script; returns its exit status.
-
-    Raises:
-        UsageError: no script.
-        FileNotFoundError: no such script.
-    """
+    """Runs a script; returns its exit status."""
     if not arguments:
         raise UsageError("name a script: fastrl run-trl SCRIPT.py [arguments]")
     script, *rest = arguments

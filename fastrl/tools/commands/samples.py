@@ -28,13 +28,7 @@ _TEXTS = {"prompt": 2, "completion": 4}  # columns of texts, and their shares of
 
 
 def run_samples(arguments: Sequence[str]) -> None:
-    """Prints a table of samples, or writes them to a file.
-
-    Raises:
-        UsageError: no run, or an unknown flag or value.
-        FileNotFoundError: a folder without a ledger.
-        ValueError: a step, sample or column that is not there; a damaged file, named.
-    """
+    """Prints a table of samples, or writes them to a file."""
     flags = parse_flags(arguments)
     folder = ledger_of(flags.run)
     exported = None if flags.export is None else Path(flags.export)

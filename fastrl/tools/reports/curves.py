@@ -92,11 +92,7 @@ class RunCurves:
 
     @classmethod
     def of(cls, folder: RunFolder, name: str | None = None) -> RunCurves:
-        """Reads a run's files.
-
-        Raises:
-            ValueError: a file that is not what it should be.
-        """
+        """Reads a run's files."""
         stages = {stage: each.rows() for stage, each in folder.stages().items()}
         config, summary = folder.config, folder.summary()
         settings = {

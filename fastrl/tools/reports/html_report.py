@@ -56,11 +56,7 @@ class ReportedRun:
 
     @classmethod
     def all_of(cls, folders: Sequence[RunFolder]) -> list[ReportedRun]:
-        """Runs with short names: their paths without what they share.
-
-        Raises:
-            ValueError: a run's file that cannot be read.
-        """
+        """Runs with short names: their paths without what they share."""
         names = short_names([folder.name for folder in folders])
         curves = [RunCurves.of(f, name) for f, name in zip(folders, names, strict=True)]
         return [
@@ -112,9 +108,6 @@ def page(
     Args:
         results: each run's value as text, by the result's name.
         defaults: gives a run's default settings, for those that another run alone has recorded.
-
-    Raises:
-        ValueError: a run's file that cannot be read.
     """
     import jinja2
 

@@ -48,11 +48,7 @@ class NotableSamples:
 
 def notable_samples(folder: RunFolder, count: int = 3) -> NotableSamples | None:
     """Chooses from the training samples of the ledger, or without one from the responses to
-    held-out prompts in samples.jsonl; None if there are neither.
-
-    Raises:
-        ValueError: a file that is not what it should be.
-    """
+    held-out prompts in samples.jsonl; None if there are neither."""
     kinds = _choose(_of_ledger(folder), count)
     if kinds["first"]:
         return NotableSamples("training samples", kinds)
