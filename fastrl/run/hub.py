@@ -10,15 +10,8 @@ from typing import Any
 
 _OF_REPOSITORY = ("private", "token")
 _OF_UPLOAD = (
-    "commit_message",
-    "commit_description",
-    "revision",
-    "create_pr",
-    "parent_commit",
-    "path_in_repo",
-    "allow_patterns",
-    "ignore_patterns",
-    "delete_patterns",
+    *("commit_message", "commit_description", "revision", "create_pr", "parent_commit"),
+    *("path_in_repo", "allow_patterns", "ignore_patterns", "delete_patterns"),
 )
 OPTIONS = (*_OF_REPOSITORY, *_OF_UPLOAD)
 # Files that a trainer keeps in a folder beside its model: texts of its data and of the policy
@@ -83,9 +76,7 @@ def upload(
         private: visibility of a repository that does not exist and is created; None: the Hub's
             default for the namespace.
         token: the token for the Hub; by default that of the logged-in user.
-        options: options of ``HfApi.upload_folder``: commit_message, commit_description, revision,
-            create_pr, parent_commit, path_in_repo, allow_patterns, ignore_patterns,
-            delete_patterns.
+        options: options of ``HfApi.upload_folder``, those of :data:`OPTIONS`.
 
     Returns:
         the commit, from ``HfApi.upload_folder``.

@@ -43,9 +43,8 @@ class AlignJob(FitJob):
     """
 
     command: ClassVar[str] = "align"
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = essential_flags(
-        ("task", "loss", "loss_args", "reference"),
-        ("annotator", "judge", "max_new_tokens", "temperature"),
+    essentials: ClassVar[dict[str, str]] = essential_flags(
+        "task loss loss_args reference", "annotator judge max_new_tokens temperature"
     )
 
     task: str | None = setting(

@@ -16,16 +16,8 @@ from fastrl.tools.commands import measure_products
 from fastrl_kernels import gemm
 
 PACKAGES = (
-    "fastrl-lm",
-    "torch",
-    "triton",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "peft",
-    "bitsandbytes",
-    "flash-attn",
-    "kernels",
+    *("fastrl-lm", "torch", "triton", "transformers", "accelerate", "datasets"),
+    *("peft", "bitsandbytes", "flash-attn", "kernels"),
 )
 
 

@@ -32,39 +32,19 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-_TRAINING = (
-    "num_train_epochs",
-    "max_steps",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "bf16",
-)
-_RUN = (
-    "save_steps",
-    "resume_from_checkpoint",
-    "overwrite",
-    "lora_r",
-    "dtype",
-    "seed",
-    "logging_steps",
-    "report_to",
-)
-
-
-def essential_flags(what: tuple[str, ...], data: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def essential_flags(what: str, data: str) -> dict[str, str]:
     """The flags that ``--help`` shows, in groups, see :func:`fastrl.tools.commands.flags.parse`.
 
     Args:
         what, data: further flags of a command's first two groups.
     """
     return {
-        "what to train": ("model", "dataset", "output", *what),
-        "data": ("eval_dataset", "eval_examples", "max_length", *data),
-        "training": _TRAINING,
-        "model and run": _RUN,
+        "what to train": f"model dataset output {what}",
+        "data": f"eval_dataset eval_examples max_length {data}",
+        "training": "num_train_epochs max_steps per_device_train_batch_size "
+        "gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps bf16",
+        "model and run": "save_steps resume_from_checkpoint overwrite lora_r dtype seed "
+        "logging_steps report_to",
     }
 
 

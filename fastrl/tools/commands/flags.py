@@ -44,7 +44,7 @@ def parse(
     """Parses "[config.yaml] [--flag value ...]" into instances of the dataclasses ``kinds``.
 
     The first of them may name the flags that ``--help`` shows, in ``essentials``: a dict from the
-    titles of groups to names. Without it, ``--help`` shows all.
+    titles of groups to names, as words. Without it, ``--help`` shows all.
 
     Flags win over the file, and both over the recipe that ``--recipe`` names, see
     :mod:`fastrl.tools.recipes`.
@@ -302,14 +302,14 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def _brief(parser: argparse.ArgumentParser, essentials: Mapping[str, Sequence[str]]) -> str:
+def _brief(parser: argparse.ArgumentParser, essentials: Mapping[str, str]) -> str:
     """The help of the flags that matter, in groups."""
     actions = _actions(parser)
     formatter = _FlagsThatMatter(prog=parser.prog)
     formatter.add_usage(parser.usage, [], [])
     for title, names in essentials.items():
         formatter.start_section(title)
-        formatter.add_arguments([actions[name] for name in names])
+        formatter.add_arguments([actions[name] for name in names.split()])
         formatter.end_section()
     count = len(actions) - len(_HELP_FLAGS)
     formatter.add_text(

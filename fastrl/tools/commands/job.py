@@ -193,11 +193,8 @@ def check_weights(job: Any) -> None:
         job: a :class:`TrainingJob`, or another with these settings.
 
     Raises:
-        ValueError: an unknown dtype or bnb_4bit_quant_type; settings of four bits without them; a
-            negative rank.
+        ValueError: settings of four bits without them.
     """
-    if job.lora_r < 0:
-        raise ValueError(f"lora_r must be 0 or more, got {job.lora_r}")
     for name in () if job.load_in_4bit else ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
         value = getattr(job, name)
         if value != type(job).__dataclass_fields__[name].default:

@@ -41,10 +41,10 @@ class PlanJob:
 
     command: ClassVar[str] = "plan"
     _argument_group_name: ClassVar[str] = "the plan"
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
-        "what to plan": ("model", "method", "task", "recipe", "prompt_tokens", "response_tokens"),
-        "for which device": ("gpu_gib", "device", "precision", "as_json"),
-        "weights": ("dtype", "lora_r", "load_in_4bit"),
+    essentials: ClassVar[dict[str, str]] = {
+        "what to plan": "model method task recipe prompt_tokens response_tokens",
+        "for which device": "gpu_gib device precision as_json",
+        "weights": "dtype lora_r load_in_4bit",
     }
 
     model: str = setting(

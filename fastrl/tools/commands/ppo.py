@@ -46,27 +46,13 @@ if TYPE_CHECKING:
 
 # The flags that --help shows, see fastrl.tools.commands.flags.parse.
 _WHAT = {
-    "what to train": ("model", "dataset", "reward", "output"),
-    "prompts and responses": (
-        "prompt_column",
-        "max_prompt_tokens",
-        "max_new_tokens",
-        "temperature",
-        "missing_eos_penalty",
-        "eval_dataset",
-        "eval_prompts",
-        "eval_every",
-    ),
+    "what to train": "model dataset reward output",
+    "prompts and responses": "prompt_column max_prompt_tokens max_new_tokens temperature "
+    "missing_eos_penalty eval_dataset eval_prompts eval_every",
 }
-_STEPS = (
-    "steps",
-    "batch_size",
-    "mini_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-)
+_STEPS = "steps batch_size mini_batch_size gradient_accumulation_steps learning_rate ppo_epochs"
 _PLANNED_PROMPTS = 256  # that are read to plan memory by their lengths
-_RUN = ("resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
+_RUN = "resume overwrite lora_r dtype seed log_with"
 
 
 @dataclass(kw_only=True)
@@ -78,16 +64,9 @@ class PPOJob(TrainingJob):
     """
 
     command: ClassVar[str] = "ppo"
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+    essentials: ClassVar[dict[str, str]] = {
         **_WHAT,
-        "PPO": (
-            *_STEPS,
-            "ppo_epochs",
-            "init_kl_coef",
-            "target",
-            "cliprange",
-            "reference",
-        ),
+        "PPO": f"{_STEPS} init_kl_coef target cliprange reference",
         "model and run": _RUN,
     }
 
@@ -290,18 +269,9 @@ class GRPOJob(PPOJob):
     """A :class:`PPOJob` with another default folder."""
 
     command: ClassVar[str] = "grpo"
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+    essentials: ClassVar[dict[str, str]] = {
         **_WHAT,
-        "GRPO": (
-            "advantage",
-            "group_size",
-            *_STEPS,
-            "ppo_epochs",
-            "init_kl_coef",
-            "kl_in",
-            "loss_aggregate",
-            "cliprange",
-        ),
+        "GRPO": f"advantage group_size {_STEPS} init_kl_coef kl_in loss_aggregate cliprange",
         "model and run": _RUN,
     }
 

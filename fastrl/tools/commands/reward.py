@@ -17,7 +17,7 @@ class RewardJob(FitJob):
     """Pairs to learn from: chosen, rejected, and a prompt that they may share."""
 
     command: ClassVar[str] = "reward"
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = essential_flags((), ())
+    essentials: ClassVar[dict[str, str]] = essential_flags("", "")
 
     output: str = setting_like(FitJob, "output", "runs/reward")
 

@@ -17,8 +17,8 @@ class SFTJob(FitJob):
     """Texts to learn."""
 
     command: ClassVar[str] = "sft"
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = essential_flags(
-        (), ("dataset_text_field", "response_template", "packing")
+    essentials: ClassVar[dict[str, str]] = essential_flags(
+        "", "dataset_text_field response_template packing"
     )
 
     output: str = setting_like(FitJob, "output", "runs/sft")
