@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fastrl.run.folder import STARTED_IN, RunFolder
@@ -88,7 +89,8 @@ def _replayed(folder: RunFolder, step: int) -> Replayed:
         if isinstance(job, align.AlignJob):
             from fastrl.alignment.replay import replay as replay_batch
 
-            unasked: Any = _Unasked()
+            # In an annotator's place, whose judgements are read from the ledger.
+            unasked: Any = SimpleNamespace(statistics=dict)
             aligned = align.make_trainer(job, read_flags(folder, step), unasked)
         else:
             config = read_settings(folder, step)
@@ -96,13 +98,6 @@ def _replayed(folder: RunFolder, step: int) -> Replayed:
     if isinstance(job, align.AlignJob):
         return replay_batch(aligned, folder.path, step)
     return replay(trainer, folder, step, progress=True)
-
-
-class _Unasked:
-    """Stands in for an annotator, whose judgements are read from the ledger instead."""
-
-    def statistics(self) -> dict[str, float]:
-        return {}
 
 
 def read_job(folder: RunFolder) -> PPOJob | AlignJob:

@@ -200,8 +200,18 @@ def improve(
     prompts, held_out = split_openings(size.train_prompts, size.eval_prompts, demo.seed)
     for name, texts in (("prompts", prompts), ("held_out", held_out)):
         folder.write_rows(f"{name}.jsonl", ({"prompt": text} for text in texts))
+    config = PPOConfig(
+        seed=demo.seed,
+        learning_rate=5e-4,
+        batch_size=size.batch_size,
+        mini_batch_size=size.batch_size // 2,
+        ppo_epochs=4,
+        # At 0.1 the policy ends up repeating a few sentences.
+        init_kl_coef=0.4,
+        target=3.0,
+    )
     trainer = PPOTrainer(
-        _ppo_config(demo.seed, size.batch_size),
+        config,
         AutoModelForCausalLMWithValueHead.from_pretrained(models.language_model),
         tokenizer=models.tokenizer,
     )
@@ -216,19 +226,6 @@ def improve(
         save_every=0,
     )
     return trainer, result
-
-
-def _ppo_config(seed: int, batch_size: int) -> PPOConfig:
-    return PPOConfig(
-        seed=seed,
-        learning_rate=5e-4,
-        batch_size=batch_size,
-        mini_batch_size=batch_size // 2,
-        ppo_epochs=4,
-        # At 0.1 the policy ends up repeating a few sentences.
-        init_kl_coef=0.4,
-        target=3.0,
-    )
 
 
 def _verdict(missed: list[str], console: Console, seconds: float) -> int:
