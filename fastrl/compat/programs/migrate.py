@@ -414,9 +414,8 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
             behind = _behind([*node.args, *node.keywords], ", return_dict=False")
             yield Outcome(node.lineno, "apply_chat_template", RENAMED, note, behind)
     for keyword in node.keywords:
-        text = KEYWORDS.get((called(node), str(keyword.arg)))
-        if text is not None:
-            full, today = f"{called(node)}({keyword.arg}=)", text.removeprefix(_TODAY)
+        today = KEYWORDS.get((called(node), str(keyword.arg)))
+        if today is not None:
             edit = None
             if today.isidentifier() and today not in keywords:
                 edit = _renamed(keyword, today)
@@ -425,7 +424,8 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
             elif str(keyword.arg) in _BITS:
                 edit = _of_bits(node, keyword)
             note = f"now {today}" if edit else _TODAY + today
-            yield Outcome(keyword.value.lineno, full, RENAMED if edit else THERE, note, edit)
+            full, kind = f"{called(node)}({keyword.arg}=)", RENAMED if edit else THERE
+            yield Outcome(keyword.value.lineno, full, kind, note, edit)
 
 
 def _behind(nodes: list[Any], text: str) -> Edit:

@@ -358,24 +358,24 @@ GONE = {
     ("transformers", "AdamW"): "torch.optim.AdamW",
     **{("transformers", old): f"transformers.{name}" for old, name in CLASSES.items()},
 }
-# Keywords that are served, by the call that had them.
+# Keywords that are served, by the call that had them: what stands in their place today.
 KEYWORDS = {
     ("pipeline", "return_all_scores"): _ALL_SCORES,
-    ("from_pretrained", "load_in_8bit"): "today: quantization_config=BitsAndBytesConfig(...)",
-    ("from_pretrained", "load_in_4bit"): "today: quantization_config=BitsAndBytesConfig(...)",
-    ("from_pretrained", "use_auth_token"): "today: token",
-    ("load_dataset", "use_auth_token"): "today: token",
-    ("from_pretrained", "use_flash_attention_2"): "today: attn_implementation='flash_attention_2'",
-    ("load_dataset", "trust_remote_code"): "today: nothing, datasets runs no code of a data set",
-    ("push_to_hub", "use_temp_dir"): f"today: {_TEMPORARY}",
-    ("push_to_hub", "safe_serialization"): f"today: {_SAFE}",
-    ("Trainer", "tokenizer"): "today: processing_class",
+    ("from_pretrained", "load_in_8bit"): "quantization_config=BitsAndBytesConfig(...)",
+    ("from_pretrained", "load_in_4bit"): "quantization_config=BitsAndBytesConfig(...)",
+    ("from_pretrained", "use_auth_token"): "token",
+    ("load_dataset", "use_auth_token"): "token",
+    ("from_pretrained", "use_flash_attention_2"): "attn_implementation='flash_attention_2'",
+    ("load_dataset", "trust_remote_code"): "nothing, datasets runs no code of a data set",
+    ("push_to_hub", "use_temp_dir"): _TEMPORARY,
+    ("push_to_hub", "safe_serialization"): _SAFE,
+    ("Trainer", "tokenizer"): "processing_class",
     **dict.fromkeys(
         (
             ("prepare_model_for_int8_training", "layer_norm_names"),
             ("prepare_model_for_int8_training", "output_embedding_layer_name"),
         ),
-        "today: nothing, each layer norm and the head are float32",
+        "nothing, each layer norm and the head are float32",
     ),
 }
 
