@@ -1,7 +1,5 @@
 """A trainer's state as bytes, to be compared bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

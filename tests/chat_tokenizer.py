@@ -1,7 +1,5 @@
 """A byte-level tokenizer with chat templates that call tools, as families of models write them."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast

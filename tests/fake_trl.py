@@ -1,8 +1,6 @@
 """A stand-in for TRL: modules with its names, and functions with its signatures that do the same,
 the plain way. `install` puts one in sys.modules in place of whatever TRL there is."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

@@ -11,8 +11,6 @@ settings, --light is two passes with a third of the tests each, and PART=WORD dr
 plugin of pytest this module records the shares.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -8,8 +8,6 @@ they are installed as well, torch first, as another version's ``--python`` needs
 and it is told how long they took to install, and how much there is. PART=WORD draws one way.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,8 +1,6 @@
 """What a test finds is what it would find alone, in a process of its own: what others have left
 behind is put back, and what wider fixtures draw and choose does not depend on who asks first."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

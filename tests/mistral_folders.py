@@ -1,7 +1,5 @@
 """Tiny models with a tekken.json, as mistral-common reads them."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ the notebooks keep their outputs, without times and versions. PART=WORD draws on
 arguments choose some.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,8 +1,6 @@
 """``--order SEED`` runs modules in a random order, and the tests of each; ``--order random`` draws
 the seed, which the run prints. ``--order reversed`` begins with the last."""
 
-from __future__ import annotations
-
 import random
 from itertools import groupby
 from typing import Any

@@ -1,8 +1,6 @@
 """PART=WORD: the part of `make thorough` that a word draws. Each program draws its own of it, the
 same each time, so that over many words all of it comes round."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ changed in theirs.
 looked at.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """Triton's interpreter without work that it does again for each call of a device function: a
 quarter of its time, where kernels are made of many of them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which settings the code behind a trainer reads, by the source of the functions it reaches."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -7,8 +7,6 @@ triton; and once more without constraints, as ``pip install fastrl-lm`` does. Th
 by its own pip with its own settings. PART=WORD draws one Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs of transformers' trainers that are cut and resumed, beside one that is not."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

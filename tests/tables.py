@@ -1,7 +1,5 @@
 """The tables to which users add rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

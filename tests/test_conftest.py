@@ -1,8 +1,6 @@
 """What every test may rely on: seeded draws, nothing of users or of other tests, and the number of
 threads that was asked for."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -10,8 +10,6 @@ ids, runs' folders and data files are small stand-ins. What stands before a bloc
                           tutorial by docs/.api/tutorial.py, which writes what they print
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

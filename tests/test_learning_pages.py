@@ -1,7 +1,5 @@
 """Tutorial, FAQ and glossary: outputs are those of runs, and every name in them is there."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

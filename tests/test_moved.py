@@ -1,7 +1,5 @@
 """Modules that have moved are there by their old names, too, and are the same objects."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import subprocess

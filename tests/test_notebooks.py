@@ -3,8 +3,6 @@
 `python -m tests.notebooks` runs them.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Numbers that no setting can mean are refused by name, on every surface."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

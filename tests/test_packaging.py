@@ -1,7 +1,5 @@
 """What is installed is what is there, and nothing beside it."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

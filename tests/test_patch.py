@@ -1,7 +1,5 @@
 """patch_trl on stand-ins for TRL; tests/trl_parity has the real ones."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 A patch that no longer applies is to be made anew on the tree as it is, in as few files.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What fastrl uses of other packages that is private there: nothing but what is named here."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from functools import cache

@@ -1,7 +1,5 @@
 """ARCHITECTURE.md and the READMEs of rooms say what is there."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

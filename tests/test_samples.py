@@ -1,7 +1,5 @@
 """Samples: every column goes where its samples go, or is named as dropped."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from dataclasses import replace

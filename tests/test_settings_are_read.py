@@ -1,7 +1,5 @@
 """Each setting of each surface acts, or is refused, or is said to change nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Which tests are run: what `make test` and the parts of `make thorough` have together is all."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Loaded weights begin where torch's own do, and no result rests on where others begin."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

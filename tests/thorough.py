@@ -10,8 +10,6 @@ With PART=WORD one of `PARTS` of the tests is run, drawn by the word: continuous
 `make thorough` the commit's name.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A table of cheap cases in one test, where each would cost more to set up than to run."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable

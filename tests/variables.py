@@ -1,7 +1,5 @@
 """Environment variables of whoever starts the tests, which are no part of them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -7,8 +7,6 @@ asks for one of them; arguments behind it are pytest's, without which the tests 
 test`. PART=WORD draws one, and a part of the tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

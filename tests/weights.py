@@ -5,8 +5,6 @@ have other last bits off a boundary of 16, 32 or 64 bytes. Torch's own allocatio
 file that is mapped into memory begins wherever its header ends.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

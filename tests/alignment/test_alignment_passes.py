@@ -1,7 +1,5 @@
 """Batches of preference learning in passes of at most ``micro_batch_tokens``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores and comparisons by rewards, and checks of what any annotator says."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches by task: what is in them, in which order, and how an online factory goes on."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the trainer runs: one forward for a batch, and a reference however it is kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Every loss, values and gradients, through the whole trainer on a tiny model, against its formula
 in float64."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """PPO as a loss of the framework: its formula in float64 through the trainer, parts, weights."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """The ledger and the table of responses that the policy writes, and responses drawn again."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the trainer of the framework refuses, and what it says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every kind of alignment ends, bit for bit, as if it had not been interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights of samples by length, margin, importance and a user's function."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

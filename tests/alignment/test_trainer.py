@@ -1,7 +1,5 @@
 """The trainer of the framework: one loop for all tasks, references, evaluation, checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

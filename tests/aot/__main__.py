@@ -15,8 +15,6 @@ in a main loop or more instructions per byte than its bound (`bounds.py`), on a 
 and on a kernel of the package that no call compiled.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

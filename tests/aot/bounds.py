@@ -12,8 +12,6 @@ own, since scans and draws have more to do than to read. Two things are:
   fewer bytes in flight than keep the memory busy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Toy kernels, some with known faults, through the gate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

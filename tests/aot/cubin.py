@@ -5,8 +5,6 @@ kernels of a target: it is given bare instructions, one kernel after the other, 
 branch goes as an address. Here those become labels, as it prints them itself for a whole file.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 import subprocess

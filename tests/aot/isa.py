@@ -5,8 +5,6 @@ from; only Triton's GPU intermediate code (TTGIR) knows what is loaded: a 1-byte
 mask is no fault, a 2-byte load of bfloat16 is. Pure text in, dataclasses out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Whether a kernel's main loops live up to what is expected of them (`benchmarks.ops.Expect`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Versions of Triton: those that the kernels are held to, and how to get one of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The report: of every committed file, of new ones, and what it says is missing."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

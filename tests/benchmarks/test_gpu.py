@@ -1,7 +1,5 @@
 """What a GPU is asked, without one: stages in their order, tunables, and what profilers print."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Turns, memory, gates, goals and results, on clocks and errors that the test sets."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

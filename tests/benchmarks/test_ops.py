@@ -1,7 +1,5 @@
 """The records of ops: least work, shapes, gate, peers."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

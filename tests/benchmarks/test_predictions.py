@@ -1,7 +1,5 @@
 """Predictions: of every case, as the command writes them, and beside what a device measured."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Matrix products by every provider: what they compute, which is taken, what a machine lacks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`pytest benchmarks`, as a process: each benchmark measures tiny cases and passes its gate."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Names of TRL, verl and OpenRLHF for settings: what each becomes, and which are refused."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

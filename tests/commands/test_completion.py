@@ -1,7 +1,5 @@
 """What `fastrl completion` prints completes commands, flags, choices and paths."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

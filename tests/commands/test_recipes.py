@@ -1,7 +1,5 @@
 """``fastrl recipes`` and ``--recipe``: the recipes that come with fastrl, on tiny models."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

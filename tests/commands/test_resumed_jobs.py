@@ -1,8 +1,6 @@
 """``fastrl sft``, ``reward`` and ``align``: cut at any instant and resumed, they leave the files of
 a straight run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

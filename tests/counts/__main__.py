@@ -6,8 +6,6 @@ predictions.json`. `--json FILE` saves the figures, and `--before FILE` shows sa
 them: by default those of the commit with which counting began.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Launches of a whole decode step on a GPU, part by part: of a model like Llama with 24 layers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator

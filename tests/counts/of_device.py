@@ -1,8 +1,6 @@
 """How often the host waits for a device, or the device for the host, on a pretended one. Gates are
 in tests/device/test_host_reads.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The fused head at 4096 × 4096 × 131072 in bf16: bytes beside its products, and memory."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 from benchmarks.ops.head_counts import GIB, HeadCounts, counted

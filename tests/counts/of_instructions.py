@@ -2,8 +2,6 @@
 `benchmarks/results/predictions.json` has them: `python -m benchmarks predict` writes it anew, and
 tests/benchmarks/test_predictions.py keeps all in it but the instructions up to date."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 from benchmarks.predict import FILE, GPUS, H100, H200, Gpu, Prediction, read

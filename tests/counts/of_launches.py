@@ -1,7 +1,5 @@
 """Launches: of ops, and of a decoder layer in a decode step."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,8 +1,6 @@
 """What processes tell each other of samples: its bytes are the same on every machine, as tokens are
 counted, not seconds."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from pathlib import Path

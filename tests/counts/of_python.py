@@ -1,8 +1,6 @@
 """Python in front of a launch, by the functions that it calls: their number is the same on every
 machine, however busy, where their time is not. `python -m benchmarks.python_time` has both."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 from benchmarks.python_time import python_work

@@ -1,7 +1,5 @@
 """A figure that a GPU will charge for and that can be counted without one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Each goal of a count is a gate."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tokenizers of every kind, chat templates, and the trainers' fixtures."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """From rows, files and data sets to examples of each kind, and rows that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

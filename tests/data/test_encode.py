@@ -1,7 +1,5 @@
 """From columns to token ids, and which of them are learned."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Many prompts at once: the ids of each alone; encoded once, and then read from the cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samples in passes: whole, in order, and as full as a search finds them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

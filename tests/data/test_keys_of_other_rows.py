@@ -1,7 +1,5 @@
 """Chat templates get the keys that a row was written with, not those that its table fills in."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One row has the same token ids whichever way it comes in."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

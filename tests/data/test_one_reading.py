@@ -4,8 +4,6 @@ That reading knows no encoder and no template: the text is written by hand, and 
 ``tokenizers`` library alone.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

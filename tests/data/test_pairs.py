@@ -1,7 +1,5 @@
 """From columns to batches of pairs, and pairs that cannot be learned from."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A reward model is scored on the token ids that it was trained on, EOS or not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed texts are as if alone: their losses, and what their neighbours do to them."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of tools as chat templates write them: read out of responses, and their results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

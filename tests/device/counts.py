@@ -1,7 +1,5 @@
 """How often the host waits for a device, as numbers: ``python -m tests.device.counts``."""
 
-from __future__ import annotations
-
 import json
 
 from fastrl import RolloutEngine

@@ -5,8 +5,6 @@ python -m tests.families llama mamba2    these
 python -m tests.families --write         all, and writes docs/families.md
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """What a family computes of a text in each kind of batch, beside what it computes of it alone."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tempfile

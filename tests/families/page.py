@@ -1,7 +1,5 @@
 """The table of docs/families.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tiny model of every family of causal language models that transformers has."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -4,8 +4,6 @@ One process imports all of fastrl once and computes nothing; each command runs i
 which costs milliseconds. :class:`Zygote` talks to it in JSON lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

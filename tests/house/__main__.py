@@ -4,8 +4,6 @@ Prints a column for each checkout, this one by default, so that `python -m tests
 shows what a change of structure has changed. A file that `--json` wrote stands for its checkout.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

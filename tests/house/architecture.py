@@ -4,8 +4,6 @@
 sources, and that each journey's stops are entered in their order.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@
 ``within``: the share by which a number may lie below its ceiling before that has to follow.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -4,8 +4,6 @@
 Python finds. Each takes a process of its own: what is imported or remembered is entered but once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What is counted in the sources of a checkout."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """The sources of a checkout, parsed: files by module, imports, classes with their bases."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Fixtures that every kernel test shares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Rows to sample from, and how to judge a number of draws."""
 
-from __future__ import annotations
-
 import math
 
 import torch

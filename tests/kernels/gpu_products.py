@@ -1,8 +1,6 @@
 """A GPU's products on CPU tensors: its rules for chunks and memory, and what ``torch.mm`` does
 there that it does not do on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

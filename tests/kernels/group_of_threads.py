@@ -1,8 +1,6 @@
 """A process group whose processes are threads of this one, for ops that talk to others: as quick as
 a call, and with the kernels' interpreter. ``tests/processes`` has real ones."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

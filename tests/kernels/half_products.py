@@ -4,8 +4,6 @@ CPUs with AMX multiply what lies beside a slice of columns, too: these tests see
 every CPU, before it is multiplied.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -21,8 +21,6 @@ product that is exact: the formula in fp32 has no such rounding and would ask fo
 are the same, and what the op does to logits is held to fp32 there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

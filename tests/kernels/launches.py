@@ -1,8 +1,6 @@
 """What an op does to the device besides arithmetic: launches, synchronisation, recompilation,
 memory."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

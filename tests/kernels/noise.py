@@ -1,7 +1,5 @@
 """The random numbers that the sampling kernel draws with, by themselves."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

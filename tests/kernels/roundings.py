@@ -21,8 +21,6 @@ Mary, 2019, "A new approach to probabilistic rounding error analysis", for K rou
 as √K.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -1,7 +1,5 @@
 """advance_slots: what a decode step makes of its draws, against a loop over the rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

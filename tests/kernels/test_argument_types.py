@@ -1,7 +1,5 @@
 """Arguments of another type than an op's annotations say: an error that names them."""
 
-from __future__ import annotations
-
 import inspect
 import typing
 

@@ -3,8 +3,6 @@
 What is compiled runs the code of eager mode, so that results and gradients have the same bits.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

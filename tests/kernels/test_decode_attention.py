@@ -1,7 +1,5 @@
 """decode_attention: every row against float64, what it may read, and its manners."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

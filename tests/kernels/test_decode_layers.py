@@ -1,8 +1,6 @@
 """rms_norm, swiglu and rotate_and_store: what a decode step's layers do between their products, as
 transformers' models do it, and against float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

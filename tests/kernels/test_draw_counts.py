@@ -1,7 +1,5 @@
 """The count that decides where a head is fused with its draw."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

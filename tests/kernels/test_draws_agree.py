@@ -4,8 +4,6 @@ Some rows; with DRAWS=all, of two real vocabularies more than 20,000, which take
 hour.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters that torch's own sharding made: the linear ops refuse them and say what to pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every op of elementwise kernels does alike, over the table of `test_compile.CASES`."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

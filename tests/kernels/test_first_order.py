@@ -1,7 +1,5 @@
 """Derivatives of gradients: an error in every op with a gradient of its own, never a constant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

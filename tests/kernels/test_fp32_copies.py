@@ -1,7 +1,5 @@
 """Products of bf16 weights in fp32, with copies that follow the weights."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

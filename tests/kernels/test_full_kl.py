@@ -1,7 +1,5 @@
 """full_kl: values, gradients and manners, on both backends."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Advantages against the plain loop in float64: holes, cuts, long rows, gradients, whitening."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Libraries of CPU products: each computes the same, and a fixed rule chooses."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the ops with a head ask of a GPU, counted without one: products, bytes, memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The way of the ops with a head on a GPU, its chunks and its products, without one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Fused heads on a CPU in pieces of the vocabulary: judged as in whole rows, with one rounding for
 all ops. Elsewhere tests' weights are too small for the libraries that work so."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The Kernel Hub package, loaded by Hugging Face's own ``kernels``."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """What importing the kernels costs, and what they say where Triton cannot run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

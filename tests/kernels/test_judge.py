@@ -1,7 +1,5 @@
 """The judge finds one rounding too many, and lets pass what has none."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """KL estimators and the classic rewards against float64, and what no mask may let through."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The Python around a kernel's launch launches what Triton itself would."""
 
-from __future__ import annotations
-
 import copy
 import os
 

@@ -1,7 +1,5 @@
 """linear_logprobs: values, gradients and memory, on both backends."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """linear_nll_loss: gradients and memory, on both backends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The linear ops, values and gradients, on whatever hypothesis draws, against float64."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -5,8 +5,6 @@ Factors are multiples of 1/8 whose products fp32 sums up exactly, so that logits
 in any order of summation.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from itertools import pairwise

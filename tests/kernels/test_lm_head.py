@@ -1,7 +1,5 @@
 """What the linear ops share: extras, labels, what they refuse, rows by themselves, chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """token_logprobs: values, gradients and manners, on both backends."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

@@ -1,7 +1,5 @@
 """Losses as modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Rows whose logits all lie far below zero, as masks of finite numbers leave them: distributions
 like others, down to the lowest number that fp32 has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

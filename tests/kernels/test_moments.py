@@ -1,7 +1,5 @@
 """Mean, variance and whitening against float64, also where the mean dwarfs the deviation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

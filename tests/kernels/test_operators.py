@@ -1,7 +1,5 @@
 """The operators that stand for ops in compiled code: what they promise, and their names."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

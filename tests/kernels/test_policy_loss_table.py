@@ -1,7 +1,5 @@
 """The documentation's tables of policy losses are the code's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

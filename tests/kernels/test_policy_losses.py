@@ -1,7 +1,5 @@
 """Policy losses beside the clipped one, and ratios of sequences, in float64 and by formulas."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The PPO loss, its gradients and statistics, against float64 and by hand."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

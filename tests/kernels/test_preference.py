@@ -1,7 +1,5 @@
 """The preference and reward losses: against float64, by hand, and by what their papers prove."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Every op, values and gradients, on whatever hypothesis draws, against float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """sample_keys: the definition, and how far apart neighbours are."""
 
-from __future__ import annotations
-
 import math
 
 import numpy

@@ -1,7 +1,5 @@
 """sample_tokens: what is kept, the figures of the draw, and its manners."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

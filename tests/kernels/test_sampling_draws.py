@@ -1,7 +1,5 @@
 """sample_tokens: how often a token is drawn, and what a draw depends on."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Sampling, and the keys of draws, on whatever hypothesis draws."""
 
-from __future__ import annotations
-
 from itertools import product
 from random import Random
 from typing import Any

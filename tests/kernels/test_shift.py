@@ -1,7 +1,5 @@
 """``shift`` of the linear ops: position t scores the label of t + shift."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads whose rows processes share: what one process computes of the whole head."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

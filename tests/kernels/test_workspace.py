@@ -1,7 +1,5 @@
 """Memory of large results that is used again."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

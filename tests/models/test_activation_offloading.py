@@ -1,7 +1,5 @@
 """Activations that wait in host memory give the same gradients, and weights are not copied."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters whose configuration names no layers, on models that PEFT does not know."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

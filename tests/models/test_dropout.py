@@ -1,7 +1,5 @@
 """Dropout is switched off wherever a model keeps its probability."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

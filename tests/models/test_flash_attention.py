@@ -1,7 +1,5 @@
 """flash-attn from the Hub: who gets it, and what is said where it is not to be had."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Layers of every kind: rollouts and packed rows are those of plain forwards."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 

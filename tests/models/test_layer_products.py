@@ -1,7 +1,5 @@
 """A model's linear layers within a run's products, and with packed weights in rollouts."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 """Trainers that keep no float32 masters warn, once, of trainable weights too coarse for the updates
 that they are given."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

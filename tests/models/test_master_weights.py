@@ -1,7 +1,5 @@
 """Weights in bf16 or fp16 with float32 masters move as weights in float32 do."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

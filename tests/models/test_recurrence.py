@@ -1,7 +1,5 @@
 """Recurrences of packed rows are those of each text alone; kernels for them get their lengths."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -6,8 +6,6 @@ settings; where it does, the same is done again and compared. So a tree says whe
 another one did, on one machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

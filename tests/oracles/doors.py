@@ -1,7 +1,5 @@
 """The token ids that each door to the models gives random rows."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Settings that are drawn at random for each surface, few of them away from their defaults."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

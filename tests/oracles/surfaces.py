@@ -1,7 +1,5 @@
 """What each surface does to a tiny model in a few steps."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

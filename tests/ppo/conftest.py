@@ -1,7 +1,5 @@
 """A tiny policy, its tokenizer, and a trainer around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

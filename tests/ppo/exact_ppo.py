@@ -1,7 +1,5 @@
 """A PPO step with SGD by its formulas alone, response by response, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

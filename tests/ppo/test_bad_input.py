@@ -1,7 +1,5 @@
 """A wrong argument is refused by name before anything changes; the trainer still works after."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What users of TRL's PPOTrainer reach into: schedule, loss, penalty, checks, warnings."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The value function's own λ and its warm-up."""
 
-from __future__ import annotations
-
 import copy
 import math
 from contextlib import nullcontext

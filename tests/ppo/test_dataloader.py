@@ -1,7 +1,5 @@
 """Batches of PPOTrainer.dataloader, by what the data set's examples are."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Where TRL 0.11.4 was wrong: a test for each line of the list in docs/trl_classic.md."""
 
-from __future__ import annotations
-
 import collections
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Groups without spread are replaced; long and truncated responses; whitened returns."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

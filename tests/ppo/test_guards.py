@@ -1,7 +1,5 @@
 """Limits of a step's KL and ratios end a run after a whole step."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Whose tokens the loss is divided by where the gradient is accumulated."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Policy losses, entropies and ratios of sequences in a step, against formulas in float64."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples that ended in NaN logits: in the batch with weight 0, in no baseline, mean or moment."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Losses and gradients that are not finite never reach a weight, and are named as what they are."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

@@ -1,8 +1,6 @@
 """Samples whose score, log-probs, values or rewards are not finite: in the batch with weight 0, as
 those that ended in NaN logits."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

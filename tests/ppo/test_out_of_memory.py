@@ -1,7 +1,5 @@
 """Where memory runs out, a mini-batch is computed in parts, to the same step."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies without values: wrapped, saved, compared with references, and reused rollouts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

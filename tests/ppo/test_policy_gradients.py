@@ -1,7 +1,5 @@
 """Advantages from groups, the KL in the loss, asymmetric clips, aggregations, samples' weights."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

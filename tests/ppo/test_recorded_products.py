@@ -1,7 +1,5 @@
 """The libraries of a run's CPU products: in its record, and kept when it is resumed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

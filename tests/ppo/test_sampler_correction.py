@@ -1,7 +1,5 @@
 """Importance weights of responses that another engine sampled, alone and in a step."""
 
-from __future__ import annotations
-
 import copy
 import math
 

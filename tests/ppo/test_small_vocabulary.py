@@ -1,7 +1,5 @@
 """Models of a handful of tokens train and generate like others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

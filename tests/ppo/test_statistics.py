@@ -1,7 +1,5 @@
 """Statistics of a step, against their definitions in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

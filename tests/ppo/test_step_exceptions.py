@@ -1,8 +1,6 @@
 """After an exception in the middle of ``step()`` the trainer goes on as if it had not been called,
 but for optimizer steps that were taken."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any

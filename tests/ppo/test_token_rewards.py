@@ -1,7 +1,5 @@
 """Rewards of tokens, in ``step()`` and in ``train()``."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

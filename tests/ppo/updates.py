@@ -1,7 +1,5 @@
 """What optimizer steps were given, and rollouts that are made up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

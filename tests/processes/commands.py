@@ -3,8 +3,6 @@
 FILE is a JSON list of commands, each a list of words. No figures are drawn.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """Steps on responses of another engine, of one process and of several with the same batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

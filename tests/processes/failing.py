@@ -1,7 +1,5 @@
 """Runs of several processes in which something goes wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Runs of the trainers on transformers', as one process and as several."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """TRL's own GRPOTrainer on fastrl's rollouts, on several processes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Training jobs that tests run as one process and as several, with the same global batch."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

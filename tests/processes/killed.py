@@ -4,8 +4,6 @@
 No figures are drawn.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

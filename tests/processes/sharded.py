@@ -1,7 +1,5 @@
 """Training jobs on weights that FSDP2 spreads over processes, and on one process."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping

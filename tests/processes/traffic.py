@@ -1,7 +1,5 @@
 """What processes tell each other of samples in a PPO step, in bytes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Heads whose rows the processes of a group share, by real transports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

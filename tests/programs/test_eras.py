@@ -1,7 +1,5 @@
 """Settings of other versions: each has its effect, one warning, or an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

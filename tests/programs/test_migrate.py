@@ -1,7 +1,5 @@
 """``fastrl migrate``: what becomes of a program, and a changed one that runs."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

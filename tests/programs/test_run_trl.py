@@ -1,7 +1,5 @@
 """``fastrl run-trl``: programs for TRL run as they are, and nothing else is touched."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

@@ -10,8 +10,6 @@ on two cores; `--selection` runs those that stand for them, and fails where a ke
 was not launched by one.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Instructions that make numbers of numbers, each lane for itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels written as PTX, for what Triton would not compile to."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.ptx.execution import Kernel

@@ -1,7 +1,5 @@
 """A kernel's statements on the lanes of some programs at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is wrong with a kernel or with a launch of it."""
 
-from __future__ import annotations
-
 
 class Fault(Exception):
     """Something that a GPU would not do, or not do the same way each time."""

@@ -1,7 +1,5 @@
 """PTX's types of numbers in NumPy's, where there is no bf16, and what a GPU approximates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

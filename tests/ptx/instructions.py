@@ -1,7 +1,5 @@
 """The table of the instructions that are known: a row for each family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

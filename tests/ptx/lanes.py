@@ -1,7 +1,5 @@
 """The threads of some programs of a launch, side by side: their registers and what they share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

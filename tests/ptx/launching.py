@@ -4,8 +4,6 @@ Triton has to be imported with ``TRITON_INTERPRET`` off: its own functions are c
 interpreted, as the variable says at the import.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

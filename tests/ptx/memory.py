@@ -1,7 +1,5 @@
 """The memory that a launch may touch: tensors anywhere in the process, and shared memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 ``pytest -p tests.ptx.plugin``: it has to come before anything imports Triton.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

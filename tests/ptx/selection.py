@@ -1,7 +1,5 @@
 """Which tests of tests/kernels run on compiled kernels, and which of them stand for the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PACKAGE = "fastrl_kernels._triton"

@@ -1,7 +1,5 @@
 """Triton's kernels on the machine for PTX, and the door."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a GPU does not forgive, or not do the same way each time, is found."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Single instructions against NumPy, or numbers by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Small kernels of Triton's: run by test_ptx_compiled.py, in a process that compiles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

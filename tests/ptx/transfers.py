@@ -1,7 +1,5 @@
 """Instructions that move numbers between registers and memory."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.ptx.faults import UnknownInstruction

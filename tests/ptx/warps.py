@@ -1,7 +1,5 @@
 """Instructions in which the lanes of a warp take part together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a trainer leaves in its output_dir is read as a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The ready reward `code`: what passes, and that hostile code neither passes nor gets out."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

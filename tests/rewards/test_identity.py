@@ -1,7 +1,5 @@
 """What a reward function is, as a hash."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """Scores and comparisons by judges: questions, answers, and models that judge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

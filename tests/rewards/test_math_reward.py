@@ -1,7 +1,5 @@
 """The ready reward `math`."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import resource

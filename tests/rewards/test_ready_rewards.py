@@ -1,7 +1,5 @@
 """Ready rewards that read texts: of good, bad and hostile responses, on each surface."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Several reward functions with weights, time limits and retries."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import functools

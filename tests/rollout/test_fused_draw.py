@@ -1,7 +1,5 @@
 """Decode steps that draw from hidden states: the same tokens and numbers as from logits."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

@@ -1,7 +1,5 @@
 """Decoder layers that are fused in decode steps: the same tokens and numbers, in few launches."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from functools import partial

@@ -1,7 +1,5 @@
 """Prompts that are copied from slot to slot."""
 
-from __future__ import annotations
-
 import torch
 
 from fastrl.rollout.kv_cache import KVCache, LayerShape, PromptCopy

@@ -1,7 +1,5 @@
 """DeepSpeed: ZeRO-3 is refused with a file that accelerate takes, ZeRO-2 trains as DDP does."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Means of batches over processes and between logs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """bf16 autocast is the default where a device can, and whatever is said wins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

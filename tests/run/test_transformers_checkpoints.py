@@ -1,8 +1,6 @@
 """Checkpoints of trainers on transformers' Trainer: whole or not there, checked, saved when a run
 fails or is stopped; no code in them is executed."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import itertools

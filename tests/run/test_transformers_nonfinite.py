@@ -1,7 +1,5 @@
 """A loss or gradient that is not finite reaches no weight, and is counted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Helpers that training scripts use, under TRL's names: beside TRL's own where it has them."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, field

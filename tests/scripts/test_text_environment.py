@@ -1,7 +1,5 @@
 """TextEnvironment: episodes of a model and its tools, as PPOTrainer.step takes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -7,8 +7,6 @@ model's logit). vLLM is installed, for CPUs, in the environment that benchmarks 
 ``--vllm`` names the Python of another.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

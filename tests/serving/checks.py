@@ -1,8 +1,6 @@
 """Does a folder that a run has left hold what it trained: for transformers and PEFT, as it is and
 merged, and for an upload?"""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters of many shapes under every trainer: is what is saved what the trainer has?"""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """A folder of every kind in which fastrl leaves a model, by a run of two steps on tiny models, and
 what that model said as it was saved."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@
 its ids: log-probabilities of all next tokens, or a classifier's logits; or the error's first line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Models of every kind of layer learn by every trainer without padding: one step each."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tokenizers of mistral-common, which AutoTokenizer returns where that package is, train."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

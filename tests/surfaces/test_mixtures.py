@@ -1,7 +1,5 @@
 """Mixtures of experts: choices of rollouts are kept and replayed, and routers are reported on."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of images and texts are trained on texts, and saved in their own format."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Float32, no dropout, plain gradient descent at a constant rate, two epochs of on
 formula of the KL, aggregate and bounds set alike.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

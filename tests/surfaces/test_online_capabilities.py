@@ -5,8 +5,6 @@ A policy that recites, one group of responses to each of two prompts, one step o
 descent: GRPO by ``PPOTrainer.train`` and by ``GRPOTrainer``, and RLOO likewise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType

@@ -1,7 +1,5 @@
 """What goes wrong with functions of one's own, and would not be seen: said before it is learned."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

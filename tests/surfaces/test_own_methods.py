@@ -1,7 +1,5 @@
 """A policy loss and an advantage of one's own: one entry each, behind every surface."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

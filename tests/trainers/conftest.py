@@ -1,7 +1,5 @@
 """Tiny models, data and trainers that learn from examples."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Arguments, tokenizers and adapters, under their old names and today's."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace

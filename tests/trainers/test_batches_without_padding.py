@@ -1,7 +1,5 @@
 """SFT and reward models compute on real tokens alone, and what a pair begins with once."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a run draws hangs on its seed and place alone, not on what rewards do to generators."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers of all trainers: float32 masters, packages that are missing, 8-bit moments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Batches in passes of at most ``micro_batch_tokens``: what they learn, and what each may hold."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainers on transformers' loop, behind each door: what they resume, and how they evaluate."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """RewardTrainer: its loss, its gradients, predictions, tables and files."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import sys

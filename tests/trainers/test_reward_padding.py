@@ -1,7 +1,5 @@
 """A text's reward is the one that it has alone, wherever a batch is padded, whatever the model."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

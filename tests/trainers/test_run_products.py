@@ -1,8 +1,6 @@
 """Whatever a trainer runs on a CPU, its linear layers are computed by the run's libraries: policy
 and reference alike, before training, in it and after it."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """SFTTrainer: its loss, its gradients, its keywords and files."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings

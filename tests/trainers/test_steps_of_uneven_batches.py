@@ -1,7 +1,5 @@
 """A step of batches that are not of one size weighs each of its examples the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What scripts of TRL 1.x write: its settings, columns, streams and metrics."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

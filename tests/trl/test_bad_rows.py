@@ -1,7 +1,5 @@
 """What the trainers by TRL's names refuse of their rows, before anything changes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scripts read the configurations from command lines, by transformers' parser or TRL's."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DPOTrainer: one step against float64 formulas, metrics, references, data, settings, resuming."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics of an evaluation are of its examples, however these are batched."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups of equal rewards teach nothing: their advantages are 0, not what rounding leaves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """KTOTrainer: one step against float64 formulas, its KL, metrics, data, resuming."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

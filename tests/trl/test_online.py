@@ -1,7 +1,5 @@
 """GRPOTrainer and RLOOTrainer: one step against its formula, metrics, evaluations, resumed runs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

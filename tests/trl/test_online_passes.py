@@ -1,7 +1,5 @@
 """Batches of responses that are learned from in several passes: the same is learned and logged."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

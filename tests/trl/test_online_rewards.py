@@ -1,7 +1,5 @@
 """Rewards of GRPOTrainer and RLOOTrainer: what functions are given, and what becomes of theirs."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -1,7 +1,5 @@
 """Subclasses that override methods of TRL's trainers: to TRL 1.16's weights, or refused."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The losses of GRPO and its kin, by both ways, against their formulas in float64 and TRL's own."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from pathlib import Path

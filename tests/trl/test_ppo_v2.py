@@ -1,7 +1,5 @@
 """PPO and RLOO with a reward model, by the names of TRL 0.10 to 1.9."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

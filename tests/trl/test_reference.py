@@ -1,8 +1,6 @@
 """The reference of a trainer by TRL's settings: of new adapters, of trained ones, and those that
 follow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Responses of a rollout_func's own engine: their importance weights in GRPOTrainer."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRLRollouts: TRL's own GRPOTrainer on fastrl's rollouts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ledger of GRPOTrainer and RLOOTrainer, and responses that are drawn again by it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Configurations as scripts make them: from command lines and YAML, with TRL's settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import inspect

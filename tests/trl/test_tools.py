@@ -1,7 +1,5 @@
 """GRPOTrainer with tools and environments: turns, masks, metrics, limits, resumed runs."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -3,8 +3,6 @@
 Not collected with the other tests: it needs TRL's own environment. `make trl-parity` runs it there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

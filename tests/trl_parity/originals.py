@@ -1,7 +1,5 @@
 """Counts what TRL's own functions are called, beside what fastrl.compat.patch counts."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence

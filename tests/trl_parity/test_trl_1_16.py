@@ -1,7 +1,5 @@
 """TRL 1.16's trainers compute the same, patched and not; patched, none of its own functions run."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator
