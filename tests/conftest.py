@@ -6,12 +6,15 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 # Torch's own, whose deprecations at their import pytest.warns would give another module's name.
 import torch.utils.mkldnn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests import quick_interpreter, thorough, variables
 
@@ -84,3 +87,14 @@ def _keep_what_is_there() -> None:
 def pytest_sessionfinish() -> None:
     """Or it would be taken for leaked."""
     gc.unfreeze()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of devices of this process alone."""
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

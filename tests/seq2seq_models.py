@@ -11,6 +11,7 @@ from transformers import (
 )
 
 from fastrl import AutoModelForSeq2SeqLMWithValueHead
+from tests import tiny_models
 from tests.golden import tiny
 
 CONTEXT = 24  # of BART; T5 has none
@@ -84,10 +85,5 @@ def by_hand(model: Any, query: torch.Tensor, response: torch.Tensor, start: int)
 
 def lora(**changes: Any) -> Any:
     """LoRA on T5's attention, with weights that already change the outputs."""
-    from peft import LoraConfig
-
-    settings = {
-        "r": 2, "target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM",
-        "init_lora_weights": False,
-    }  # fmt: skip
-    return LoraConfig(**{**settings, **changes})
+    own = {"target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM", "fan_in_fan_out": False}
+    return tiny_models.lora(**{**own, **changes})

@@ -232,6 +232,16 @@ def policy(
     return model.eval()
 
 
+def generated(policy: Any, prompt: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """What ``generate`` of the language model writes behind one prompt by itself."""
+    prompt = prompt.to(policy.pretrained_model.device)
+    out = policy.pretrained_model.generate(
+        input_ids=prompt[None], attention_mask=torch.ones_like(prompt)[None],
+        pad_token_id=tiny.PAD, **settings,
+    )  # fmt: skip
+    return out[0, len(prompt) :]
+
+
 def lora(**changes: Any) -> Any:
     """LoRA on GPT-2's attention, with weights that already change the outputs."""
     from peft import LoraConfig

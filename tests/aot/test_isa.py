@@ -29,7 +29,7 @@ def test_amdgcn_metadata_reports_spills(spilled):
     assert usage.spill_detail == f".{spilled}:3"
 
 
-@pytest.mark.parametrize(("line", "kind", "width"), [
+PTX_WIDTHS = [
     ("ld.global.b16 { %rs1 }, [ %rd1 + 0 ];", "load", 2),
     ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", "load", 16),
     ("@!%p1 ld.global.L1::evict_first.v2.b64 { %rd1, %rd2 }, [ %rd3 + 0 ];", "load", 16),
@@ -38,21 +38,8 @@ def test_amdgcn_metadata_reports_spills(spilled):
     ("ld.global.nc.f32 %f1, [%rd1];", "load", 4),
     ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, 0x10;", "load", 16),
     ("@%p2 st.global.v2.b32 [ %rd1 + 0 ], { %r1, %r2 };", "store", 8),
-])  # fmt: skip
-def test_ptx_access_widths(line, kind, width):
-    (access,) = parse_assembly(f"\t{line}\n", "cuda")
-    assert (access.kind, access.width) == (kind, width)
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5];", "ld.param.b64 %rd1, [_k_param_0];", "ret;"],
-)
-def test_ptx_leaves_other_memories_alone(line):
-    assert parse_assembly(f"\t{line}\n", "cuda") == []
-
-
-@pytest.mark.parametrize(("line", "kind", "width"), [
+]
+AMDGCN_WIDTHS = [
     ("global_load_dwordx4 v[0:3], v4, s[0:1]", "load", 16),
     ("buffer_load_dwordx2 v[0:1], v2, s[0:3], 0 offen", "load", 8),
     ("buffer_load_dword v0, v2, s[0:3], 0 offen lds", "load", 4),
@@ -62,10 +49,24 @@ def test_ptx_leaves_other_memories_alone(line):
     ("global_load_b128 v[0:3], v4, s[0:1]", "load", 16),
     ("buffer_store_short_d16_hi v0, v2, s[0:3], 0 offen", "store", 2),
     ("global_store_dwordx4 v4, v[0:3], s[0:1]", "store", 16),
-])  # fmt: skip
-def test_amdgcn_access_widths(line, kind, width):
-    (access,) = parse_assembly(f"\t{line}\n", "hip")
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "line", "kind", "width"),
+    [("cuda", *row) for row in PTX_WIDTHS] + [("hip", *row) for row in AMDGCN_WIDTHS],
+)
+def test_access_widths(target, line, kind, width):
+    (access,) = parse_assembly(f"\t{line}\n", target)
     assert (access.kind, access.width) == (kind, width)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5];", "ld.param.b64 %rd1, [_k_param_0];", "ret;"],
+)
+def test_ptx_leaves_other_memories_alone(line):
+    assert parse_assembly(f"\t{line}\n", "cuda") == []
 
 
 PTX = dedent("""\
@@ -130,39 +131,34 @@ def test_amdgcn_loop_with_a_skipped_body_and_moved_blocks():
     assert store.loop is None
 
 
-def test_ttgir_traces_pointers_to_arguments():
-    operands = parse_ttgir(
-        dedent("""\
-        tt.func @_k(%x_ptr: !tt.ptr<f32> {tt.divisibility = 16 : i32} loc("x_ptr"(#loc)), %arg1: !tt.ptr<bf16> loc("y_ptr"(#loc))) {
-          %0 = tt.addptr %x_ptr, %row : !tt.ptr<f32>, i64 loc(#loc1)
-          %1:2 = scf.for %i = %a to %b step %c iter_args(%m = %cst, %p = %0) -> (f32, !tt.ptr<f32>) {
-            %2 = tt.splat %p : !tt.ptr<f32> -> tensor<1024x!tt.ptr<f32>, #b> loc(#loc1)
-            %3 = tt.addptr %2, %at : tensor<1024x!tt.ptr<f32>, #b>, tensor<1024xi32, #b> loc(#loc1)
-            %4 = tt.load %3, %mask : tensor<1024x!tt.ptr<f32>, #b> loc(#loc1)
-            amdg.buffer_store %4, %arg1[%at], %mask : tensor<1024xbf16, #b> loc(#loc1)
-            %5 = tt.load %unknown : !tt.ptr<f32> loc(#loc1)
-        """)  # noqa: E501
-    )
-    assert [operand.pointer for operand in operands] == ["x_ptr", "y_ptr", ""]
+TRACED = """\
+tt.func @_k(%x_ptr: !tt.ptr<f32> {tt.divisibility = 16 : i32} loc("x_ptr"(#loc)), %arg1: !tt.ptr<bf16> loc("y_ptr"(#loc))) {
+  %0 = tt.addptr %x_ptr, %row : !tt.ptr<f32>, i64 loc(#loc1)
+  %1:2 = scf.for %i = %a to %b step %c iter_args(%m = %cst, %p = %0) -> (f32, !tt.ptr<f32>) {
+    %2 = tt.splat %p : !tt.ptr<f32> -> tensor<1024x!tt.ptr<f32>, #b> loc(#loc1)
+    %3 = tt.addptr %2, %at : tensor<1024x!tt.ptr<f32>, #b>, tensor<1024xi32, #b> loc(#loc1)
+    %4 = tt.load %3, %mask : tensor<1024x!tt.ptr<f32>, #b> loc(#loc1)
+    amdg.buffer_store %4, %arg1[%at], %mask : tensor<1024xbf16, #b> loc(#loc1)
+    %5 = tt.load %unknown : !tt.ptr<f32> loc(#loc1)
+"""  # noqa: E501
+NAMED_AGAIN = """\
+tt.func @_k(%x_ptr: !tt.ptr<f32> loc("x_ptr"(#loc)), %y_ptr: !tt.ptr<f32> loc("y_ptr"(#loc))) {
+  scf.if %c {
+    %2 = tt.addptr %x_ptr, %row : !tt.ptr<f32>, i64 loc(#loc1)
+    %3 = tt.load %2 : !tt.ptr<f32> loc(#loc1)
+  }
+  scf.if %d {
+    %2 = tt.addptr %y_ptr, %row : !tt.ptr<f32>, i64 loc(#loc1)
+    %3 = tt.load %2 : !tt.ptr<f32> loc(#loc1)
+  }
+  %2 = tt.int_to_ptr %address : i64 -> !tt.ptr<f32> loc(#loc1)
+  %3 = tt.load %2 : !tt.ptr<f32> loc(#loc1)
+"""
 
 
-def test_ttgir_value_names_are_forgotten_when_they_are_used_again():
-    operands = parse_ttgir(
-        dedent("""\
-        tt.func @_k(%x_ptr: !tt.ptr<f32> loc("x_ptr"(#loc)), %y_ptr: !tt.ptr<f32> loc("y_ptr"(#loc))) {
-          scf.if %c {
-            %2 = tt.addptr %x_ptr, %row : !tt.ptr<f32>, i64 loc(#loc1)
-            %3 = tt.load %2 : !tt.ptr<f32> loc(#loc1)
-          }
-          scf.if %d {
-            %2 = tt.addptr %y_ptr, %row : !tt.ptr<f32>, i64 loc(#loc1)
-            %3 = tt.load %2 : !tt.ptr<f32> loc(#loc1)
-          }
-          %2 = tt.int_to_ptr %address : i64 -> !tt.ptr<f32> loc(#loc1)
-          %3 = tt.load %2 : !tt.ptr<f32> loc(#loc1)
-        """)  # noqa: E501
-    )
-    assert [operand.pointer for operand in operands] == ["x_ptr", "y_ptr", ""]
+@pytest.mark.parametrize("text", [TRACED, NAMED_AGAIN], ids=["arguments", "names used again"])
+def test_ttgir_traces_pointers_to_arguments(text):
+    assert [operand.pointer for operand in parse_ttgir(text)] == ["x_ptr", "y_ptr", ""]
 
 
 def test_ttgir_gives_element_types_and_call_chains():
@@ -218,8 +214,11 @@ def test_a_loop_of_sass_is_counted_without_what_is_loaded_under_a_condition():
     assert loop.instructions_per_byte == 7 / 26
 
 
-def test_copies_into_shared_memory_are_in_flight_until_they_are_waited_for():
-    text = """
+# By what is counted: a target, its code, and of its loop the instructions, the bytes that are moved
+# and those in flight; None where another test says it.
+LOOPS = {
+    # A group of copies into shared memory is waited for, one stays open.
+    "copies into shared memory": ("cuda", """
 .L_x_0:
         /*0000*/                   DEPBAR.LE SB0, 0x1 ;
         /*0010*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR4][R6.64] ;
@@ -227,13 +226,8 @@ def test_copies_into_shared_memory_are_in_flight_until_they_are_waited_for():
         /*0030*/                   LDGDEPBAR ;
         /*0040*/               @P0 BRA `(.L_x_0) ;
         /*0050*/                   EXIT ;
-"""
-    (loop,) = parse_loops(text, "cuda")
-    assert (loop.moved, loop.in_flight) == (32, 64)  # a group is waited for, one stays open
-
-
-def test_a_branch_on_a_uniform_predicate_goes_on_where_it_is_not_taken():
-    text = """
+""", (None, 32, 64)),
+    "a uniform predicate goes on where it is not taken": ("cuda", """
 .L_x_0:
         /*0000*/                   LDG.E.128 R4, [R2.64] ;
         /*0010*/                   BRA.U !UP0, `(.L_x_1) ;
@@ -241,20 +235,8 @@ def test_a_branch_on_a_uniform_predicate_goes_on_where_it_is_not_taken():
         /*0030*/               @P0 BRA `(.L_x_0) ;
 .L_x_1:
         /*0040*/                   EXIT ;
-"""
-    (loop,) = parse_loops(text, "cuda")
-    assert loop.instructions == 4
-
-
-def test_code_without_a_loop_is_counted_as_a_whole():
-    body = "\n".join(line for line in SASS.splitlines() if "BRA" not in line)
-    (all_of_it,) = parse_loops(body, "cuda")
-    assert (all_of_it.instructions, all_of_it.moved) == (10, 4 + 16 + 8 + 2 + 4)
-    assert parse_loops("        /*0000*/                   EXIT ;", "cuda") == []
-
-
-def test_a_loop_of_amdgcn_is_counted():
-    text = """
+""", (4, None, None)),
+    "a loop of amdgcn": ("hip", """
 kernel:
 \ts_load_dwordx2 s[0:1], s[2:3], 0x0
 .LBB0_1:
@@ -264,13 +246,9 @@ kernel:
 \ts_cbranch_scc1 .LBB0_1
 \tglobal_store_dword v4, v5, s[0:1]
 \ts_endpgm
-"""
-    (loop,) = parse_loops(text, "hip")
-    assert (loop.instructions, loop.moved, loop.in_flight) == (4, 16, 16)
-
-
-def test_a_wait_of_amdgcn_leaves_the_latest_accesses_open():
-    text = """
+""", (4, 16, 16)),
+    # The first has come as the third is asked for.
+    "a wait of amdgcn leaves the latest open": ("hip", """
 kernel:
 .LBB0_1:
 \tglobal_load_dwordx4 v[0:3], v8, s[0:1]
@@ -280,6 +258,22 @@ kernel:
 \tglobal_load_dwordx4 v[0:3], v8, s[0:1]
 \ts_waitcnt vmcnt(0)
 \ts_cbranch_scc1 .LBB0_1
-"""
-    (loop,) = parse_loops(text, "hip")
-    assert (loop.moved, loop.in_flight) == (64, 32)  # the first has come as the third is asked for
+""", (None, 64, 32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LOOPS)
+def test_a_loop_is_counted(what):
+    target, text, expected = LOOPS[what]
+    (loop,) = parse_loops(text, target)
+    found = (loop.instructions, loop.moved, loop.in_flight)
+    assert [x for x, y in zip(found, expected, strict=True) if y is not None] == [
+        y for y in expected if y is not None
+    ]
+
+
+def test_code_without_a_loop_is_counted_as_a_whole():
+    body = "\n".join(line for line in SASS.splitlines() if "BRA" not in line)
+    (all_of_it,) = parse_loops(body, "cuda")
+    assert (all_of_it.instructions, all_of_it.moved) == (10, 4 + 16 + 8 + 2 + 4)
+    assert parse_loops("        /*0000*/                   EXIT ;", "cuda") == []

@@ -62,10 +62,39 @@ def test_other_types_are_named(call, message):
         call()
 
 
-def test_sizes_of_no_head_are_refused():
-    for sizes, name in (((-1, 8, 9), "rows"), ((1, -8, 9), "hidden"), ((1, 8, 0), "vocabulary")):
-        with pytest.raises(ValueError, match=f"{name} must be at least"):
-            ops.linear_sample_pays(*sizes, torch.bfloat16)
+GAE = {"gamma": 0.9, "lam": 0.9}
+
+
+@together(("call", "error", "message"), [
+    (lambda: ops.gae(X, X, gamma=1.5, lam=0.9), ValueError, r"gamma must be in \[0, 1\], got 1.5"),
+    (lambda: ops.gae(X, X, gamma=0.9, lam=-0.1), ValueError, r"lam must be in \[0, 1\]"),
+    (lambda: ops.gae(X, X, gamma=torch.tensor(0.9), lam=0.9), TypeError, "must be a Python number"),
+    (lambda: ops.gae(X, X, truncated=MASK, **GAE), ValueError,
+     "truncated and bootstrap_value belong together"),
+    (lambda: ops.gae(X, X, bootstrap_value=X, **GAE), ValueError,
+     "truncated and bootstrap_value belong together"),
+    (lambda: ops.gae(X, X, terminated=X, **GAE), TypeError, "terminated must be boolean"),
+    (lambda: ops.gae(X, X[:1], **GAE), ValueError, "values has shape"),
+    (lambda: ops.gae(X, X, X, **GAE), TypeError, "mask must be boolean"),
+    (lambda: ops.kl_penalty(X, X, "k2"), ValueError,
+     "unknown kind 'k2': choose one of kl, abs, mse, k3, k3"),
+    (lambda: ops.kl_penalty(X, X, mask=X), TypeError, "mask must be boolean"),
+    (lambda: ops.kl_penalty(X, X.double()), TypeError, "ref_logprobs must be float32"),
+    (lambda: ops.kl_penalty(X, X[:1]), ValueError, "ref_logprobs has shape"),
+    (lambda: ops.kl_rewards(X, X, X[0], MASK, coef=0.1), ValueError,
+     r"scores has shape \(3,\): pass one per row, \(2,\)"),
+    (lambda: ops.kl_rewards(X, X, X[:, 0], MASK, coef=X[:, 0]), ValueError, "coef has shape"),
+    (lambda: ops.masked_mean(X, X), TypeError, "mask must be boolean"),
+    (lambda: ops.masked_whiten(X, MASK[:1]), ValueError, "mask has shape"),
+    (lambda: ops.masked_var(LABELS, LABELS > 0), TypeError, "values must be float32"),
+    (lambda: ops.linear_sample_pays(-1, 8, 9, torch.bfloat16), ValueError, "rows must be at least"),
+    (lambda: ops.linear_sample_pays(1, -8, 9, torch.bfloat16), ValueError, "hidden must be at lea"),
+    (lambda: ops.linear_sample_pays(1, 8, 0, torch.bfloat16), ValueError, "vocabulary must be at"),
+])  # fmt: skip
+def test_what_an_op_refuses_and_why(call, error, message):
+    """What has more to refuse says it in its own file."""
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_other_errors_stay_as_they_are():

@@ -255,21 +255,3 @@ def test_a_vector_is_one_row(backend, device):
     for a, b in zip(vector, rows, strict=True):
         assert a.shape == b.shape[1:]
         assert_close_to_exact(a, [b[0]], b[0], "a row as a vector")
-
-
-def test_refusals(backend, device):
-    logprobs = torch.zeros(2, 3, device=device)
-    mask = torch.ones(2, 3, dtype=torch.bool, device=device)
-    scores = torch.zeros(2, device=device)
-    with pytest.raises(ValueError, match="unknown kind 'k2': choose one of kl, abs, mse, k3, k3"):
-        kl_penalty(logprobs, logprobs, "k2", backend=backend)
-    with pytest.raises(TypeError, match="mask must be boolean"):
-        kl_penalty(logprobs, logprobs, mask=mask.float(), backend=backend)
-    with pytest.raises(TypeError, match="ref_logprobs must be float32"):
-        kl_penalty(logprobs, logprobs.double(), backend=backend)
-    with pytest.raises(ValueError, match="ref_logprobs has shape"):
-        kl_penalty(logprobs, logprobs[:1], backend=backend)
-    with pytest.raises(ValueError, match=r"scores has shape \(3,\): pass one per row, \(2,\)"):
-        kl_rewards(logprobs, logprobs, torch.zeros(3), mask, coef=0.1, backend=backend)
-    with pytest.raises(ValueError, match="coef has shape"):
-        kl_rewards(logprobs, logprobs, scores, mask, coef=torch.zeros(2), backend=backend)

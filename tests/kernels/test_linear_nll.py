@@ -10,9 +10,14 @@ from fastrl_kernels import linear_logprobs, linear_nll_loss, reference
 from fastrl_kernels.workspace import clear
 from tests.kernels import test_linear_logprobs
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
-from tests.kernels.launches import allocations, watched
+from tests.kernels.launches import watched
 from tests.kernels.roundings import Rounded
-from tests.kernels.test_linear_logprobs import LEAVES, Inputs, assert_same_bits
+from tests.kernels.test_linear_logprobs import (
+    LEAVES,
+    Inputs,
+    assert_logits_never_exist,
+    assert_same_bits,
+)
 from tests.kernels.test_linear_ppo_loss import counted_of, doubled
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -129,15 +134,7 @@ def test_a_second_backward_is_refused(backend, device):
 
 
 def test_logits_never_exist(backend, device):
-    """Not even in a byte each: a chunk's two fp32 copies, or a gradient in fp32, are the most."""
-    n, vocabulary, width, workspace = 12, 2048, 2, 8_500
-    inputs = batch(n, vocabulary, width=width, device=device, bias=True)
-    limit = max(2 * workspace, 4 * vocabulary * width)
-    assert limit < n * vocabulary
-    clear()  # of what made the batch
-    with allocations(*inputs.values()) as found:
-        run(inputs, backend, workspace_bytes=workspace, upstream=2.0)
-    assert max(size for size, _ in found) <= limit, found
+    assert_logits_never_exist(run, batch, device, free=clear, backend=backend, upstream=2.0)
 
 
 def test_labels_out_of_range(backend, device):

@@ -22,7 +22,14 @@ from tests.kernels import test_linear_logprobs
 from tests.kernels.judge import DTYPES, assert_close_to_exact, assert_same_to_rounding, names
 from tests.kernels.launches import allocations, watched
 from tests.kernels.roundings import Rounded
-from tests.kernels.test_linear_logprobs import LAYOUTS, LEAVES, MANY, Inputs, assert_same_bits
+from tests.kernels.test_linear_logprobs import (
+    LAYOUTS,
+    LEAVES,
+    MANY,
+    Inputs,
+    assert_logits_never_exist,
+    assert_same_bits,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PER_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
@@ -271,16 +278,8 @@ def test_gradients_reach_only_those_who_ask(backend, device, wanted):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
 def test_logits_never_exist(backend, device, dtype):
-    """Not even in a byte each: a chunk's two fp32 copies, or a gradient in fp32, are the most."""
-    n, vocabulary, width, workspace = 12, 2048, 2, 8_500
-    inputs = batch(n, vocabulary, width=width, dtype=dtype, device=device, bias=True)
-    limit = max(2 * workspace, 4 * vocabulary * width)
-    assert limit < n * vocabulary
-    clear()  # of what made the batch
-    with allocations(*inputs.values()) as found:
-        run(inputs, backend, workspace_bytes=workspace, upstream=2.0, entropy=True)
-    size, what = max(found)
-    assert size <= limit, what
+    options = {"free": clear, "backend": backend, "upstream": 2.0, "entropy": True}
+    assert_logits_never_exist(run, batch, device, dtype, **options)
 
 
 def test_runs_give_the_same_bits(backend, device):

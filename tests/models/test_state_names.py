@@ -1,16 +1,13 @@
 """Names of a policy's weights in state dicts: made, taken, saved, and left alone by what shards."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fastrl import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
@@ -158,17 +155,6 @@ def test_accelerates_checkpoints_bring_every_weight_back(tmp_path) -> None:
             parameter.zero_()
     accelerator.load_state(str(tmp_path))
     assert_same_weights(prepared, expected)
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Of this process alone."""
-    try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("what", ["all", "the language model"])

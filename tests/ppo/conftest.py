@@ -22,6 +22,18 @@ def make_policy(architecture: str = "gpt2", **kwargs: Any) -> AutoModelForCausal
     return policy
 
 
+def descending(
+    rate: float, policy: Any = None, reference: Any = None, **settings: Any
+) -> PPOTrainer:
+    """A trainer whose weights move by this part of their gradients, beside another reference."""
+    policy = policy or make_policy()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=rate)
+    reference = reference or perturbed(make_policy())
+    return PPOTrainer(
+        PPOConfig(**settings), policy, reference, tiny.tokenizer(), optimizer=optimizer
+    )
+
+
 def perturbed(
     policy: AutoModelForCausalLMWithValueHead, size: float = 0.05
 ) -> AutoModelForCausalLMWithValueHead:

@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,15 @@ from fastrl.rewards.functions import ClassifierReward
 from fastrl.trainers.ppo.method import advantages_of
 from tests import tiny_models
 from tests.golden import tiny
-from tests.ppo.conftest import BATCH, make_batch, make_policy, make_trainer, parameters, perturbed
+from tests.ppo.conftest import (
+    BATCH,
+    descending,
+    make_batch,
+    make_policy,
+    make_trainer,
+    parameters,
+    perturbed,
+)
 from tests.ppo.exact_ppo import exact_step
 
 TEXTS = ["w3 w4", "w5 w6 w7", "w8", "w9 w10", "w11 w12", "w13 w14 w15 w16"]
@@ -35,18 +44,11 @@ def batch_of_tokens(seed: int = 0) -> dict[str, Any]:
     return {**batch, "scores": [torch.randn(len(r), generator=g) for r in batch["responses"]]}
 
 
-def sgd_trainer(policy: Any = None, **settings: Any) -> PPOTrainer:
-    """Of one mini-batch, whose steps are those of ``exact_step``."""
-    policy = policy or make_policy()
-    settings = {
-        "batch_size": BATCH, "mini_batch_size": BATCH, "ppo_epochs": 2, "init_kl_coef": 0.3,
-        "adap_kl_ctrl": False, **settings,
-    }  # fmt: skip
-    optimizer = torch.optim.SGD(policy.parameters(), lr=RATE)
-    reference = perturbed(make_policy())
-    return PPOTrainer(
-        PPOConfig(**settings), policy, reference, tiny.tokenizer(), optimizer=optimizer
-    )
+# Of one mini-batch, whose steps are those of ``exact_step``.
+sgd_trainer = partial(
+    descending, RATE, batch_size=BATCH, mini_batch_size=BATCH, ppo_epochs=2, init_kl_coef=0.3,
+    adap_kl_ctrl=False,
+)  # fmt: skip
 
 
 def assert_moved_alike(model: Any, start: dict[str, Tensor], expected: Any) -> None:

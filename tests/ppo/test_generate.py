@@ -14,15 +14,7 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 def unpadded(model, prompt, **settings):
-    """What ``generate`` of the language model returns for one prompt by itself."""
-    prompt = prompt.to(model.pretrained_model.device)
-    out = model.pretrained_model.generate(
-        input_ids=prompt[None],
-        attention_mask=torch.ones_like(prompt)[None],
-        pad_token_id=tiny.PAD,
-        **{**GREEDY, **settings},
-    )
-    return out[0, len(prompt) :]
+    return tiny_models.generated(model, prompt, **{**GREEDY, **settings})
 
 
 def make_trainer(model, reference=None):

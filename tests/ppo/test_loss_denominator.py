@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastrl import PPOConfig, PPOTrainer
+from fastrl import PPOTrainer
 from fastrl_kernels.types import AGGREGATES
 from tests import tiny_models
-from tests.golden import tiny
-from tests.ppo.conftest import make_policy, perturbed
+from tests.ppo.conftest import descending
 from tests.ppo.updates import apart, cosine, rollout_of, watch_gradients
 
 BATCH = 8
@@ -23,16 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the KL estimate is negative")
 
 def make_trainer(micro: int, **settings: Any) -> PPOTrainer:
     """One optimizer step of 8 samples, in micro-batches of ``micro``."""
-    settings = {"ppo_epochs": 1, "init_kl_coef": 0.3, **settings}
-    config = PPOConfig(
-        batch_size=BATCH,
-        mini_batch_size=micro,
-        gradient_accumulation_steps=BATCH // micro,
-        **settings,
-    )
-    policy, reference = make_policy(), perturbed(make_policy())
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
-    return PPOTrainer(config, policy, reference, tiny.tokenizer(), optimizer=optimizer)
+    sizes = {"mini_batch_size": micro, "gradient_accumulation_steps": BATCH // micro}
+    settings = {"batch_size": BATCH, "ppo_epochs": 1, "init_kl_coef": 0.3, **sizes, **settings}
+    return descending(1e-3, **settings)
 
 
 def batch(groups: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fastrl.samples import COLUMNS, TOKEN
 from fastrl.trainers.ppo.step_input import without
 from tests import seq2seq_models, test_samples, tiny_models
 from tests.golden import tiny
-from tests.ppo.conftest import make_policy, perturbed
+from tests.ppo.conftest import descending
 from tests.ppo.updates import apart, watch_gradients
 
 BAD = 17
@@ -32,12 +32,7 @@ pytestmark = [
 
 def make_trainer(policy: Any = None, reference: Any = None, **settings: Any) -> PPOTrainer:
     settings = {"batch_size": 6, "ppo_epochs": 1, "seed": 3, **settings}
-    policy = policy or make_policy()
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
-    reference = reference or perturbed(make_policy())
-    return PPOTrainer(
-        PPOConfig(**settings), policy, reference, tiny.tokenizer(), optimizer=optimizer
-    )
+    return descending(1e-2, policy, reference, **settings)
 
 
 def batch(keep: list[int] | None = None) -> dict[str, Any]:

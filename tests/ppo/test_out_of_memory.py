@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastrl import PPOConfig, PPOTrainer
+from fastrl import PPOTrainer
 from fastrl.run.metrics import scalars
-from tests.golden import tiny
-from tests.ppo.conftest import make_batch, make_policy, parameters, perturbed
+from tests.ppo.conftest import descending, make_batch, parameters
 from tests.ppo.updates import apart, watch_gradients
 
 BATCH = 8
@@ -22,12 +21,7 @@ SAID = r"out of memory in the update: it goes on with 2 sample\(s\) at a time.*m
 
 
 def make_trainer(**settings: Any) -> PPOTrainer:
-    settings = {"batch_size": BATCH, "ppo_epochs": 1, **settings}
-    policy, reference = make_policy(), perturbed(make_policy())
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
-    return PPOTrainer(
-        PPOConfig(**settings), policy, reference, tiny.tokenizer(), optimizer=optimizer
-    )
+    return descending(1e-3, **{"batch_size": BATCH, "ppo_epochs": 1, **settings})
 
 
 def out_of_memory(*_: Any) -> None:

@@ -14,7 +14,7 @@ from fastrl.run.ledger import read_ledger
 from fastrl.trainers.ppo.replay import replay
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
-from tests.ppo.conftest import BATCH, make_batch, make_policy, make_trainer, perturbed
+from tests.ppo.conftest import BATCH, descending, make_batch, make_policy, make_trainer, perturbed
 from tests.ppo.exact_ppo import exact_step
 
 TEXTS = ["w3 w4", "w5 w6 w7", "w8", "w9 w10", "w11 w12", "w13 w14 w15 w16"]
@@ -36,22 +36,13 @@ def batch_of_tokens(**changes: Any) -> dict[str, Any]:
     return {**batch, "scores": per_token(batch["responses"]), **changes}
 
 
-def sgd_trainer(rate: float, epochs: int, **settings: Any) -> PPOTrainer:
-    policy = make_policy()
-    settings = {
-        "batch_size": BATCH, "mini_batch_size": BATCH, "ppo_epochs": epochs, "init_kl_coef": 0.3,
-        "adap_kl_ctrl": False, **settings,
-    }  # fmt: skip
-    optimizer = torch.optim.SGD(policy.parameters(), lr=rate)
-    reference = perturbed(make_policy())
-    return PPOTrainer(
-        PPOConfig(**settings), policy, reference, tiny.tokenizer(), optimizer=optimizer
-    )
+ONE_BATCH = {"batch_size": BATCH, "mini_batch_size": BATCH}
+ONE_BATCH |= {"init_kl_coef": 0.3, "adap_kl_ctrl": False}
 
 
 def test_a_step_follows_the_formulas_in_float64() -> None:
     rate, epochs = 1e-2, 2
-    trainer = sgd_trainer(rate, epochs)
+    trainer = descending(rate, **ONE_BATCH, ppo_epochs=epochs)
     start = {k: p.detach().clone().cpu() for k, p in trainer.model.named_parameters()}
     batch = batch_of_tokens()
     stats = trainer.step(**batch)

@@ -4,8 +4,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -106,17 +104,6 @@ def test_an_encoder_decoder_falls_back_without_a_warning(family):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert isinstance(choose(seq2seq_models.policy(family)), GenerateEngine)
-
-
-@pytest.fixture
-def mesh():
-    """Of this process alone."""
-    try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @pytest.fixture

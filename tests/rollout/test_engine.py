@@ -43,16 +43,6 @@ def unpadded(model, prompt, sequence):
     return logits[0, here].double(), values[0, here]
 
 
-def by_generate(model, prompt, **settings):
-    out = model.pretrained_model.generate(
-        input_ids=prompt[None],
-        attention_mask=torch.ones_like(prompt)[None],
-        pad_token_id=tiny.PAD,
-        **settings,
-    )
-    return out[0, len(prompt) :]
-
-
 def check_figures(model, prompts, params, out, atol=1e-5):
     for i, sequence in enumerate(out.sequences):
         logits, values = unpadded(model, prompts[i // params.n], sequence)
@@ -77,7 +67,7 @@ def test_greedy_responses_are_those_of_generate_for_each_prompt_alone(policy):
         warnings.simplefilter("error")
         out = engine_of(policy).generate(prompts, GREEDY)
     for prompt, sequence in zip(prompts, out.sequences, strict=True):
-        expected = by_generate(policy, prompt, max_new_tokens=6, do_sample=False)
+        expected = tiny_models.generated(policy, prompt, max_new_tokens=6, do_sample=False)
         assert torch.equal(sequence, expected)
     check_figures(policy, prompts, GREEDY, out)
 
@@ -172,7 +162,9 @@ def test_changes_to_logits_are_those_of_generate(gpt2, settings):
     params = SamplingParams(max_new_tokens=9, temperature=0, **settings)
     out = engine_of(gpt2).generate(prompts, params)
     for prompt, sequence in zip(prompts, out.sequences, strict=True):
-        expected = by_generate(gpt2, prompt, max_new_tokens=9, do_sample=False, **settings)
+        expected = tiny_models.generated(
+            gpt2, prompt, max_new_tokens=9, do_sample=False, **settings
+        )
         assert torch.equal(sequence, expected)
     check_figures(gpt2, prompts, params, out)  # of the model's own distribution
 

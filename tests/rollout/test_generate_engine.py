@@ -35,14 +35,7 @@ def engine(gpt2):
 
 
 def alone(model, prompt, **settings):
-    """What ``generate`` of the language model returns for one prompt by itself."""
-    out = model.pretrained_model.generate(
-        input_ids=prompt[None],
-        attention_mask=torch.ones_like(prompt)[None],
-        pad_token_id=tiny.PAD,
-        **{**GREEDY, **settings},
-    )
-    return out[0, len(prompt) :]
+    return tiny_models.generated(model, prompt, **{**GREEDY, **settings})
 
 
 class Scripted(torch.nn.Module):

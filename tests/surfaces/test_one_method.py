@@ -135,6 +135,15 @@ def by_step(model: Any, steps: int = 1, ref_model: Any = None, **settings: Any) 
     return weights(trainer.model)
 
 
+def respond(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A rollout_func that says what is recorded."""
+    known = {text: iter(RESPONSES[i]) for i, text in enumerate(PROMPTS)}
+    return {
+        "prompt_ids": [PROMPT_IDS[PROMPTS.index(text)] for text in prompts],
+        "completion_ids": [next(known[text]) for text in prompts], "logprobs": None,
+    }  # fmt: skip
+
+
 def test_grpo(plays: None, tmp_path: Path) -> None:
     start = tiny_models.language_model()
     grpo = {
@@ -147,14 +156,6 @@ def test_grpo(plays: None, tmp_path: Path) -> None:
         return by_step(policy, **{**grpo, **settings})
 
     def trainer() -> Weights:
-        def respond(prompts: list[str], trainer: Any) -> dict[str, Any]:
-            known = {text: iter(RESPONSES[i]) for i, text in enumerate(PROMPTS)}
-            return {
-                "prompt_ids": [PROMPT_IDS[PROMPTS.index(text)] for text in prompts],
-                "completion_ids": [next(known[text]) for text in prompts],
-                "logprobs": None,
-            }
-
         args = fastrl.GRPOConfig(
             str(tmp_path / "trainer"), num_generations=4, num_iterations=EPOCHS, epsilon=CLIP,
             steps_per_generation=1, loss_type="grpo", beta=BETA, use_bias_correction_kl=False,
@@ -195,14 +196,6 @@ def test_rloo(plays: None, tmp_path: Path) -> None:
         return by_step(policy, ref_model=reference, **{**rloo, **settings})
 
     def trainer() -> Weights:
-        def respond(prompts: list[str], trainer: Any) -> dict[str, Any]:
-            known = {text: iter(RESPONSES[i]) for i, text in enumerate(PROMPTS)}
-            return {
-                "prompt_ids": [PROMPT_IDS[PROMPTS.index(text)] for text in prompts],
-                "completion_ids": [next(known[text]) for text in prompts],
-                "logprobs": None,
-            }
-
         args = fastrl.RLOOConfig(
             str(tmp_path / "trainer"), num_generations=4, num_iterations=EPOCHS, epsilon=CLIP,
             steps_per_generation=1, beta=BETA, max_completion_length=6, **FITTED,

@@ -60,38 +60,27 @@ def completions(count: int) -> Dataset:
     )
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "opt_projected", "granite"])
-def test_loss_and_gradients_are_those_of_the_formula(make_sft: Make, family: str) -> None:
-    model, data = tiny_models.language_model(family), texts(4)
+RAGGED = texts(4, low=2, high=20)
+
+
+def parts(count: int) -> dict[str, int]:
+    return {"per_device_train_batch_size": 4 // count, "gradient_accumulation_steps": count}
+
+
+@pytest.mark.parametrize(("family", "data", "settings"), [
+    *((family, texts(4), {}) for family in ("gpt2", "llama", "gemma2", "opt_projected", "granite")),
+    ("gpt2", completions(4), {}),  # of which completions alone are learned
+    ("gpt2", RAGGED, parts(4)),
+    ("gpt2", RAGGED, parts(2)),
+])  # fmt: skip
+def test_loss_and_gradients_are_those_of_the_formula(
+    make_sft: Make, family: str, data: Dataset, settings: dict[str, Any]
+) -> None:
+    """Of accumulated gradients, those of one big batch."""
+    model = tiny_models.language_model(family)
     loss, gradients = exact(model, data)
     before = weights(model)
-    trainer = make_sft(model, data, **GRADIENT_STEP)
-    assert trainer.train().training_loss == pytest.approx(loss, rel=1e-5)
-    assert_moved_by(before, model, gradients)
-
-
-def test_completions_alone_are_learned(make_sft: Make) -> None:
-    model, data = tiny_models.language_model(), completions(4)
-    loss, gradients = exact(model, data)
-    before = weights(model)
-    assert make_sft(model, data, **GRADIENT_STEP).train().training_loss == pytest.approx(
-        loss, rel=1e-5
-    )
-    assert_moved_by(before, model, gradients)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradient_accumulation_is_one_big_batch(make_sft: Make, size: int) -> None:
-    model, data = tiny_models.language_model(), texts(4, low=2, high=20)
-    loss, gradients = exact(model, data)
-    before = weights(model)
-    trainer = make_sft(
-        model,
-        data,
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=4 // size,
-        **GRADIENT_STEP,
-    )
+    trainer = make_sft(model, data, **settings, **GRADIENT_STEP)
     assert trainer.train().training_loss == pytest.approx(loss, rel=1e-5)
     assert_moved_by(before, model, gradients)
 

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 PAIRS = 4
 
 
-def trainer(folder: Path, model: Any = None, **settings: Any) -> DPOTrainer:
+def trainer(
+    folder: Path, model: Any = None, kind: Any = (DPOTrainer, DPOConfig), **settings: Any
+) -> Any:
     given = {
         name: settings.pop(name)
         for name in ("ref_model", "peft_config", "eval_dataset", "train_dataset")
@@ -32,9 +34,9 @@ def trainer(folder: Path, model: Any = None, **settings: Any) -> DPOTrainer:
     }
     given.setdefault("train_dataset", pairs(PAIRS))
     common = {**SETTINGS, "logging_steps": 1, "gradient_checkpointing": False, **settings}
-    return DPOTrainer(
+    return kind[0](
         tiny_models.language_model("llama") if model is None else model,
-        args=DPOConfig(output_dir=str(folder), **common),
+        args=kind[1](output_dir=str(folder), **common),
         processing_class=tiny.tokenizer(),
         **given,
     )

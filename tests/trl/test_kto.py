@@ -12,8 +12,8 @@ from torch import Tensor
 from fastrl import KTOConfig, KTOTrainer
 from fastrl_kernels import reference as formulas
 from tests import tiny_models
-from tests.golden import tiny
-from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs
+from tests.trainers.conftest import GRADIENT_STEP, pairs
+from tests.trl import test_dpo
 
 LABELS = (True, False, True, True)
 
@@ -29,30 +29,14 @@ def completions(labels: Any = LABELS, seed: int = 0) -> Dataset:
 
 
 def trainer(folder: Path, model: Any = None, **settings: Any) -> KTOTrainer:
-    given = {
-        name: settings.pop(name)
-        for name in ("ref_model", "eval_dataset", "train_dataset")
-        if name in settings
-    }
-    given.setdefault("train_dataset", completions())
-    common = {**SETTINGS, "logging_steps": 1, "gradient_checkpointing": False, **settings}
-    return KTOTrainer(
-        tiny_models.language_model("llama") if model is None else model,
-        args=KTOConfig(output_dir=str(folder), **common),
-        processing_class=tiny.tokenizer(),
-        **given,
-    )
+    settings = {"train_dataset": completions(), **settings}
+    return test_dpo.trainer(folder, model, (KTOTrainer, KTOConfig), **settings)
 
 
 def sums(model: Any, rows: Any, column: str) -> Tensor:
-    """[B] log-probs of whole completions, in float64, one row at a time."""
-    found = []
-    for row in rows:
-        ids = torch.tensor([row["prompt_ids"] + row[column]])
-        logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
-        every = logprobs.gather(1, ids[0, 1:, None])[:, 0]
-        found.append(every[len(row["prompt_ids"]) - 1 :].sum())
-    return torch.stack(found)
+    """[B] log-probs of whole completions, in float64."""
+    of_tokens = test_dpo.token_logprobs(model, rows, column.removesuffix("_ids"))
+    return torch.stack([x.sum() for x in of_tokens])
 
 
 @pytest.mark.parametrize("packed", [False, True])
