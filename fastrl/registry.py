@@ -29,9 +29,7 @@ class Registry(Mapping[str, Any]):
     """
 
     def __init__(
-        self,
-        rows: Callable[[], Mapping[str, Any]],
-        add: Callable[[str, Callable[..., Any]], Any],
+        self, rows: Callable[[], Mapping[str, Any]], add: Callable[[str, Callable[..., Any]], Any]
     ):
         self._rows, self._add = rows, add
 

@@ -451,10 +451,7 @@ def collate(examples: Sequence[Any]) -> Any:
 
 
 def make_dataloader(
-    dataset: Any,
-    batch_size: int,
-    collator: Callable | None,
-    keep_columns: Iterable[str] | None,
+    dataset: Any, batch_size: int, collator: Callable | None, keep_columns: Iterable[str] | None
 ) -> torch.utils.data.DataLoader:
     """A shuffled loader of whole batches, with a warning if there is none.
 
@@ -472,11 +469,7 @@ def make_dataloader(
         unused = [c for c in dataset.column_names if c not in set(keep_columns)]
         dataset = dataset.remove_columns(unused)
     return torch.utils.data.DataLoader(
-        dataset,
-        batch_size=batch_size,
-        collate_fn=collator or collate,
-        shuffle=True,
-        drop_last=True,
+        dataset, batch_size=batch_size, collate_fn=collator or collate, shuffle=True, drop_last=True
     )
 
 

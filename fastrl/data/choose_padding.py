@@ -100,10 +100,7 @@ def runs_packed(
 @asked_once
 @torch.no_grad()
 def why_not_packed(
-    model: nn.Module,
-    device: torch.device,
-    precision: torch.dtype,
-    scores: Scores | None = None,
+    model: nn.Module, device: torch.device, precision: torch.dtype, scores: Scores | None = None
 ) -> str | None:
     """Why a model cannot run packed batches; None if it can.
 
@@ -146,10 +143,7 @@ def why_not_packed(
 @asked_once
 @torch.no_grad()
 def why_not_padded(
-    model: nn.Module,
-    device: torch.device,
-    precision: torch.dtype,
-    scores: Scores | None = None,
+    model: nn.Module, device: torch.device, precision: torch.dtype, scores: Scores | None = None
 ) -> str | None:
     """How much a model's results of padded batches differ from those of each sample alone, in
     words; None where they do not, or the model says itself why it cannot run them. Arguments are

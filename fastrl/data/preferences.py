@@ -19,13 +19,7 @@ from torch import Tensor
 
 from fastrl.data.batch import pad
 from fastrl.data.cache_key import keyed
-from fastrl.data.chat import (
-    as_messages,
-    check_messages,
-    is_chat,
-    shared_length,
-    template_arguments,
-)
+from fastrl.data.chat import as_messages, check_messages, is_chat, shared_length, template_arguments
 from fastrl.data.columns import read_label, refuse_pictures
 from fastrl.data.encode import Encoder
 from fastrl.data.padding_free import PaddingFree, right_padded

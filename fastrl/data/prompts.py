@@ -108,13 +108,7 @@ class Prompts:
 
     @classmethod
     def from_dataset(
-        cls,
-        dataset: Any,
-        column: str | None,
-        tokenizer: Any,
-        of: str = "",
-        *,
-        closed: bool = False,
+        cls, dataset: Any, column: str | None, tokenizer: Any, of: str = "", *, closed: bool = False
     ) -> Prompts:
         """Makes prompts from a column of texts or chats, or of token ids under ``input_ids``. The
         columns ``tools`` and ``chat_template_kwargs`` go to the chat template.

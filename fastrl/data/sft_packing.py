@@ -208,12 +208,7 @@ def choose_collator(
     Raises:
         ValueError: neither keeps them apart.
     """
-    with (
-        evaluating(model),
-        torch.no_grad(),
-        narrowed(model),
-        autocast or contextlib.nullcontext(),
-    ):
+    with evaluating(model), torch.no_grad(), narrowed(model), autocast or contextlib.nullcontext():
         for mask in (None, torch.bool, model.dtype):
             collator = PackedCollator(tokenizer, mask)
             if _isolates(model, collator):

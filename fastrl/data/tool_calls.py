@@ -128,10 +128,7 @@ _KNOWN = {
                 "close_pattern": r"<tool_call\|>\s*",
                 "repeats": True,
                 "content": "json",
-                "content_args": {
-                    "string_delims": [['<|"|>', '<|"|>']],
-                    "unquoted_keys": True,
-                },
+                "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
                 "transform": _CALL,
             },
             "content": _REST,

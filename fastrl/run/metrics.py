@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 _CONSOLE_ROWS = 4
 # Packages with another name than their tracker.
-_PACKAGES = {
-    "azure_ml": "azureml-mlflow",
-    "comet_ml": "comet-ml",
-    "flyte": "flytekit",
-}
+_PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "flyte": "flytekit"}
 
 
 def scalars(stats: Mapping[str, Any]) -> dict[str, float]:

@@ -11,14 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from fastrl.compat.programs.names import (
-    MODULES,
-    SECOND_PPO,
-    find,
-    missing,
-    only_named_by,
-    stand_in,
-)
+from fastrl.compat.programs.names import MODULES, SECOND_PPO, find, missing, only_named_by, stand_in
 
 
 class TRLImporter(MetaPathFinder, Loader):

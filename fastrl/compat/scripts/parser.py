@@ -30,10 +30,7 @@ class TrlParser(HfArgumentParser):
     """
 
     def __init__(
-        self,
-        dataclass_types: Any = None,
-        ignore_extra_args: bool = False,
-        **options: Any,
+        self, dataclass_types: Any = None, ignore_extra_args: bool = False, **options: Any
     ):
         self.ignore_extra_args = ignore_extra_args
         if dataclass_types is None:

@@ -20,12 +20,7 @@ from fastrl.run.launcher import is_main_process, process_count
 from fastrl.run.metrics import check_trackers, split_trackers
 from fastrl.run.transformers_files import find_trainer_checkpoint
 from fastrl.settings import setting
-from fastrl.tools.commands.job import (
-    TrainingJob,
-    folder_claimed,
-    resume_setting,
-    say_none_held_out,
-)
+from fastrl.tools.commands.job import TrainingJob, folder_claimed, resume_setting, say_none_held_out
 from fastrl.tools.commands.memory import RunMemory
 
 if TYPE_CHECKING:

@@ -102,8 +102,7 @@ class TrainingJob:
         "With load_in_4bit: quantise the scales, too, for 0.4 bits less per weight.", False
     )
     overwrite: bool = setting(
-        "Remove an earlier run in --output with all files in model/ and checkpoints/.",
-        False,
+        "Remove an earlier run in --output with all files in model/ and checkpoints/.", False
     )
     dtype: str = setting(
         "Type of the model's weights, such as float32 or bfloat16.", "float32", choices=DTYPES

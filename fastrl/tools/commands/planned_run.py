@@ -224,10 +224,7 @@ class PlannedRun:
         for passes in (2, 4, 8, 16, 32, whole):
             if whole % passes or passes == 1:
                 continue
-            smaller = {
-                self._size: whole // passes,
-                "gradient_accumulation_steps": steps * passes,
-            }
+            smaller = {self._size: whole // passes, "gradient_accumulation_steps": steps * passes}
             yield _set(cost, {ACTIVATIONS: 1 / passes}, **smaller)
 
     def _slower(self) -> Iterator[Remedy]:

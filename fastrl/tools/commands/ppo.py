@@ -220,11 +220,7 @@ class PPOJob(TrainingJob):
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-        }
+        return {"max_new_tokens": self.max_new_tokens, "top_k": self.top_k, "top_p": self.top_p}
 
 
 @dataclass

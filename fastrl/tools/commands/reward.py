@@ -43,13 +43,7 @@ def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
         model = load_reward_model(job.model, **job.loading(flags))
         load_from_adapter(model, job.model)
         trainer = RewardTrainer(
-            model,
-            flags,
-            None,
-            train,
-            held_out,
-            processing_class=tokenizer,
-            peft_config=peft_config,
+            model, flags, None, train, held_out, processing_class=tokenizer, peft_config=peft_config
         )
         pairs: Any = trainer.eval_dataset
 

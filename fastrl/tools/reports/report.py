@@ -192,9 +192,7 @@ def write_overlay(folders: Sequence[RunFolder], target: RunFolder) -> Path:
 
 
 def write_page(
-    folders: Sequence[RunFolder],
-    target: RunFolder,
-    defaults: Defaults = lambda folder: {},
+    folders: Sequence[RunFolder], target: RunFolder, defaults: Defaults = lambda folder: {}
 ) -> Path:
     """Writes the page of one run or of several, see :mod:`fastrl.tools.reports.html_report`.
 
