@@ -218,6 +218,7 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "rollout/test_fused_layers.py::test_layers_in_whose_place_are_others_are_not_run": (),
     "rollout/test_scheduler.py::test_the_host_reads_at_most_once_in_eight_steps": ("True",),
     "serving/test_drawn_adapters.py::test_what_is_saved_is_what_was_trained": 6,
+    "mutants/test_mutants.py::test_mutants_are_killed_by_tests_that_see_them_and_by_no_others": (),
     "test_documents.py::test_the_quick_starts_commands_run_as_printed_on_its_own_lines": (),
     "test_house.py::test_no_journey_is_longer_than_its_budget": (),
     "test_more_examples.py::test_a_dpo_script": (),
