@@ -17,6 +17,7 @@ from fastrl.data.prompts import Prompts
 from fastrl.data.tables import as_dataset
 from tests import tiny_models
 from tests.golden import tiny
+from tests.together import together
 from tests.trainers.conftest import SETTINGS, reward_model
 from tests.trainers.test_trl_1x_names import chats, said
 
@@ -208,20 +209,6 @@ def test_rewards_of_another_length_change_no_weight(
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_groups_that_do_not_divide_a_batch_are_refused(kind: str, tmp_path: Path) -> None:
-    config = getattr(fastrl, f"{kind}Config")
-    with pytest.raises(ValueError, match=r"divisible by num_generations \(3\)"):
-        config(str(tmp_path), **{**SETTINGS, "num_generations": 3})
-    with pytest.raises(ValueError, match=r"divisible by num_generations_eval \(3\)"):
-        config(
-            str(tmp_path),
-            **{**SETTINGS, "num_generations": 4},
-            num_generations_eval=3,
-            eval_strategy="steps",
-        )
-
-
 def test_a_generation_that_no_function_judges_is_reported_by_its_functions(
     tmp_path: Path, caplog: Any
 ) -> None:
@@ -243,19 +230,6 @@ def test_labels_that_are_no_truth_values_are_refused(label: Any, tmp_path: Path)
     rows = [{"prompt": "w3 w4", "completion": " w5", "label": x} for x in (label, label)]
     with pytest.raises(ValueError, match=r"column 'label' of row 0 holds .* True or False"):
         make("KTO", tmp_path, rows)
-
-
-@pytest.mark.parametrize(("kind", "settings", "error", "message"), [
-    ("GRPO", {"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
-    ("GRPO", {"epsilon": -0.1}, ValueError, "epsilon must be 0 or more, got -0.1"),
-    ("DPO", {"beta": "0.1"}, TypeError, "beta must be a number, got '0.1'"),
-    ("SFT", {"packing": "no"}, TypeError, "packing must be True or False, got 'no'"),
-])  # fmt: skip
-def test_settings_of_another_type_are_named(
-    kind: str, settings: dict[str, Any], error: Any, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=message):
-        getattr(fastrl, f"{kind}Config")(str(tmp_path), **settings)
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
@@ -281,6 +255,48 @@ def test_rows_whose_prompt_leaves_no_room_are_counted(
     assert len(trainer.train_dataset) == 3 * count
     with pytest.raises(ValueError, match=rf"no row is left of .* longer than {longest} tokens"):
         make(kind, tmp_path, rows[2:3] * 2, max_length=limit, tokenizer=tiny.tokenizer())
+
+
+OF_FOUR = {**SETTINGS, "num_generations": 4}
+EVALUATED = {**OF_FOUR, "num_generations_eval": 3, "eval_strategy": "steps"}
+
+
+@together(("kind", "settings", "error", "message"), [
+    ("GRPO", {"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
+    ("GRPO", {"epsilon": -0.1}, ValueError, "epsilon must be 0 or more, got -0.1"),
+    ("GRPO", {"delta": 0.5}, ValueError, "delta must be above 1"),
+    ("GRPO", {"loss_type": "sapo", "sapo_temperature_neg": 0.0}, ValueError,
+     "sapo_temperature_neg"),
+    ("GRPO", {**OF_FOUR, "vllm_structured_outputs_regex": "a+"}, ValueError,
+     "vllm_structured_outputs_regex"),
+    ("GRPO", {**OF_FOUR, "max_length": 3}, ValueError, "max_length"),
+    ("GRPO", {**OF_FOUR, "num_generations": 1}, ValueError, "num_generations"),
+    ("GRPO", {**OF_FOUR, "loss_type": "other"}, ValueError, "loss_type"),
+    ("GRPO", {**OF_FOUR, "generation_batch_size": 6}, ValueError, "generation_batch_size"),
+    *((kind, {**OF_FOUR, "num_generations": 3}, ValueError, r"divisible by num_generations \(3\)")
+      for kind in ("GRPO", "RLOO")),
+    *((kind, EVALUATED, ValueError, r"divisible by num_generations_eval \(3\)")
+      for kind in ("GRPO", "RLOO")),
+    ("SFT", {"packing": "no"}, TypeError, "packing must be True or False, got 'no'"),
+    ("DPO", {"beta": "0.1"}, TypeError, "beta must be a number, got '0.1'"),
+    ("DPO", {"beta": 0.0}, ValueError, "beta must be positive"),
+    ("DPO", {"loss_type": "sigmoidal"}, ValueError, "unknown loss_type 'sigmoidal'"),
+    ("DPO", {"loss_type": "simpo"}, ValueError, "loss_type 'simpo' reads no reference"),
+    ("DPO", {"loss_type": "exo_pair"}, ValueError, "label_smoothing must be in"),
+    ("DPO", {"loss_weights": [1.0, 2.0]}, ValueError, "loss_weights has 2 weights and loss_type 1"),
+    ("DPO", {"ld_alpha": 1.5}, ValueError, "ld_alpha must lie in"),
+    ("DPO", {"f_divergence_type": "tv"}, ValueError, "unknown f_divergence_type 'tv'"),
+    ("DPO", {"f_divergence_type": "forward_kl", "loss_type": "bco_pair"}, ValueError,
+     "bco_pair is none"),
+    ("DPO", {"use_weighting": True, "loss_type": "aot"}, ValueError, "use_weighting weighs pairs"),
+    ("DPO", {"sync_ref_model": True, "precompute_ref_log_probs": True}, ValueError,
+     "sync_ref_model=True is of a reference model, and with precompute_ref_log_probs"),
+])  # fmt: skip
+def test_settings_that_cannot_be_are_refused(
+    kind: str, settings: dict[str, Any], error: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        getattr(fastrl, f"{kind}Config")(str(tmp_path), **{"use_cpu": True, **settings})
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

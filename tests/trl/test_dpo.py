@@ -16,7 +16,6 @@ from fastrl_kernels import reference as formulas
 from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
 from tests.resuming import OwnStates
-from tests.together import together
 from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs, weights
 from tests.trl.test_tools import model as chat_model
 
@@ -289,29 +288,6 @@ def test_pad_token_is_the_tokenizers_and_the_models(tmp_path):
     assert made.processing_class.pad_token == "w51"
     assert made.model.config.pad_token_id == made.processing_class.pad_token_id == 51
     assert made.data_collator.pad_token_id == 51
-
-
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a loss": ({"loss_type": "sigmoidal"}, "unknown loss_type 'sigmoidal'"),
-    "no reference": ({"loss_type": "simpo"}, "loss_type 'simpo' reads no reference"),
-    "weights": ({"loss_weights": [1.0, 2.0]}, "loss_weights has 2 weights and loss_type 1"),
-    "ld_alpha": ({"ld_alpha": 1.5}, "ld_alpha must lie in"),
-    "a divergence": ({"f_divergence_type": "tv"}, "unknown f_divergence_type 'tv'"),
-    "its losses": ({"f_divergence_type": "forward_kl", "loss_type": "bco_pair"},
-     "bco_pair is none"),
-    "weighting": ({"use_weighting": True, "loss_type": "aot"}, "use_weighting weighs pairs"),
-    "exo": ({"loss_type": "exo_pair"}, "label_smoothing must be in"),
-    "beta": ({"beta": 0.0}, "beta must be positive"),
-    "a moving reference": ({"sync_ref_model": True, "precompute_ref_log_probs": True},
-     "sync_ref_model=True is of a reference model, and with precompute_ref_log_probs"),
-}  # fmt: skip
-
-
-@together("name", BAD)
-def test_settings_that_cannot_be_are_refused(tmp_path, name):
-    settings, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        DPOConfig(output_dir=str(tmp_path), use_cpu=True, **settings)
 
 
 def test_data_that_cannot_be_used_is_refused(tmp_path):

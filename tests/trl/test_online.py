@@ -251,21 +251,6 @@ def test_groups_are_repeated_in_order() -> None:
     assert [row["x"] for row in in_groups(stream, 2, 3, 2)] == list(order)
 
 
-@pytest.mark.parametrize(("settings", "named"), [
-    ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
-    ({"max_length": 3}, "max_length"),
-    ({"num_generations": 3}, "num_generations"),
-    ({"num_generations": 1}, "num_generations"),
-    ({"loss_type": "other"}, "loss_type"),
-    ({"generation_batch_size": 6}, "generation_batch_size"),
-])  # fmt: skip
-def test_settings_that_are_not_honoured_are_named(
-    settings: dict, named: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=named):
-        GRPOConfig(output_dir=str(tmp_path), **{**SETTINGS, **settings})
-
-
 @pytest.mark.filterwarnings("ignore:settings of other versions in GRPOConfig")
 def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
     head, model = tiny_models.lora(target_modules=["lm_head"]), tiny_models.language_model()
