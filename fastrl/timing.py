@@ -9,6 +9,8 @@ from contextvars import ContextVar
 
 import torch
 
+from fastrl.run.contexts import variable_set
+
 
 class HostClock:
     """Wall time by phase, for synchronous devices; repeated phases add up."""
@@ -68,14 +70,9 @@ class HeardClock(HostClock):
             yield
 
 
-@contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def heard_by(listener: Listener) -> AbstractContextManager[None]:
     """Context in which phases that are timed run in the listener's context of their name."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
+    return variable_set(_listener, listener)
 
 
 def start_clock(device: torch.device) -> HostClock:

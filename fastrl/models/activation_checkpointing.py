@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastrl.models.attention import kept_for_recomputation
 from fastrl.models.trunk import layer_stack
+from fastrl.run.contexts import attributes_set
 
 
 def _recomputed(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,20 +48,9 @@ def all_layers(model: Any) -> list[nn.Module]:
     return layers
 
 
-@contextmanager
-def checkpointed(layers: Iterable[nn.Module]) -> Iterator[None]:
+def checkpointed(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Context in which each layer keeps only its inputs, and runs again in the backward pass.
 
     transformers' own switch acts only in training mode, which also turns on dropout.
     """
-    forwards = [(layer, vars(layer).get("forward")) for layer in layers]
-    try:
-        for layer, _ in forwards:
-            vars(layer)["forward"] = _recomputed(layer, layer.forward)
-        yield
-    finally:
-        for layer, forward in forwards:
-            if forward is None:
-                del vars(layer)["forward"]
-            else:
-                vars(layer)["forward"] = forward
+    return attributes_set(*((x, "forward", _recomputed(x, x.forward)) for x in layers))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from fastrl.run.contexts import variable_set
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _answers: ContextVar[dict[Any, Any] | None] = ContextVar("fastrl_answers", default=None)
 
 
-def asked_once(
-    check: Callable[Concatenate[Any, P], T],
-) -> Callable[Concatenate[Any, P], T]:
+def asked_once(check: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Decorates a check of a model: within :func:`answers_kept` one answer stands for all models of
     a kind, which have the same class, configuration and shapes of weights."""
 
@@ -33,16 +33,11 @@ def asked_once(
     return asked
 
 
-@contextmanager
-def answers_kept() -> Iterator[None]:
+def answers_kept() -> AbstractContextManager[None]:
     """Context in which a check's answers are kept, also by nested contexts. What they depend
     on beside the model, such as autocast, has to be the same throughout."""
     before = _answers.get()
-    token = _answers.set({} if before is None else before)
-    try:
-        yield
-    finally:
-        _answers.reset(token)
+    return variable_set(_answers, {} if before is None else before)
 
 
 def _kind(model: Any) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from fastrl.models.layer_functions import replacements
 from fastrl.models.layer_kinds import unknown_layer
 from fastrl.models.packed_parts import PackedParts
 from fastrl.models.routing import current_routes, routed
+from fastrl.run.contexts import attributes_set, variable_set
 
 NAME = "fastrl"
 
@@ -47,14 +49,9 @@ class Attention(Protocol):
 _active: ContextVar[Attention] = ContextVar("fastrl_attention")
 
 
-@contextlib.contextmanager
-def attending(attention: Attention) -> Iterator[None]:
+def attending(attention: Attention) -> AbstractContextManager[None]:
     """Context in which models that are :func:`attached` use this attention."""
-    token = _active.set(attention)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return variable_set(_active, attention)
 
 
 def current_attention() -> Attention | None:
@@ -134,21 +131,8 @@ def _parts_of_row() -> PackedParts | None:
     return None if layout is None else layout.by_parts
 
 
-@contextlib.contextmanager
-def attached(model: nn.Module) -> Iterator[None]:
+def attached(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which layers call this module's attention and functions of packed rows."""
-    before = [(owner, name, getattr(owner, name), x) for owner, name, x in _attachments(model)]
-    try:
-        for owner, name, _, ours in before:
-            setattr(owner, name, ours)
-        yield
-    finally:
-        for owner, name, value, _ in before:
-            setattr(owner, name, value)
-
-
-def _attachments(model: nn.Module) -> list[tuple[Any, str, Any]]:
-    """The functions that :func:`attached` replaces: owners, attribute names and present values."""
     swaps: list[tuple[Any, str, Any]] = []
     configs: dict[int, Any] = {}
     homes = set()
@@ -162,7 +146,7 @@ def _attachments(model: nn.Module) -> list[tuple[Any, str, Any]]:
             configs[id(config)] = config
     swaps += ((config, "_attn_implementation_internal", NAME) for config in configs.values())
     swaps += replacements(model, homes, lambda: current_attention() is not None, _parts_of_row)
-    return swaps
+    return attributes_set(*swaps)
 
 
 @contextlib.contextmanager
@@ -173,20 +157,14 @@ def replaced(model: nn.Module, attention: Attention | None) -> Iterator[None]:
     if attention is None and current_routes() is None:
         yield
         return
-    checkpointing: list[tuple[Any, Callable[..., Any]]] = [
-        (module, module._gradient_checkpointing_func)  # type: ignore[misc]
+    name = "_gradient_checkpointing_func"
+    checkpointing = [
+        (module, name, _keeping(module, getattr(module, name)))
         for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
-        and hasattr(module, "_gradient_checkpointing_func")
+        if getattr(module, "gradient_checkpointing", False) and hasattr(module, name)
     ]
-    try:
-        for module, run in checkpointing:
-            module._gradient_checkpointing_func = _keeping(module, run)
-        with _attended(model, attention):
-            yield
-    finally:
-        for module, run in checkpointing:
-            module._gradient_checkpointing_func = run
+    with attributes_set(*checkpointing), _attended(model, attention):
+        yield
 
 
 @contextlib.contextmanager

@@ -87,12 +87,9 @@ class Critic(nn.Module):
         """
         hidden: list[Tensor] = []
         head: Any = score_head(self.pretrained_model)
-        handle = head.register_forward_pre_hook(lambda _head, args: hidden.append(args[0]))
-        try:
-            with replaced(self.pretrained_model, attention):
-                self.pretrained_model(**inputs, use_cache=False)
-        finally:
-            handle.remove()
+        seen = head.register_forward_pre_hook(lambda _head, args: hidden.append(args[0]))
+        with seen, replaced(self.pretrained_model, attention):
+            self.pretrained_model(**inputs, use_cache=False)
         rows = hidden[0].flatten(0, -2)[scoring.rows]
         with torch.autocast(rows.device.type, enabled=False):
             weight = next(head.parameters())

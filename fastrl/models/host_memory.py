@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+from fastrl.run.contexts import variable_set
 from fastrl_kernels.dispatch import kind_of_device
 
 Listener = Callable[[], AbstractContextManager[None]]
@@ -45,11 +46,6 @@ def in_host_memory() -> AbstractContextManager[None]:
     return nullcontext() if listener is None else listener()
 
 
-@contextmanager
-def counted_by(listener: Listener) -> Iterator[None]:
+def counted_by(listener: Listener) -> AbstractContextManager[None]:
     """Context in which each :func:`in_host_memory` also enters the listener's context."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
+    return variable_set(_listener, listener)

@@ -3,14 +3,15 @@ to all heads' keys and values, or attended as it is."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastrl.models.products import has_own_forward
+from fastrl.run.contexts import attributes_set
 from fastrl_kernels.gemm import without_gaps
 
 
@@ -70,14 +71,7 @@ def latent_layers(model: nn.Module) -> dict[int, Any]:
     return {x.layer_idx: x for x in modules if hasattr(x, "expand_kv") and hasattr(x, "layer_idx")}
 
 
-@contextlib.contextmanager
-def latents_kept(model: nn.Module) -> Iterator[None]:
+def latents_kept(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which the model's attention gets latents, and :class:`Latents` as a variant."""
     layers = latent_layers(model).values()
-    try:
-        for module in layers:
-            module.expand_kv = Latents(module)
-        yield
-    finally:
-        for module in layers:
-            vars(module).pop("expand_kv", None)
+    return attributes_set(*((module, "expand_kv", Latents(module)) for module in layers))

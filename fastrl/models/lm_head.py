@@ -108,7 +108,8 @@ class FusedHead:
                 out["loss"] = _learned(_only(seen, model)[0])
                 return out
 
-            with _hooked_head(model, score), seen_by_fsdp(model, show):
+            hooked = model.get_output_embeddings().register_forward_pre_hook(score)
+            with hooked, seen_by_fsdp(model, show):
                 yield lambda _out: _only(seen, model)
 
 
@@ -217,11 +218,8 @@ def choose_head(model: Any, inputs: Inputs, tolerance: float = 1e-3) -> Head:
     def see(_head: nn.Module, _args: Any, out: Tensor) -> None:
         steps.append(float(out.abs().max()) * torch.finfo(out.dtype).eps)
 
-    handle = model.get_output_embeddings().register_forward_hook(see)
-    try:
+    with model.get_output_embeddings().register_forward_hook(see):
         expected = _scored(FullHead(), model, request, inputs)
-    finally:
-        handle.remove()
     rounding = max([tolerance, *filter(math.isfinite, steps)])
 
     def differs(head: Head) -> str | None:
@@ -328,11 +326,8 @@ def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) 
         ramps.append(ramp)
         return ramp.expand_as(out)
 
-    handle = model.get_output_embeddings().register_forward_hook(replace)
-    try:
+    with model.get_output_embeddings().register_forward_hook(replace):
         logits = model(**inputs).logits
-    finally:
-        handle.remove()
     if not ramps:
         return f"{_name(model)} does not call its output embeddings as a module"
     x = ramps[0].float() * transform.logit_scale
@@ -345,22 +340,13 @@ def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) 
     return f"it changes its logits otherwise than {transform}"
 
 
-@contextmanager
-def in_front_of_head(model: Any, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
+def in_front_of_head(
+    model: Any, change: Callable[[nn.Module, Tensor], Tensor]
+) -> AbstractContextManager[Any]:
     """Context in which the LM head's input [B, T, H] is replaced by ``change(head, input)``."""
-    with _hooked_head(model, lambda head, args: (change(head, args[0]), *args[1:])):
-        yield
-
-
-@contextmanager
-def _hooked_head(
-    model: Any, hook: Callable[[nn.Module, tuple[Tensor, ...]], Any]
-) -> Iterator[None]:
-    handle = model.get_output_embeddings().register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.get_output_embeddings().register_forward_pre_hook(
+        lambda head, args: (change(head, args[0]), *args[1:])
+    )
 
 
 def _only(seen: list[Any], model: Any) -> Any:

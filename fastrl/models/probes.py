@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from fastrl.models.utils import context_length, text_config
+from fastrl.run.contexts import attributes_set
 
 # Attributes of configurations and layers that say how far attention looks back, and the number that
 # they are set to in a check, so that even short texts are longer.
@@ -18,8 +18,7 @@ _WINDOWS, _NARROW = ("sliding_window", "attention_window_size", "attention_chunk
 _BLOCKS, _MOST = re.compile("conv|chunk|window|kernel|compress"), 64
 
 
-@contextlib.contextmanager
-def narrowed(model: nn.Module) -> Iterator[None]:
+def narrowed(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which every window and chunk of attention has at most four tokens, so that a
     comparison on texts of seven sees whether a window is kept."""
     owners: dict[int, Any] = {}
@@ -29,20 +28,13 @@ def narrowed(model: nn.Module) -> Iterator[None]:
                 owners[id(owner)] = owner
                 text = vars(owner).get("text_config")
                 owners[id(text)] = text
-    changed: list[tuple[dict[str, Any], str, int]] = []
+    changed: list[tuple[Any, str, int]] = []
     for owner in owners.values():
-        attributes = {} if owner is None else vars(owner)
         for name in _WINDOWS:
-            value = attributes.get(name)
+            value = None if owner is None else vars(owner).get(name)
             if isinstance(value, int) and value > _NARROW:
-                changed.append((attributes, name, value))
-    try:
-        for attributes, name, _ in changed:
-            attributes[name] = _NARROW  # not by setattr: some have such names by layer
-        yield
-    finally:
-        for attributes, name, value in changed:
-            attributes[name] = value
+                changed.append((owner, name, _NARROW))
+    return attributes_set(*changed)
 
 
 def reach(model: Any, used: int = 0) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from fastrl.run.contexts import attributes_set
 from fastrl.run.processes import OneProcess, Processes
 from fastrl_kernels import gemm
 from fastrl_kernels._cpu.fp32_copies import FreeMemory, keeping
@@ -47,7 +48,7 @@ class Products:
         with (
             gemm.using(self.choices),
             keeping(x.weight for x in layers),
-            _replaced({x: _Forward(x) for x in layers}),
+            attributes_set(*((x, "forward", _Forward(x)) for x in layers)),
         ):
             yield
 
@@ -81,7 +82,8 @@ class PackedProducts:
     def in_place(self, model: nn.Module) -> Iterator[None]:
         """Context in which the model's linear layers use their present weights, packed, without
         gradients. Under autocast they are in its dtype."""
-        with gemm.using(gemm.choices()), _replaced(dict(self._forwards(model))):
+        forwards = ((layer, "forward", forward) for layer, forward in self._forwards(model))
+        with gemm.using(gemm.choices()), attributes_set(*forwards):
             yield
 
     def free(self) -> None:
@@ -156,19 +158,3 @@ def _layers(model: nn.Module) -> Iterator[Any]:
             and not nn.utils.parametrize.is_parametrized(layer)
         ):
             yield layer
-
-
-@contextlib.contextmanager
-def _replaced(forwards: Mapping[nn.Module, _Forward]) -> Iterator[None]:
-    # Not by setattr, which would look for parameters in each.
-    before = {layer: vars(layer).get("forward") for layer in forwards}
-    for layer, forward in forwards.items():
-        vars(layer)["forward"] = forward
-    try:
-        yield
-    finally:
-        for layer, former in before.items():
-            if former is None:
-                del vars(layer)["forward"]
-            else:
-                vars(layer)["forward"] = former

@@ -32,12 +32,9 @@ def rewards_at(
     scores: list[Tensor] = []
     head = score_head(plain)
     assert head is not None
-    handle = head.register_forward_hook(lambda _head, _args, out: scores.append(out))
-    try:
-        with replaced(plain, attention):
-            model(**inputs, use_cache=False)
-    finally:
-        handle.remove()
+    seen = head.register_forward_hook(lambda _head, _args, out: scores.append(out))
+    with seen, replaced(plain, attention):
+        model(**inputs, use_cache=False)
     return scores[0].flatten(0, -2)[rows]
 
 

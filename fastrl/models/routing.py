@@ -9,9 +9,9 @@ chosen before.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastrl.models.host_memory import to_device
+from fastrl.run.contexts import variable_set
 
 UNKNOWN = -1  # in the place of an expert: the router chooses
 
@@ -36,14 +37,9 @@ class Routes(Protocol):
 _active: ContextVar[Routes | None] = ContextVar("fastrl_routing", default=None)
 
 
-@contextlib.contextmanager
-def routed(routes: Routes | None) -> Iterator[None]:
+def routed(routes: Routes | None) -> AbstractContextManager[None]:
     """Context in which routers speak to ``routes``."""
-    token = _active.set(routes)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return variable_set(_active, routes)
 
 
 def current_routes() -> Routes | None:

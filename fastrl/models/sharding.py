@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,19 +62,15 @@ def wrapped_by_fsdp(method: Any) -> bool:
     return within.startswith("torch.distributed.fsdp.")
 
 
-@contextmanager
-def seen_by_fsdp(model: nn.Module, change: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+def seen_by_fsdp(
+    model: nn.Module, change: Callable[[nn.Module, Any, Any], Any]
+) -> AbstractContextManager[Any]:
     """Context in which a forward hook changes a model's output before FSDP2's own hook sees it:
     FSDP2 adds up only gradients of tensors that depend on what it has seen. It has no effect on
     models that FSDP2 does not spread."""
     if not _is_unit(model):
-        yield
-        return
-    handle = model.register_forward_hook(change, prepend=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+        return nullcontext()
+    return model.register_forward_hook(change, prepend=True)
 
 
 def spread(model: nn.Module) -> None:

@@ -78,8 +78,5 @@ def sparse_embedding_gradient(model: Any) -> Iterator[Tensor | None]:
         return _SparseEmbedding.apply(module.weight, args[0], module.padding_idx)
 
     weight = _Identity.apply(head.weight)
-    handle = embedding.register_forward_hook(embed)
-    try:
+    with embedding.register_forward_hook(embed):
         yield weight
-    finally:
-        handle.remove()

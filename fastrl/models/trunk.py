@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,14 @@ class Trunk:
             inputs: further arguments of the model's forward.
         """
         seen: list[Tensor] = []
-        with ExitStack() as stack:
-            layers = range(self.layers, len(self.stack))
-            stack.enter_context(self._replaced(dict.fromkeys(layers)))
-            last = self.stack[self.layers - 1]
-            handle = last.register_forward_hook(lambda _m, _args, out: seen.append(_hidden(out)))
-            stack.callback(handle.remove)
-            stack.enter_context(in_front_of_head(self.model, lambda _head, hidden: hidden[:, :0]))
-            inputs.setdefault("attention_mask", torch.ones_like(input_ids))
-            stack.enter_context(replaced(self.model, attention))
+        inputs.setdefault("attention_mask", torch.ones_like(input_ids))
+        last = self.stack[self.layers - 1]
+        with (
+            self._replaced(dict.fromkeys(range(self.layers, len(self.stack)))),
+            last.register_forward_hook(lambda _m, _args, out: seen.append(_hidden(out))),
+            in_front_of_head(self.model, lambda _head, hidden: hidden[:, :0]),
+            replaced(self.model, attention),
+        ):
             self.model(input_ids=input_ids, use_cache=False, **inputs)
         return seen[0]
 

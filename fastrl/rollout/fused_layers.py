@@ -18,6 +18,7 @@ from fastrl.models.attention import Variant, current_attention
 from fastrl.models.products import has_own_forward, is_packed
 from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.attention import DecodeAttention
+from fastrl.run.contexts import attributes_set
 
 # Names of the modules of layers such as Llama's. Layers with other modules are not fused.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -347,18 +348,14 @@ class FusedLayers:
         now = _around(self.model, [x.layer for x in layers])
         around = [x for x in self.around if any(x.module is y for y in now)]
         self.stream.goes_on = any(isinstance(x, FusedNorm) for x in around)
-        try:
-            for fused in layers:
-                fused.attention_products.join()
-                fused.mlp_products.join()
-                fused.layer.forward = fused
-            for part in around:
-                part.renew()
-                part.module.forward = part
+        for fused in layers:
+            fused.attention_products.join()
+            fused.mlp_products.join()
+        for part in around:
+            part.renew()
+        forwards = *((x.layer, x) for x in layers), *((x.module, x) for x in around)
+        with attributes_set(*((module, "forward", forward) for module, forward in forwards)):
             yield
-        finally:
-            for module in (*(x.layer for x in layers), *(x.module for x in around)):
-                vars(module).pop("forward", None)
 
     def free(self) -> None:
         """Frees tables and joined weights, which are kept between rollouts."""

@@ -76,9 +76,10 @@ class ModelRunner:
         """Context of a rollout: no dropout, no gradients, the engine's attention, on the model's
         device: streams and events are those of the current one."""
         self.fused_draw.look()
-        behind = self.language_model.get_output_embeddings().register_forward_hook(self._after_head)
+        head = self.language_model.get_output_embeddings()
         try:
             with (
+                head.register_forward_hook(self._after_head),
                 current(self.device),
                 torch.no_grad(),
                 evaluating(self.model),
@@ -92,7 +93,6 @@ class ModelRunner:
             ):
                 yield
         finally:
-            behind.remove()
             self._cache = SlotCache()  # the old one's attention holds the KV cache
 
     def copies(self) -> list[Tensor]:

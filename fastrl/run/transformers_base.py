@@ -231,8 +231,5 @@ def _tied_weights_are_not_missed(model: Any) -> Iterator[None]:
             x for x in keys.missing_keys if x not in weights or weights[x].data_ptr() not in loaded
         ]
 
-    hook = model.register_load_state_dict_post_hook(after_loading)
-    try:
+    with model.register_load_state_dict_post_hook(after_loading):
         yield
-    finally:
-        hook.remove()

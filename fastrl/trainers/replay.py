@@ -6,8 +6,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from fastrl.collect.replayed import (
     warn_of_other_code,
 )
 from fastrl.run.checkpoints import CODE_DIFFERS, Checkpoints, step_of
+from fastrl.run.contexts import attributes_set
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
 from fastrl.run.state import load_tree
@@ -157,7 +157,7 @@ class LoopWalk(Walk):
             # Rewards are not called here; that other code has changed is seen by the ledger.
             warnings.filterwarnings("ignore", CODE_DIFFERS)
             of_args = ((args, name, x) for name, x in {"output_dir": folder, **silent}.items())
-            with _replaced(*of_args, *others, *self.stands_in):
+            with attributes_set(*of_args, *others, *self.stands_in):
                 warn_of_another_machine(facts)
                 warn_of_other_code(facts, trainer.own_code())
                 try:
@@ -178,16 +178,3 @@ class LoopWalk(Walk):
         while checkpoint and load_tree(checkpoint / "process-0")["own"][part][name] >= self.last:
             checkpoint = checkpoints.newest_good(before=step_of(checkpoint))
         return checkpoint
-
-
-@contextmanager
-def _replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Context in which attributes of objects (object, name, value) have other values."""
-    kept = [(thing, name, getattr(thing, name)) for thing, name, _ in attributes]
-    try:
-        for thing, name, value in attributes:
-            setattr(thing, name, value)
-        yield
-    finally:
-        for thing, name, value in kept:
-            setattr(thing, name, value)

@@ -4,8 +4,10 @@ peak."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+
+from fastrl.run.contexts import attributes_set
 
 PARAMETERS = "parameters"
 REFERENCE = "reference"
@@ -86,33 +88,20 @@ class MemoryLog:
             self.now[kind] -= nbytes
             self._total -= nbytes
 
-    @contextmanager
-    def kind(self, kind: str) -> Iterator[None]:
+    def kind(self, kind: str) -> AbstractContextManager[None]:
         """Context in which all memory that is allocated is of this kind."""
-        before, self._kind = self._kind, kind
-        try:
-            yield
-        finally:
-            self._kind = before
+        return attributes_set((self, "_kind", kind))
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
+    def outside(self) -> AbstractContextManager[None]:
         """Context in which memory that is allocated is not on the device."""
-        before, self._outside = self._outside, True
-        try:
-            yield
-        finally:
-            self._outside = before
+        return attributes_set((self, "_outside", True))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context of a phase; a phase within another does not count for the outer one."""
-        before, self._phase = self._phase, name
-        self._look()
-        try:
+        with attributes_set((self, "_phase", name)):
+            self._look()
             yield
-        finally:
-            self._phase = before
 
     def enter(self, name: str) -> None:
         """Begins a phase that lasts wherever no other phase is on."""

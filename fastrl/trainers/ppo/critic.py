@@ -33,6 +33,7 @@ from fastrl.models.reward_head import give_padding
 from fastrl.models.sharding import gathered_state_dict, spread
 from fastrl.models.utils import model_identity, warn_of_lost_updates
 from fastrl.run.checkpoints import BadCheckpoint, check_weights, describe_weights
+from fastrl.run.contexts import attributes_set
 from fastrl.run.processes import Processes
 from fastrl.trainers.ppo.method import gradient_of, value_term_of
 from fastrl.trainers.ppo.setup import loads_once, prepared
@@ -214,11 +215,8 @@ def _own_layers(accelerator: Accelerator, critic: Critic) -> Iterator[None]:
     if plugin is None or not names or kinds & {*names}:
         yield
         return
-    plugin.transformer_cls_names_to_wrap = None
-    try:
+    with attributes_set((plugin, "transformer_cls_names_to_wrap", None)):
         yield
-    finally:
-        plugin.transformer_cls_names_to_wrap = names
 
 
 def check_states_critic(critic: CriticLearner | None, state: Mapping[str, Any]) -> None:
