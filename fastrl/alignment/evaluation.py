@@ -31,7 +31,7 @@ class OfflineEvaluation:
         self.factory, self.loss, self.processes = factory, loss, processes
 
     @torch.no_grad()
-    def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
+    def __call__(self, policy: Any, reference: Any) -> dict[str, float]:
         means = MetricMeans()
         for batch in self.batches():
             loss, metrics = output_of(self.loss, batch, policy, reference)
@@ -69,7 +69,7 @@ class OnlineEvaluation:
     # Statistics of the first evaluation and the last, over all processes.
     judged: list[ShownSamples] = field(default_factory=list)
 
-    def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
+    def __call__(self, policy: Any, reference: Any) -> dict[str, float]:
         with self.processes.shared_work():
             of_process = self._judge()
             # Read here, or they would be counted among those of the next batch to learn from.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -51,45 +51,9 @@ from fastrl.trainers.ppo.setup import precision_of, share_new_weights
 from fastrl.trainers.supervised import load_if_path
 
 
-class Learner(Protocol):
-    """Prepares, saves and loads a trainer's model, and shows it to the loss."""
-
-    def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
-        """The model to train, from a model or its path, as the reference model may be, too; called
-        before there is an optimizer."""
-
-    @property
-    def reference(self) -> RefModel | None:
-        """None where the loss has none."""
-
-    def place(self, model: nn.Module, accelerator: Any) -> None:
-        """Called once the model is on its device."""
-
-    def modules(self) -> tuple[nn.Module | None, ...]:
-        """The models that a step runs."""
-
-    def views(self, model: nn.Module) -> tuple[Any, Any]:
-        """The policy and the reference that a loss is called with."""
-
-    def limit_passes(self, most: int | None) -> None:
-        """Called where the arguments' ``micro_batch_tokens`` has changed since :meth:`place`."""
-
-    def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
-        """Called with batches while the model is still as training begins; ``last`` says that no
-        more will come."""
-
-    def reference_identity(self) -> str:
-        """The reference's mode and a checksum of its weights, before training."""
-
-    def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
-        """Writes what ``from_pretrained`` loads."""
-
-    def load(self, model: Any, folder: str) -> None:
-        """Loads the weights of a checkpoint into the model."""
-
-
 class RewardLearner:
-    """A sequence classifier with one label; there is no reference model.
+    """Prepares, saves and loads a sequence classifier with one label, and shows it to the loss, as
+    :class:`PolicyLearner` does; there is no reference model.
 
     Args:
         args: the trainer's settings.
@@ -171,7 +135,8 @@ class RewardLearner:
 
 
 class PolicyLearner:
-    """A causal language model, with a value head if the loss trains one, and its reference model.
+    """Prepares, saves and loads a causal language model, with a value head if the loss trains one,
+    and shows it and its reference model to the loss.
 
     Args:
         args: the trainer's settings.
@@ -188,6 +153,8 @@ class PolicyLearner:
         self._scored_reference: ReferencePolicy | CachedReference
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
+        """The model to train, from a model or its path, as the reference model may be, too; called
+        before there is an optimizer."""
         model = load_if_path(model, load_language_model, self.args, trainable=True)
         if not isinstance(model, PreTrainedModelWrapper):
             values = self.loss.learns == "policy with values"
@@ -266,6 +233,7 @@ class PolicyLearner:
         return "cached"
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
+        """Called once the model is on its device."""
         self.accelerator = accelerator
         self.reference.place(model, accelerator)
         self._model = unwrapped = accelerator.unwrap_model(model)
@@ -286,18 +254,23 @@ class PolicyLearner:
             self._scored_reference = CachedReference(score, self._tokens)
 
     def modules(self) -> tuple[nn.Module | None, ...]:
+        """The models that a step runs."""
         return self._model, self.reference.model
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
+        """The policy and the reference that a loss is called with."""
         most = self.args.micro_batch_tokens
         passes = DeferredGradients(model, self.accelerator, most is not None)
         policy = TrainedPolicy(model, self._tokens, passes)
         return policy, self._scored_reference if self.loss.compares else None
 
     def limit_passes(self, most: int | None) -> None:
+        """Called where the arguments' ``micro_batch_tokens`` has changed since :meth:`place`."""
         self._tokens.most = most
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
+        """Called with batches while the model is still as training begins; ``last`` says that no
+        more will come."""
         if not isinstance(self._scored_reference, CachedReference) or self._scored_reference.closed:
             return
         for batch in batches:
@@ -307,6 +280,7 @@ class PolicyLearner:
             self._scored_reference.close()
 
     def reference_identity(self) -> str:
+        """The reference's mode and a checksum of its weights, before training."""
         if self._identity is None:
             # Cached log-probs of a model without an adapter are those of the policy as it begins.
             start = self._cached and not self._model.is_peft_model
@@ -322,6 +296,9 @@ class PolicyLearner:
 
     def load(self, model: Any, folder: str) -> None:
         model.load_weights(folder)
+
+
+Learner = RewardLearner | PolicyLearner
 
 
 def make_learner(args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any) -> Learner:

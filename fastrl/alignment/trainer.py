@@ -340,7 +340,7 @@ class Trainer(BaseTrainer):
             if self.state.global_step == 0 and not self.is_in_train:
                 self.learner.before_training(self._held_out(), last=False)
             with evaluating(self.model):
-                means = self.evaluation(*self.learner.views(self.model_wrapped), self.accelerator)
+                means = self.evaluation(*self.learner.views(self.model_wrapped))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from fastrl.data.batch import pad
 from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import ModelPass, Padded, Padding, TokenBatch
+from fastrl.models.adapters import virtual_tokens
 from fastrl.models.asked_once import asked_once
 from fastrl.models.attention import hidden_window, replaced, why_not_replaceable
 from fastrl.models.packed_attention import PackedAttention
 from fastrl.models.probes import narrowed, reach
-from fastrl.models.prompt_learning import virtual_tokens
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import computes_in_tf32, evaluating

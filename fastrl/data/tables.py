@@ -389,7 +389,7 @@ def _read_files(files: list[Path]) -> Dataset:
     options = {"delimiter": "\t"} if files[0].suffix == ".tsv" else {}
     kind = formats.pop()
     try:
-        with _quiet():
+        with quiet():
             table = datasets.load_dataset(
                 kind,
                 data_files=[glob.escape(str(file)) for file in files],  # names, not patterns
@@ -474,7 +474,7 @@ def _as_in_files(table: Dataset, files: list[Path]) -> Dataset:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hides the progress bar and logs of ``datasets``, which would stand above our error."""
     import datasets
     from datasets.utils import logging

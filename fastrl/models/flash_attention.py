@@ -91,11 +91,10 @@ def hub_kernel(what: str) -> ModuleType:
 
 
 def _remedies() -> str:
-    least, below = (getattr(import_utils, f"KERNELS_{x}_VERSION", None) for x in ("MIN", "MAX"))
-    bounds = [f">={least}"] * bool(least) + [f"<{below}"] * bool(below)
+    bounds = f">={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}"
     return (
         "install flash-attn (pip install flash-attn), or Hugging Face's kernels, which gets a "
-        f"build of it from {HUB} (pip install 'kernels{','.join(bounds)}'), or load the model with "
+        f"build of it from {HUB} (pip install 'kernels{bounds}'), or load the model with "
         "attn_implementation='sdpa'"
     )
 

@@ -29,7 +29,7 @@ from fastrl.models.tied_embedding import sparse_embedding_gradient
 from fastrl_kernels.types import LogitTransform
 
 Inputs = dict[str, Any]
-
+_TOLERANCE = 1e-3  # of heads that are compared
 
 # From the model's output: scores without values, and the hidden states [N, H] that a value head
 # reads.
@@ -201,7 +201,7 @@ def _scored(
 
 @asked_once
 @torch.no_grad()
-def choose_head(model: Any, inputs: Inputs, tolerance: float = 1e-3) -> Head:
+def choose_head(model: Any, inputs: Inputs) -> Head:
     """The first head that reproduces the model's own log-probs, entropies and hidden states.
 
     ``inputs`` is a small batch for the comparison. A warning says why it is not the fused one.
@@ -220,7 +220,7 @@ def choose_head(model: Any, inputs: Inputs, tolerance: float = 1e-3) -> Head:
 
     with model.get_output_embeddings().register_forward_hook(see):
         expected = _scored(FullHead(), model, request, inputs)
-    rounding = max([tolerance, *filter(math.isfinite, steps)])
+    rounding = max([_TOLERANCE, *filter(math.isfinite, steps)])
 
     def differs(head: Head) -> str | None:
         try:
@@ -229,8 +229,8 @@ def choose_head(model: Any, inputs: Inputs, tolerance: float = 1e-3) -> Head:
             return str(error)
         pairs = zip((*got[0][:2], got[1]), (*expected[0][:2], expected[1]), strict=True)
         if all(
-            a.shape == b.shape and torch.allclose(a.float(), b.float(), tolerance, off)
-            for (a, b), off in zip(pairs, (rounding, rounding, tolerance), strict=True)
+            a.shape == b.shape and torch.allclose(a.float(), b.float(), _TOLERANCE, off)
+            for (a, b), off in zip(pairs, (rounding, rounding, _TOLERANCE), strict=True)
             if a is not None and b is not None
         ):
             return None

@@ -35,6 +35,7 @@ from transformers.utils import logging
 
 from fastrl.models import quantised
 from fastrl.models.adapter_base import (
+    check_start,
     refuse_biased_tokens,
     resize_as_saved,
     settle_adapters,
@@ -42,7 +43,6 @@ from fastrl.models.adapter_base import (
     warn_of_other_base,
     with_task,
 )
-from fastrl.models.adapter_start import check_start
 from fastrl.models.adapter_targets import with_targets
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.flash_attention import need_flash_attention
@@ -279,7 +279,7 @@ def load_weights(model: Any, folder: str | os.PathLike) -> None:
         if misfit:
             raise ValueError(f"{adapter} {misfit}: it is another model's")
         return
-    with _quiet():  # checkpoints of earlier versions have a value head among the weights
+    with quiet():  # checkpoints of earlier versions have a value head among the weights
         saved = type(model).from_pretrained(folder, use_safetensors=True, dtype="auto")
     model.load_state_dict(saved.state_dict())
 
@@ -374,7 +374,7 @@ class _Checkpoint:
             options.setdefault("device_map", quantised.device_map())
         try:
             # Weights that the base lacks may be the adapter's: that is checked below.
-            with contextlib.nullcontext() if self.adapter is None else _quiet():
+            with contextlib.nullcontext() if self.adapter is None else quiet():
                 if loader is AutoModelForCausalLM:
                     config = _check_decoder(name, options)
                 elif loader is AutoModelForSequenceClassification:
@@ -574,7 +574,7 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
         ValueError: a new adapter for a model that has one; four-bit weights in a layout without a
             gradient; a classifier with a new head that its adapter does not save; an adapter on one
             of several tied weights, or one that cannot be loaded as it was trained, see
-            :func:`fastrl.models.adapter_start.check_start`.
+            :func:`fastrl.models.adapter_base.check_start`.
     """
     quantised.settle(model)
     for config in (getattr(model, "peft_config", None) or {}).values():
@@ -685,8 +685,8 @@ def _processor_files(name: str, options: dict[str, Any]) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Context in which transformers does not report missing or unknown weights."""
+def quiet() -> Iterator[None]:
+    """Context in which transformers reports errors alone, not missing or unknown weights."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -32,12 +32,8 @@ def is_valid(schema: str, text: str) -> bool:
     try:
         value = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_refuse)
         return _depth(value) <= DEEPEST and validator(schema).is_valid(value)
-    except (
-        ValueError,
-        RecursionError,
-        OverflowError,
-        MemoryError,
-    ):  # numbers may have thousands of digits
+    # Numbers may have thousands of digits.
+    except (ValueError, RecursionError, OverflowError, MemoryError):
         return False
 
 

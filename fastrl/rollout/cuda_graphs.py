@@ -6,7 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,48 +15,36 @@ from fastrl.models.adapters import acting_adapters
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
 
 
-class StepRunner(Protocol):
-    """Runs the decode steps of calls of ``generate``."""
+class StepRunner:
+    """Runs the decode steps of calls of ``generate``: it calls each step as it is.
 
-    stats: dict[str, float]  # statistics of the call in progress
+    Attributes:
+        stats: statistics of the call in progress.
+    """
+
+    def __init__(self) -> None:
+        self.stats: dict[str, float] = {}
 
     def begin(self, step: DecodeStep) -> None:
         """Begins a call of ``generate`` with this step."""
 
     def run(self, step: DecodeStep, bucket: int, span: int, steps: int) -> None:
         """Runs ``steps`` steps on the first ``bucket`` slots, which hold up to ``span`` tokens."""
+        for _ in range(steps):
+            step(bucket, span)
 
     def free(self) -> None:
         """Frees memory."""
 
     def another(self) -> StepRunner:
         """A new runner of the same kind, for another KV cache."""
-
-
-class EagerRunner:
-    """Calls the step as it is."""
-
-    def __init__(self) -> None:
-        self.stats: dict[str, float] = {}
-
-    def begin(self, step: DecodeStep) -> None:
-        pass
-
-    def run(self, step: DecodeStep, bucket: int, span: int, steps: int) -> None:
-        for _ in range(steps):
-            step(bucket, span)
-
-    def free(self) -> None:
-        pass
-
-    def another(self) -> EagerRunner:
-        return EagerRunner()
+        return StepRunner()
 
 
 KINDS = 8  # kinds of calls whose graphs are kept
 
 
-class GraphRunner:
+class GraphRunner(StepRunner):
     """Captures the step once per bucket, lazily, in one memory pool, and replays it. Its
     device must be the current one.
 
@@ -108,7 +96,7 @@ class GraphRunner:
                     stacklevel=3,
                 )
         if self.failed:
-            EagerRunner().run(step, bucket, span, steps)
+            super().run(step, bucket, span, steps)
             return
         for _ in range(steps):
             self._graphs[bucket].replay()

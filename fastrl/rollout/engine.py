@@ -19,7 +19,7 @@ from fastrl.models.routing import UNKNOWN, routers_of
 from fastrl.models.utils import context_length
 from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
-from fastrl.rollout.cuda_graphs import KINDS, EagerRunner, GraphRunner, StepRunner
+from fastrl.rollout.cuda_graphs import KINDS, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
 from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, PromptCopy, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
@@ -116,7 +116,7 @@ class RolloutEngine:
         self._processors: dict[tuple, LogitsProcessors] = {}
         device = self.model_runner.device
         captures = cuda_graphs and device.type == "cuda"
-        self._runner: StepRunner = GraphRunner(device) if captures else EagerRunner()
+        self._runner = GraphRunner(device) if captures else StepRunner()
         self._check()
         self.model_runner.fuse_layers(self._shapes())
         self.model_runner.fuse_draw(self._shapes())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,19 +38,6 @@ class UnsupportedModel(ValueError):
         )
 
 
-class Trial(Protocol):
-    """The rollout engine, as it is checked."""
-
-    model: Any
-    tokenizer: Any
-    model_runner: Any
-    _kv_cache: Any
-
-    def generate(self, prompts: Any, params: SamplingParams) -> Samples: ...
-
-    def sleep(self) -> None: ...
-
-
 def check_weights_and_kind(model: Any) -> None:
     """Refuses models that the engine cannot run, by their weights and configuration.
 
@@ -62,12 +49,12 @@ def check_weights_and_kind(model: Any) -> None:
         raise UnsupportedModel(model, cause)
 
 
-def check_numbers(trial: Trial) -> None:
+def check_numbers(trial: Any) -> None:
     """Generates a few tokens from random prompts, three in two slots, and compares their log-probs
     and entropies with plain forwards. Neither the model nor torch's generators are changed.
 
     Args:
-        trial: an engine of two slots.
+        trial: a :class:`fastrl.RolloutEngine` of two slots.
 
     Raises:
         UnsupportedModel: the numbers differ, or the engine cannot run the model.
@@ -129,7 +116,7 @@ def why_sharded(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def _differences(engine: Trial, prompts: list[Tensor], output: Samples) -> tuple[float, float]:
+def _differences(engine: Any, prompts: list[Tensor], output: Samples) -> tuple[float, float]:
     """The largest and the mean difference from forwards of one sample each, over tokens for which
     that forward has a distribution: NaN weights are not the engine's fault."""
     model, device = engine.model_runner.language_model, engine.model_runner.device
@@ -153,7 +140,7 @@ def _differences(engine: Trial, prompts: list[Tensor], output: Samples) -> tuple
     return off.max().item(), off.mean().item()
 
 
-def _is_exact(engine: Trial) -> bool:
+def _is_exact(engine: Any) -> bool:
     """Whether the model computes in fp32 throughout."""
     device = engine.model_runner.device
     with engine.model_runner.autocast():

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastrl.learn.ref_model import RefModel, choose_ref_model
 from fastrl.models import CausalLMPolicy
-from fastrl.models.adapter_start import moves_base
+from fastrl.models.adapter_base import moves_base
 
 
 def reference_of(

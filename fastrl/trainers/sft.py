@@ -31,9 +31,9 @@ from fastrl.data.sft_packing import (
 from fastrl.data.tables import is_stream
 from fastrl.data.trl_rows import ConstantLengthDataset
 from fastrl.eras import todays
+from fastrl.models.adapters import virtual_tokens
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.load import load_language_model, with_adapter
-from fastrl.models.prompt_learning import virtual_tokens
 from fastrl.models.routing import computed_aux_loss
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits

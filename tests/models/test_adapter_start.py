@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from fastrl import DPOConfig, PPOConfig
 from fastrl.learn.ref_model import choose_ref_model
 from fastrl.models import CausalLMPolicy
-from fastrl.models.adapter_start import moves_base
+from fastrl.models.adapter_base import moves_base
 from fastrl.models.load import with_adapter
 from fastrl.models.scoring import ScoringRequest
 from fastrl.trainers.reference import reference_of

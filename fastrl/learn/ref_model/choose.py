@@ -16,7 +16,7 @@ from fastrl.learn.ref_model.none import NoRefModel
 from fastrl.learn.ref_model.offload import OffloadRefModel
 from fastrl.learn.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, split_off
 from fastrl.learn.ref_model.trunk_cache import Budget
-from fastrl.models.adapter_start import moves_base
+from fastrl.models.adapter_base import moves_base
 from fastrl.models.master_weights import LOW_PRECISION
 from fastrl.models.quantised import refuse_quantised
 from fastrl.models.value_head import PreTrainedModelWrapper

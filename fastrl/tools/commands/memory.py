@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastrl.run.launcher import is_main_process, process_count
-from fastrl.trainers.plan.passes import LimitedTrainer, fit_passes
+from fastrl.trainers.plan.passes import fit_passes
 from fastrl.trainers.plan.report import GIB, Plan, gib
 
 
@@ -40,7 +40,7 @@ class RunMemory:
         self,
         asked: bool | None,
         device: Any,
-        trainer: LimitedTrainer,
+        trainer: Any,
         lengths: Callable[[], tuple[int, ...]],
         is_open: bool,
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -51,24 +51,8 @@ class PassSize(NamedTuple):
         return ", and ".join(few + again) or "passes are whole mini-batches"
 
 
-class LimitedTrainer(Protocol):
-    """A trainer whose passes can be limited until its training begins."""
-
-    @property
-    def plan(self) -> Callable[..., Plan]:
-        """The function that plans the trainer's memory from the lengths of texts, with other
-        ``passes=`` or for another ``device=``."""
-
-    @property
-    def tokens_of(self) -> Callable[..., tuple[int, int]]:
-        """Makes, of texts' lengths, the tokens of a mini-batch and of what is not split."""
-
-    def limit_passes(self, passes: PassSize) -> None:
-        """Sets the passes."""
-
-
 def fit_passes(
-    trainer: LimitedTrainer, *lengths: int, gpu_gib: float | None = None
+    trainer: Any, *lengths: int, gpu_gib: float | None = None
 ) -> tuple[PassSize, Plan | None]:
     """Limits a trainer's passes to what its GPU holds, to the same gradient: their tokens, and only
     where that is not enough, activations are computed again in the backward pass.

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging
 
+from fastrl.data import tables
+from fastrl.models import load
 from fastrl.models.asked_once import answers_kept
 from fastrl.models.host_memory import counted_by
 from fastrl.models.master_weights import MasterWeights
@@ -152,7 +153,10 @@ def rehearsal(device: str = "cpu") -> Iterator[Rehearsal]:
         rehearsed = Rehearsal(Path(folder), device)
         stack.enter_context(random_state_kept())
         stack.enter_context(_own_accelerate())
-        stack.enter_context(_quiet())
+        # The run itself will give warnings, and show bars.
+        for quiet in (load.quiet(), tables.quiet(), warnings.catch_warnings()):
+            stack.enter_context(quiet)
+        warnings.simplefilter("ignore")
         stack.enter_context(answers_kept())
         if device != "cpu":
             stack.enter_context(standing_for(device))
@@ -186,21 +190,3 @@ def _own_accelerate() -> Iterator[None]:
         for name in [k for k in os.environ if k.startswith("ACCELERATE_")]:
             del os.environ[name]
         os.environ.update(variables)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context without warnings and bars, which the run itself will give."""
-    import datasets
-
-    before, bars = logging.get_verbosity(), datasets.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            datasets.enable_progress_bars()
