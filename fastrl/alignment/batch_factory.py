@@ -12,11 +12,7 @@ import torch
 
 from fastrl.alignment.annotator import RESERVED
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.responses import (
-    ResponseSampler,
-    compare_responses,
-    score_responses,
-)
+from fastrl.alignment.responses import ResponseSampler, compare_responses, score_responses
 from fastrl.alignment.tasks import Task, find_task
 from fastrl.data.columns import FEEDBACK, PAIRS, check_reserved
 from fastrl.data.examples import Example

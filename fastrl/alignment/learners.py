@@ -30,18 +30,9 @@ from fastrl.data.choose_padding import (
 from fastrl.data.encode import end_token
 from fastrl.learn.ref_model import RefModel, choose_ref_model
 from fastrl.learn.scorer import scored_by
-from fastrl.models import (
-    AutoModelForCausalLMWithValueHead,
-    CausalLMPolicy,
-    PreTrainedModelWrapper,
-)
+from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy, PreTrainedModelWrapper
 from fastrl.models.adapters import adapter_dropout
-from fastrl.models.load import (
-    load_language_model,
-    load_reward_model,
-    load_weights,
-    with_adapter,
-)
+from fastrl.models.load import load_language_model, load_reward_model, load_weights, with_adapter
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.reward_head import give_padding, score_head
 from fastrl.models.utils import check_trainable, checksum, without_dropout

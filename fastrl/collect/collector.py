@@ -62,10 +62,7 @@ class Collector:
                     "perf/rollout_tokens_per_second": tokens / (middle - begin),
                 }
             left_out = samples_left_out(
-                responses,
-                self.nonfinite,
-                lambda i: repr(responses.prompt_texts[i]),
-                self.processes,
+                responses, self.nonfinite, lambda i: repr(responses.prompt_texts[i]), self.processes
             )
             rewards = self._judged(responses, left_out)
             places = range(len(responses))

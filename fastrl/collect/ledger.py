@@ -86,10 +86,7 @@ def note_settings(
 
 
 def ledger_columns(
-    samples: Samples,
-    weights_version: int,
-    advantages: Lists | None,
-    temperature: float,
+    samples: Samples, weights_version: int, advantages: Lists | None, temperature: float
 ) -> dict[str, Any]:
     """The columns of a step, of :func:`fastrl.run.ledger.fields` and of reward functions.
 

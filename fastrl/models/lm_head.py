@@ -18,12 +18,7 @@ from torch import Tensor, nn
 import fastrl_kernels
 from fastrl.models.asked_once import asked_once
 from fastrl.models.products import has_own_forward
-from fastrl.models.scoring import (
-    ScoringRequest,
-    TokenNLL,
-    TokenScores,
-    score_logits,
-)
+from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.models.sharding import of_fsdp, seen_by_fsdp
 from fastrl.models.tied_embedding import sparse_embedding_gradient
 from fastrl_kernels.types import LogitTransform

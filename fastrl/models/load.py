@@ -56,12 +56,7 @@ from fastrl.models.model_files import (
     is_adapter,
     model_folder,
 )
-from fastrl.models.multimodal import (
-    CLASSIFIER_HEADS,
-    freeze_unread,
-    is_multimodal,
-    loader_for,
-)
+from fastrl.models.multimodal import CLASSIFIER_HEADS, freeze_unread, is_multimodal, loader_for
 from fastrl.models.utils import need_peft
 from fastrl.nearest import did_you_mean_path
 from fastrl.run.files import NO_PICKLE

@@ -155,10 +155,7 @@ class PackedParts:
     """
 
     def __init__(
-        self,
-        prompts: Sequence[int],
-        responses: Sequence[Sequence[int]],
-        device: torch.device,
+        self, prompts: Sequence[int], responses: Sequence[Sequence[int]], device: torch.device
     ):
         self.prompts = Parts(prompts, device)
         self.responses = Parts([n for each in responses for n in each], device)

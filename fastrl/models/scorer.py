@@ -77,10 +77,6 @@ class TokenScorer:
         head, arguments = self.choose(model, inputs), {**inputs, "use_cache": False}
         attention, routing = arguments.pop("attention", None), arguments.pop("routing", None)
         forward = model if wrapped is None else wrapped
-        with (
-            routed(routing),
-            replaced(model, attention),
-            head.scoring(model, request) as results,
-        ):
+        with routed(routing), replaced(model, attention), head.scoring(model, request) as results:
             output = forward(**arguments, **head.options)
             return ScoredPass(*results(output), output, routing)

@@ -69,10 +69,7 @@ class RewardBatch:
 
     def counts(self) -> dict[str, float]:
         """Statistics of the calls, and with several functions the time that each took."""
-        counts = {
-            "reward/nonfinite": float(self.nonfinite),
-            "reward/retries": float(self.retries),
-        }
+        counts = {"reward/nonfinite": float(self.nonfinite), "reward/retries": float(self.retries)}
         if len(self.by_function) > 1:
             counts |= {
                 f"time/reward/{name}": self.seconds.get(name, 0.0) for name in self.by_function

@@ -68,10 +68,7 @@ class GenerateBackend(RolloutBackend):
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        autocast: Callable[[], AbstractContextManager],
-        process: int = 0,
+        self, tokenizer: Any, autocast: Callable[[], AbstractContextManager], process: int = 0
     ):
         self.tokenizer, self.autocast, self.process = tokenizer, autocast, process
 

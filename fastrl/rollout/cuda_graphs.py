@@ -117,10 +117,7 @@ class GraphRunner(StepRunner):
                 torch.cuda.stream(self.stream),
                 # Other threads, such as those that load data, must not break this thread's capture.
                 torch.cuda.graph(
-                    graph,
-                    pool=self.pool,
-                    stream=self.stream,
-                    capture_error_mode="thread_local",
+                    graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
                 ),
             ):
                 step(bucket, span)

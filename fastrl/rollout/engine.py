@@ -23,19 +23,8 @@ from fastrl.rollout.cuda_graphs import KINDS, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
 from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, PromptCopy, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
-from fastrl.rollout.sampling_params import (
-    RolloutRequest,
-    SamplingParams,
-    draw_seed,
-    end_tokens,
-)
-from fastrl.rollout.scheduler import (
-    PASS_STEPS,
-    Results,
-    RolloutSample,
-    Scheduler,
-    make_finish_poll,
-)
+from fastrl.rollout.sampling_params import RolloutRequest, SamplingParams, draw_seed, end_tokens
+from fastrl.rollout.scheduler import PASS_STEPS, Results, RolloutSample, Scheduler, make_finish_poll
 from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
 from fastrl.samples import Room, Samples
 from fastrl.timing import start_clock

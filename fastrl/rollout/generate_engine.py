@@ -28,12 +28,7 @@ from fastrl.models.utils import evaluating
 from fastrl.rollout.generation_check import together
 from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
 from fastrl.rollout.rescoring import Rescorer
-from fastrl.rollout.sampling_params import (
-    RolloutRequest,
-    SamplingParams,
-    check_stop,
-    end_tokens,
-)
+from fastrl.rollout.sampling_params import RolloutRequest, SamplingParams, check_stop, end_tokens
 from fastrl.samples import Samples
 
 

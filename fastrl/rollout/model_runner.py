@@ -44,11 +44,7 @@ class ModelRunner:
         autocast: makes the context in which the model runs.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        autocast: Autocast = contextlib.nullcontext,
-    ):
+    def __init__(self, model: Any, autocast: Autocast = contextlib.nullcontext):
         self.model = model
         self.v_head = getattr(model, "v_head", None)
         wrapped = isinstance(model, PreTrainedModelWrapper)
@@ -338,10 +334,7 @@ class AutocastWeightCache:
 
     @torch.no_grad()
     def _written(
-        self,
-        weights: list[nn.Parameter],
-        dtype: torch.dtype,
-        together: Sequence[Sequence[Any]],
+        self, weights: list[nn.Parameter], dtype: torch.dtype, together: Sequence[Sequence[Any]]
     ) -> list[nn.Parameter]:
         before, self._copies = self._copies, {}
         for group in (*_tensors_of(together, weights), *([weight] for weight in weights)):

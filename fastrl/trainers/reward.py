@@ -22,12 +22,7 @@ from fastrl.data.choose_padding import classifier_side, rewards_of_samples
 from fastrl.data.collators import ID_COLUMNS, SIDES, RewardDataCollatorWithPadding, both_sides
 from fastrl.data.encode import closes_texts, end_token
 from fastrl.data.padding_free import join_sides, unpadded
-from fastrl.data.prepare import (
-    missing_token_columns,
-    prepare_pairs,
-    token_columns,
-    with_new_names,
-)
+from fastrl.data.prepare import missing_token_columns, prepare_pairs, token_columns, with_new_names
 from fastrl.data.tables import is_stream
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.reward_head import (

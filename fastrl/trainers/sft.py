@@ -423,10 +423,7 @@ class SFTTrainer(SupervisedTrainer):
         objective = TokenNLL(tokens.clamp(min=1)) if plain else None
         training = self.model.training
         request = ScoringRequest(
-            inputs["rows"],
-            inputs["targets"],
-            values=False,
-            objective=objective,
+            inputs["rows"], inputs["targets"], values=False, objective=objective
         )
         if training and self._logs_this_step():
             request = request._replace(**_PREDICTIONS)

@@ -138,8 +138,7 @@ class SupervisedArguments(TrainingArguments, metaclass=OfEveryEra):
         "The same as gradient_checkpointing_kwargs, likewise.", None
     )
     remove_unused_columns: bool = setting(
-        "transformers'; columns are these trainers' own, so that it changes nothing.",
-        True,
+        "transformers'; columns are these trainers' own, so that it changes nothing.", True
     )
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 - not a field, there and here

@@ -9,13 +9,7 @@ import torch
 
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import (
-    Loss,
-    LossOutput,
-    register,
-    share_ahead,
-    weighted_mean,
-)
+from fastrl.alignment.losses.base import Loss, LossOutput, register, share_ahead, weighted_mean
 
 
 @register

@@ -83,10 +83,7 @@ def fit_passes(
             raise ValueError("no GPU here: say how much memory the run will have, by gpu_gib")
         gpu_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     passes, plan = choose_passes(
-        lambda passes: trainer.plan(*lengths, passes=passes, device="cuda"),
-        whole,
-        example,
-        gpu_gib,
+        lambda passes: trainer.plan(*lengths, passes=passes, device="cuda"), whole, example, gpu_gib
     )
     trainer.limit_passes(passes)
     return passes, plan

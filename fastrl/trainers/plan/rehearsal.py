@@ -43,12 +43,7 @@ OPTIMIZER_STEPS = 2  # steps of a rehearsal: the optimizer's state is there from
 # A note, with replay_routing.
 CHOICES_LEFT_OUT = "the experts' choices of rollouts, left out: 2 bytes for each one"
 # The phases that trainers time, by their names here.
-_TIMED = {
-    "prefill": ROLLOUT,
-    "decode": ROLLOUT,
-    "forward_pass": SCORING,
-    "optimize_step": UPDATE,
-}
+_TIMED = {"prefill": ROLLOUT, "decode": ROLLOUT, "forward_pass": SCORING, "optimize_step": UPDATE}
 
 
 class Rehearsal:
