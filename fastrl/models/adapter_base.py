@@ -312,13 +312,11 @@ def _files(name: str, base: Any) -> list[str]:
         file = try_to_load_from_cache(name, "model.safetensors", revision=revision)
     except ValueError:  # no id of the Hub
         return []
-    first = [file] if isinstance(file, str) else []
-    return first or [str(x) for x in _shards(name, revision)]
-
-
-def _shards(name: str, revision: str | None) -> list[Path]:
+    if isinstance(file, str):
+        return [file]
     index = try_to_load_from_cache(name, "model.safetensors.index.json", revision=revision)
-    return sorted(Path(index).parent.glob("model*.safetensors")) if isinstance(index, str) else []
+    shards = Path(index).parent.glob("model*.safetensors") if isinstance(index, str) else ()
+    return sorted(map(str, shards))
 
 
 def _saved(files: list[str]) -> Iterator[tuple[str, Any]]:

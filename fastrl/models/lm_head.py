@@ -100,8 +100,9 @@ class FusedHead:
                 return args[0][:, :0]
 
             def show(_model: nn.Module, _args: Any, out: Any) -> Any:
-                out["loss"] = _learned(_only(seen, model)[0])
-                return out
+                scores = _only(seen, model)[0]
+                out["loss"] = scores.logprobs if scores.loss is None else scores.loss
+                return out  # with what has a gradient
 
             hooked = model.get_output_embeddings().register_forward_pre_hook(score)
             with hooked, seen_by_fsdp(model, show):
@@ -180,11 +181,6 @@ class FullHead:
 
         with in_front_of_head(model, see):
             yield results
-
-
-def _learned(scores: TokenScores) -> Tensor:
-    """The scores that have a gradient: the loss, or else the log-probs."""
-    return scores.logprobs if scores.loss is None else scores.loss
 
 
 def _scored(

@@ -16,6 +16,11 @@ MASTER = "master_weight"  # the master's name in an optimizer's state, beside th
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _PART = 1 << 26  # weights whose gradients are float32 at a time: 256 MiB
 # Optimizers that treat each weight by itself, so that a step can be taken in parts.
+_OF_INNER = (  # methods of the optimizer that steps the masters
+    *("zero_grad", "add_param_group", "register_step_pre_hook", "register_step_post_hook"),
+    *("register_state_dict_pre_hook", "register_state_dict_post_hook"),
+    *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+)
 _BY_WEIGHT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop)
 
 
@@ -43,6 +48,8 @@ class MasterWeights(torch.optim.Optimizer):
         # torch's own __init__ would make groups and a state of this optimizer's.
         self.inner = inner
         self.on_host = on_host
+        for name in _OF_INNER:
+            setattr(self, name, getattr(inner, name))
         self._masters: dict[Tensor, Tensor] = {}
         self._stepped = False
 
@@ -83,30 +90,6 @@ class MasterWeights(torch.optim.Optimizer):
             for part in self._parts():
                 self._step(part)
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.inner.add_param_group(param_group)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self.inner.register_step_post_hook(hook)
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_load_state_dict_post_hook(hook, prepend)
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)

@@ -191,9 +191,8 @@ class PackedAttention:
                 out = _Blocks.apply(q, k, v, variant.sinks, scale, blocks, self._kernel)
                 return out[None, ..., :width]  # type: ignore[no-any-return]
             v = v[..., :width]
-        return self._by_masks(q, k, v, variant._replace(scale=scale, window=window, chunk=chunk))[
-            None
-        ]
+        variant = variant._replace(scale=scale, window=window, chunk=chunk)
+        return self._by_masks(q, k, v, variant)[None]
 
     def _by_masks(self, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
         times = q.shape[1] // k.shape[1]

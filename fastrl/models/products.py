@@ -147,6 +147,15 @@ def is_packed(layer: nn.Module) -> bool:
     return isinstance(vars(layer).get("forward"), _PackedForward)
 
 
+def is_plain(layer: Any) -> bool:
+    """Whether a layer is an nn.Linear that multiplies by its weight as it is, and nobody waits for
+    its input or output. A parametrized one has a class of its own."""
+    changed = has_own_forward(layer) or is_packed(layer)
+    return type(layer) is nn.Linear and not (
+        changed or layer._forward_hooks or layer._forward_pre_hooks
+    )
+
+
 def _layers(model: nn.Module) -> Iterator[Any]:
     """The plain linear layers on a CPU."""
     for layer in model.modules():
@@ -155,6 +164,5 @@ def _layers(model: nn.Module) -> Iterator[Any]:
             and isinstance(getattr(layer, "weight", None), Tensor)  # compressed-tensors has none
             and layer.weight.device.type == "cpu"
             and not has_own_forward(layer)
-            and not nn.utils.parametrize.is_parametrized(layer)
         ):
             yield layer

@@ -92,12 +92,8 @@ def _decides(attribute: Any) -> bool:
     """Whether an object's attribute decides what the object does, rather than records its past."""
     if isinstance(attribute, bool | int | float | str | nn.Module | FunctionType | MethodType):
         return True
-    library = type(attribute).__module__.partition(".")[0] in (
-        "torch",
-        "transformers",
-        "tokenizers",
-    )
-    return callable(attribute) and not library
+    package = type(attribute).__module__.partition(".")[0]
+    return callable(attribute) and package not in ("torch", "transformers", "tokenizers")
 
 
 def _names(code: CodeType) -> list[str]:

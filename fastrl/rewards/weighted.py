@@ -328,7 +328,7 @@ class Rewards:
             self._repeated += 1
             again = "is called again, as after any later failure; reward/retries counts these calls"
             self._warn("retry", function, f"{what}: it {again}")
-            return _pause_after(attempt)
+            return min(_FIRST_PAUSE * 2.0 ** min(attempt - 1, 100), _LONGEST_PAUSE)
         which = f" (attempt {attempt} of {self._retries + 1})" if self._retries else ""
         if late:
             raise TimeoutError(
@@ -561,10 +561,6 @@ def _of_tokens(
         if r is not None and not isinstance(r, Tensor):
             summed[-1] += weight * r
     return summed.fill_(math.nan) if total.isnan() else summed
-
-
-def _pause_after(attempt: int) -> float:
-    return min(_FIRST_PAUSE * 2.0 ** min(attempt - 1, 100), _LONGEST_PAUSE)
 
 
 def _moments(rewards: Tensor) -> tuple[float, float]:

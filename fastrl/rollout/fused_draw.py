@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import fastrl_kernels
-from fastrl.models.products import has_own_forward, is_packed
+from fastrl.models.products import is_plain
 from fastrl_kernels import SampledTokens, linear_sample_pays
 
 # Allowed differences of log-probs, relative to the largest logit: sums in another order round.
@@ -34,7 +34,8 @@ class FusedDraw:
     def look(self) -> None:
         """Looks at the model's present head, before a rollout adds hooks of its own."""
         head = self.model.get_output_embeddings()
-        self._head = head if _is_plain(head) else None
+        plain = is_plain(head) and head._compiled_call_impl is None
+        self._head = head if plain else None
 
     def pays(self, rows: int) -> bool:
         """Whether a decode step of so many rows is faster by this draw, with the present weight."""
@@ -85,15 +86,3 @@ class FusedDraw:
                 "slower on a GPU",
                 stacklevel=4,
             )
-
-
-def _is_plain(head: Any) -> bool:
-    """Whether a head does nothing but multiply, and nothing waits for its output."""
-    return (
-        type(head) is nn.Linear
-        and not has_own_forward(head)
-        and not is_packed(head)
-        and not nn.utils.parametrize.is_parametrized(head)
-        and not (head._forward_hooks or head._forward_pre_hooks)
-        and head._compiled_call_impl is None
-    )

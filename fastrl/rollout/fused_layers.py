@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.models.attention import Variant, current_attention
-from fastrl.models.products import has_own_forward, is_packed
+from fastrl.models.products import has_own_forward, is_plain
 from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.attention import DecodeAttention
 from fastrl.run.contexts import attributes_set
@@ -62,7 +62,7 @@ class JoinedProducts:
     def join(self) -> None:
         """Looks where the weights lie now; lays them side by side where they own their memory."""
         self._joined, layers = None, self.layers
-        if not all(map(_is_plain, layers)):
+        if not all(map(is_plain, layers)):
             return
         weight = self._together("weight", layers)
         biases = [layer.bias is not None for layer in layers]
@@ -148,11 +148,6 @@ def joined_view(tensors: Sequence[Tensor | None]) -> Tensor | None:
     size = (rows, *first.shape[1:])
     fits = torch.Size(size).numel() <= room
     return first.detach().as_strided(size, first.stride()) if fits else None
-
-
-def _is_plain(layer: Any) -> bool:
-    plain = type(layer) is nn.Linear and not has_own_forward(layer) and not is_packed(layer)
-    return plain and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
 class FusedDecoderLayer:

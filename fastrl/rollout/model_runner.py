@@ -268,12 +268,7 @@ def _head_product(model: Any) -> Product:
     """A function for the head's product h [b, 1, H] -> [b, 1, V]; where it returns None, the head
     itself computes the product."""
     head = model.get_output_embeddings()
-    plain = (
-        type(head) is nn.Linear
-        and type(head).forward is nn.Linear.forward
-        and not has_own_forward(head)
-        and not nn.utils.parametrize.is_parametrized(head)
-    )
+    plain = type(head) is nn.Linear and not has_own_forward(head)
     on_cpu = plain and head.weight.device.type == "cpu" and head.weight.dtype == torch.float32
     return _tall_product if on_cpu else lambda _head, _hidden: None
 
@@ -379,8 +374,7 @@ def _side_by_side(weights: list[nn.Parameter], dtype: torch.dtype) -> list[Any]:
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """The fp32 weights and biases of plain products: their modules, names and parameters."""
     for module in model.modules():
-        plain = type(module) in _PRODUCTS and not nn.utils.parametrize.is_parametrized(module)
-        if plain and not is_packed(module):
+        if type(module) in _PRODUCTS and not is_packed(module):
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dtype == torch.float32:
                     yield module, name, weight

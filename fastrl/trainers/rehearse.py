@@ -411,10 +411,6 @@ def _samples(trainer: Any, texts: int = 1, together: bool = False) -> tuple[int,
     return whole, whole if together else texts
 
 
-def _critic_of(trainer: Any) -> dict[str, Any]:
-    return {"critic": None if trainer.critic is None else Skeleton.of(trainer.critic.unwrapped)}
-
-
 SFT = Surface(_sft, _samples)
 REWARD = Surface(_reward, lambda trainer: _samples(trainer, 2))
 PREFERENCES = Surface(
@@ -426,5 +422,8 @@ ONLINE = Surface(
     _online, lambda trainer: _samples(trainer, 1, trainer.has_own_loss), arguments="config"
 )
 PPO = Surface(
-    _ppo, lambda trainer: (trainer.config.mini_batch_size, 1), _critic_of, settings="config"
+    _ppo,
+    lambda trainer: (trainer.config.mini_batch_size, 1),
+    lambda trainer: {"critic": trainer.critic and Skeleton.of(trainer.critic.unwrapped)},
+    settings="config",
 )

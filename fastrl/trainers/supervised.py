@@ -238,7 +238,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
         if train is not None and args.micro_batch_tokens is not None and not is_stream(train):
             check_sizes(self.sizes(train), args.micro_batch_tokens, self.example)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
-        for each in _each(train, evaluation):
+        several = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
+        for each in (train, *several):
             self._check_vocabulary(each)
         if self._trains:
             warn_of_lost_steps(self.args, self.model, stacklevel=3)
@@ -565,12 +566,6 @@ def _multiple(text: str) -> int | None:
     return int(text)
 
 
-def _each(train: Any, evaluation: Any) -> list[Any]:
-    """The data sets of training and evaluation, of which there may be several."""
-    several = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
-    return [train, *several]
-
-
 def _keep_batches_whole(args: Any) -> None:
     """Has each process read its share of a stream by itself: batches list tokens by their places,
     which do not hold in a part that accelerate cuts out of a batch.
@@ -629,10 +624,8 @@ def check_numbers(args: Any, kind: type) -> None:
     if parallelism is not None and not hasattr(parallelism, "get_device_mesh"):
         name_given = type(parallelism).__name__
         raise TypeError(f"parallelism_config must be accelerate's or None, got {name_given}")
-    args.adam_beta1, args.adam_beta2 = (
-        float(args.adam_beta1),
-        float(args.adam_beta2),
-    )  # torch takes floats alone
+    for name in ("adam_beta1", "adam_beta2"):  # torch takes floats alone
+        setattr(args, name, float(getattr(args, name)))
     for name in kind._VALID_DICT_FIELDS:  # type: ignore[attr-defined]
         if name not in _FILES:
             parse_json(name, getattr(args, name))

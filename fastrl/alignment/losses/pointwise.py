@@ -122,9 +122,8 @@ class KTO(Loss):
 
     @torch.no_grad()
     def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
-        if (
-            not self.row.has_kl or batch.total == 1
-        ):  # the rest of an epoch: there is no other prompt
+        # The rest of an epoch may be one sample: there is no other prompt.
+        if not self.row.has_kl or batch.total == 1:
             return torch.zeros((), device=policy.tokens.device)
         other = batch.mismatched()
         (scores,), (ref,) = policy.logprobs(other), reference.logprobs(other)

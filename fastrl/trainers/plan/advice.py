@@ -136,7 +136,8 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
     grown: list[str] = []
     for number in range(len(run.dials())):
         dial = run.dials()[number]
-        factor = _power_of_two(min(dial.most, _growth(plan, dial.kind, gpu_gib)))
+        most = int(min(dial.most, _growth(plan, dial.kind, gpu_gib)))
+        factor = 1 << max(most, 1).bit_length() - 1  # a power of two
         while factor > 1:
             turned = _unless_refused(dial.turned, factor)
             planned = None if turned is None else _unless_refused(turned[1].plan)
@@ -177,13 +178,6 @@ def _at_best(plan: Plan, remedies: Iterable[Remedy]) -> float:
                 left[kind] = left.get(kind, 0) * share
         peak = max(peak, phase.total - sum(phase.by_kind.values()) + sum(left.values()))
     return peak
-
-
-def _power_of_two(x: float) -> int:
-    power = 1
-    while 2 * power <= x:
-        power *= 2
-    return power
 
 
 def _flags(remedies: Iterable[Remedy]) -> str:
