@@ -25,7 +25,7 @@ from fastrl.models.model_files import find_file, model_folder
 from fastrl.models.routing import Routing
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.sharding import layers_to_spread
+from fastrl.models.sharding import is_spread, layers_to_spread
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
 from fastrl.models.utils import cache_argument, cache_of, hidden_width, is_empty
 from fastrl.run import hub
@@ -455,14 +455,8 @@ def _split_state(state: dict[str, Any], prefixes: tuple[str, ...]) -> tuple[dict
     return of_model, of_wrapper
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether fully_shard was applied to the wrapper or a module in it, and changed its class."""
-    classes = {base for part in module.modules() for base in type(part).__mro__}
-    return any(each.__name__ == "FSDPModule" for each in classes)
-
-
 def _shorten(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    if prefix or module.names_by_path or _is_sharded(module):
+    if prefix or module.names_by_path or is_spread(module):
         return
     entries = list(state.items())
     state.clear()  # the dict stays, and its order
@@ -478,7 +472,7 @@ def _lengthen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
 
 def _shorten_missing(module: nn.Module, incompatible: Any) -> None:
     """Renames missing and unexpected weights as :func:`_shorten` renames a state dict's."""
-    if _is_sharded(module):
+    if is_spread(module):
         return
     for names in incompatible:
         names[:] = [name.removeprefix(LANGUAGE_MODEL) for name in names]
