@@ -8,7 +8,7 @@ from typing import Any
 
 from fastrl.collect.environments import Environments
 from fastrl.collect.respond import Conversations, InEnvironments, Respond, Sampled
-from fastrl.collect.tools import Toolbox, ToolLoop, warn_of_schemas
+from fastrl.collect.tools import NEED_CHATS, Toolbox, ToolLoop, warn_of_schemas
 from fastrl.data.chat import is_chat
 from fastrl.data.prompts import Prompts
 from fastrl.data.tool_calls import Reader, ToolChat, find_reader
@@ -70,11 +70,8 @@ class Interaction:
             warn_of_schemas(prompts.samples.columns)
         for prompt, row in zip(prompts.samples.prompts, prompts.samples.prompt_rows, strict=True):
             if self and not is_chat(prompt):
-                raise ValueError(
-                    f"{prompts.name_of(row)} is {prompt!r:.80}: tools and environments need "
-                    "prompts that are lists of messages, as the chat template tells the policy of "
-                    "them"
-                )
+                name = prompts.name_of(row)
+                raise ValueError(f"{name} is {prompt!r:.80}: tools and environments {NEED_CHATS}")
 
     def respond(
         self,

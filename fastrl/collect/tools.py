@@ -26,6 +26,9 @@ from fastrl.data.tool_calls import ToolChat
 from fastrl.rewards.calls import EventLoop, await_within
 from fastrl.samples import Samples, ToolCalls
 
+NEED_CHATS = (
+    "need prompts that are lists of messages, as the chat template tells the policy of them"
+)
 # Samples responses, from the prompts, the numbers of their responses, the number of the turn, and
 # the most new tokens of each; None: what the trainer's settings say.
 Sample = Callable[[list[Tensor], list[int], int, list[int] | None], Samples]
@@ -93,8 +96,7 @@ def check_chats(rows: Any) -> None:
     prompt = rows[0].get("prompt") if isinstance(rows, Dataset) and len(rows) else None
     if isinstance(prompt, str):
         raise ValueError(
-            f"train_dataset has the prompt {prompt!r:.80}: tools and environments need prompts "
-            "that are lists of messages, as the chat template tells the policy of them"
+            f"train_dataset has the prompt {prompt!r:.80}: tools and environments {NEED_CHATS}"
         )
 
 
@@ -261,10 +263,7 @@ class ToolLoop:
         self, i: int, prompt: Any, box: Toolbox, template: Mapping[str, Any]
     ) -> _Conversation:
         if not is_chat(prompt):
-            raise ValueError(
-                f"prompt {i} is {prompt!r:.80}: tools need prompts that are lists of messages, as "
-                "the chat template tells the policy of them"
-            )
+            raise ValueError(f"prompt {i} is {prompt!r:.80}: tools {NEED_CHATS}")
         # None in place of an empty list: some templates write of tools as soon as there is a list.
         asked = {**template, "tools": box.schemas or None}
         names = [f"prompt {i}"]

@@ -7,7 +7,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,9 @@ class Rehearsal:
         self.notes: list[str] = []
         self.folder = folder
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> AbstractContextManager[None]:
         """The context of a phase that a trainer times."""
-        if name in _TIMED:
-            with self.log.phase(_TIMED[name]):
-                yield
-        else:
-            yield
+        return self.log.phase(_TIMED[name]) if name in _TIMED else nullcontext()
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
         """Tells parameters, gradients and the optimizer's state from other memory."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -205,18 +205,15 @@ class CriticLearner:
         tokenizer.save_pretrained(subfolder)
 
 
-@contextmanager
-def _own_layers(accelerator: Accelerator, critic: Critic) -> Iterator[None]:
+def _own_layers(accelerator: Accelerator, critic: Critic) -> AbstractContextManager[None]:
     """Context in which FSDP spreads the critic by the critic's kind of layers, where it differs
     from the policy's."""
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     names = None if plugin is None else plugin.transformer_cls_names_to_wrap
     kinds = {type(module).__name__ for module in critic.modules()}
     if plugin is None or not names or kinds & {*names}:
-        yield
-        return
-    with attributes_set((plugin, "transformer_cls_names_to_wrap", None)):
-        yield
+        return nullcontext()
+    return attributes_set((plugin, "transformer_cls_names_to_wrap", None))
 
 
 def check_states_critic(critic: CriticLearner | None, state: Mapping[str, Any]) -> None:
