@@ -21,7 +21,7 @@ from fastrl.models.packed_attention import PackedAttention
 from fastrl.models.probes import narrowed, reach
 from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import ScoringRequest
-from fastrl.models.utils import computes_in_tf32, evaluating
+from fastrl.models.utils import base_of, computes_in_tf32, evaluating
 
 # Samples of the comparison: the number of the prompt, its tokens and those of the response; the
 # first prompt is longer where the model reads tokens by longer blocks.
@@ -351,6 +351,4 @@ def _closed_texts(config: Any) -> dict[str, Tensor]:
 
 def _language_model(model: nn.Module) -> Any:
     """The transformers model under accelerate's wrapper, ours and PEFT's."""
-    wrapper: Any = extract_model_from_parallel(model)
-    inner = getattr(wrapper, "pretrained_model", wrapper)
-    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
+    return base_of(extract_model_from_parallel(model))

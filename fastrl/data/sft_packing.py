@@ -16,7 +16,7 @@ from fastrl.data.cache_key import keyed
 from fastrl.data.collators import IGNORED, targets_of
 from fastrl.data.tables import is_stream
 from fastrl.models.probes import narrowed, reach
-from fastrl.models.utils import evaluating
+from fastrl.models.utils import base_of, evaluating
 from fastrl.run.fingerprint import fingerprint, hash_of
 
 _ROWS = ((5, 3, 6), (4, 7))  # lengths of the texts with which a model is checked, at least
@@ -220,8 +220,7 @@ def choose_collator(
 
 
 def _name_of(model: Any) -> str:
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    return type(base).__name__
+    return type(base_of(model)).__name__
 
 
 def _isolates(model: Any, collator: PackedCollator) -> bool:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fastrl.models.model_files import weights_in
 from fastrl.models.multimodal import CLASSIFIER_HEADS
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -71,7 +71,7 @@ def resize_as_saved(base: Any, adapter_file: str) -> None:
     """
     layers = base.get_input_embeddings(), base.get_output_embeddings()
     names = [f"base_model.model.{name}" for name in _names_of(layers, base)]
-    saved = {_plain_name(k): part.get_shape()[0] for k, part in _saved([adapter_file])}
+    saved = {_plain_name(k): part.get_shape()[0] for k, part in weights_in([adapter_file])}
     rows = [saved[name] for name in names if name in saved]
     if not rows or max(rows) == layers[0].weight.shape[0]:
         return
@@ -124,7 +124,7 @@ def _settle_task(peft_model: Any) -> None:
         if head is None or hasattr(head, "modules_to_save"):
             continue
         files = _files(_name_of(peft_model), base)
-        if files and not any(key.startswith(f"{name}.") for key, _ in _saved(files)):
+        if files and not any(key.startswith(f"{name}.") for key, _ in weights_in(files)):
             raise ValueError(
                 f"the model's {name} layer, which computes the reward, is new, and its adapter "
                 "neither trains nor saves it: pass the plain model with peft_config "
@@ -148,7 +148,7 @@ def warn_of_other_base(model: Any) -> None:
         return
     name = _name_of(model)
     weights = {_plain_name(key): p for key, p in base.named_parameters()}
-    for key, part in _saved(_files(name, base)):
+    for key, part in weights_in(_files(name, base)):
         weight = weights.get(key)
         if weight is None or not _comparable(weight, part):
             continue
@@ -176,7 +176,9 @@ def _refuse_half_resized(peft_model: Any) -> None:
         return
     plain = [_plain(layer) for layer in layers]
     names = _names_of(plain, base)
-    saved = {key: part.get_shape()[0] for key, part in _saved(_files(_name_of(peft_model), base))}
+    saved = {
+        key: part.get_shape()[0] for key, part in weights_in(_files(_name_of(peft_model), base))
+    }
     rows = {saved[name] for name in names if name in saved}
     if rows and rows != {plain[0].weight.shape[0]} and not _share_weight(*plain):
         raise ValueError(
@@ -317,14 +319,6 @@ def _files(name: str, base: Any) -> list[str]:
     index = try_to_load_from_cache(name, "model.safetensors.index.json", revision=revision)
     shards = Path(index).parent.glob("model*.safetensors") if isinstance(index, str) else ()
     return sorted(map(str, shards))
-
-
-def _saved(files: list[str]) -> Iterator[tuple[str, Any]]:
-    """Names and slices of the weights in files."""
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - not a dict
-                yield key, tensors.get_slice(key)
 
 
 def _comparable(weight: Tensor, part: Any) -> bool:

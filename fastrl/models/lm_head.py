@@ -21,6 +21,7 @@ from fastrl.models.products import has_own_forward
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.models.sharding import of_fsdp, seen_by_fsdp
 from fastrl.models.tied_embedding import sparse_embedding_gradient
+from fastrl.models.utils import base_of
 from fastrl_kernels.types import LogitTransform
 
 Inputs = dict[str, Any]
@@ -320,7 +321,7 @@ def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) 
     with model.get_output_embeddings().register_forward_hook(replace):
         logits = model(**inputs).logits
     if not ramps:
-        return f"{_name(model)} does not call its output embeddings as a module"
+        return _not_called(model)
     x = ramps[0].float() * transform.logit_scale
     cap = transform.softcap
     expected = (x if cap is None else cap * torch.tanh(x / cap)).expand_as(logits)
@@ -342,13 +343,13 @@ def in_front_of_head(
 
 def _only(seen: list[Any], model: Any) -> Any:
     if not seen:
-        raise RuntimeError(f"{_name(model)} does not call its output embeddings as a module")
+        raise RuntimeError(_not_called(model))
     return seen[0]
 
 
+def _not_called(model: Any) -> str:
+    return f"{type(base_of(model)).__name__} does not call its output embeddings as a module"
+
+
 def _warn(model: Any, what: str) -> None:
-    warnings.warn(f"{_name(model)}: {what}", stacklevel=3)
-
-
-def _name(model: Any) -> str:
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    warnings.warn(f"{type(base_of(model)).__name__}: {what}", stacklevel=3)

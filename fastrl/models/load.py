@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -55,9 +54,10 @@ from fastrl.models.model_files import (
     hub_options,
     is_adapter,
     model_folder,
+    weights_in,
 )
 from fastrl.models.multimodal import CLASSIFIER_HEADS, freeze_unread, is_multimodal, loader_for
-from fastrl.models.utils import need_peft
+from fastrl.models.utils import base_of, need_peft
 from fastrl.nearest import did_you_mean_path
 from fastrl.run.files import NO_PICKLE
 from fastrl.run.launcher import is_main_process
@@ -420,8 +420,8 @@ class _Checkpoint:
         if self.adapter is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             return loader
         file = find_file(self.folder, ADAPTER_WEIGHTS, self.options)
-        with safe_open(file, framework="pt") as tensors:
-            of_whole = any(".language_model." in key for key in tensors.keys())  # noqa: SIM118
+        assert file is not None
+        of_whole = any(".language_model." in key for key, _ in weights_in([file]))
         return loader if of_whole else AutoModelForCausalLM
 
     def empty(self, loader: Any) -> Any:
@@ -486,12 +486,11 @@ class _Checkpoint:
         check_weights(self.folder, self.options.get("subfolder"))
         modules = {*CLASSIFIER_HEADS, *(getattr(self.adapter, "modules_to_save", None) or ())}
         shapes = {}
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - not a dict
-                # Prompt learning has the base under one name less.
-                name = key.removeprefix("base_model.").removeprefix("model.")
-                if "lora_" not in name and modules & set(name.split(".")):
-                    shapes[name] = tuple(tensors.get_slice(key).get_shape())
+        for key, part in weights_in([file]):
+            # Prompt learning has the base under one name less.
+            name = key.removeprefix("base_model.").removeprefix("model.")
+            if "lora_" not in name and modules & set(name.split(".")):
+                shapes[name] = tuple(part.get_shape())
         return shapes
 
     def _with_adapter(self, base: Any, trainable: bool) -> Any:
@@ -542,7 +541,7 @@ def check_causal(model: Any) -> None:
     Raises:
         ValueError: such a model.
     """
-    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    model = base_of(model)
     config: Any = getattr(model, "config", None)
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,14 @@ def check_weights(folder: str, subfolder: str | None) -> None:
                 pass
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def weights_in(files: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Names and slices of the weights in safetensors files."""
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a dict
+                yield key, tensors.get_slice(key)
 
 
 def holds_a_tokenizer(model: str) -> bool:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.attention import Attention, replaced
-from fastrl.models.utils import text_config
+from fastrl.models.utils import base_of, text_config
 
 
 def score_head(model: Any) -> nn.Module | None:
     """The layer that scores each token's hidden state; None where a model has another head."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    return getattr(base, "score", None)
+    return getattr(base_of(model), "score", None)
 
 
 def rewards_at(

@@ -31,10 +31,15 @@ _CHUNK = 1 << 20  # weights that a checksum takes at a time
 NO_LIMIT = 10**9  # tokens; a larger limit is none: tokenizers without one say 10^30
 
 
+def base_of(model: Any) -> Any:
+    """The model of transformers under a wrapper of fastrl's and PEFT's."""
+    model = getattr(model, "pretrained_model", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def cache_argument(model: Any) -> str:
     """The name by which a model's forward takes its cache: from transformers 5.24 on ``cache``."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    taken = inspect.signature(type(model).forward).parameters
+    taken = inspect.signature(type(base_of(model)).forward).parameters
     return "cache" if "cache" in taken else "past_key_values"
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -21,7 +20,7 @@ from fastrl.models.adapters import NOT_TRAINED, RewardAdapter
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import last_hidden
 from fastrl.models.load import check_causal, load_language_model, load_weights, with_adapter
-from fastrl.models.model_files import find_file, model_folder
+from fastrl.models.model_files import find_file, model_folder, weights_in
 from fastrl.models.routing import Routing
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenScores
@@ -404,13 +403,8 @@ def read_value_head(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
     They are read from ``value_head.safetensors``, else from among the language model's weights,
     where TRL 0.11 and earlier versions of fastrl wrote them.
     """
-    weights: dict[str, Tensor] = {}
-    for file in _head_files(path, options):
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - not a dict
-                if key.startswith(HEAD_PREFIX):
-                    weights[key.removeprefix(HEAD_PREFIX)] = tensors.get_tensor(key)
-    return weights
+    weights = weights_in(_head_files(path, options))
+    return {k.removeprefix(HEAD_PREFIX): x[:] for k, x in weights if k.startswith(HEAD_PREFIX)}
 
 
 def with_value_head(model: Any, head: dict[str, Tensor]) -> PreTrainedModelWrapper:

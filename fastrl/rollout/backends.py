@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from fastrl.models.sharding import wrapped_by_fsdp
+from fastrl.models.utils import base_of
 from fastrl.rollout.choose_engine import choose_engine
 from fastrl.rollout.engine import RolloutEngine
 from fastrl.rollout.generate_engine import GenerateEngine
@@ -200,9 +201,8 @@ _GENERATE = GenerationMixin.generate  # kept before a program may replace it
 
 def _own_generate(model: Any) -> bool:
     """Whether a model has another ``generate`` than transformers'."""
-    model = getattr(model, "pretrained_model", model)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for owner in (model, inner):
+    inner = base_of(model)
+    for owner in (getattr(model, "pretrained_model", model), inner):
         generate = vars(owner).get("generate")
         if generate is not None and not wrapped_by_fsdp(generate):
             return True

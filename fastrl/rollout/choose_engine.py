@@ -6,10 +6,11 @@ import contextlib
 import warnings
 from typing import Any
 
+from fastrl.models.utils import base_of
 from fastrl.rollout.engine import RolloutEngine
 from fastrl.rollout.generate_engine import GenerateEngine
 from fastrl.rollout.model_runner import Autocast
-from fastrl.rollout.self_check import UnsupportedModel, unwrapped
+from fastrl.rollout.self_check import UnsupportedModel
 
 
 def choose_engine(
@@ -54,10 +55,10 @@ def choose_engine(
             if keep_experts:
                 raise ValueError(
                     "replay_routing needs the rollout engine, which cannot run "
-                    f"{type(unwrapped(model)).__name__}, because {unsupported.cause}: leave it out"
+                    f"{type(base_of(model)).__name__}, because {unsupported.cause}: leave it out"
                 ) from unsupported
             warnings.warn(
-                f"{type(unwrapped(model)).__name__}: rollouts go through model.generate, because "
+                f"{type(base_of(model)).__name__}: rollouts go through model.generate, because "
                 f"{unsupported.cause}",
                 stacklevel=2,
             )

@@ -15,7 +15,7 @@ from transformers import GenerationMixin
 from fastrl.data.batch import pad
 from fastrl.models.layout import EncoderDecoder, Layout, layout_of
 from fastrl.models.probes import narrowed, reach
-from fastrl.models.utils import computes_in_tf32
+from fastrl.models.utils import base_of, computes_in_tf32
 from fastrl.rollout.self_check import why_sharded
 
 _LENGTHS, _ALIKE = (7, 3, 5), (5, 5)  # lengths of prompts with padding, and without
@@ -48,8 +48,7 @@ def by_itself(model: Any, padded: bool) -> bool:
     Raises:
         ValueError: transformers cannot generate with a model of this class.
     """
-    inner = getattr(model, "pretrained_model", model)
-    plain = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    inner, plain = getattr(model, "pretrained_model", model), base_of(model)
     # Processes that share weights would wait for one that has nothing to check.
     if not isinstance(plain, GenerationMixin) or why_sharded(model) is not None:
         return False

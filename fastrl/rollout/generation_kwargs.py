@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastrl.models.utils import base_of
 from fastrl.rollout.sampling_params import PROCESSORS, TRUNCATIONS, SamplingParams
 from fastrl.settings import is_number
 
@@ -126,8 +127,7 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
 
 def check_names(generation_kwargs: Mapping[str, Any], model: Any) -> None:
     """Raises ValueError for an argument that ``model.generate`` does not take, before it runs."""
-    model = getattr(model, "pretrained_model", model)
-    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    plain = base_of(model)
     names = {*_SUPPORTED, *_WITHOUT_EFFECT, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING}
     names |= {*vars(plain.generation_config)}
     for function in (plain.generate, plain.forward, plain.prepare_inputs_for_generation):

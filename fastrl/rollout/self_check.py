@@ -11,7 +11,7 @@ from fastrl.models.attention import hidden_window, why_not_replaceable
 from fastrl.models.probes import narrowed, reach
 from fastrl.models.quantised import compute_dtypes
 from fastrl.models.sharding import is_spread_unit
-from fastrl.models.utils import computes_in_tf32, evaluating
+from fastrl.models.utils import base_of, computes_in_tf32, evaluating
 from fastrl.rollout.sampling_params import SamplingParams
 from fastrl.samples import Samples
 
@@ -33,7 +33,7 @@ class UnsupportedModel(ValueError):
     def __init__(self, model: Any, cause: str):
         self.cause = cause
         super().__init__(
-            f"RolloutEngine cannot run {type(unwrapped(model)).__name__}, because {cause}: use "
+            f"RolloutEngine cannot run {type(base_of(model)).__name__}, because {cause}: use "
             "GenerateEngine, or choose_engine, which takes that where it has to"
         )
 
@@ -44,7 +44,7 @@ def check_weights_and_kind(model: Any) -> None:
     Raises:
         UnsupportedModel: sharded weights, an encoder–decoder, attention or positions of its own.
     """
-    cause = why_sharded(model) or why_not_replaceable(unwrapped(model))
+    cause = why_sharded(model) or why_not_replaceable(base_of(model))
     if cause is not None:
         raise UnsupportedModel(model, cause)
 
@@ -93,12 +93,6 @@ def check_numbers(trial: Any) -> None:
             f"the rollout engine's log-probs or entropies are off by {off:.1e} from a plain "
             f"forward (more than {tolerance:.0e})",
         )
-
-
-def unwrapped(model: Any) -> Any:
-    """The transformers model under a value head and adapters."""
-    model = getattr(model, "pretrained_model", model)
-    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def why_sharded(model: Any) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from fastrl.models.utils import base_of
+
 
 def router_loss(model: Any, asked: float | None, as_configured: bool = False) -> tuple[bool, float]:
     """Whether a mixture of experts' routers have a loss of their own, and the weight of that loss.
@@ -19,8 +21,8 @@ def router_loss(model: Any, asked: float | None, as_configured: bool = False) ->
     """
     config = model.config.get_text_config()
     # Llama 4 and DeepSeek V3 have the setting, and no such loss.
-    plain = model.get_base_model() if hasattr(model, "peft_config") else model
-    has_loss = hasattr(sys.modules[type(plain).__module__], "load_balancing_loss_func")
+    home = sys.modules[type(base_of(model)).__module__]
+    has_loss = hasattr(home, "load_balancing_loss_func")
     has_loss = has_loss and getattr(config, "is_moe", True)  # Doge's may be dense
     if not hasattr(config, "output_router_logits") or not has_loss:
         if asked:
