@@ -136,8 +136,8 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
     grown: list[str] = []
     for number in range(len(run.dials())):
         dial = run.dials()[number]
-        most = int(min(dial.most, _growth(plan, dial.kind, gpu_gib)))
-        factor = 1 << max(most, 1).bit_length() - 1  # a power of two
+        grows = int(min(dial.most, _growth(plan, dial.kind, gpu_gib)))
+        factor = 1 << max(grows, 1).bit_length() - 1  # a power of two
         while factor > 1:
             turned = _unless_refused(dial.turned, factor)
             planned = None if turned is None else _unless_refused(turned[1].plan)
