@@ -282,13 +282,6 @@ def check_ranges(
                 raise ValueError(f"{name} must {asked}{nothing}, got {number}")
 
 
-def check_at_least(least: int, **values: Any) -> None:
-    """Raises ValueError for a number, named, that is less; None is none."""
-    for name, value in values.items():
-        if value is not None and not value >= least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def is_number(value: Any) -> bool:
     """Whether a value is a number; a truth value is none."""
     return _is(value, float)

@@ -9,8 +9,6 @@ from contextvars import ContextVar
 
 import torch
 
-from fastrl.run.contexts import variable_set
-
 
 class HostClock:
     """Wall time by phase, for synchronous devices; repeated phases add up."""
@@ -70,9 +68,14 @@ class HeardClock(HostClock):
             yield
 
 
-def heard_by(listener: Listener) -> AbstractContextManager[None]:
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
     """Context in which phases that are timed run in the listener's context of their name."""
-    return variable_set(_listener, listener)
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 def start_clock(device: torch.device) -> HostClock:

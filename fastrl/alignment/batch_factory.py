@@ -19,7 +19,7 @@ from fastrl.data.examples import Example
 from fastrl.rollout import SamplingParams
 from fastrl.run.random_state import seed_at
 from fastrl.samples import Samples
-from fastrl.settings import check_at_least, typed_arguments
+from fastrl.settings import typed_arguments
 
 
 class BatchFactory:
@@ -72,7 +72,9 @@ class BatchFactory:
         batch_size, epochs, examples, seed, shuffle = typed_arguments(
             BatchFactory.__init__, **settings
         )
-        check_at_least(1, **sizes)
+        for name, x in sizes.items():
+            if x is not None and not x >= 1:
+                raise ValueError(f"{name} must be at least 1, got {x}")
         if not 0 <= seed < 1 << 32:
             raise ValueError(f"seed must lie between 0 and 4294967295, got {seed}")
         if self.task.online and annotator is None:

@@ -25,7 +25,7 @@ from fastrl.data.chat import (
     shared_length,
 )
 from fastrl.data.examples import Example, Response
-from fastrl.settings import check_at_least, check_types
+from fastrl.settings import check_types
 
 TRUNCATIONS = ("keep_end", "keep_start")
 
@@ -72,8 +72,10 @@ class Encoder:
             raise ValueError(
                 f"truncation must be one of {', '.join(TRUNCATIONS)}, got {self.truncation!r}"
             )
-        check_at_least(2, max_length=self.max_length)
-        check_at_least(1, max_prompt_length=self.max_prompt_length)
+        for name, least in (("max_length", 2), ("max_prompt_length", 1)):
+            limit = getattr(self, name)
+            if limit is not None and limit < least:
+                raise ValueError(f"{name} must be at least {least}, got {limit}")
         both = self.max_length is not None and self.max_prompt_length is not None
         if both and self.max_prompt_length >= self.max_length:  # type: ignore[operator]
             raise ValueError(

@@ -27,7 +27,6 @@ from fastrl.rollout.sampling_params import RolloutRequest, SamplingParams, draw_
 from fastrl.rollout.scheduler import PASS_STEPS, Results, RolloutSample, Scheduler, make_finish_poll
 from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
 from fastrl.samples import Room, Samples
-from fastrl.settings import check_at_least
 from fastrl.timing import start_clock
 from fastrl_kernels.rng import sample_states
 from fastrl_kernels.types import RUNNING
@@ -78,7 +77,13 @@ class RolloutEngine:
         cuda_graphs: bool = True,
         keep_experts: bool = False,
     ):
-        check_at_least(1, max_slots=max_slots, max_length=max_length, kv_cache_bytes=kv_cache_bytes)
+        for name, x in (
+            ("max_slots", max_slots),
+            ("max_length", max_length),
+            ("kv_cache_bytes", kv_cache_bytes),
+        ):
+            if x is not None and x < 1:
+                raise ValueError(f"{name} must be at least 1, got {x}")
         check_weights_and_kind(model)
         devices = {p.device for p in model.parameters()}
         if len(devices) > 1:

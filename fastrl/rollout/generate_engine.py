@@ -30,7 +30,6 @@ from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
 from fastrl.rollout.rescoring import Rescorer
 from fastrl.rollout.sampling_params import RolloutRequest, SamplingParams, check_stop, end_tokens
 from fastrl.samples import Samples
-from fastrl.settings import check_at_least
 
 
 class GenerateEngine:
@@ -57,7 +56,8 @@ class GenerateEngine:
         *,
         scores: bool = False,
     ):
-        check_at_least(1, batch_size=batch_size)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model = model
         self.autocast = autocast
         self.tokenizer = tokenizer
