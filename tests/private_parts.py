@@ -167,7 +167,8 @@ def _imported(node: ast.AST) -> set[str]:
 
 
 def replacements(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
-    """By files: attributes of others that are set or deleted where they have another value."""
+    """By files: attributes of others that are set or deleted where they have another value, and
+    all that :func:`fastrl.run.contexts.attributes_set` sets."""
     found: dict[str, list[str]] = {}
     for file, tree in trees.items():
         imported = {name for node in ast.walk(tree) for name in _imported(node)}
@@ -178,6 +179,8 @@ def replacements(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
             attribute = call or isinstance(node, ast.Attribute)
             of_others = attribute and re.split(r"\W", text)[0] in imported
             by_dict = text.startswith("vars(") and isinstance(node, ast.Subscript)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "attributes_set":
+                by_dict, text = True, ", ".join(map(ast.unparse, node.args))
             if of_others or by_dict:
                 found.setdefault(file, []).append(text)
     return found

@@ -95,11 +95,13 @@ USED = (
      *(_MODULE, "weights of several tensors")),
     Reason("_forward_hooks",
      "fastrl/models/latents.py fastrl/models/lm_head.py fastrl/models/tied_embedding.py "
-     "fastrl/rollout/fused_draw.py fastrl/rollout/fused_layers.py",
+     "fastrl/models/products.py fastrl/rollout/fused_layers.py",
      *(_MODULE, "whether somebody waits for a layer that would not be called")),
-    Reason("_forward_pre_hooks", "fastrl/models/latents.py", _MODULE, "the same"),
-    Reason("_forward_pre_hooks _compiled_call_impl",
-     "fastrl/rollout/fused_draw.py fastrl/rollout/fused_layers.py", *(_MODULE, "the same")),
+    Reason("_forward_pre_hooks",
+     "fastrl/models/latents.py fastrl/models/products.py fastrl/rollout/fused_layers.py",
+     *(_MODULE, "the same")),
+    Reason("_compiled_call_impl", "fastrl/rollout/fused_draw.py fastrl/rollout/fused_layers.py",
+     *(_MODULE, "the same")),
     Reason("_get_fsdp_state _fsdp_param_group", "fastrl/models/sharding.py",
      *("torch/distributed/fsdp/_fully_shard/_fully_shard.py", "whether a unit reshards")),
     Reason("_foreach_copy_", "fastrl/rollout/model_runner.py", "", "many copies in one call"),
@@ -149,8 +151,15 @@ PUBLIC = {
 BEHIND_TRAINERS = ("transformers/", "accelerate/", "peft/", "datasets/")
 # Attributes of others that are replaced for a while, and put back.
 REPLACED = {
-    "fastrl/models/products.py": "vars(layer)['forward'], of linear layers on a CPU",
-    "fastrl/models/activation_checkpointing.py": "vars(layer)['forward'], of decoder layers",
+    "fastrl/models/products.py": "forward of linear layers on a CPU",
+    "fastrl/models/activation_checkpointing.py": "forward of decoder layers",
+    "fastrl/rollout/fused_layers.py": "forward of decoder layers, their norm and rotary positions",
+    "fastrl/models/attention.py": "names of attention, checkpoint functions, modelling functions",
+    "fastrl/models/latents.py": "expand_kv of layers with latents",
+    "fastrl/models/probes.py": "windows in configurations and layers",
+    "fastrl/trainers/ppo/critic.py": "transformer_cls_names_to_wrap of accelerate's FSDP plugin",
+    "fastrl/trainers/plan/memory.py": "of a log of ours",
+    "fastrl/trainers/replay.py": "settings, callbacks and parts of a trainer that is walked again",
     "fastrl/compat/programs/importer.py": "names and calls of other packages, in run-trl alone",
 }
 # What ours do in the place of a function of theirs, or rely on the order of, without calling it.

@@ -159,7 +159,7 @@ def replaced(model: nn.Module, attention: Attention | None) -> Iterator[None]:
         return
     name = "_gradient_checkpointing_func"
     checkpointing = [
-        (module, name, _keeping(module, getattr(module, name)))
+        (module, name, _keeping(module, module._gradient_checkpointing_func))  # type: ignore
         for module in model.modules()
         if getattr(module, "gradient_checkpointing", False) and hasattr(module, name)
     ]
