@@ -23,6 +23,8 @@ from fastrl import (
     PPOTrainer,
     RolloutEngine,
     SamplingParams,
+    SFTConfig,
+    SFTTrainer,
 )
 from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import Padded, TokenBatch
@@ -32,13 +34,13 @@ from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.attention import replaced
 from fastrl.models.routing import (
     Routing,
-    computed_aux_loss,
     follow_routers,
     replayed,
     routed,
     routers,
     routers_of,
 )
+from fastrl.models.scorer import ScoredPass
 from fastrl.run.state import load_tree, save_tree
 from fastrl.samples import Samples
 from fastrl.trainers.router_loss import router_loss
@@ -439,6 +441,15 @@ def test_what_cannot_be_replayed_is_refused_or_ignored_with_a_warning(tmp_path):
              replay_routing=True)  # fmt: skip
 
 
-def test_a_loss_of_routers_that_the_model_does_not_compute_is_refused():
+def test_a_loss_of_routers_that_the_model_does_not_compute_is_refused(tmp_path):
+    """As those of architectures whose routers transformers does not record."""
+    model = mixture()
+    model.register_forward_hook(lambda *seen: setattr(seen[-1], "aux_loss", 0))
+    rows = Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7]], "labels": [[3, 4, 5], [6, 7]]})
+    config = SFTConfig(str(tmp_path), router_aux_loss_coef=0.1, **ONE_STEP)
+    trainer = SFTTrainer(model, config, train_dataset=rows, processing_class=tiny.tokenizer())
     with pytest.raises(ValueError, match=r"no load-balancing loss.*router_aux_loss_coef=0"):
-        computed_aux_loss({"aux_loss": 0})
+        trainer.train()
+    output = model(torch.tensor([[3, 4]]), output_router_logits=True)
+    with pytest.raises(ValueError, match="no load-balancing loss"):
+        ScoredPass(None, None, output).aux_loss  # noqa: B018
