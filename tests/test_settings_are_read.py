@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import fastrl
-from fastrl import cli
 from fastrl.alignment import Trainer
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.eras import IDLE, eras_of
@@ -99,7 +98,7 @@ def _fields(kind: type) -> Any:
     return dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
 
 
-@pytest.mark.parametrize("command", cli._PARSE_THEMSELVES)
+@pytest.mark.parametrize("command", [name for name, (_, kinds, _) in COMMANDS.items() if not kinds])
 def test_every_flag_of_a_command_on_runs_is_read(command: str) -> None:
     source = inspect.getsource(importlib.import_module(f"fastrl.{COMMANDS[command][0]}"))
     flags = re.findall(r'add_argument\(\s*"(?:-\w", ")?(?:--)?([\w-]+)"', source)
