@@ -9,25 +9,49 @@ them in another version of transformers.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate import skip_first_batches
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.optimization import GreedyLR
 from transformers.trainer import SCALER_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass
+class _Epoch:
+    """An epoch of a run, and what its latest step leaves for the logs."""
+
+    model: nn.Module  # as it is prepared for several processes
+    number: int
+    batches: int  # mini-batches
+    ends: tuple[
+        Any, Any, float
+    ]  # a search's trial, keys that evaluations leave out, the run's begin
+    batch: int  # the latest mini-batch, counted from 0
+    norm: Any = None  # of the gradient, before clipping
+    rate: float | None = None  # learning rate
 
 
 class OpenTrainer(transformers.Trainer):
     """transformers' Trainer, with public names for its private parts.
 
-    :meth:`begin_at`, :meth:`ready_batch`, :meth:`train_sampler`, :meth:`before_update`,
-    :meth:`concluding`, :meth:`save_checkpoint`, :meth:`write_model`, :meth:`write_learned`,
-    :meth:`load_weights`, :meth:`load_best_weights` and :meth:`load_optimizer` are for subclasses to
-    override.
+    :meth:`begin_at`, :meth:`drive`, :meth:`ready_batch`, :meth:`train_sampler`,
+    :meth:`save_checkpoint`, :meth:`write_model`, :meth:`write_learned`, :meth:`load_weights`,
+    :meth:`load_best_weights` and :meth:`load_optimizer` are for subclasses to override, and what is
+    told of a step.
+
+    transformers prepares a run and ends it; its loop over the steps of an epoch is ours.
     """
 
     # The loop's steps that no callback is called for.
@@ -79,25 +103,170 @@ class OpenTrainer(transformers.Trainer):
         ``_get_train_sampler``."""
         return self._get_train_sampler(dataset)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        # In the loop the norm is a local variable; where it is infinite, clipping leaves zeros.
-        norm = super()._get_grad_norm(model, grad_norm)
-        self.before_update(model, norm)
-        return norm
+    def _run_epoch(
+        self,
+        model: nn.Module,
+        epoch: int,
+        train_dataloader: Any,
+        steps_in_epoch: int,
+        num_update_steps_per_epoch: int,
+        trial: Any,
+        ignore_keys_for_eval: Any,
+        start_time: float,
+        resume_from_checkpoint: str | None,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+    ) -> None:
+        # transformers' loop over steps tells callbacks of them before it has logged, evaluated and
+        # saved, and keeps the gradient's norm and the place in the data to itself.
+        resumes = resume_from_checkpoint is not None and epoch == epochs_trained
+        behind = steps_trained_in_current_epoch if resumes else 0
+        ends = trial, ignore_keys_for_eval, start_time
+        self._at = _Epoch(model, epoch, steps_in_epoch, ends, behind - 1)
+        feed = self._updates(train_dataloader, num_update_steps_per_epoch, behind)
+        if resumes and not behind:
+            self._load_rng_state(resume_from_checkpoint)
+        elif behind:
+            feed = self._restoring(feed, resume_from_checkpoint)
+        self.drive(feed)
+        if self._at.batch < 0:
+            _LOGGER.warning(
+                "the data have no sample for an epoch: training stops at step %d; a stream may be "
+                "shorter than max_steps says",
+                self.state.global_step,
+            )
+            self.control.should_training_stop = True
+        self.end_epoch()
+
+    def _updates(self, loader: Any, updates: int, behind: int) -> Iterator[tuple[list, Any]]:
+        """Yields the mini-batches of each optimizer step of the epoch, and the number of items that
+        they have together, where the loss is divided by it.
+
+        Args:
+            behind: mini-batches that a run which is resumed here has learned.
+        """
+        each = self.args.gradient_accumulation_steps
+        last = self._at.batches % each or each
+        if behind:
+            loader = skip_first_batches(loader, behind)
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(self._at.number)
+        batches = iter(loader)
+        for update in range(behind // each, updates):
+            count = each if update < updates - 1 else last
+            yield self.get_batch_samples(batches, count, self.args.device)
+
+    def _restoring(self, feed: Iterator[Any], checkpoint: str | None) -> Iterator[Any]:
+        """Yields what a feed does; generators are restored behind its first item, as the order of
+        the data was drawn before."""
+        for i, item in enumerate(feed):
+            if i == 0:
+                self._load_rng_state(checkpoint)
+            yield item
+
+    def drive(self, feed: Iterator[tuple[list, Any]]) -> None:
+        """Runs the steps of an epoch: each is :meth:`learn` of an item of the feed."""
+        raise NotImplementedError
+
+    def learn(self, batch: tuple[list, Any]) -> bool:
+        """Adds up the gradients of mini-batches and takes the optimizer's step; returns whether it
+        was taken: a stream may end before."""
+        minibatches, items = batch
+        at, args, gradients = self._at, self.args, self.accelerator.gradient_state
+        ends_step = False
+        self.current_gradient_accumulation_steps = len(minibatches)
+        for i, minibatch in enumerate(minibatches):
+            at.batch += 1
+            number = at.batch + 1
+            ends_step = number % args.gradient_accumulation_steps == 0 or number == at.batches
+            gradients._set_sync_gradients(ends_step)
+            if at.batch % args.gradient_accumulation_steps == 0:
+                self.begin_step()
+                self._call("on_step_begin")
+            with self._synchronised(at.model, last=i == len(minibatches) - 1):
+                loss = self.training_step(at.model, minibatch, items)
+            self._tr_loss += loss
+            self.current_flos: Any = self.current_flos + float(self.floating_point_ops(minibatch))
+            self._track_num_input_tokens(minibatch)
+            if ends_step:
+                self._update(at)
+            else:
+                self._call("on_substep_end")
+            if self.is_over():
+                break
+        return ends_step
+
+    def _synchronised(
+        self, model: nn.Module, *, last: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context of a mini-batch: the processes' gradients are added up with the step's last
+        one."""
+        accelerator = self.accelerator
+        each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        if last or each or deepspeed:
+            return contextlib.nullcontext()
+        # A model that transformers has loaded in shares is not wrapped by accelerate.
+        loaded_in_shares = getattr(self, "is_distributed_loading_by_transformers", False)
+        if loaded_in_shares and hasattr(self.model, "set_requires_gradient_sync"):
+            return self._defer_fsdp_gradient_reduction()
+        return accelerator.no_sync(model=model)
+
+    def _update(self, at: _Epoch) -> None:
+        """The optimizer's step along the gradient, and the schedule's."""
+        norm = self._clip_grad_norm(at.model) if self.args.max_grad_norm > 0 else None
+        at.norm = self._get_grad_norm(at.model, grad_norm=norm)
+        self.before_update(at.model, at.norm)
+        self._call("on_pre_optimizer_step")
+        self.begin_update()
+        assert self.optimizer is not None
+        self.optimizer.step()
+        self._call("on_optimizer_step")
+        at.rate = self._get_learning_rate()
+        if not self.accelerator.optimizer_step_was_skipped and not isinstance(
+            self.lr_scheduler, (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
+        ):
+            assert self.lr_scheduler is not None
+            self.lr_scheduler.step()
+        at.model.zero_grad()
+        self.state.global_step += 1
+        self.state.epoch = at.number + (at.batch + 1) / at.batches
+        self.end_step()
+        self._call("on_step_end")
+
+    def begin_step(self) -> None:
+        """Does nothing, for subclasses: before callbacks are told that a step begins."""
 
     def before_update(self, model: nn.Module, norm: Any) -> None:
-        """Does nothing, for subclasses: the loop calls it before each optimizer step, with the
-        gradient's norm before clipping."""
+        """Does nothing, for subclasses: before an optimizer step, with the gradient's norm before
+        clipping."""
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # Callbacks are called before all of it, and after each part, but not after all of it.
-        with self.concluding():
-            super()._maybe_log_save_evaluate(*args, **kwargs)
+    def begin_update(self) -> None:
+        """Does nothing, for subclasses: after this weights are ahead of the last state."""
 
-    def concluding(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which what is due at the end of a step or of an epoch is logged, evaluated and
-        saved."""
-        return contextlib.nullcontext()
+    def end_step(self) -> None:
+        """Does nothing, for subclasses: before callbacks are told that a step has ended."""
+
+    def end_epoch(self) -> None:
+        """Tells callbacks that an epoch has ended."""
+        self._call("on_epoch_end")
+
+    def is_over(self) -> bool:
+        """Whether no further batch of this epoch is learned."""
+        return self.control.should_epoch_stop or self.control.should_training_stop
+
+    def log_evaluate_and_save(self) -> None:
+        """Logs, evaluates and saves, as far as ``control`` says that it is due."""
+        at = self._at
+        trial, ignored, began = at.ends
+        self._maybe_log_save_evaluate(
+            self._tr_loss, at.norm, at.model, trial, at.number, ignored, began, at.rate
+        )
+
+    def _call(self, event: str) -> None:
+        """Tells callbacks, which may change ``control``."""
+        handler = self.callback_handler
+        self.control = getattr(handler, event)(self.args, self.state, self.control)
 
     # Checkpoints.
 

@@ -40,7 +40,7 @@ from fastrl.run.precision import refuse_fp16_twice
 from fastrl.run.processes import OneProcess, processes_of
 from fastrl.run.processor_files import write_processor
 from fastrl.run.random_state import drawing_from, random_state, restore_random_state, seed_at
-from fastrl.run.stopping import Stopped, asked, stop_at_a_steps_end
+from fastrl.run.stopping import Stopped
 from fastrl.run.transformers_base import OpenTrainer
 from fastrl.run.transformers_callbacks import LossProgress
 from fastrl.run.transformers_files import save_process, save_state
@@ -50,6 +50,7 @@ from fastrl.run.transformers_settings import (
     settings_of_steps,
 )
 from fastrl.trainers import rehearse
+from fastrl.trainers.driver import Driver, NotSaved
 from fastrl.trainers.finite_steps import FiniteSteps
 from fastrl.trainers.low_memory import (
     BY_DEFAULT,
@@ -110,6 +111,7 @@ class BaseTrainer(OpenTrainer):
     method: Method | None = None
     computed_columns: tuple[str, ...] = ()
     rehearsed_as: ClassVar[rehearse.Surface]
+    resumes_by = "resume_from_checkpoint=True"
     metric_differences: ClassVar[Mapping[str, tuple[str, str]]] = {}  # see MetricMeans
 
     def __init__(self, *, args: Any, model: Any = None, **kwargs: Any):
@@ -121,6 +123,7 @@ class BaseTrainer(OpenTrainer):
         self.kept: dict[str, Any] = {}
         self.run_folder: RunFolder | None = None
         self._run = RunPlace()
+        self._driver = Driver(self)
         self._says_precision = settle_precision(args, model)
         if isinstance(model, nn.Module):
             refuse_fp16_twice(model, str(args.mixed_precision))
@@ -132,8 +135,8 @@ class BaseTrainer(OpenTrainer):
         check_found(self.accelerator)
         self.processes = processes_of(self.accelerator)
         self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO
-        self.callback_handler.callbacks.insert(0, FirstToKnow(self._place_of_run, self._mark))
-        self.add_callback(LastToKnow(self._place_of_run, self._training_begins))
+        self.callback_handler.callbacks.insert(0, FirstToKnow(self._place_of_run))
+        self.add_callback(LastToKnow(self._training_begins))
         # transformers' filter of NaN losses waits for the device in each pass, and hides what we
         # count.
         self.args.logging_nan_inf_filter = False
@@ -295,20 +298,11 @@ class BaseTrainer(OpenTrainer):
         path = None if run.checkpoint is None else str(run.checkpoint)
         evaluates_first = self.args.eval_on_start
         self.args.eval_on_start = evaluates_first and path is None
-        with stop_at_a_steps_end():
-            try:
-                with exits_are_errors():
-                    return super().train(path, trial, *rest)
-            except Stopped as stopped:
-                if stopped.args:  # the state is saved
-                    raise
-                self._save_after(stopped)
-                raise self._stopped() from None
-            except Exception as error:
-                self._save_after(error)
-                raise
-            finally:
-                self.args.eval_on_start = evaluates_first
+        try:
+            with self._driver.guarded():
+                return super().train(path, trial, *rest)
+        finally:
+            self.args.eval_on_start = evaluates_first
 
     def _resuming(self) -> Resuming:
         return Resuming(
@@ -627,40 +621,65 @@ class BaseTrainer(OpenTrainer):
         self._run.minibatch += len(batches)
         return batches, items
 
-    @contextlib.contextmanager
-    def concluding(self) -> Iterator[None]:
+    # The steps of a run, as the driver has them.
+
+    def drive(self, feed: Iterator[Any]) -> None:
+        self._driver.drive(feed)
+
+    def begin_step(self) -> None:
+        self._run.passes = 0
+        self._run.restore_draws()
+
+    def begin_update(self) -> None:
+        self._run.between_steps = False
+
+    def end_step(self) -> None:
+        self._run.done, self._run.behind_step = self._run.minibatch, True
+        self._mark()
+
+    def end_epoch(self) -> None:
+        self._run.restore_draws()  # no batch of the epoch was left
+        super().end_epoch()
+        self._driver.conclude()
+
+    def conclude(self, *, stops: bool) -> bool:
+        """Logs, evaluates and saves what is due at the end of a step or of an epoch."""
         run, control = self._run, self.control
         if not run.behind_step:  # no step has ended, but an epoch
             run.epoch_is_over = run.behind_step = True
             run.between_steps = False
-        stops = self.processes.any(asked())
         saves = control.should_save or run.save_is_due or (stops and self.saves_when_it_fails)
         if saves:
             ends = control.should_training_stop or control.should_epoch_stop
             ends = ends or self.state.epoch % 1 == 0
             run.save_is_due = not (run.epoch_is_over or (not ends and self.at_rest()))
             control.should_save = not run.save_is_due
-        stops, saving = stops and (control.should_save or not saves), control.should_save
+        took_long = control.should_save or control.should_evaluate
         if self.args.logging_strategy == "no":
             self._metrics["train"].drop()
-        yield
+        self.log_evaluate_and_save()
         run.behind_step = False
         self._mark()
-        stops = stops or (saving and self.processes.any(asked()))  # a save may take long
-        if stops:
-            # save_strategy="best" has the last word on its evaluations
-            there = self.processes.from_main(self._is_there(self.state.global_step))
-            if self.saves_when_it_fails and not there:
-                self.save_checkpoint()
-            raise self._stopped()
+        return took_long
 
-    def _stopped(self) -> Stopped:
+    def can_rest(self) -> bool:
+        """Whether no checkpoint waits for a place from which a run can be resumed."""
+        return not self._run.save_is_due
+
+    def save_to_stop(self) -> None:
+        """Saves the state of a run that stops, also where ``save_strategy="best"`` has not."""
+        there = self.processes.from_main(self._is_there(self.state.global_step))
+        if self.saves_when_it_fails and not there:
+            self.save_checkpoint()
+
+    def stopped(self) -> Stopped:
+        """What a run raises that was asked to stop."""
         step = self.state.global_step
         if not self._is_there(step):
             return Stopped(f"stopped after step {step}; its state is not saved")
         return Stopped(
             f"stopped after step {step}; saved: {self.checkpoints.path(step)}; --resume "
-            "(resume_from_checkpoint=True) continues"
+            f"({self.resumes_by}) continues"
         )
 
     def save_checkpoint(self) -> None:
@@ -713,8 +732,6 @@ class BaseTrainer(OpenTrainer):
             "own": self.own_state(),
         }
 
-    # After an exception.
-
     def _mark(self) -> None:
         """Keeps what the next step changes before it updates the weights."""
         run = self._run
@@ -730,35 +747,28 @@ class BaseTrainer(OpenTrainer):
             "own": self.own_mark(),
         }
 
-    def _save_after(self, error: BaseException) -> None:
-        """Saves the state of the last complete step, where it is still there."""
+    def save_before(self, error: BaseException) -> Path | None:
+        """Goes back to the state of the last complete step, where it is still there, and saves it;
+        see :class:`fastrl.trainers.driver.Driven`."""
         run, step, mark = self._run, self.state.global_step, self._run.last_step
         if mark is None or run.saving:
-            return  # no step was begun; or saving was what failed, and the error says what is left
+            return None  # no step was begun; or saving was what failed, and the error says so
         run.alone = not self.processes.all_know(error)
         if run.alone and not self.args.should_save:
-            return
-        kind, newest = type(error).__name__, next(reversed(self.checkpoints.paths()), None)
-        last = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
+            return None
+        newest = next(reversed(self.checkpoints.paths()), None)
         # With these transformers asks the other processes for what it saves.
         needs_others = self.is_fsdp_enabled or self.is_deepspeed_enabled
         needs_others = needs_others or run.behind_step  # for the others' losses of that step
         if not (run.between_steps and mark["at_rest"]) or (run.alone and needs_others):
-            warnings.warn(f"after {kind} the state is not saved: {last}", stacklevel=3)
-        elif step and newest != self.checkpoints.path(step):
-            restore_random_state(mark["random"])
-            self.load_losses(mark["loss"])
-            self.current_flos = mark["flos"]
-            self.state.num_input_tokens_seen = mark["tokens"]
-            self.own_rewind(mark["own"])
-            try:
-                self.save_checkpoint()
-            except Exception as second:
-                warnings.warn(f"after {kind} the state could not be saved: {second}", stacklevel=3)
-                return
-            if not isinstance(error, Stopped):
-                warnings.warn(
-                    f"after {kind} the state is saved in {self.checkpoints.path(step)}; --resume "
-                    "(resume_from_checkpoint=True) continues from there",
-                    stacklevel=3,
-                )
+            there = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
+            raise NotSaved(there)
+        if not step or newest == self.checkpoints.path(step):
+            return None
+        restore_random_state(mark["random"])
+        self.load_losses(mark["loss"])
+        self.current_flos = mark["flos"]
+        self.state.num_input_tokens_seen = mark["tokens"]
+        self.own_rewind(mark["own"])
+        self.save_checkpoint()
+        return self.checkpoints.path(step)

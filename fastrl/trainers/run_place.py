@@ -94,50 +94,31 @@ class RunPlace:
 
 
 class FirstToKnow(TrainerCallback):
-    """Notes what transformers' loop does, before other callbacks, which may draw random numbers,
-    and fail.
+    """Begins the epochs of a run, before other callbacks, which may draw random numbers, and fail.
 
     Args:
         place: returns the place of the run that is going on.
-        mark: keeps what the next step changes.
     """
 
-    def __init__(self, place: Callable[[], RunPlace], mark: Callable[[], None]):
-        self.place, self.mark = place, mark
+    def __init__(self, place: Callable[[], RunPlace]):
+        self.place = place
 
     def on_epoch_begin(self, *_: Any, **kwargs: Any) -> None:
         self.place().begin_epoch(kwargs["train_dataloader"])
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.place().passes = 0
-        self.place().restore_draws()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        place = self.place()
-        place.done, place.behind_step = place.minibatch, True
-        self.mark()
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        self.place().restore_draws()  # no batch of the epoch was left
-
 
 class LastToKnow(TrainerCallback):
-    """Notes what transformers' loop does, after other callbacks: if these fail, nothing has
-    changed.
+    """Makes the last preparations of a run before its first step, after other callbacks.
 
     Args:
-        place: returns the place of the run that is going on.
-        begin: makes the last preparations before the first step.
+        begin: makes them.
     """
 
-    def __init__(self, place: Callable[[], RunPlace], begin: Callable[[], None]):
-        self.place, self.begin = place, begin
+    def __init__(self, begin: Callable[[], None]):
+        self.begin = begin
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.begin()
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.place().between_steps = False
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
