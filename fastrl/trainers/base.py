@@ -50,7 +50,7 @@ from fastrl.run.transformers_settings import (
     settings_of_steps,
 )
 from fastrl.trainers import rehearse
-from fastrl.trainers.driver import Driver, NotSaved
+from fastrl.trainers.driver import Driver, StateLost
 from fastrl.trainers.finite_steps import FiniteSteps
 from fastrl.trainers.low_memory import (
     BY_DEFAULT,
@@ -85,10 +85,9 @@ class BaseTrainer(OpenTrainer):
     written to another folder, gets a manifest, and then its name.
 
     It is written where a resumed run begins its next step alike: at an epoch's end behind its
-    evaluation, and where :meth:`at_rest` says so. After an exception in a step that has not changed
-    the weights, the state before it is saved, and after one in what follows a step, such as its
-    evaluation, the state behind it: by all processes where all have left :meth:`agreed` work, else
-    that before a step by the main one alone, without the others' random states.
+    evaluation, and where :meth:`at_rest` says so. After an exception, see
+    :class:`fastrl.trainers.driver.Driver`, by all processes where all have left :meth:`agreed`
+    work, else that before a step by the main one alone, without the others' random states.
 
     A run of several processes goes on with another number of them, where all together still have as
     many samples in a step: with the same examples in the same steps.
@@ -762,7 +761,7 @@ class BaseTrainer(OpenTrainer):
         needs_others = needs_others or run.behind_step  # for the others' losses of that step
         if not (run.between_steps and mark["at_rest"]) or (run.alone and needs_others):
             there = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
-            raise NotSaved(there)
+            raise StateLost(there)
         if not step or newest == self.checkpoints.path(step):
             return None
         restore_random_state(mark["random"])

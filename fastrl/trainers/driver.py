@@ -13,8 +13,8 @@ from fastrl.run.stopping import Stopped, asked, stop_at_a_steps_end
 from fastrl.user_code import exits_are_errors
 
 
-class NotSaved(Exception):
-    """The state before a step that failed is not there any more; the message says why."""
+class StateLost(Exception):
+    """The state before a step that failed is not there any more; the message says what is."""
 
 
 class Driven(Protocol):
@@ -54,7 +54,7 @@ class Driven(Protocol):
         and it is not there yet; returns the checkpoint.
 
         Raises:
-            NotSaved: the weights are not those of that state any more.
+            StateLost: the weights are not those of that state any more.
         """
 
 
@@ -115,7 +115,7 @@ class Driver:
         name = type(error).__name__
         try:
             saved = self.run.save_before(error)
-        except NotSaved as why:
+        except StateLost as why:
             warnings.warn(f"after {name} the state is not saved: {why}", stacklevel=5)
         except Exception as second:
             warnings.warn(f"after {name} the state could not be saved: {second}", stacklevel=5)

@@ -46,9 +46,10 @@ from fastrl.run.ledger import Ledger
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.progress import ProgressCallback
 from fastrl.run.random_state import random_state_kept, seed_at
-from fastrl.run.stopping import stop_at_a_steps_end
+from fastrl.run.stopping import Stopped, stop_at_a_steps_end
 from fastrl.samples import Samples
 from fastrl.settings import check_ranges, check_types, setting
+from fastrl.trainers.driver import Driver
 from fastrl.trainers.ppo.guards import check_divergence
 from fastrl.trainers.ppo.ledger import open_ledger
 from fastrl.trainers.ppo.roles import Stepping
@@ -83,6 +84,8 @@ class Loop:
     Raises:
         ValueError: as it does.
     """
+
+    resumes_by = "resume=True"
 
     def __init__(
         self,
@@ -302,36 +305,61 @@ class Loop:
             self.saving.opened(self) as resumed,
             self._ledger_opened(),
         ):
-            done, last = self.trainer.current_step, self.last_step
+            done, last, driver = self.trainer.current_step, self.last_step, Driver(self)
             self._call("on_train_begin", max(last - done, 0))
             if not resumed:
                 self._evaluate(done)
             elif self._lacks_evaluation(done):
                 self._evaluate(done)
-                self.saving.after_step(done, last=done == last)
-            for step in range(done + 1, last + 1):
-                with self.saving.step():
-                    weights_version = self.trainer.weights_version
-                    metrics, samples = self._next_step()
-                    if self.ledger is not None:
-                        experience = self.trainer.experience
-                        assert experience is not None
-                        metrics |= self.ledger.add(step, samples, weights_version, experience)
-                    self.result.add_step(metrics)
-                    shown = samples.prompt_texts, samples.texts, samples.rewards.tolist()
-                    self._call("on_samples", step, ShownSamples(*shown))
-                    asked = True in self._call("on_step", step, metrics)
-                    if self.processes.any(asked):
-                        self.steps = step - self.begun_at
-                    check_divergence(self.trainer.config, step, metrics)
-                    if self._is_evaluated(step):
-                        self._evaluate(step)
-                self.saving.after_step(step, last=step == self.last_step)
-                if step == self.last_step:
-                    break
+                self.saving.save_if_due(done, last=done == last, stops=False)
+            with driver.guarded():
+                driver.drive(range(done + 1, last + 1))
             self.result.seconds = self._seconds()
             self._call("on_train_end", self.result)
         return self.result
+
+    # The steps of a run, as the driver has them.
+
+    def learn(self, batch: int) -> bool:
+        """Takes the step of that number, on the next prompts."""
+        self.saving.mark()
+        weights_version = self.trainer.weights_version
+        metrics, samples = self._next_step()
+        if self.ledger is not None:
+            experience = self.trainer.experience
+            assert experience is not None
+            metrics |= self.ledger.add(batch, samples, weights_version, experience)
+        self._latest = metrics, samples
+        return True
+
+    def conclude(self, *, stops: bool) -> bool:
+        step, (metrics, samples) = self.trainer.current_step, self._latest
+        self.result.add_step(metrics)
+        shown = samples.prompt_texts, samples.texts, samples.rewards.tolist()
+        self._call("on_samples", step, ShownSamples(*shown))
+        ends = True in self._call("on_step", step, metrics)
+        if self.processes.any(ends):
+            self.steps = step - self.begun_at
+        check_divergence(self.trainer.config, step, metrics)
+        evaluates = self._is_evaluated(step)
+        if evaluates:
+            self._evaluate(step)
+        return self.saving.save_if_due(step, last=self.is_over(), stops=stops) or evaluates
+
+    def can_rest(self) -> bool:
+        return True
+
+    def is_over(self) -> bool:
+        return self.trainer.current_step >= self.last_step
+
+    def save_to_stop(self) -> None:
+        self.saving.save_to_stop()
+
+    def stopped(self) -> Stopped:
+        return self.saving.stopped()
+
+    def save_before(self, error: BaseException) -> Path | None:
+        return self.saving.save_before(error)
 
     def _ledger_opened(self) -> AbstractContextManager[None]:
         if self.ledger is None:

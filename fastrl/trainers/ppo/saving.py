@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,12 +14,12 @@ from fastrl.run.callbacks import Evaluation
 from fastrl.run.checkpoints import Checkpoints, read_manifest, step_of, warn_of_another_machine
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import MetricsCallback, MetricsFile
-from fastrl.run.processes import OneProcess, PeerFailed, Processes
+from fastrl.run.processes import OneProcess, Processes
 from fastrl.run.random_state import random_state, restore_random_state, same_state
 from fastrl.run.state import load_tree, save_tree
-from fastrl.run.stopping import Stopped, asked
+from fastrl.run.stopping import Stopped
+from fastrl.trainers.driver import StateLost
 from fastrl.trainers.ppo.roles import Resumable, Run
-from fastrl.user_code import exits_are_errors
 
 
 class Saving(Protocol):
@@ -33,11 +32,20 @@ class Saving(Protocol):
     def opened(self, loop: Run) -> AbstractContextManager[bool]:
         """Context of the run, which gives whether it goes on from a checkpoint."""
 
-    def step(self) -> AbstractContextManager[None]:
-        """Context of a step, its callbacks and evaluation."""
+    def mark(self) -> None:
+        """Keeps what the next step changes before it updates the weights."""
 
-    def after_step(self, step: int, *, last: bool) -> None:
-        """Saves where it is time to; stops where that was asked for."""
+    def save_if_due(self, step: int, *, last: bool, stops: bool) -> bool:
+        """Saves the state behind a step where it is time to, or the run stops; returns whether."""
+
+    def save_to_stop(self) -> None:
+        """Saves the state behind the latest step, if that is not there."""
+
+    def stopped(self) -> Stopped:
+        """What a run raises that was asked to stop."""
+
+    def save_before(self, error: BaseException) -> Path | None:
+        """See :class:`fastrl.trainers.driver.Driven`."""
 
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same in all processes."""
@@ -48,19 +56,28 @@ class NotSaved:
 
     ledger_folder: Path | None = None
 
-    def __init__(self, processes: Processes):
-        self.processes = processes
+    def __init__(self, trainer: Resumable):
+        self.trainer = trainer
 
     @contextlib.contextmanager
     def opened(self, loop: Run) -> Iterator[bool]:
         yield False
 
-    def step(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def mark(self) -> None:
+        pass
 
-    def after_step(self, step: int, *, last: bool) -> None:
-        if self.processes.any(asked()):
-            raise Stopped(f"stopped after step {step}; nothing was saved, as there is no output")
+    def save_if_due(self, step: int, *, last: bool, stops: bool) -> bool:
+        return False
+
+    def save_to_stop(self) -> None:
+        pass
+
+    def stopped(self) -> Stopped:
+        step = self.trainer.current_step
+        return Stopped(f"stopped after step {step}; nothing was saved, as there is no output")
+
+    def save_before(self, error: BaseException) -> Path | None:
+        return None
 
     def settings(self) -> dict[str, Any]:
         return {"output": None}
@@ -98,7 +115,8 @@ class SavedInFolder:
         self.checkpoints = Checkpoints(folder.checkpoints, keep_last or None)
         self.ledger_folder: Path | None = folder.ledger
         self._loop: Any = None
-        self._random: list[dict[str, Any]] = []  # states of all processes after the last step
+        self._random: list[dict[str, Any]] = []  # states of all processes before the next step
+        self._begun = (-1, -1)  # steps of the trainer and of its optimizers before that
 
     @contextlib.contextmanager
     def opened(self, loop: Run) -> Iterator[bool]:
@@ -142,49 +160,22 @@ class SavedInFolder:
             in_it = loop.ledger.ledger.folder == self.folder.ledger
             loop.ledger.ledger.supersede(done if owned or not in_it else 0)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Saves the state if the block raises an exception."""
-        trainer, begun = self.trainer, random_state()
-        steps, updates = trainer.current_step, trainer.steps_begun
-        try:
-            with exits_are_errors():
-                yield
-        except (Exception, Stopped) as error:
-            random = [random_state()]  # other processes' states are not known after the update
-            if trainer.current_step == steps:
-                if trainer.steps_begun != updates:
-                    warnings.warn(
-                        f"step {steps + 1} failed within its update, so that its state is not "
-                        f"saved: {self._newest()}",
-                        stacklevel=2,
-                    )
-                    raise
-                restore_random_state(begun)
-                random = [*self._random]
-                random[self.processes.index] = begun
-            self._save_after(error, random)
-            if isinstance(error, Stopped):
-                raise self._stopped() from None
-            raise
-
-    def after_step(self, step: int, *, last: bool) -> None:
-        try:
-            # What is drawn by keys moves no generator: then there is nothing to tell.
-            now, before = random_state(), self._random[self.processes.index]
-            decisions = None if same_state(now, before) else now
-            answers = self.processes.objects((asked(), decisions))
-        except PeerFailed as error:
-            self._save_after(error, [random_state()])
-            raise
-        news = [new for _, new in answers]
+    def mark(self) -> None:
+        now, before = random_state(), self._random[self.processes.index]
+        # What is drawn by keys moves no generator: then there is nothing to tell.
+        news = self.processes.objects(None if same_state(now, before) else now)
         self._random = [new or old for new, old in zip(news, self._random, strict=True)]
-        stops = any(asked for asked, _ in answers)
-        if stops or (self.save_every and (last or step % self.save_every == 0)):
+        self._begun = self.trainer.current_step, self.trainer.steps_begun
+
+    def save_if_due(self, step: int, *, last: bool, stops: bool) -> bool:
+        due = bool(self.save_every) and (last or step % self.save_every == 0)
+        if due or stops:
             self.save()
-            stops = stops or self.processes.any(asked())  # a save may take long
-        if stops:
-            raise self._stopped()
+        return due or stops
+
+    def save_to_stop(self) -> None:
+        if not self._is_there(self.trainer.current_step):
+            self.save()
 
     def settings(self) -> dict[str, Any]:
         return {"output": "a folder", "save_every": self.save_every, "resume": bool(self.resume)}
@@ -205,44 +196,39 @@ class SavedInFolder:
                 state = {**state, "loop": loop}
             save_tree(state, folder, processes)
 
-    def _save_after(self, error: BaseException, random: Sequence[Mapping[str, Any]]) -> None:
-        """Saves the state after an error, which is raised whatever becomes of that; other processes
-        may have ended, so that it is not asked for anything from them.
-
-        Args:
-            random: the random states of the first processes, as far as they are known.
-        """
-        step, name = self.trainer.current_step, type(error).__name__
-        if any(step_of(path) == step for path in self.checkpoints.paths()):
-            return
-        try:
-            if is_spread(self.trainer.model):
-                if not self.processes.all_know(error):
-                    raise RuntimeError(
-                        "its weights are spread over processes, of which one has ended or failed "
-                        f"by itself; {self._newest()}"
-                    )
-                self.save()
-            elif self.processes.is_main:
-                self._write(self.trainer.state_dict(random), OneProcess())
-            else:
-                return
-        except Exception as second:
-            warnings.warn(f"after {name} the state could not be saved: {second}", stacklevel=3)
-        else:
-            if not isinstance(error, Stopped):
-                warnings.warn(
-                    f"after {name} the state is saved in {self.checkpoints.path(step)}; --resume "
-                    "(resume=True) continues from there",
-                    stacklevel=3,
+    def save_before(self, error: BaseException) -> Path | None:
+        """See :class:`fastrl.trainers.driver.Driven`; other processes may have ended, so that it is
+        not asked for anything from them."""
+        step, updates = self.trainer.current_step, self.trainer.steps_begun
+        random = [random_state()]  # behind a step, that of other processes is not known
+        if (step, updates) == self._begun:
+            random = self._random
+            restore_random_state(random[self.processes.index])
+        elif step == self._begun[0]:
+            raise StateLost(f"step {step + 1} failed within its update; {self._newest()}")
+        if self._is_there(step):
+            return None
+        if is_spread(self.trainer.model):
+            if not self.processes.all_know(error):
+                raise RuntimeError(
+                    "its weights are spread over processes, of which one has ended or failed by "
+                    f"itself; {self._newest()}"
                 )
+            return self.save()
+        if not self.processes.is_main:
+            return None
+        self._write(self.trainer.state_dict(random), OneProcess())
+        return self.checkpoints.path(step)
 
-    def _stopped(self) -> Stopped:
+    def stopped(self) -> Stopped:
         step = self.trainer.current_step
         return Stopped(
             f"stopped after step {step}; saved: {self.checkpoints.path(step)}; --resume "
             "(resume=True) continues"
         )
+
+    def _is_there(self, step: int) -> bool:
+        return any(step_of(path) == step for path in self.checkpoints.paths())
 
     def _newest(self) -> str:
         paths = self.checkpoints.paths()
@@ -262,7 +248,7 @@ def make_saving(
         if resume or overwrite:
             name = "resume" if resume else "overwrite"
             raise ValueError(f"{name} needs a folder: pass output")
-        return NotSaved(trainer.processes)
+        return NotSaved(trainer)
     if not isinstance(output, RunFolder):
         config = {
             "command": "train",
