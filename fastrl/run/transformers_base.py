@@ -9,7 +9,7 @@ them in another version of transformers.
 from __future__ import annotations
 
 import contextlib
-import logging
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,6 @@ from torch.utils.data import DataLoader
 from transformers.optimization import GreedyLR
 from transformers.trainer import SCALER_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
-
-_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass
@@ -130,10 +128,10 @@ class OpenTrainer(transformers.Trainer):
             feed = self._restoring(feed, resume_from_checkpoint)
         self.drive(feed)
         if self._at.batch < 0:
-            _LOGGER.warning(
-                "the data have no sample for an epoch: training stops at step %d; a stream may be "
-                "shorter than max_steps says",
-                self.state.global_step,
+            warnings.warn(
+                "the data have no sample for an epoch: training stops at step "
+                f"{self.state.global_step}; a stream may be shorter than max_steps says",
+                stacklevel=2,
             )
             self.control.should_training_stop = True
         self.end_epoch()
