@@ -27,7 +27,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 
 @dataclass
-class _Epoch:
+class StepsOfEpoch:
     """An epoch of a run, and what its latest step leaves for the logs."""
 
     model: nn.Module  # as it is prepared for several processes
@@ -120,7 +120,7 @@ class OpenTrainer(transformers.Trainer):
         resumes = resume_from_checkpoint is not None and epoch == epochs_trained
         behind = steps_trained_in_current_epoch if resumes else 0
         ends = trial, ignore_keys_for_eval, start_time
-        self._at = _Epoch(model, epoch, steps_in_epoch, ends, behind - 1)
+        self._at = StepsOfEpoch(model, epoch, steps_in_epoch, ends, behind - 1)
         feed = self._updates(train_dataloader, num_update_steps_per_epoch, behind)
         if resumes and not behind:
             self._load_rng_state(resume_from_checkpoint)
@@ -210,7 +210,7 @@ class OpenTrainer(transformers.Trainer):
             return self._defer_fsdp_gradient_reduction()
         return accelerator.no_sync(model=model)
 
-    def _update(self, at: _Epoch) -> None:
+    def _update(self, at: StepsOfEpoch) -> None:
         """The optimizer's step along the gradient, and the schedule's."""
         norm = self._clip_grad_norm(at.model) if self.args.max_grad_norm > 0 else None
         at.norm = self._get_grad_norm(at.model, grad_norm=norm)
