@@ -581,7 +581,8 @@ class PPOConfig:
     @property
     def title(self) -> str:
         """The algorithm's name, and the policy loss where it is not PPO's clip."""
-        loss = "" if self.policy_loss == "clip" else f" with {self.policy_loss.rpartition(':')[2]}"
+        name, default = self.policy_loss, PPOConfig.policy_loss
+        loss = "" if name == default else f" with {name.rpartition(':')[2]}"
         return f"{self.method.rpartition(':')[2]}{loss}"
 
     @property
@@ -649,7 +650,7 @@ class PPOConfig:
         """Warns of a policy loss that learns as the default does, as all ratios are 1."""
         one_step = self.ppo_epochs == 1 and self.backward_batch_size == self.batch_size
         high = self.cliprange if self.cliprange_high is None else self.cliprange_high
-        if one_step and self.policy_loss != "clip":
+        if one_step and self.policy_loss != PPOConfig.policy_loss:
             if policy_loss(self.policy_loss).of_response and self.sampler_correction != "off":
                 return  # the ratio is to the sampler
             if learns_as_clip(self.policy_loss, (self.cliprange, high)):
@@ -662,7 +663,7 @@ class PPOConfig:
 
     def _check_policy_loss(self) -> None:
         if self.delta is not None:
-            if self.policy_loss != "clip":
+            if "delta" not in policy_loss(self.policy_loss).arguments:
                 raise ValueError(
                     f"delta is for policy_loss='clip', not {self.policy_loss!r}: leave it out"
                 )

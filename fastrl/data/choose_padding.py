@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +96,41 @@ def runs_packed(
             )
             break
     return packs
+
+
+class Packing:
+    """Whether a trainer's model runs batches without padding: found by :func:`runs_packed` at the
+    first use, when the model is on its device.
+
+    Args:
+        device, precision, anywhere, scores: as of :func:`runs_packed`.
+        context: makes the context in which the model runs.
+        asks: whether the settings ask for such batches.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: torch.dtype,
+        context: Callable[[], AbstractContextManager[Any]],
+        anywhere: Callable[[bool], bool],
+        asks: Callable[[], bool],
+        scores: Scores,
+    ):
+        self.device, self.precision, self.context = device, precision, context
+        self.anywhere, self.asks, self.scores = anywhere, asks, scores
+        self._packs: bool | None = None
+
+    def __call__(self, model: nn.Module) -> bool:
+        if self._packs is None:
+            given, asked = (self.device, self.precision, self.scores), self.asks()
+            with self.context():
+                self._packs = runs_packed([model], *given, asked=asked, anywhere=self.anywhere)
+        return self._packs
+
+    def padding(self, model: nn.Module) -> Padding:
+        """The padding of batches, which the processes choose together."""
+        return PaddingFree() if self(model) else Padded()
 
 
 @asked_once

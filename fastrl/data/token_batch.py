@@ -254,9 +254,9 @@ class TokenBatch:
         return self.response_mask[inside]
 
     def scatter(self, per_row: Tensor, rows: Tensor) -> Tensor:
-        """Values [N] of ``rows()`` as [B, T-1], zero elsewhere; differentiable."""
-        flat = per_row.new_zeros(self.input_ids.numel()).index_copy(0, rows, per_row)
-        return flat.view(self.input_ids.shape)[:, :-1]
+        """Values [N, ...] of ``rows()`` as [B, T-1, ...], zero elsewhere; differentiable."""
+        flat = per_row.new_zeros(self.input_ids.numel(), *per_row.shape[1:])
+        return flat.index_copy_(0, rows, per_row).unflatten(0, self.input_ids.shape)[:, :-1]
 
     def columns(self, indices: Sequence[int]) -> slice:
         """The columns of [B, T] in which samples ``indices`` are not all padding."""

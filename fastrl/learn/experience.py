@@ -130,8 +130,7 @@ class Minibatch(NamedTuple):
 
     def at_tokens(self, of_samples: Tensor) -> Tensor:
         """What is known of samples, [B], at each of their tokens, [N]."""
-        # With output_size it does not wait for the device.
-        return of_samples.repeat_interleave(self.counts, output_size=len(self.old.advantages))
+        return repeated_at_tokens(of_samples, self.counts, len(self.old.advantages))
 
     def sums(self, x: Tensor) -> Tensor:
         """Sums numbers of tokens, [N], over the tokens of each sample, [B]."""
@@ -160,3 +159,13 @@ class Minibatch(NamedTuple):
         """Parts that a forward runs at a time."""
         parts = self.tokens.parts(range(self.size), limit)
         return [self] if len(parts) == 1 else list(map(self.select, parts))
+
+
+def repeated_at_tokens(of_samples: Tensor, counts: Tensor, total: int) -> Tensor:
+    """What is known of samples, [B], at each of their tokens, [N].
+
+    Args:
+        counts: tokens of each sample, [B] int64.
+        total: N, with which it does not wait for the device.
+    """
+    return of_samples.repeat_interleave(counts, output_size=total)

@@ -176,11 +176,9 @@ class GradientStep:
         gradient is yet."""
         largest = max((minibatch.size for minibatch in minibatches), default=1)
         tokens = self.rules.micro_batch_tokens
-        losses = self.micro_batches(
-            lambda size: self._backward(minibatches, PassLimit(size, tokens)),
-            largest,
-            self.engine.discard,
-        )
+        for attempt in self.micro_batches(largest, self.engine.discard):
+            with attempt as size:
+                losses = self._backward(minibatches, PassLimit(size, tokens))
         self.learning.keep(self.engine.unwrapped)
         return self._read(losses, experience)
 
@@ -194,7 +192,7 @@ class GradientStep:
         losses = []
         denominators = self.loss.denominators(minibatches)
         for minibatch, denominator in zip(minibatches, denominators, strict=True):
-            indices, parts, counts = self._share(minibatch, limit)
+            own, parts, counts = self._share(minibatch, limit)
             parts = self._with_chosen(parts, counts)
             results = []
             for i, part in enumerate(parts):
@@ -213,9 +211,9 @@ class GradientStep:
                     results.append(own_loss)
                     loss = results[-1].loss
                     self.engine.add(loss if i < counts else loss * 0, len(minibatches))
-            joined = self.loss.joined(results[: counts or 1], indices.old)
+            joined = MinibatchLoss.joined(results[: counts or 1], own.old)
             if self.engine.processes.count > 1:
-                joined = self.loss.share(joined, indices.old, minibatch.old, float(counts > 0))
+                joined = joined.share(own.old, minibatch.old, float(counts > 0))
             losses.append(joined)
         return losses
 

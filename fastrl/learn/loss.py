@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from fastrl.data.token_batch import ModelPass
 from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.correction import on_policy
 from fastrl.learn.experience import Experience, Minibatch
-from fastrl.learn.objective import TokenObjective
+from fastrl.learn.objective import TokenLoss, TokenObjective
 from fastrl.learn.scorer import scoring_request
 from fastrl.models.host_memory import to_device
 from fastrl.models.routing import Routing
@@ -33,6 +33,50 @@ class MinibatchLoss(NamedTuple):
     def policy_kl(self) -> Tensor:
         """Mean of old - new log-prob, []; 0 of a critic."""
         return self.stats.get("ppo/policy/policykl", torch.zeros_like(self.mean_ratio))
+
+    @staticmethod
+    def joined(parts: Sequence[MinibatchLoss], old: Experience) -> MinibatchLoss:
+        """The loss of a mini-batch that was computed in parts, all with its denominator.
+
+        Args:
+            old: the whole mini-batch's experience.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        loss = parts[0].loss
+        counts = torch.tensor([len(part.advantages) for part in parts], dtype=loss.dtype)
+        tokens = to_device(counts, loss.device)
+
+        def mean(of_parts: Sequence[Tensor]) -> Tensor:
+            return (tokens * torch.stack(list(of_parts))).sum() / tokens.sum()
+
+        stats = {}
+        for name in parts[0].stats:
+            of_parts = [part.stats[name] for part in parts]
+            stats[name] = torch.stack(of_parts).sum() if name in _SUMS else mean(of_parts)
+        return MinibatchLoss(
+            torch.stack([part.loss.detach() for part in parts]).sum(),
+            stats | _variances(stats, old),
+            mean([part.mean_ratio for part in parts]),
+            torch.cat([part.ratios for part in parts]),
+            torch.cat([part.advantages for part in parts]),
+        )
+
+    def share(self, old: Experience, whole: Experience, counts: float) -> MinibatchLoss:
+        """What a part of a mini-batch, with the mini-batch's denominator, contributes to its loss
+        and statistics, which are the sums over the parts.
+
+        Args:
+            old, whole: experience of the part, and of the mini-batch.
+            counts: 1; 0 where the part is only there for others to wait for.
+        """
+        part = counts * len(old.logprobs) / len(whole.logprobs)
+        stats = {k: x * (counts if k in _SUMS else part) for k, x in self.stats.items()}
+        # The parts' shares of the tokens add up to 1.
+        stats |= {name: x * part for name, x in _variances(stats, whole).items()}
+        ratios = self.ratios if counts else self.ratios[:0]
+        loss = self.loss.detach() * counts
+        return MinibatchLoss(loss, stats, self.mean_ratio * part, ratios, whole.advantages)
 
 
 # Statistics that add up over the parts of a mini-batch: sums over one denominator, and counts.
@@ -135,59 +179,6 @@ class RouterTerm(NamedTuple):
         return found._replace(loss=own.loss + term)
 
 
-class TokenLoss:
-    """Σ_t v_t·(u_t·ℓ_t + β·KL_t - c·H_t) / D over the tokens of a mini-batch, see
-    :mod:`fastrl.learn.objective`.
-
-    Args:
-        objective: the bounds of the ratio, and ℓ.
-        aggregate: gives v and D.
-        entropy_coef: c.
-        temperature: T of the policy softmax(logits / T).
-    """
-
-    def __init__(
-        self,
-        objective: TokenObjective,
-        aggregate: Aggregate,
-        entropy_coef: float = 0.0,
-        temperature: float = 1.0,
-    ):
-        self.objective, self.aggregate = objective, aggregate
-        self.top_entropy = objective.top_entropy
-        self.entropy_coef, self.temperature = entropy_coef, temperature
-
-    def policy_objective(
-        self,
-        part: Minibatch,
-        denominator: Tensor | float,
-        weights: Tensor | None,
-        **other: Any,
-    ) -> PolicyObjective:
-        """The objective of a mini-batch, or of a part of it.
-
-        Args:
-            denominator: D.
-            weights: v of its samples' tokens, [B]; None: 1.
-            other: what of it is another than the experience's, or than the loss's coefficients.
-        """
-        old = part.old
-        given: dict[str, Any] = {
-            "kl": old.kl,
-            "sampler_weights": old.sampler_weights,
-            "chosen": old.chosen,
-            "entropy_coef": self.entropy_coef,
-        }
-        return self.objective(
-            old.logprobs,
-            old.advantages,
-            part.counts,
-            token_weights=None if weights is None else part.at_tokens(weights),
-            denominator=denominator,
-            **{**given, **other},
-        )
-
-
 class UpdateLoss(TokenLoss):
     """The loss of a mini-batch, and its statistics.
 
@@ -195,10 +186,9 @@ class UpdateLoss(TokenLoss):
 
     Args:
         values: the value term; None: the policy learns no values.
-        per_step: whether all mini-batches of an optimizer step have one denominator.
         has_kl: whether experience has a KL term.
-        off_policy: leaves out responses by :func:`fastrl.learn.correction.on_policy`; None: none.
         router: what a mixture's routers add; None of dense models.
+        options: those of :class:`TokenLoss`.
 
     Attributes:
         names: the classic names of its statistics.
@@ -210,16 +200,12 @@ class UpdateLoss(TokenLoss):
         aggregate: Aggregate,
         values: ClippedValues | None = None,
         *,
-        per_step: bool = False,
         has_kl: bool = False,
-        entropy_coef: float = 0.0,
-        temperature: float = 1.0,
-        off_policy: float | None = None,
         router: RouterTerm | None = None,
+        **options: Any,
     ):
-        super().__init__(objective, aggregate, entropy_coef, temperature)
-        self.router = router
-        self.values, self.per_step, self.off_policy = values, per_step, off_policy
+        super().__init__(objective, aggregate, **options)
+        self.values, self.router = values, router
         self.names = (
             *_POLICY_STATS,
             *_OTHER_STATS,
@@ -282,7 +268,7 @@ class UpdateLoss(TokenLoss):
             temperature=self.temperature,
             entropy=True,
             values=self.values is not None,
-            objective=self.policy_objective(minibatch, denominator, minibatch.old.weights),
+            objective=self.policy_objective(minibatch.old, minibatch.counts, denominator),
         )
 
     def __call__(
@@ -310,27 +296,6 @@ class UpdateLoss(TokenLoss):
         stats["ppo/loss/total"] = loss.detach()
         ratios = (new.logprobs - old.logprobs).exp()
         return MinibatchLoss(loss, stats, new.stats.mean_ratio, ratios, old.advantages)
-
-    def joined(self, parts: Sequence[MinibatchLoss], old: Experience) -> MinibatchLoss:
-        """The loss of a mini-batch that was computed in parts, all with its denominator.
-
-        Args:
-            old: the whole mini-batch's experience.
-        """
-        return _joined(parts, old, self.values is not None)
-
-    def share(
-        self, own: MinibatchLoss, old: Experience, whole: Experience, counts: float
-    ) -> MinibatchLoss:
-        """What a part of a mini-batch contributes to the mini-batch's loss and statistics, which
-        are the sums over the parts.
-
-        Args:
-            own: of the part, with the mini-batch's denominator.
-            old, whole: experience of the part, and of the mini-batch.
-            counts: 1; 0 where the part is only there for others to wait for.
-        """
-        return _share(own, old, whole, counts, self.values is not None)
 
     def value_loss(
         self, new: TokenScores, objective: PolicyObjective, old_values: Tensor, returns: Tensor
@@ -401,56 +366,11 @@ class ValueLoss:
         none = torch.zeros_like(stats["ppo/loss/value"])
         return MinibatchLoss(loss, stats, none, old.returns[:0], old.advantages)
 
-    def joined(self, parts: Sequence[MinibatchLoss], old: Experience) -> MinibatchLoss:
-        """Does what :meth:`UpdateLoss.joined` does."""
-        return _joined(parts, old, has_values=True)
 
-    def share(
-        self, own: MinibatchLoss, old: Experience, whole: Experience, counts: float
-    ) -> MinibatchLoss:
-        """Does what :meth:`UpdateLoss.share` does."""
-        return _share(own, old, whole, counts, has_values=True)
-
-
-def _joined(parts: Sequence[MinibatchLoss], old: Experience, has_values: bool) -> MinibatchLoss:
-    if len(parts) == 1:
-        return parts[0]
-    loss = parts[0].loss
-    counts = torch.tensor([len(part.advantages) for part in parts], dtype=loss.dtype)
-    tokens = to_device(counts, loss.device)
-
-    def mean(of_parts: Sequence[Tensor]) -> Tensor:
-        return (tokens * torch.stack(list(of_parts))).sum() / tokens.sum()
-
-    stats = {}
-    for name in parts[0].stats:
-        of_parts = [part.stats[name] for part in parts]
-        stats[name] = torch.stack(of_parts).sum() if name in _SUMS else mean(of_parts)
-    _, stats["ppo/returns/var"] = _moments(old.returns)
-    if has_values:
-        _, stats["ppo/val/var"] = _moments(old.values)
-    return MinibatchLoss(
-        torch.stack([part.loss.detach() for part in parts]).sum(),
-        stats,
-        mean([part.mean_ratio for part in parts]),
-        torch.cat([part.ratios for part in parts]),
-        torch.cat([part.advantages for part in parts]),
-    )
-
-
-def _share(
-    own: MinibatchLoss, old: Experience, whole: Experience, counts: float, has_values: bool
-) -> MinibatchLoss:
-    part = counts * len(old.logprobs) / len(whole.logprobs)
-    stats = {k: x * (counts if k in _SUMS else part) for k, x in own.stats.items()}
-    # The parts' shares of the tokens add up to 1.
-    stats["ppo/returns/var"] = _moments(whole.returns)[1] * part
-    if has_values:
-        stats["ppo/val/var"] = _moments(whole.values)[1] * part
-    ratios = own.ratios if counts else own.ratios[:0]
-    return MinibatchLoss(
-        own.loss.detach() * counts, stats, own.mean_ratio * part, ratios, whole.advantages
-    )
+def _variances(stats: Collection[str], old: Experience) -> dict[str, Tensor]:
+    """The variances of a whole mini-batch that are among the statistics, by name."""
+    columns = {"ppo/returns/var": old.returns, "ppo/val/var": old.values}
+    return {name: _moments(x)[1] for name, x in columns.items() if name in stats}
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
@@ -15,8 +15,6 @@ from torch.nn import ModuleList
 from fastrl.data.token_batch import TokenBatch
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.models.activation_offloading import activation_offloading
-
-T = TypeVar("T")
 
 
 class MicroBatches:
@@ -37,10 +35,9 @@ class MicroBatches:
         self.what, self.remedy = what, remedy
         self.size: int | None = None
 
-    def __call__(
-        self, attempt: Callable[[int], T], samples: int, undo: Callable[[], None] = lambda: None
-    ) -> T:
-        """The result of ``attempt(size)``, which runs at most ``size`` samples at a time.
+    def __call__(self, samples: int, undo: Callable[[], None] = lambda: None) -> Iterator[_Attempt]:
+        """Yields a context of each attempt, which gives the samples that are run at a time; another
+        one follows where memory has run out.
 
         Args:
             samples: the number of samples that are there to be run at a time.
@@ -51,21 +48,11 @@ class MicroBatches:
         """
         halved = False
         while True:
-            size = min(samples, self.size or samples)
-            try:
-                result = attempt(size)
+            attempt = _Attempt(self, min(samples, self.size or samples))
+            yield attempt
+            if not attempt.failed:
                 break
-            except RuntimeError as error:
-                if not _is_out_of_memory(error) or _has_peers():
-                    raise
-                if size == 1:
-                    raise torch.OutOfMemoryError(
-                        f"out of memory in {self.what}, with one sample at a time: {self.remedy}, "
-                        "shorten prompts or responses, or take a smaller model"
-                    ) from error
-            # Not inside of "except": the error holds the frames in which it was raised, and they
-            # hold tensors.
-            self.size, halved = -(-size // 2), True
+            self.size, halved = -(-attempt.size // 2), True
             undo()
             clear_device_cache(garbage_collection=True)
         if halved:
@@ -74,7 +61,28 @@ class MicroBatches:
                 f"to the same result but for rounding. To avoid that, {self.remedy}",
                 stacklevel=5,
             )
-        return result
+
+
+class _Attempt:
+    """Ends without an error where memory has run out and fewer samples may fit; behind it the error
+    is gone, and with it the frames that hold tensors."""
+
+    def __init__(self, owner: MicroBatches, size: int):
+        self.owner, self.size, self.failed = owner, size, False
+
+    def __enter__(self) -> int:
+        return self.size
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> bool:
+        if not isinstance(error, RuntimeError) or not _is_out_of_memory(error) or _has_peers():
+            return False
+        if self.size == 1:
+            raise torch.OutOfMemoryError(
+                f"out of memory in {self.owner.what}, with one sample at a time: "
+                f"{self.owner.remedy}, shorten prompts or responses, or take a smaller model"
+            ) from error
+        self.failed = True
+        return True
 
 
 class Activations:

@@ -9,14 +9,22 @@ aggregate's, see :mod:`fastrl.learn.aggregate`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.models.scoring import PolicyObjective
+from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.correction import on_policy
+from fastrl.learn.experience import Experience, Minibatch, repeated_at_tokens
+from fastrl.models.routing import Routing
+from fastrl.models.scoring import PolicyObjective, TokenScores, policy_loss_of
 from fastrl.registry import policy_loss, try_policy_loss
+from fastrl_kernels.kl import kl_value
+from fastrl_kernels.sequence_ratios import log_gamma_weights
 
 _LEAST_WEIGHT = 1e-8  # of another sampler, in a ratio; as in TRL
 
@@ -42,11 +50,12 @@ class TokenObjective(NamedTuple):
             ValueError: a ``delta``, temperatures, powers or decays out of range, or of another
                 kind; as :func:`fastrl.registry.try_policy_loss`.
         """
-        low = float("inf") if policy_loss(kind).bounded_above else cliprange[0]
+        row = policy_loss(kind)
+        low = float("inf") if row.bounded_above else cliprange[0]
         loss = fastrl_kernels.PolicyLoss(
             kind,
             level,
-            settings.delta if kind == "clip" else None,
+            settings.delta if "delta" in row.arguments else None,
             (settings.sapo_temperature_pos, settings.sapo_temperature_neg),
             (settings.vespo_k_pos, settings.vespo_k_neg),
             (settings.vespo_lambda_pos, settings.vespo_lambda_neg),
@@ -55,79 +64,285 @@ class TokenObjective(NamedTuple):
         try_policy_loss(kind, cliprange)
         return cls(loss, (low, cliprange[1]), settings.top_entropy_quantile)
 
-    def lengths(self, counts: Tensor) -> Tensor | None:
-        """The numbers of tokens, [S], where ratios are those of whole responses."""
-        return counts if self.loss.reads_sequences else None
 
-    def beside_sampler(
-        self, old: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Log-probs that ratios are taken to, and weights u of the loss, each [N].
+@dataclass
+class Pass:
+    """A part of a batch that a forward and backward pass runs.
 
-        A ratio of whole responses ("vespo") is to the sampler, w·Π_t u_t: weights are in it.
+    Attributes:
+        denominator: D of the whole batch.
+        counts: False where it is run for other processes, which wait for it.
+        scores: of its tokens that are learned, once the forward has run.
+        loss: L without the entropies' bonus.
+        aux_loss: the load-balancing loss of a mixture's experts.
+        routing: of the forward, of a mixture of experts.
+    """
 
-        Args:
-            old: log-probs of the policy before its update; None: of the policy that is scored.
-            weights: π_old/π_sampler, where another engine has sampled.
-        """
-        if weights is None or not self.loss.row.of_response:
-            return old, weights
-        assert old is not None
-        return old - weights.clamp(min=_LEAST_WEIGHT).log(), None
+    part: Minibatch
+    whole: Minibatch
+    denominator: float
+    counts: bool = True
+    scores: TokenScores | None = None
+    loss: Tensor | None = None
+    aux_loss: Tensor | None = None
+    routing: Routing | None = None
 
-    def __call__(
-        self,
-        old: Tensor | None,
-        advantages: Tensor,
-        counts: Tensor,
-        *,
-        token_weights: Tensor | None,
-        denominator: Tensor | float,
-        kl: fastrl_kernels.KLTerm | None = None,
-        sampler_weights: Tensor | None = None,
-        chosen: Tensor | None = None,
-        entropy_coef: float = 0.0,
-    ) -> PolicyObjective:
-        """The objective of a pass.
+    def __len__(self) -> int:
+        return self.part.size
 
-        Args:
-            old, sampler_weights: as of :meth:`beside_sampler`.
-            advantages: [N].
-            counts: tokens of each response, [S] int64; their sum is N.
-            token_weights: v, [N]; None: 1.
-            denominator: D.
-            kl: adds β·KL_t.
-            chosen: [N] 1 or 0, which tokens ℓ is of; None: those of the highest entropies in this
-                pass, where ``top_entropy`` is below 1.
-            entropy_coef: c.
-        """
-        old, weights = self.beside_sampler(old, sampler_weights)
-        if chosen is not None:
-            weights = chosen if weights is None else chosen * weights
-        return PolicyObjective(
-            old,
-            advantages,
-            self.cliprange,
-            kl,
-            token_weights,
-            denominator,
-            self.loss,
-            self.lengths(counts),
-            weights,
-            entropy_coef,
-            self.top_entropy if chosen is None else 1.0,
+    @property
+    def logprobs(self) -> Tensor:
+        """The policy's, [N], without their gradient."""
+        assert self.scores is not None
+        return self.scores.logprobs.detach()
+
+    @property
+    def entropies(self) -> Tensor:
+        """The policy's, [N], without their gradient."""
+        assert self.scores is not None
+        assert self.scores.entropies is not None
+        return self.scores.entropies.detach()
+
+    @staticmethod
+    def joined(passes: Sequence[Pass]) -> Pass:
+        """All passes of a batch as one, whose tokens are in the batch's order."""
+        if len(passes) == 1:
+            return passes[0]
+        samples = [i for each in passes for i in each.part.samples]
+        lengths = torch.cat([each.part.tokens.response_mask.sum(-1) for each in passes])
+        of_token = torch.tensor(samples).repeat_interleave(lengths)
+        order = of_token.argsort(stable=True).to(passes[0].logprobs.device)
+        logprobs, entropies = (
+            torch.cat([getattr(each, name) for each in passes])[order]
+            for name in ("logprobs", "entropies")
+        )
+        losses = [each.loss.detach() for each in passes if each.loss is not None]
+        chosen, whole = [each.part.old.chosen for each in passes], passes[0].whole
+        known = [x for x in chosen if x is not None]
+        every = torch.cat(known)[order] if len(known) == len(chosen) else None
+        return Pass(
+            whole._replace(old=replace(whole.old, chosen=every)),
+            whole,
+            passes[0].denominator,
+            scores=TokenScores(logprobs, entropies, None, None),
+            loss=torch.stack(losses).sum() if losses else None,
         )
 
 
-def loss_of_logprobs(
-    logprobs: Tensor, objective: PolicyObjective
-) -> tuple[Tensor, fastrl_kernels.LossStats]:
-    """L from log-probs [N] with their gradient, without entropies; and its statistics."""
-    old = objective.old_logprobs
-    return fastrl_kernels.ppo_loss(
-        logprobs,
-        logprobs.detach() if old is None else old,
-        objective.advantages,
-        torch.ones_like(logprobs, dtype=torch.bool),
-        **objective.options,
-    )
+class Ratios(NamedTuple):
+    """Probability ratios to the old policy, of tokens or of whole responses."""
+
+    units: Tensor  # [N] or [B]
+    advantages: Tensor  # of the units
+    by_sequence: bool
+
+
+class TokenLoss:
+    """L over the tokens of a mini-batch, or of a pass of one; its coefficients.
+
+    KL_t is that of the experience's KL term, times ρ_t where ``corrects_kl`` says so
+    (DeepSeek-V3.2), the token's own ratio also beside ratios of sequences: by another one its
+    gradient would be no KL's.
+
+    Args:
+        objective: ℓ, and the bounds of its ratio.
+        aggregate: gives v and D.
+        entropy_coef: c.
+        temperature: T of the policy softmax(logits / T).
+        per_step: whether all mini-batches of an optimizer step have one D.
+        off_policy: leaves out responses by :func:`fastrl.learn.correction.on_policy`; None: none.
+        is_scaled: whether a GradScaler multiplies the loss before its gradient is computed, which
+            the head's gradients would be rounded before.
+    """
+
+    def __init__(
+        self,
+        objective: TokenObjective,
+        aggregate: Aggregate,
+        *,
+        entropy_coef: float = 0.0,
+        temperature: float = 1.0,
+        per_step: bool = False,
+        off_policy: float | None = None,
+        corrects_kl: bool = False,
+        is_scaled: bool = False,
+    ):
+        self.objective, self.aggregate = objective, aggregate
+        self.top_entropy, self.row = objective.top_entropy, objective.loss.row
+        self.entropy_coef, self.temperature = entropy_coef, temperature
+        self.per_step, self.off_policy = per_step, off_policy
+        self.corrects_kl, self.is_scaled = corrects_kl, is_scaled
+
+    def policy_objective(
+        self, old: Experience, counts: Tensor, denominator: Tensor | float, **other: Any
+    ) -> PolicyObjective:
+        """The objective of a mini-batch, or of a part of it.
+
+        Args:
+            counts: tokens of each response, [S] int64; their sum is N.
+            denominator: D.
+            other: columns and coefficients in the place of the experience's and the loss's:
+                ``kl``, ``chosen`` ([N] 1 or 0, which tokens ℓ is of; None: those of the highest
+                entropies in this pass, where ``top_entropy`` is below 1) and ``entropy_coef``.
+        """
+        options: Any = {"kl": old.kl, "chosen": old.chosen, "entropy_coef": self.entropy_coef}
+        options |= other
+        logprobs, weights = self._beside_sampler(old)
+        chosen, loss, v = options["chosen"], self.objective.loss, old.weights
+        if v is not None:
+            v = repeated_at_tokens(v, counts, len(old.advantages))
+        if chosen is not None:
+            weights = chosen if weights is None else chosen * weights
+        return PolicyObjective(
+            logprobs,
+            old.advantages,
+            self.objective.cliprange,
+            options["kl"],
+            v,
+            denominator,
+            loss,
+            counts if loss.reads_sequences else None,
+            weights,
+            options["entropy_coef"],
+            self.top_entropy if chosen is None else 1.0,
+        )
+
+    def _beside_sampler(self, old: Experience) -> tuple[Tensor | None, Tensor | None]:
+        """Log-probs that ratios are taken to, and weights u of ℓ, each [N].
+
+        A ratio that is always of whole responses is to the sampler, w·Π_t u_t: weights are in it.
+        """
+        weights = old.sampler_weights
+        if weights is None or not self.row.of_response:
+            return old.logprobs, weights
+        assert old.logprobs is not None
+        return old.logprobs - weights.clamp(min=_LEAST_WEIGHT).log(), None
+
+    def denominator(self, part: Minibatch, generated: float) -> float:
+        """D of a batch of responses.
+
+        Args:
+            generated: tokens of a batch, in the mean over those that were generated together.
+        """
+        if self.per_step:
+            return max(generated, 1e-9)
+        return float(self.aggregate.denominator(part.tokens.response_mask.sum(-1)))
+
+    def in_one_pass(
+        self, given: Pass, entropy_coef: float, processes: int
+    ) -> PolicyObjective | None:
+        """The loss of a pass as the LM head computes it with its gradient, less c·mean_t H_t; None
+        where it needs something else.
+
+        That is a KL times a ratio other than 1, which the kernels do not have; the mask of
+        responses that are off the policy, and thresholds of entropy over several processes, which
+        are known behind all log-probs; a mean of entropies that weighs tokens otherwise than the
+        loss; and a loss that is scaled.
+
+        Args:
+            entropy_coef: c, as it is now.
+            processes: how many there are.
+        """
+        part, denominator, count = given.part, given.denominator, len(given.whole.old.advantages)
+        is_same, kl = part.old.logprobs is None, part.old.kl
+        no_kl = is_same and part.old.sampled is None
+        masks = self.off_policy is not None and not (no_kl and self.off_policy >= 0)
+        top = self.top_entropy < 1 and part.old.chosen is None
+        bonus = entropy_coef != 0 and (self.top_entropy < 1 or part.old.weights is not None)
+        several = top and processes > 1
+        if self.is_scaled or not len(part.old.advantages) or masks or bonus or several:
+            return None
+        if kl is not None and self.corrects_kl:
+            if not is_same:
+                return None
+            kl = kl._replace(kind="k3+")  # the derivative of ρ·KL at ρ = 1 is log π - log π_ref
+        coef = entropy_coef * denominator / count
+        objective = self.policy_objective(
+            part.old, part.counts, denominator, kl=kl, entropy_coef=coef
+        )
+        if is_same:  # a sequence's ratio is 1, too
+            loss = objective.objective._replace(ratio_level="token")
+            reads = loss.reads_sequences
+            objective = objective._replace(
+                objective=loss, lengths=objective.lengths if reads else None
+            )
+        return objective
+
+    def of_logprobs(
+        self, part: Minibatch, logprobs: Tensor, chosen: Tensor | None, denominator: float
+    ) -> Tensor:
+        """The same from log-probs [N], without entropies.
+
+        Args:
+            chosen: [N] 1 or 0, the tokens that ℓ is of; None: all.
+        """
+        given: Any = {"kl": None, "chosen": chosen, "entropy_coef": 0.0}
+        objective = self.policy_objective(part.old, part.counts, denominator, **given)
+        loss, _ = policy_loss_of(logprobs, None, objective)
+        if part.old.kl is not None:
+            kl, weights = self.kl(part, logprobs), objective.token_weights
+            kl = kl if weights is None else kl * weights
+            loss = loss + part.old.kl.coef * kl.sum() / denominator
+        return loss
+
+    def of_pass(
+        self, given: Pass, entropy_coef: float, choose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The loss of a pass that has its scores, less c·mean_t H_t: the head's, or from log-probs.
+
+        Args:
+            choose: of the entropies of a whole batch, [N], returns 1 for the highest, else 0.
+        """
+        part, scores = given.part, given.scores
+        assert scores is not None
+        loss, chosen = scores.loss, part.old.chosen
+        is_fused = loss is not None
+        if loss is None:
+            if chosen is None and self.top_entropy < 1:
+                assert scores.entropies is not None
+                chosen = choose(scores.entropies)
+                part = part._replace(old=replace(part.old, chosen=chosen))
+                given.part = given.whole = part
+            kept = chosen
+            if self.off_policy is not None:
+                near = on_policy(part, scores.logprobs, self.off_policy)
+                kept = near if kept is None else kept * near
+            loss = self.of_logprobs(part, scores.logprobs, kept, given.denominator)
+        given.loss = loss
+        if not entropy_coef:
+            return loss
+        assert scores.entropies is not None
+        entropies = scores.entropies if chosen is None else scores.entropies * chosen
+        whole = given.whole.old
+        count: Tensor | int = max(len(whole.advantages), 1)
+        if whole.chosen is not None:
+            count = whole.chosen.sum().clamp(min=1)
+        bonus = entropy_coef * entropies.sum() / count
+        if not is_fused:
+            return loss - bonus
+        given.loss = loss + bonus.detach()  # the head has taken it off
+        return loss
+
+    def kl(self, part: Minibatch, logprobs: Tensor) -> Tensor:
+        """KL_t, [N]."""
+        assert part.old.kl is not None
+        kl = kl_value(logprobs - part.old.kl.ref_logprobs, part.old.kl.kind)
+        return kl * part.differences(logprobs).exp() if self.corrects_kl else kl
+
+    def ratios(self, part: Minibatch, logprobs: Tensor) -> Ratios:
+        """ρ_t = π(y_t)/π_old(y_t), or (GSPO) a response's geometric mean exp(mean_t log ρ_t), or
+        (RLOO) its product Π_t ρ_t."""
+        log_ratio, level = part.differences(logprobs), self.objective.loss.ratio_level
+        if level == "token":
+            return Ratios(log_ratio.exp(), part.old.advantages, False)
+        units = (part.sums if level == "product" else part.means)(log_ratio).exp()
+        assert part.old.of_responses is not None
+        return Ratios(units, part.old.of_responses, True)
+
+    def gammas(self, part: Minibatch, logprobs: Tensor) -> Tensor:
+        """φ(w) of a loss whose ratio is that of a whole response, at each of its tokens, [N]."""
+        old, _ = self._beside_sampler(part.old)
+        log_ratio = logprobs - (logprobs if old is None else old)
+        every, advantages = torch.ones_like(log_ratio, dtype=torch.bool), part.old.advantages
+        loss = self.objective.loss
+        return log_gamma_weights(log_ratio, advantages, every, part.counts, loss).exp()

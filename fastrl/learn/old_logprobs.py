@@ -16,8 +16,8 @@ from fastrl.samples import Samples
 
 # Largest difference in fp32, mean difference in lower precision, of log-probs and of values, with
 # which those of a rollout are reused.
-TOLERANCES = {torch.float32: ("max", 1e-4), torch.float64: ("max", 1e-4)}
-LOW_PRECISION = ("mean", 5e-3)
+_TOLERANCES = {torch.float32: ("max", 1e-4), torch.float64: ("max", 1e-4)}
+_LOW_PRECISION = ("mean", 5e-3)
 _AUDITED = 4  # samples per step that are scored again, at most
 
 
@@ -64,7 +64,6 @@ class OldLogprobs:
         where = to_device(counting, part.input_ids.device)
         expected = torch.stack([x.flatten()[where] for x in self.scorer.policy_scores(part)])
         difference = (torch.stack(_joined(part, samples.select(chosen))) - expected).abs()
-        kind, tolerance = TOLERANCES.get(self.scorer.precision, LOW_PRECISION)
         # Values have a scale of their own.
         relative = difference / expected.abs().clamp(min=1)
         numbers = torch.stack([relative.max(), relative.mean(), difference[0].max()])
@@ -73,8 +72,7 @@ class OldLogprobs:
             "rollout/audit_max": worst,
             "rollout/audit_mean": mean,
             "rollout/audit_logprobs_max": logprobs,
-            # NaN does not agree.
-            "rollout/reused": float((worst if kind == "max" else mean) <= tolerance),
+            "rollout/reused": float(agrees(worst, mean, self.scorer.precision)),
         }
 
 
@@ -82,6 +80,17 @@ def audited(samples: Sequence[int]) -> list[int]:
     """Chooses a few of a step's samples, evenly, that are scored again."""
     number = min(_AUDITED, len(samples))
     return [samples[i * len(samples) // number] for i in range(number)]
+
+
+def agrees(largest: float, mean: float, precision: torch.dtype) -> bool:
+    """Whether a rollout's numbers are those of another forward, by the largest and the mean
+    difference from it; NaN is not.
+
+    Args:
+        precision: the lowest in which the model computes.
+    """
+    kind, tolerance = _TOLERANCES.get(precision, _LOW_PRECISION)
+    return (largest if kind == "max" else mean) <= tolerance
 
 
 def known_of(rollout: Samples, policy: nn.Module, temperature: float) -> Samples:

@@ -11,6 +11,7 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.data.batch import pad
 from fastrl.data.token_batch import Padded, Padding, TokenBatch
+from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.experience import Experience, Minibatch
 from fastrl.models.host_memory import to_device
 from fastrl.samples import Samples
@@ -47,7 +48,12 @@ def token_batch(samples: Samples, pad_token: int, padding: Padding | None = None
 
 
 def minibatch_of(
-    samples: Samples, pad_token: int, padding: Padding, device: torch.device, kl_coef: float
+    samples: Samples,
+    pad_token: int,
+    padding: Padding,
+    device: torch.device,
+    kl_coef: float,
+    aggregate: Aggregate,
 ) -> Minibatch:
     """Samples with what is known of their tokens, on a device: in one upload of numbers beside
     those of ids.
@@ -55,6 +61,7 @@ def minibatch_of(
     Args:
         kl_coef: β of the KL to the reference in the loss, where its log-probs are known; 0: there
             is none.
+        aggregate: gives each sample's tokens their weight.
     """
     ref = samples.ref_logprobs if kl_coef else None
     of_tokens = samples.old_logprobs, ref, samples.sampler_weights, samples.sampler_logprobs
@@ -68,6 +75,14 @@ def minibatch_of(
     advantages = of_each.repeat_interleave(tokens.mask.sum(-1), output_size=total)
     kl = None if ref_logprobs is None else fastrl_kernels.KLTerm(ref_logprobs, kl_coef, "k3")
     experience = Experience(
-        old, None, advantages, None, kl, None, weights, None, None, sampled, of_each
+        old,
+        None,
+        advantages,
+        None,
+        kl,
+        weights=aggregate.weights(tokens.mask.sum(-1)),
+        sampler_weights=weights,
+        sampled=sampled,
+        of_responses=of_each,
     )
     return Minibatch(tokens, experience, range(len(samples)))

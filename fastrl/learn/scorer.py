@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from fastrl.learn.experience import Scored
 from fastrl.learn.kl import KLPenalty
 from fastrl.learn.memory import MicroBatches, PositionCount
 from fastrl.learn.ref_model import RefModel
-from fastrl.models.routing import without_routing
 from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.run.processes import OneProcess, Processes
 
 # What a model says of the tokens of a request, from arguments of its forward.
 Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
+# What is said of a part's response tokens, [N] each, by name.
+ScorePart = Callable[[TokenBatch], dict[str, Tensor]]
+_OF_TOKENS = ("logprobs", "values", "logits")  # fields of TokenScores
 
 
 class Scorer:
@@ -58,162 +61,118 @@ class Scorer:
         self.positions = PositionCount()
 
     @torch.no_grad()
-    def __call__(self, batch: TokenBatch, known: tuple[Tensor, Tensor] | None = None) -> Scored:
+    def __call__(
+        self,
+        batch: TokenBatch,
+        known: tuple[Tensor, Tensor] | None = None,
+        values: bool = True,
+    ) -> Scored:
         """What policy and reference say.
 
         Args:
             known: log-probs and values of the response tokens, [N] each, with which the policy
                 itself is not run.
+            values: False where none are wanted, and a critic is not run.
         """
-        if known is None:
-            return Scored(**self._in_passes(batch, self._score))
-        logprobs, values = (batch.scatter(x, batch.rows()) for x in known)
-        found = {"values": values, **self._in_passes(batch, self._score_reference)}
-        return Scored(logprobs, **found)
-
-    @torch.no_grad()
-    def kl_operands(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """:attr:`Scored.kl_operands` alone: no values are computed, a critic is not run."""
-        return Scored(**self._in_passes(batch, self._score_both)).kl_operands
-
-    def _in_passes(
-        self, batch: TokenBatch, score: Callable[[TokenBatch], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        samples = batch.counting() or range(len(batch))
-        shares = shares_of(batch, samples, self.processes)
-        order = shares  # of the samples in what is found
-
-        def in_parts(size: int) -> dict[str, Tensor]:
-            nonlocal order
-            limit = self.limit._replace(samples=size)
-            passes = [batch.parts(share, limit) for share in shares]
-            order = [[i for part in parts for i in part] for parts in passes]
-            own, number = passes[self.processes.index], max(map(len, passes))
-            return _in_turn(batch, own, number, samples[0], score, self.positions)
-
-        most = max(map(len, shares))
-        found = self.slices(in_parts, min(self.limit.samples, most))
-        tokens = batch.response_mask.sum(-1).tolist()
-        rows = batch.rows_of(i for share in order for i in share)
-        counts = [sum(tokens[i] for i in share) for share in order]
-        every = self.processes.joined(torch.stack(list(found.values()), 1), counts)
-        columns = zip(found, every.unbind(1), strict=True)
-        return {name: batch.scatter(x, rows) for name, x in columns}
+        shares = shares_of(batch, batch.counting() or range(len(batch)), self.processes)
+        score = partial(self._score, runs_policy=known is None, values=values)
+        for attempt in self.slices(min(self.limit.samples, max(map(len, shares)))):
+            with attempt as size:
+                limit = self.limit._replace(samples=size)
+                scored = in_passes(batch, score, limit, self.processes, shares, self.positions)
+        if known is not None:
+            logprobs, of_policy = (batch.scatter(x, batch.rows()) for x in known)
+            scored = {"logprobs": logprobs, "values": of_policy, **scored}
+        return Scored(**scored)
 
     def policy_scores(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and values by the policy alone, each [B, T-1]."""
-        found = scored_in_parts(self.policy, batch, self.limit, temperature=self.temperature)
-        return found["logprobs"], found["values"]
+        score = scores_of(scored_by(self.policy), temperature=self.temperature)
+        scored = in_passes(batch, score, self.limit)
+        return scored["logprobs"], scored["values"]
 
-    def _score_reference(self, part: TokenBatch) -> dict[str, Tensor]:
-        model_pass = part.model_pass
-        request = self._request(part, model_pass, values=False)
-        reference = self.reference.score(without_routing(model_pass.inputs), request)
-        scored = {"ref_logprobs": reference.logprobs}
-        return {**scored, **self._values(model_pass, request)}
-
-    def _values(self, model_pass: ModelPass, request: ScoringRequest) -> dict[str, Tensor]:
-        """Returns the critic's values, if there is a critic."""
-        if self.critic is None:
-            return {}
-        return {"values": self.critic(**model_pass.inputs, scoring=request).values}
-
-    def _score(self, part: TokenBatch) -> dict[str, Tensor]:
-        return self._score_both(part, values=True)
-
-    def _score_both(self, part: TokenBatch, values: bool = False) -> dict[str, Tensor]:
-        """Scores a part by policy and reference."""
-        model_pass = part.model_pass
-        request = self._request(part, model_pass, logits=self.penalty.needs_logits, values=values)
-        policy = self.policy(**model_pass.inputs, scoring=request)
-        inputs = without_routing(model_pass.inputs)
-        reference = self.reference.score(inputs, request._replace(values=False))
-        scored = {"logprobs": policy.logprobs, "ref_logprobs": reference.logprobs}
-        if values:
-            scored["values"] = policy.values
-        if self.penalty.needs_logits:
+    def _score(self, part: TokenBatch, runs_policy: bool, values: bool) -> dict[str, Tensor]:
+        """What is said of a part's tokens, [N] each, by the names of :class:`Scored`."""
+        model_pass, scored = part.model_pass, {}
+        request = scoring_request(part, model_pass, temperature=self.temperature, values=values)
+        if runs_policy:
+            request = request._replace(logits=self.penalty.needs_logits)
+            policy = self.policy(**model_pass.inputs, scoring=request)
+            scored["logprobs"] = policy.logprobs
+            if values:
+                scored["values"] = policy.values
+        reference = self.reference.score(model_pass.inputs, request._replace(values=False))
+        scored["ref_logprobs"] = reference.logprobs
+        if request.logits:
             assert reference.logits is not None
             scored["kls"] = fastrl_kernels.full_kl(
                 policy.logits, reference.logits, temperature=self.temperature
             )
-        return {**scored, **self._values(model_pass, request)} if values else scored
-
-    def _request(self, part: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:
-        return scoring_request(part, model_pass, temperature=self.temperature, **options)
+        if values and self.critic is not None:
+            scored["values"] = self.critic(**model_pass.inputs, scoring=request).values
+        return scored
 
 
 @torch.no_grad()
 def in_passes(
     batch: TokenBatch,
-    score: Callable[[TokenBatch], dict[str, Tensor]],
+    score: ScorePart,
     limit: PassLimit,
-    processes: Processes,
+    processes: Processes | None = None,
+    shares: Sequence[Sequence[int]] | None = None,
+    positions: PositionCount | None = None,
 ) -> dict[str, Tensor]:
-    """What ``score`` says of a batch's response tokens, [N] each, from passes over its samples.
+    """What ``score`` says of a batch's response tokens, [B, T-1] each, zero where masked.
 
-    Each process has a batch of its own, and runs as many passes as the others: weights may be
-    gathered for each.
-    """
-    counting = batch.counting()
-    passes = batch.parts(counting, limit)
-    if not counting:
-        batch = replace(batch, padding=Padded())
-    number, spare = max(1, *processes.objects(len(passes))), (counting or [0])[0]
-    found = _in_turn(batch, passes, number, spare, score, PositionCount())
-    order = batch.rows_of(i for part in passes for i in part).argsort()
-    return {name: x[order] for name, x in found.items()}
-
-
-def _in_turn(
-    batch: TokenBatch,
-    passes: Sequence[Sequence[int]],
-    number: int,
-    spare: int,
-    score: Callable[[TokenBatch], dict[str, Tensor]],
-    positions: PositionCount,
-) -> dict[str, Tensor]:
-    """What ``score`` says of the samples of some passes, in that order, [N] each.
+    Processes run as many passes each, because weights may be gathered for each pass: one that has
+    fewer takes part with a sample that it leaves out.
 
     Args:
-        number: of passes, of all processes: one that has fewer takes part with the sample
-            ``spare``, for nothing.
+        limit: of a pass.
+        shares: the samples of each process, which all have the same batch, and get all of its
+            columns; None: each has a batch of its own.
+        positions: counts those that are run.
     """
+    processes, counting = processes or OneProcess(), batch.counting()
+    of_each = [batch.parts(share, limit) for share in ([counting] if shares is None else shares)]
+    own = of_each[0 if shares is None else processes.index]
+    number = max(map(len, of_each))
+    if shares is None:
+        number = max(1, *processes.objects(len(own)))
+        batch = batch if counting else replace(batch, padding=Padded())
     columns: dict[str, list[Tensor]] = {}
     for k in range(number):
-        counts = k < len(passes)
-        part = batch.select(passes[k] if counts else [spare])
-        positions.add(part)
+        counts = k < len(own)
+        part = batch.select(own[k] if counts else (counting or [0])[:1])
+        if positions is not None:
+            positions.add(part)
         for name, per_row in score(part).items():
             columns.setdefault(name, []).append(per_row if counts else per_row[:0])
-    return {name: torch.cat(parts) for name, parts in columns.items()}
+    of_tokens = {name: torch.cat(parts) for name, parts in columns.items()}
+    if shares is not None and processes.count > 1:
+        tokens = batch.response_mask.sum(-1).tolist()
+        counts_of = [sum(tokens[i] for part in parts for i in part) for parts in of_each]
+        every = processes.joined(torch.stack(list(of_tokens.values()), 1), counts_of)
+        of_tokens = dict(zip(of_tokens, every.unbind(1), strict=True))
+    rows = batch.rows_of(i for parts in of_each for part in parts for i in part)
+    return {name: batch.scatter(x, rows) for name, x in of_tokens.items()}
 
 
-@torch.no_grad()
-def scored_in_parts(
-    model: nn.Module, batch: TokenBatch, limit: PassLimit, **options: Any
-) -> dict[str, Tensor]:
-    """A model's scores of a batch's response tokens, without gradients.
+def scores_of(score: Score, **options: Any) -> ScorePart:
+    """Returns what runs a model over a part of a batch, and gives the numbers that it says of
+    tokens.
 
     Args:
         options: of the :class:`ScoringRequest`.
-
-    Returns:
-        ``logprobs`` and ``values`` [B, T-1], ``logits`` [B, T-1, V] where they are asked for; zero
-        where masked.
     """
-    shape, found = batch.input_ids.shape, {}
-    for chosen in batch.parts(range(len(batch)), limit):
-        part, rows = batch.select(chosen), batch.rows_of(chosen)
+
+    def score_part(part: TokenBatch) -> dict[str, Tensor]:
         model_pass = part.model_pass
-        scores = model(**model_pass.inputs, scoring=scoring_request(part, model_pass, **options))
-        for name in ("logprobs", "values", "logits"):
-            per_row = getattr(scores, name)
-            if per_row is None:
-                continue
-            if name not in found:
-                found[name] = per_row.new_zeros(shape.numel(), *per_row.shape[1:])
-            found[name].index_copy_(0, rows, per_row)
-    return {name: flat.unflatten(0, shape)[:, :-1] for name, flat in found.items()}
+        request = scoring_request(part, model_pass, **options)
+        scores = score(dict(model_pass.inputs), request)._asdict()
+        return {name: scores[name] for name in _OF_TOKENS if scores[name] is not None}
+
+    return score_part
 
 
 def check_tokens(

@@ -102,7 +102,7 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
     if isinstance(objective, TokenNLL):
         loss = -logprobs.sum() / objective.denominator
     elif objective is not None:
-        loss, stats = _policy_loss(logprobs, entropies, objective)
+        loss, stats = policy_loss_of(logprobs, entropies, objective)
     if loss is not None:
         logprobs = logprobs.detach()
         entropies = entropies if entropies is None else entropies.detach()
@@ -111,9 +111,14 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
     return TokenScores(logprobs, entropies, None, kept, loss, stats, extras)
 
 
-def _policy_loss(
+def policy_loss_of(
     logprobs: Tensor, entropies: Tensor | None, objective: PolicyObjective
 ) -> tuple[Tensor, fastrl_kernels.LossStats]:
+    """An objective's loss from log-probs [N] with their gradient, and its statistics.
+
+    Args:
+        entropies: [N], where the objective reads them.
+    """
     all_tokens, options = torch.ones_like(logprobs, dtype=torch.bool), objective.options
     if objective.top_entropy < 1:
         assert entropies is not None

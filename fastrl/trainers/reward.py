@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -146,6 +147,7 @@ class RewardTrainer(SupervisedTrainer):
     _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "reward-trainer"]  # the model's, on the Hub
     args_class: ClassVar[type] = RewardConfig
     rehearsed_as = rehearse.REWARD
+    padding_scores = rewards_of_samples
     example: ClassVar[str] = "pair"
     method = REWARD
 
@@ -189,7 +191,6 @@ class RewardTrainer(SupervisedTrainer):
         self._settings, self._peft_config = args, peft_config
         self._said_own_collator = False
         self._append_eos = args.append_eos
-        self._padding_free: bool | None = None
         self._padded_on: str | None = "right"  # what has to be padded
         self._reads_eos: bool | None = None
         self._scores_at_eos = False  # whether the model reads a text's reward at its EOS
@@ -339,7 +340,7 @@ class RewardTrainer(SupervisedTrainer):
                 f"data collator makes {', '.join(inputs)}: leave it out"
             )
         chosen, rejected = masks
-        if self._is_padding_free():
+        if self._is_padding_free:
             sizes = (chosen.sum(-1) + rejected.sum(-1)).tolist()
         else:
             sizes = [2 * max(chosen.shape[1], rejected.shape[1])] * count
@@ -408,26 +409,26 @@ class RewardTrainer(SupervisedTrainer):
         whole = all(len(side) for side in (*chosen, *rejected))
         plain = self.accelerator.unwrap_model(model)
         padding = padding_of(plain)
-        if self._is_padding_free() and whole:
+        if self._is_padding_free and whole:
             model_pass = join_sides([chosen, rejected], self.args.device, padding)
             return rewards_at(model, plain, model_pass.rows, **model_pass.inputs)
         return rewards_of_padded(model, both_sides(inputs, padding), self._padded_on, padding)
 
+    @cached_property
     def _is_padding_free(self) -> bool:
         """Whether the model runs pairs without padding; found at the first use, when it is on its
         device."""
-        if self._padding_free is None:
-            has_score_head = score_head(self.accelerator.unwrap_model(self.model)) is not None
-            self._padding_free = has_score_head and self.runs_packed(rewards_of_samples)
-            if not self._padding_free:
-                with self.compute_loss_context_manager():
-                    self._padded_on = classifier_side(
-                        self.model_wrapped,
-                        self.args.device,
-                        self.lowest_precision,
-                        anywhere=self.processes.any if self.processes.count > 1 else None,
-                    )
-        return self._padding_free
+        has_score_head = score_head(self.accelerator.unwrap_model(self.model)) is not None
+        packs = has_score_head and self.packing(self.model_wrapped)
+        if not packs:
+            with self.compute_loss_context_manager():
+                self._padded_on = classifier_side(
+                    self.model_wrapped,
+                    self.args.device,
+                    self.lowest_precision,
+                    anywhere=self.processes.any if self.processes.count > 1 else None,
+                )
+        return packs
 
     def _losses(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:
         """The loss of each pair, [B, labels]."""

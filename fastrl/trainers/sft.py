@@ -14,7 +14,6 @@ from transformers.trainer_utils import IntervalStrategy
 
 from fastrl.config import parse_json
 from fastrl.core import set_seed
-from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
 from fastrl.data.padding_free import join_texts, right_padded
 from fastrl.data.prepare import KEEP_END, KEEP_START, check_ready, prepare_texts
@@ -278,7 +277,6 @@ class SFTTrainer(SupervisedTrainer):
                 "padding_free out (batches are run without padding all the same), or "
                 "micro_batch_tokens"
             )
-        self._padding_free: bool | None = None
         self._said_padded = False
         super().__init__(
             model=model,
@@ -302,7 +300,7 @@ class SFTTrainer(SupervisedTrainer):
             # error.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                padding_free = self._is_padding_free()
+                padding_free = self.packing(self.model_wrapped)
             if not padding_free:
                 rows = choose_collator(self.model, self._tokenizer, autocast)
             rows.pad_to_multiple_of = args.pad_to_multiple_of
@@ -569,7 +567,7 @@ class SFTTrainer(SupervisedTrainer):
         """
         mask = batch.get("attention_mask")
         plain = batch.keys() == _PLAIN and isinstance(mask, Tensor) and mask.dim() == 2
-        if (packed is None and not plain) or not self._is_padding_free():
+        if (packed is None and not plain) or not self.packing(self.model_wrapped):
             return None
         if packed is not None:
             return [[n for n in row if n] for row in packed.tolist()]
@@ -594,15 +592,10 @@ class SFTTrainer(SupervisedTrainer):
                 stacklevel=2,
             )
 
-    def _is_padding_free(self) -> bool:
-        """Whether the model runs texts without padding; determined at the first use, when it is
-        on its device."""
-        if self._padding_free is None:
-            # The noise of NEFTune depends on the length of the row.
-            noise = bool(self.args.neftune_noise_alpha)
-            rows = not noise and self._virtual is None
-            self._padding_free = self.runs_packed(logprobs_of_labels, rows)
-        return self._padding_free
+    def asks_to_pack(self) -> bool:
+        # The noise of NEFTune depends on the length of the row.
+        noise = bool(self.args.neftune_noise_alpha)
+        return super().asks_to_pack() and not noise and self._virtual is None
 
     def _hold_out(self, inputs: dict[str, Any], losses: Tensor, scores: TokenScores) -> None:
         """Adds a batch to the evaluation, from the losses of its labels, [N]."""

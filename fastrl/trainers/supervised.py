@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -23,9 +24,8 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.training_args import trainer_log_levels
 
 from fastrl.config import PPOConfig, parse_json
-from fastrl.data.choose_padding import runs_packed
+from fastrl.data.choose_padding import Packing, Scores, logprobs_of_labels
 from fastrl.data.tables import errors_name, is_stream
-from fastrl.data.token_batch import TokenBatch
 from fastrl.data.vocabulary import check_table
 from fastrl.eras import OfEveryEra, of_another_era, other_defaults
 from fastrl.models.fast_tokenizer import as_fast
@@ -196,6 +196,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
     _settings: Any
     overrides: frozenset[str] = frozenset()  # what a program's subclass defines
     example: ClassVar[str]  # what errors call one
+    padding_scores: ClassVar[Scores] = logprobs_of_labels  # by which padding is judged
     # Keywords of TRL's that are not honoured, and what to use.
     refused_keywords: ClassVar[Mapping[str, str]] = {
         "compute_loss_func": "the loss is computed with the LM head; override compute_loss",
@@ -422,23 +423,16 @@ class SupervisedTrainer(BaseTrainer, ABC):
             ValueError: an example has more.
         """
 
-    def runs_packed(
-        self, scores: Callable[[nn.Module, TokenBatch], Tensor], asked: bool = True
-    ) -> bool:
-        """Whether the settings ask for batches without padding and the model runs them; a warning
-        says why it does not.
+    @cached_property
+    def packing(self) -> Packing:
+        """Says of the model whether it runs batches without padding."""
+        context, anywhere = self.compute_loss_context_manager, self.processes.any
+        given = self.args.device, self.lowest_precision, context, anywhere
+        return Packing(*given, self.asks_to_pack, type(self).padding_scores)
 
-        Args:
-            scores: the function by whose results packed and padded batches are compared with single
-                texts.
-            asked: False where something else than the settings needs padded batches.
-        """
-        model, device = self.model_wrapped, self.args.device
-        asked, anywhere = asked and bool(self.args.padding_free), self.processes.any
-        with self.compute_loss_context_manager():
-            return runs_packed(
-                [model], device, self.lowest_precision, scores, asked=asked, anywhere=anywhere
-            )
+    def asks_to_pack(self) -> bool:
+        """Whether batches without padding are asked for, and nothing else needs padded ones."""
+        return bool(self.args.padding_free)
 
     @property
     def lowest_precision(self) -> torch.dtype:

@@ -41,7 +41,7 @@ JOURNEYS = {
         ("fastrl.learn.advantages.GAE.__call__", "rewards and values become advantages"),
         ("fastrl.learn.update.Update.__call__", "epochs of mini-batches"),
         ("fastrl.learn.gradient.GradientStep.__call__", "a mini-batch, in passes that fit"),
-        ("fastrl.learn.objective.TokenObjective.__call__", "the loss that a pass asks for"),
+        ("fastrl.learn.objective.TokenLoss.policy_objective", "the loss that a pass asks for"),
         ("fastrl_kernels.linear_ppo_loss.linear_ppo_loss", "from hidden states, without logits"),
         ("fastrl_kernels.ppo_loss.policy_terms", "the formula: the clipped surrogate"),
         ("fastrl.learn.engine.Engine.step", "the optimizer steps"),

@@ -34,9 +34,10 @@ def policy_scores(monkeypatch):
     seen = []
     whole, few = Scorer._score, Scorer.policy_scores
 
-    def score(self, part):
-        seen.append(len(part))
-        return whole(self, part)
+    def score(self, part, runs_policy, values):
+        if runs_policy:
+            seen.append(len(part))
+        return whole(self, part, runs_policy, values)
 
     def audit(self, part):
         seen.append(-len(part))

@@ -426,7 +426,7 @@ def test_preferences_pack_mixtures_with_the_loss_that_transformers_computes(
             )
         for x, right in zip(made.model.parameters(), expected.model.parameters(), strict=True):
             assert (x - right).abs().max() <= 1e-5
-    assert made._is_padding_free()
+    assert made.packing(made.model_wrapped)
 
 
 def test_what_cannot_be_replayed_is_refused_or_ignored_with_a_warning(tmp_path):

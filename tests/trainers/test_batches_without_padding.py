@@ -164,7 +164,7 @@ def test_rewards_are_those_of_the_model_where_eos_pads(make_reward: Make, family
     trainer = make_reward(model, prepare_pairs(pairs(5), tiny.tokenizer(), None, add_eos=True))
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(5)])
     _, rewards = trainer.compute_loss(model, batch, return_outputs=True)
-    assert trainer._is_padding_free()
+    assert trainer.packing(trainer.model_wrapped)
     for side, found in zip(("chosen", "rejected"), rewards.values(), strict=True):
         ids, mask = batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"].bool()
         for row, real, reward in zip(ids, mask, found, strict=True):

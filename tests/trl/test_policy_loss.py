@@ -15,11 +15,10 @@ import fastrl_kernels
 from fastrl import GRPOConfig
 from fastrl.data.token_batch import Padded
 from fastrl.learn.experience import Minibatch
+from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.learn.samples import minibatch_of
-from fastrl.models.scoring import TokenScores
 from fastrl.samples import Samples
-from fastrl.trainers.groups.passes import Pass
-from fastrl.trainers.groups.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
+from fastrl.trainers.groups.policy_loss import LEVELS, LOSS_TYPES, loss_of_grpo
 
 COUNTS = [3, 0, 2, 6]
 # How the policy is to the responses: one that has moved since it sampled them, the one that sampled
@@ -89,7 +88,8 @@ class Batch:
             ref_logprobs=each(self.ref if args.beta else None),
             sampler_weights=each(self.weights),
         )
-        return minibatch_of(samples, 0, Padded(), torch.device("cpu"), args.beta)
+        aggregate = loss_of_grpo(args).aggregate
+        return minibatch_of(samples, 0, Padded(), torch.device("cpu"), args.beta, aggregate)
 
     def leaves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         hidden, weight = self.hidden.to(dtype), self.weight.to(dtype)
@@ -144,7 +144,7 @@ def formula(batch: Batch, args: GRPOConfig, leaves: tuple[Tensor, Tensor]) -> Te
     return loss[name] - args.entropy_coef * entropies.mean()
 
 
-def in_one_pass(batch: Batch, args: GRPOConfig, loss: GroupLoss, leaves: Any) -> Tensor | None:
+def in_one_pass(batch: Batch, args: GRPOConfig, loss: TokenLoss, leaves: Any) -> Tensor | None:
     """The head's."""
     objective = objective_of(batch, args, loss)
     if objective is None:
@@ -156,13 +156,13 @@ def in_one_pass(batch: Batch, args: GRPOConfig, loss: GroupLoss, leaves: Any) ->
     return found
 
 
-def objective_of(batch: Batch, args: GRPOConfig, loss: GroupLoss, processes: int = 1) -> Any:
+def objective_of(batch: Batch, args: GRPOConfig, loss: TokenLoss, processes: int = 1) -> Any:
     part = batch.part(args)
     denominator = loss.denominator(part, GENERATED)
     return loss.in_one_pass(Pass(part, part, denominator), args.entropy_coef, processes)
 
 
-def from_logprobs(batch: Batch, args: GRPOConfig, loss: GroupLoss, leaves: Any) -> Tensor:
+def from_logprobs(batch: Batch, args: GRPOConfig, loss: TokenLoss, leaves: Any) -> Tensor:
     scored: Any = fastrl_kernels.linear_logprobs(*leaves, batch.labels, entropy=True)
     weights, entropies = None, scored[1]
     if args.top_entropy_quantile < 1:
@@ -170,7 +170,7 @@ def from_logprobs(batch: Batch, args: GRPOConfig, loss: GroupLoss, leaves: Any) 
         weights = (entropies >= least).float()
     part = batch.part(args)
     denominator = loss.denominator(part, GENERATED)
-    found = loss(part, TokenScores(*scored, None, None), weights, denominator)
+    found = loss.of_logprobs(part, scored[0], weights, denominator)
     return found - args.entropy_coef * entropies.mean()
 
 
@@ -187,7 +187,7 @@ def assert_as_exact(found: Tensor, leaves: Any, exact: Tensor, exact_leaves: Any
 def test_losses_follow_their_formulas(name: str, policy: str, tmp_path: Path) -> None:
     args, batch = settings(tmp_path, **CASES[name]), Batch(policy)
     exact_leaves = batch.leaves(torch.float64)
-    exact, loss = formula(batch, args, exact_leaves), GroupLoss.of_grpo(args)
+    exact, loss = formula(batch, args, exact_leaves), loss_of_grpo(args)
     for way in (
         lambda x: in_one_pass(batch, args, loss, x),
         lambda x: from_logprobs(batch, args, loss, x),
@@ -203,7 +203,7 @@ def test_losses_follow_their_formulas(name: str, policy: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", CASES)
 def test_most_losses_come_out_of_the_head(name: str, policy: str, tmp_path: Path) -> None:
     args = settings(tmp_path, **CASES[name])
-    found = objective_of(Batch(policy), args, GroupLoss.of_grpo(args))
+    found = objective_of(Batch(policy), args, loss_of_grpo(args))
     needs_more = {"entropy, grpo", *(() if policy == "same" else KL_TIMES_RATIO)}
     assert (found is None) == (name in needs_more)
 
@@ -219,7 +219,7 @@ def test_what_is_known_behind_all_logprobs_is_left_to_them(
 ) -> None:
     args = settings(tmp_path, **{k: x for k, x in own.items() if k != "fp16"})
     args.fp16 = own.get("fp16", False)
-    assert objective_of(Batch("moved"), args, GroupLoss.of_grpo(args), processes) is None
+    assert objective_of(Batch("moved"), args, loss_of_grpo(args), processes) is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -293,6 +293,4 @@ def _trl_loss(trainer: Any, batch: Batch, args: GRPOConfig, leaves: Any) -> Tens
 
 
 def test_cispo_has_no_lower_bound(tmp_path: Path) -> None:
-    assert math.isinf(
-        GroupLoss.of_grpo(settings(tmp_path, loss_type="cispo")).objective.cliprange[0]
-    )
+    assert math.isinf(loss_of_grpo(settings(tmp_path, loss_type="cispo")).objective.cliprange[0])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastrl.learn.ref_model.base import RefModel
 from fastrl.learn.ref_model.copy import mix
 from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
+from fastrl.models.routing import without_routing
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.sharding import like, own_share, spread
 from fastrl.models.utils import evaluating
@@ -70,7 +71,7 @@ class SwitchedAdapter(RefModel):
         # In training mode the reference would have dropout, too.
         still = evaluating(self.policy) if self.policy.training else contextlib.nullcontext()
         with still, self.as_policy():
-            return self.policy(**inputs, scoring=request)
+            return self.policy(**without_routing(inputs), scoring=request)
 
     @contextlib.contextmanager
     def as_policy(self) -> Iterator[nn.Module]:

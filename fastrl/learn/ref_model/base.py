@@ -32,7 +32,11 @@ class RefModel(ABC):
 
     @abstractmethod
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        """Log-probs of a batch, without gradients; inputs are those of the policy."""
+        """Log-probs of a batch, without gradients.
+
+        Args:
+            inputs: those of the policy, whose experts' choices the reference does not take.
+        """
 
     @abstractmethod
     def as_policy(self) -> AbstractContextManager[nn.Module]:

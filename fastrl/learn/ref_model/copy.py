@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.learn.ref_model.base import RefModel
+from fastrl.models.routing import without_routing
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.sharding import own_share, spread, spread_frozen, whole
 from fastrl.run.state import is_dtensor
@@ -64,7 +65,7 @@ class SecondModel(RefModel):
 
     @torch.no_grad()
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        return self.model(**inputs, scoring=request)
+        return self.model(**without_routing(inputs), scoring=request)
 
     @contextlib.contextmanager
     def as_policy(self) -> Iterator[nn.Module]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastrl.learn.baselines import (
     EPS,
@@ -20,6 +19,7 @@ from fastrl.learn.baselines import (
     standardised,
 )
 from fastrl.learn.experience import Minibatch
+from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.registry import GROUP_ADVANTAGES
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import policy_gradient
@@ -27,8 +27,12 @@ from fastrl.samples import Samples
 from fastrl.trainers.groups.grpo_config import GRPOConfig
 from fastrl.trainers.groups.judged import nanstd
 from fastrl.trainers.groups.online import OnlineTrainer
-from fastrl.trainers.groups.passes import BatchScores, Pass
-from fastrl.trainers.groups.policy_loss import GroupLoss, high_of, note_clips, ratios_of
+from fastrl.trainers.groups.policy_loss import (
+    ALL_LOSS_TYPES,
+    high_of,
+    loss_of_grpo,
+    note_clips,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -74,7 +78,7 @@ class GRPOTrainer(OnlineTrainer):
     needs_old: ClassVar[bool] = False
     divides_loss: ClassVar[bool] = True
 
-    def _make_loss(self) -> GroupLoss:
+    def _make_loss(self) -> TokenLoss:
         args = self.args
         if args.cast_lm_head_to_fp32:
             _check_head(self.model, args)
@@ -82,15 +86,16 @@ class GRPOTrainer(OnlineTrainer):
         self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
         self._last_entropy = math.inf  # the last step's mean entropy
         self._entropy_of_step: Tensor | None = None  # entropies' sum and count in the step so far
-        loss, level = GroupLoss.of_grpo(args), args.importance_sampling_level
-        if level == "sequence" and loss.type.sums_tokens:
+        loss, level = loss_of_grpo(args), args.importance_sampling_level
+        row = ALL_LOSS_TYPES[args.loss_type]
+        if level == "sequence" and row.sums_tokens:
             _LOGGER.warning(
                 "importance_sampling_level='sequence' with loss_type=%r, which sums tokens, "
                 "weights each sequence by its completion length: GSPO is loss_type='grpo'",
                 args.loss_type,
             )
-        if loss.type.level not in (None, level):
-            meant = f"importance_sampling_level={loss.type.level!r}"
+        if row.level not in (None, level):
+            meant = f"importance_sampling_level={row.level!r}"
             _LOGGER.warning("loss_type=%r is meant for %s", args.loss_type, meant)
         if loss.row.of_response and level != "token":
             _LOGGER.warning(
@@ -130,33 +135,14 @@ class GRPOTrainer(OnlineTrainer):
         advantages = torch.where(counts, advantages, 0.0).flatten()
         return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
-    def policy_loss(self, batch: Pass) -> Tensor:
-        """The loss of :class:`~fastrl.trainers.groups.policy_loss.GroupLoss`, less the bonus."""
-        part, scores, coef = batch.part, batch.scores, self._coefficient()
-        assert scores is not None
-        assert scores.entropies is not None
-        chosen, is_fused = part.old.chosen, scores.loss is not None
-        if not is_fused and chosen is None and self.args.top_entropy_quantile < 1:
-            chosen = self._chosen(scores.entropies)
-            batch.part = batch.whole = part._replace(old=replace(part.old, chosen=chosen))
-        loss = super().policy_loss(batch)
-        if not coef:
-            return loss
-        entropies = scores.entropies if chosen is None else scores.entropies * chosen
-        count = _counted(batch.whole.old.chosen, batch.whole.old.advantages)
-        bonus = coef * entropies.sum() / count
-        if not is_fused:
-            return loss - bonus
-        batch.loss = loss + bonus.detach()  # the fused head has subtracted the bonus
-        return loss
-
-    def note_batch(self, batch: BatchScores, mode: str) -> None:
-        metrics, entropies, chosen = self._metrics[mode], batch.entropies, batch.chosen
+    def note_batch(self, batch: Pass, mode: str) -> None:
+        metrics, entropies, chosen = self._metrics[mode], batch.entropies, batch.part.old.chosen
         if self._has_bonus:
             if chosen is None and self.args.top_entropy_quantile < 1:
                 chosen = self._chosen(entropies)
             weights = torch.ones_like(entropies) if chosen is None else chosen
-            metrics.add({"policy_loss": mean_of(batch.loss[None])})
+            assert batch.loss is not None
+            metrics.add({"policy_loss": mean_of(batch.loss.detach()[None])})
             if mode == "train":
                 self._adapt_entropy((entropies * weights).sum(), weights.sum())
         if self.beta:
@@ -165,19 +151,8 @@ class GRPOTrainer(OnlineTrainer):
         self._note_clips(batch.whole, batch.logprobs, mode)
 
     def _chosen(self, entropies: Tensor) -> Tensor:
-        """1 for tokens with the highest entropies among all processes', else 0, [N]."""
         ones, least = torch.ones_like(entropies), 1 - self.args.top_entropy_quantile
         return self.get_high_entropy_mask(entropies.detach(), ones, least).float()
-
-    @torch.no_grad()
-    def _with_chosen(self, model: nn.Module, whole: Minibatch, parts: list[Pass]) -> Minibatch:
-        if self.args.top_entropy_quantile == 1:
-            return whole
-        for each in parts:
-            each.scores = self._scored(model, each.part).scores
-            each.loss = whole.old.advantages.new_zeros(())
-        entropies = Pass.joined([each for each in parts if each.counts]).entropies
-        return whole._replace(old=replace(whole.old, chosen=self._chosen(entropies)))
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Tokens whose entropy is at least a quantile of all processes' entropies, as bool.
@@ -248,7 +223,7 @@ class GRPOTrainer(OnlineTrainer):
 
     def _note_clips(self, part: Minibatch, logprobs: Tensor, mode: str) -> None:
         args, metrics = self.args, self._metrics[mode]
-        ratios = ratios_of(part, logprobs, args.importance_sampling_level)
+        ratios = self._loss.ratios(part, logprobs)
         rho, advantages = ratios.units, ratios.advantages
         if self._loss.row.bounded_above:
             cut = (rho > high_of(args)) & (advantages > 0)
@@ -256,7 +231,7 @@ class GRPOTrainer(OnlineTrainer):
         if self._loss.row.of_response:
             gammas = part.means(self._loss.gammas(part, logprobs))[part.counts > 0]
             metrics.add({"vespo/phi_seq_mean": mean_of(gammas)})
-        if not self._loss.type.clips:
+        if not self._loss.row.clips:
             return
         if args.delta is not None:
             rho = rho.clamp(max=args.delta)
@@ -271,11 +246,6 @@ class GRPOTrainer(OnlineTrainer):
         super().begin_training(resumed)
         if resumed is not None:
             self.entropy_coef, self._last_entropy = resumed["own"]["entropy"]
-
-
-def _counted(chosen: Tensor | None, advantages: Tensor) -> Tensor | int:
-    """How many tokens of a batch are learned, at least 1."""
-    return max(len(advantages), 1) if chosen is None else chosen.sum().clamp(min=1)
 
 
 def _check_head(model: Any, args: Any) -> None:

@@ -6,10 +6,11 @@ import warnings
 from dataclasses import dataclass
 
 from fastrl.eras import serves_a_program
+from fastrl.learn.objective import TokenLoss
 from fastrl.registry import GROUP_ADVANTAGES, learns_as_clip, own_functions
 from fastrl.settings import refused, setting, setting_like
 from fastrl.trainers.groups.online_config import OnlineConfig
-from fastrl.trainers.groups.policy_loss import ALL_LOSS_TYPES, LEVELS, GroupLoss
+from fastrl.trainers.groups.policy_loss import ALL_LOSS_TYPES, LEVELS, loss_of_grpo
 from fastrl.trainers.groups.rollout_correction import check_correction
 
 SCALES = ("group", "batch", "none")
@@ -110,8 +111,7 @@ class GRPOConfig(OnlineConfig):
                 "multi_objective_aggregation: leave these as they are"
             )
         check_correction(self)
-        loss = GroupLoss.of_grpo(self)
-        self._check_loss(loss)
+        self._check_loss(loss_of_grpo(self))
 
     def _settle_batches(self) -> None:
         """Settles sizes as the base does. In a program for TRL, batches that hold no whole groups
@@ -130,14 +130,14 @@ class GRPOConfig(OnlineConfig):
             )
         super()._settle_batches()
 
-    def _check_loss(self, loss: GroupLoss) -> None:
+    def _check_loss(self, loss: TokenLoss) -> None:
         """Warns of a ``delta`` that nothing reads, and of a loss that makes no difference.
 
         Raises:
             ValueError: a ``delta`` with a loss of a user's.
         """
         kind, name = loss.objective.loss.kind, self.loss_type
-        if self.delta is not None and kind != "clip":
+        if self.delta is not None and "delta" not in loss.row.arguments:
             if loss.objective.loss.is_registered:
                 raise ValueError(f"delta is for losses with PPO's clip, not {name!r}: leave it out")
             warnings.warn(

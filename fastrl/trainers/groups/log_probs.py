@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.data.choose_padding import logprobs_of_labels, runs_packed
-from fastrl.data.padding_free import PaddingFree
-from fastrl.data.token_batch import ModelPass, Padded, Padding, TokenBatch
-from fastrl.learn.experience import Minibatch
-from fastrl.learn.old_logprobs import LOW_PRECISION, TOLERANCES, audited
+from fastrl.data.choose_padding import Packing, logprobs_of_labels
+from fastrl.data.token_batch import Padded, TokenBatch
+from fastrl.learn.old_logprobs import agrees, audited
 from fastrl.learn.ref_model import RefModel
 from fastrl.learn.samples import of_learned, to_column, token_batch
-from fastrl.learn.scorer import Score, in_passes, scoring_request
-from fastrl.models.routing import without_routing
+from fastrl.learn.scorer import ScorePart, in_passes, scores_of, scoring_request
 from fastrl.models.scorer import ScoredPass, TokenScorer
-from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
+from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
@@ -50,20 +47,28 @@ class ResponseScorer:
         self.args, self.pad_token, self.accelerator = args, pad_token, accelerator
         self.autocast, self.processes = autocast, processes
         self.reuses: bool | None = None
-        self._padding: Padding | None = None
+        self._lowest = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
+        given = args.device, self._lowest, autocast, processes.any
+        self.padding = Packing(*given, lambda: args.padding_free, logprobs_of_labels).padding
         self._scorer = TokenScorer()
 
     def policy(
-        self, model: nn.Module, inputs: dict[str, Any], request: ScoringRequest, aux: bool = False
+        self, model: nn.Module, tokens: TokenBatch, aux: bool = False, **options: Any
     ) -> ScoredPass:
-        """What the policy says in a forward.
+        """What the policy says of tokens in a forward, over the samples of which a token is
+        learned; with none over one that has none, as other processes wait for it.
 
         Args:
             aux: have it say the load-balancing loss of a mixture of experts, too.
+            options: of the :class:`ScoringRequest`.
         """
-        given = {**inputs, "output_router_logits": True} if aux else inputs
+        counting = tokens.counting()
+        read = tokens if len(counting) == len(tokens) else tokens.select(counting or [0])
+        model_pass = read.model_pass if counting else Padded().model_pass(read)
+        inputs = {**model_pass.inputs, "output_router_logits": True} if aux else model_pass.inputs
+        given = {"temperature": self.args.temperature, "values": False, **options}
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        return self._scorer(plain, given, request, model)
+        return self._scorer(plain, inputs, scoring_request(tokens, model_pass, **given), model)
 
     def old(
         self, model: nn.Module, samples: Samples, sampled: list[Tensor] | None, limit: PassLimit
@@ -82,11 +87,10 @@ class ResponseScorer:
             part = samples.select(chosen)
             found = of_learned(part, self._by_policy(model, part, limit))
             off = (of_learned(part, [sampled[i].float().cpu() for i in chosen]) - found).abs()
+            worst, mean = (float(off.max()), float(off.mean())) if len(off) else (0.0, 0.0)
             low = self.args.bf16 or self.args.fp16
-            dtype = torch.bfloat16 if low else next(model.parameters()).dtype
-            kind, tolerance = TOLERANCES.get(dtype, LOW_PRECISION)
-            worst = float(off.max() if kind == "max" else off.mean()) if len(off) else 0.0
-            self.reuses = not self.processes.any(not worst <= tolerance)
+            dtype = self._lowest if low else next(model.parameters()).dtype
+            self.reuses = not self.processes.any(not agrees(worst, mean, dtype))
             if not self.reuses:
                 return self._by_policy(model, samples, limit)
         return [x.float().cpu() for x in sampled]
@@ -95,56 +99,21 @@ class ResponseScorer:
         self, model: nn.Module, reference: RefModel, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
         """Log-probs [n] of each response by the reference of a policy, see :meth:`old`."""
-
-        def score(inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-            return reference.score(without_routing(inputs), request)
-
-        return self._in_passes(model, score, samples, limit)
+        of_part = scores_of(reference.score, temperature=self.args.temperature, values=False)
+        return self._in_passes(model, of_part, samples, limit)
 
     def _by_policy(self, model: nn.Module, samples: Samples, limit: PassLimit) -> list[Tensor]:
-        with evaluating(model):
-            return self._in_passes(model, lambda *x: self.policy(model, *x).scores, samples, limit)
+        def score(part: TokenBatch) -> dict[str, Tensor]:
+            return {"logprobs": self.policy(model, part).logprobs}
 
-    @torch.no_grad()
+        with evaluating(model):
+            return self._in_passes(model, score, samples, limit)
+
     def _in_passes(
-        self, model: nn.Module, score: Score, samples: Samples, limit: PassLimit
+        self, model: nn.Module, score: ScorePart, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
         """Returns log-probs on the host, which waits once for all; 0 where nothing is learned."""
         batch = token_batch(samples, self.pad_token, self.padding(model)).to(self.args.device)
-
-        def logprobs(part: TokenBatch) -> dict[str, Tensor]:
-            model_pass = part.model_pass
-            request = scoring_request(
-                part, model_pass, temperature=self.args.temperature, values=False
-            )
-            return {"logprobs": score(dict(model_pass.inputs), request).logprobs.float()}
-
         with self.autocast():
-            found = in_passes(batch, logprobs, limit, self.processes)["logprobs"]
-        return to_column(samples, found.cpu())
-
-    def model_pass(self, part: Minibatch) -> ModelPass:
-        """The forward over the samples of which a token is learned; with none over one that has
-        none, as other processes wait for it."""
-        tokens, counting = part.tokens, part.tokens.counting()
-        if len(counting) < len(tokens):
-            tokens = tokens.select(counting or [0])
-        if not counting:
-            return Padded().model_pass(tokens)
-        return tokens.model_pass
-
-    def padding(self, model: nn.Module) -> Padding:
-        """The padding of batches, which the processes choose together, whoever has a token."""
-        if self._padding is None:
-            lowest = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
-            with self.autocast():
-                packs = runs_packed(
-                    [model],
-                    self.args.device,
-                    lowest,
-                    logprobs_of_labels,
-                    asked=self.args.padding_free,
-                    anywhere=self.processes.any,
-                )
-            self._padding = PaddingFree() if packs else Padded()
-        return self._padding
+            found = in_passes(batch, score, limit, self.processes)["logprobs"]
+        return to_column(samples, found.float().cpu()[batch.response_mask])

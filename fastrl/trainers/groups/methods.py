@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastrl.data.batch import pad
 from fastrl.data.prompts import samples_of_rows
-from fastrl.learn.samples import minibatch_of, to_column
-from fastrl.learn.scorer import scoring_request
+from fastrl.learn.objective import TokenLoss
+from fastrl.learn.samples import to_column, token_batch
 from fastrl.models.scoring import PassLimit, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.rewards.weighted import RewardBatch
@@ -54,7 +54,9 @@ class OnlineMethods:
     overrides: frozenset[str]
     use_vllm: bool = False  # our engine generates
     divides_loss: ClassVar[bool]
-    policy_loss: Callable[..., Tensor]
+    _loss: TokenLoss
+    _coefficient: Callable[[], float]
+    _chosen: Callable[[Tensor], Tensor]
     _scorer: ResponseScorer
     _tokenizer: Any
     _learnable: Callable[..., Samples]
@@ -185,12 +187,8 @@ class OnlineMethods:
         columns = {"prompt_ids": ids[:, :-width], "prompt_mask": mask[:, :-width]}
         columns |= {"completion_ids": ids[:, -width:], "completion_mask": mask[:, -width:]}
         samples = samples_of({**columns, "advantages": torch.zeros(len(ids))})
-        padding = self._scorer.padding(model)
-        part = minibatch_of(samples, self.pad_token_id, padding, self.args.device, 0.0)
-        model_pass = self._scorer.model_pass(part)
-        asked = {"temperature": self.temperature, "entropy": entropy, "values": False}
-        request = scoring_request(part.tokens, model_pass, **asked)
-        return self._scorer.policy(model, dict(model_pass.inputs), request, aux)
+        tokens = token_batch(samples, self.pad_token_id, self._scorer.padding(model))
+        return self._scorer.policy(model, tokens.to(self.args.device), aux, entropy=entropy)
 
     def _compute_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The loss of a batch that is laid out as by :func:`as_tensors`, where the class
@@ -212,7 +210,7 @@ class OnlineMethods:
             logps, entropies, aux_loss = self.own_logprobs(model, inputs, True, aux)
             learned = _learned(inputs).to(logps.device)
             part.scores = TokenScores(logps[learned], entropies[learned], None, None)
-            loss = self.policy_loss(part)
+            loss = self._loss.of_pass(part, self._coefficient(), self._chosen)
             if aux:
                 part.aux_loss = aux_loss.detach()
                 loss = loss + self.router_aux_loss_coef * aux_loss

@@ -24,18 +24,16 @@ from fastrl.data.columns import check_reserved
 from fastrl.data.prompts import PromptStream, samples_of_rows
 from fastrl.data.tables import list_as_dataset
 from fastrl.data.token_batch import Padded
-from fastrl.learn.correction import on_policy
 from fastrl.learn.dynamic_sampling import DynamicSampling
-from fastrl.learn.experience import Minibatch
 from fastrl.learn.nonfinite import NonFiniteNumbers
+from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.ref_model import Follow, RefModel
 from fastrl.learn.samples import minibatch_of
-from fastrl.learn.scorer import check_tokens, scoring_request
+from fastrl.learn.scorer import check_tokens
 from fastrl.models import CausalLMPolicy
 from fastrl.models.routing import follow_routers, refuse_beside, replays
-from fastrl.models.scorer import ScoredPass
-from fastrl.models.scoring import PassLimit, PolicyObjective
+from fastrl.models.scoring import PassLimit
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import modes_kept
 from fastrl.overrides import overridden
@@ -54,8 +52,6 @@ from fastrl.trainers.groups.group_loaders import eval_loader, train_loader, trai
 from fastrl.trainers.groups.judged import judged_by_all
 from fastrl.trainers.groups.log_probs import ResponseScorer
 from fastrl.trainers.groups.methods import LOGPROBS, OnlineMethods, OwnLogprobs
-from fastrl.trainers.groups.passes import BatchScores, Pass
-from fastrl.trainers.groups.policy_loss import GroupLoss
 from fastrl.trainers.groups.prompt_data import (
     PromptRoom,
     check_data,
@@ -363,7 +359,7 @@ class OnlineTrainer(
     # What subclasses do.
 
     @abstractmethod
-    def _make_loss(self) -> GroupLoss:
+    def _make_loss(self) -> TokenLoss:
         """Makes the loss that the settings name, at the end of the construction."""
 
     @abstractmethod
@@ -377,30 +373,17 @@ class OnlineTrainer(
             kl: Σ_t (log π_old - log π_ref) of each response, [B], where there is a reference.
         """
 
-    def policy_loss(self, given: Pass) -> Tensor:
-        """The loss of a pass that has its scores, see
-        :class:`fastrl.trainers.groups.policy_loss.GroupLoss`."""
-        part, scores = given.part, given.scores
-        assert scores is not None
-        given.loss = scores.loss
-        if given.loss is None:
-            kept = part.old.chosen
-            if self.args.off_policy_mask_threshold is not None:
-                near = on_policy(part, scores.logprobs, self.args.off_policy_mask_threshold)
-                kept = near if kept is None else kept * near
-            given.loss = self._loss(part, scores, kept, given.denominator)
-        return given.loss
-
     def _coefficient(self) -> float:
         """The coefficient of the mean entropy, which the loss is less."""
         return 0.0
 
-    def note_batch(self, batch: BatchScores, mode: str) -> None:
+    def note_batch(self, batch: Pass, mode: str) -> None:
         """Logs what is known of a batch by its log-probs."""
 
-    def _with_chosen(self, model: nn.Module, whole: Minibatch, parts: list[Pass]) -> Minibatch:
-        """A batch that knows which of its tokens are learned, where that hangs on all of them."""
-        return whole
+    def _chosen(self, entropies: Tensor) -> Tensor:
+        """1 for the tokens, of a whole batch, of the highest entropies of all processes', else 0,
+        [N]: those that are learned."""
+        return torch.ones_like(entropies)
 
     # Data.
 
@@ -510,7 +493,7 @@ class OnlineTrainer(
             samples = replace(samples, experts=[None] * len(samples))
         device, pad_token = self.args.device, self._tokenizer.pad_token_id
         kl_coef = 0.0 if self.learns_kl else self.beta
-        whole = minibatch_of(samples, pad_token, padding, device, kl_coef)
+        whole = minibatch_of(samples, pad_token, padding, device, kl_coef, self._loss.aggregate)
         denominator = self._loss.denominator(whole, generated)
         if most is None:
             return [Pass(whole, whole, denominator)]
@@ -525,8 +508,12 @@ class OnlineTrainer(
             return [Pass(part, whole, denominator, counts) for part, counts in parts]
 
         found = passes()
-        if len(found) > 1:
-            whole = self._with_chosen(model, whole, found)
+        if len(found) > 1 and self._loss.top_entropy < 1:
+            with torch.no_grad():
+                for each in found:
+                    each.scores = self._scorer.policy(model, each.part.tokens, entropy=True).scores
+            entropies = Pass.joined([each for each in found if each.counts]).entropies
+            whole = whole._replace(old=replace(whole.old, chosen=self._chosen(entropies)))
             found = passes()
         return found
 
@@ -545,35 +532,21 @@ class OnlineTrainer(
         return self._pass_loss(model, inputs)
 
     def _pass_loss(self, model: nn.Module, inputs: Pass) -> Tensor:
-        part, aux = inputs.part, self.aux_loss_enabled and not self._routes
-        objective = self._loss.in_one_pass(inputs, self._coefficient(), self.processes.count)
-        scored = self._scored(model, part, objective, aux)
+        part, coef = inputs.part, self._coefficient()
+        scored = self._scorer.policy(
+            model,
+            part.tokens,
+            aux=self.aux_loss_enabled and not self._routes,
+            entropy=True,
+            objective=self._loss.in_one_pass(inputs, coef, self.processes.count),
+        )
         inputs.scores, inputs.routing = scored.scores, scored.routing
-        loss = self.policy_loss(inputs)
+        loss = self._loss.of_pass(inputs, coef, self._chosen)
         if self.aux_loss_enabled:
             aux_loss = scored.aux_loss * (part.size / inputs.whole.size)
             inputs.aux_loss = aux_loss.detach()
             loss = loss + self.router_aux_loss_coef * aux_loss
         return loss if inputs.counts else loss * 0
-
-    def _scored(
-        self,
-        model: nn.Module,
-        part: Minibatch,
-        objective: PolicyObjective | None = None,
-        aux: bool = False,
-    ) -> ScoredPass:
-        """Log-probs and entropies of the tokens that are learned, and the loss of an objective."""
-        model_pass = self._scorer.model_pass(part)
-        request = scoring_request(
-            part.tokens,
-            model_pass,
-            temperature=self.temperature,
-            entropy=True,
-            values=False,
-            objective=objective,
-        )
-        return self._scorer.policy(model, dict(model_pass.inputs), request, aux)
 
     def _note(self, passes: list[Pass], mode: str) -> None:
         """Logs what is known of a batch that was learned from."""
@@ -630,7 +603,7 @@ class OnlineTrainer(
             learnable.old_logprobs = self._scorer.old(model, learnable, own, limit)
         if others is not None:
             if correction is not None:
-                correction(learnable, others, self._metrics[mode], self._loss.type.kind)
+                correction(learnable, others, self._metrics[mode], self._loss.objective.loss.kind)
             if args.off_policy_mask_threshold is not None:
                 learnable.sampler_logprobs = others
         kl = None

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from fastrl.learn.baselines import EPS, all_equal, deviation, grouped, leave_one_out
+from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.learn.samples import of_learned
 from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.model_card import policy_gradient
 from fastrl.samples import Samples
 from fastrl.trainers.groups.judged import nanstd
 from fastrl.trainers.groups.online import OnlineTrainer
-from fastrl.trainers.groups.passes import BatchScores
-from fastrl.trainers.groups.policy_loss import GroupLoss, note_clips, ratios_of
+from fastrl.trainers.groups.policy_loss import loss_of_rloo, note_clips
 from fastrl.trainers.groups.rloo_config import RLOOConfig
 
 
@@ -63,9 +63,9 @@ class RLOOTrainer(OnlineTrainer):
         of_tokens = of_learned(learnable, old) - of_learned(learnable, ref)
         return {"kl": mean_of(of_tokens)}
 
-    def _make_loss(self) -> GroupLoss:
-        return GroupLoss.of_rloo(self.args)
+    def _make_loss(self) -> TokenLoss:
+        return loss_of_rloo(self.args)
 
-    def note_batch(self, batch: BatchScores, mode: str) -> None:
-        ratios = ratios_of(batch.whole, batch.logprobs, "product")
+    def note_batch(self, batch: Pass, mode: str) -> None:
+        ratios = self._loss.ratios(batch.whole, batch.logprobs)
         note_clips(self._metrics[mode], ratios.units, ratios.advantages, self.args)

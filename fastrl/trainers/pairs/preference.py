@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from fastrl.core import set_seed
-from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.preferences import PairCollator, completions_of
 from fastrl.data.tables import is_stream, list_as_dataset
 from fastrl.data.token_batch import TokenBatch
@@ -109,7 +108,6 @@ class PreferenceTrainer(SupervisedTrainer):
         self._settings = args
         self._max_length = length_limit(args, model, tokenizer)
         self.scorer = TokenScorer()
-        self._packs: bool | None = None
         super().__init__(
             model=model,
             args=args,
@@ -239,7 +237,7 @@ class PreferenceTrainer(SupervisedTrainer):
         mask, sides = inputs["attention_mask"], self.texts_of_an_example
         count, width = len(mask) // sides, mask.shape[1]
         lengths = mask.sum(-1).view(sides, count).sum(0).tolist()
-        sizes = lengths if self._is_padding_free() else [sides * width] * count
+        sizes = lengths if self.packing(self.model_wrapped) else [sides * width] * count
         parts = []
         for chosen in fill(sizes, most, self.example):
             rows = [i + k * count for k in range(sides) for i in chosen]
@@ -317,7 +315,7 @@ class PreferenceTrainer(SupervisedTrainer):
     # Log-probs.
 
     def completions(self, batch: Mapping[str, Any], prefix: str = "") -> TokenBatch:
-        completions = completions_of(batch, self._is_padding_free(), prefix)
+        completions = completions_of(batch, self.packing(self.model_wrapped), prefix)
         return completions.with_experts(None) if self._routes else completions
 
     def score(
@@ -341,19 +339,15 @@ class PreferenceTrainer(SupervisedTrainer):
         score = scored_by(self._policy) if reference is None else reference.score
         return response_scores(score, dataclasses.replace(completions, experts=None))[0]
 
-    def _is_padding_free(self) -> bool:
-        """Whether the model runs batches without padding; checked at the first use, when the model
-        is on its device."""
-        if self._packs is None:
-            by_model = self.aux_loss_enabled and not self._routes
-            if self.args.padding_free and by_model:
-                warnings.warn(
-                    "batches stay padded: the load-balancing loss counts the tokens of each "
-                    "completion; router_aux_loss_coef=0 leaves it out",
-                    stacklevel=2,
-                )
-            self._packs = self.runs_packed(logprobs_of_labels, not by_model)
-        return self._packs
+    def asks_to_pack(self) -> bool:
+        by_model, asked = self.aux_loss_enabled and not self._routes, super().asks_to_pack()
+        if asked and by_model:
+            warnings.warn(
+                "batches stay padded: the load-balancing loss counts the tokens of each "
+                "completion; router_aux_loss_coef=0 leaves it out",
+                stacklevel=3,
+            )
+        return asked and not by_model
 
     # Losses.
 

@@ -15,14 +15,13 @@ from fastrl.core import entropy_from_logits
 from fastrl.data import batch as data
 from fastrl.data.batch import BatchMaker
 from fastrl.learn.aggregate import Aggregate
+from fastrl.learn.experience import Experience
 from fastrl.learn.loss import UpdateLoss
 from fastrl.learn.nonfinite import NonFiniteNumbers
-from fastrl.learn.objective import loss_of_logprobs
 from fastrl.learn.ref_model.adapter import SwitchedAdapter
-from fastrl.learn.scorer import Scorer, scored_in_parts
+from fastrl.learn.scorer import Scorer, in_passes, scored_by, scores_of
 from fastrl.learn.update import Update
-from fastrl.models.scoring import TokenScores
-from fastrl.models.utils import evaluating
+from fastrl.models.scoring import TokenScores, policy_loss_of
 from fastrl.run import metrics
 from fastrl.trainers.ppo.state import TrainerState
 
@@ -84,14 +83,9 @@ class ClassicMethods:
         responses, response_masks = self.batches.own(responses, response_masks)
         batch = self.batches.from_inputs(model_inputs, queries, responses, response_masks)
         batch = batch.to(self.current_device)
-        with evaluating(model):
-            scored = scored_in_parts(
-                model,
-                batch,
-                self.scorer.limit,
-                logits=return_logits,
-                temperature=self.config.temperature,
-            )
+        temperature = self.config.temperature
+        score = scores_of(scored_by(model), logits=return_logits, temperature=temperature)
+        scored = in_passes(batch, score, self.scorer.limit, shares=[range(len(batch))])
         return scored["logprobs"], scored.get("logits"), scored["values"], batch.mask
 
     def loss(
@@ -129,15 +123,11 @@ class ClassicMethods:
         def flat(x: Tensor) -> Tensor:
             return torch.atleast_2d(x).expand_as(mask)[mask]
 
-        new, old = flat(logprobs), flat(old_logprobs)
-        objective = update.objective(
-            old,
-            flat(advantages),
-            lengths,
-            token_weights=None if weights is None else flat(weights[:, None]),
-            denominator=self.aggregate.denominator(lengths),
-        )
-        policy_loss, policy_stats = loss_of_logprobs(new, objective)
+        new, denominator = flat(logprobs), self.aggregate.denominator(lengths)
+        old = Experience(flat(old_logprobs), None, flat(advantages), None, weights=weights)
+        objective = update.policy_objective(old, lengths, denominator, entropy_coef=0.0)
+        objective = objective._replace(top_entropy=1.0)
+        policy_loss, policy_stats = policy_loss_of(new, None, objective)
         entropies = torch.zeros_like(new)
         if logits is not None:
             entropies = flat(entropy_from_logits(logits, update.temperature)).detach()

@@ -773,7 +773,7 @@ class PPOTrainer(ClassicMethods):
             return math.nan
         batch = self.make_batch(list(queries), list(responses), masks)
         with self._evaluating(), self.computing():
-            operands = self.scorer.kl_operands(batch)
+            operands = self.scorer(batch, values=False).kl_operands
         no_scores = torch.zeros(len(batch), device=self.current_device)
         _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())

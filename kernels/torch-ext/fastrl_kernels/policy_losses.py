@@ -26,6 +26,11 @@ class LossRow(NamedTuple):
     bounded_above: bool = False  # the ratio has one bound, the upper one
     of_response: bool = False  # the ratio is always that of a whole response
 
+    @property
+    def clips(self) -> bool:
+        """Whether the loss has bounds of the ratio on both sides of 1."""
+        return "cliprange" in self.arguments and not self.bounded_above
+
 
 POLICY_LOSSES = {
     "clip": LossRow(
@@ -161,6 +166,11 @@ class PolicyLoss(NamedTuple):
     def is_registered(self) -> bool:
         """Whether it was added by :func:`register_policy_loss`."""
         return self.kind in POLICY_LOSSES and self.row.function is not None
+
+    @property
+    def bounded_above(self) -> bool:
+        """Whether its ratio has one bound, the upper one; a kind that is not known has two."""
+        return self.kind in POLICY_LOSSES and self.row.bounded_above
 
     @property
     def joins_slopes(self) -> bool:

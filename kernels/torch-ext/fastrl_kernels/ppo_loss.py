@@ -76,11 +76,12 @@ def policy_terms(logprobs: Tensor, constants: PPOConstants, settings: PPOSetting
     mask = constants.mask
     log_ratio = level = masked_difference(logprobs, constants.old_logprobs, mask)
     kind, of_sequences = settings.objective.kind, constants.of_sequences
+    of_response = settings.objective.row.of_response
     if of_sequences is not None:
         of_sequences = torch.where(mask, of_sequences, 0.0)
-        level = log_ratio if kind == "vespo" else of_sequences
+        level = log_ratio if of_response else of_sequences
     ratio = read = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    if kind == "vespo":
+    if of_response:
         assert of_sequences is not None
         read = of_sequences.exp()
     advantages = torch.where(mask, constants.advantages.float(), 0.0)
@@ -433,8 +434,8 @@ def checked_loss(
                 "cliprange, dual_clip, value.cliprange, value.coef and kl.coef must be Python "
                 "numbers: a tensor would wait"
             )
-    # The ratios of "cispo" have a bound, which may be less than 1.
-    least = -1 if objective.kind == "cispo" else 0
+    # A single bound may be less than 1.
+    least = -1 if objective.bounded_above else 0
     for name, number, bound in (
         ("cliprange", low, 0),
         ("cliprange", high, least),

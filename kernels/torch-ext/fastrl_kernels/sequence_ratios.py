@@ -34,7 +34,7 @@ def with_sequences(
     mask, lengths = constants.mask, constants.lengths
     with torch.no_grad():
         own = masked_difference(logprobs, constants.old_logprobs, mask)
-        if objective.kind == "vespo":
+        if objective.row.of_response:
             found = log_gamma_weights(own, constants.advantages, mask, lengths, objective)
         else:
             found = joined_over_sequences(own, mask, lengths, objective.ratio_level)
