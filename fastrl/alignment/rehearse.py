@@ -1,4 +1,4 @@
-"""How the alignment framework's trainer is rehearsed: its data, factory and annotator."""
+"""Rehearses the alignment framework's trainer, with made data and an indifferent annotator."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def _run(
     """Rehearses a loss on samples of full length, online with the policy's rollouts.
 
     Args:
-        task: by default the loss's first.
+        task: the task; by default the loss's first.
 
     Raises:
-        ValueError: a loss of another task.
+        ValueError: a task that the loss does not have.
     """
     loss = make_loss(loss) if isinstance(loss, str) else copy.deepcopy(loss)
     task = find_task(task or loss.tasks[0])
@@ -55,7 +55,7 @@ def _run(
 
 
 class _Indifferent:
-    """An annotator for responses that say nothing, and are all the same."""
+    """An annotator whose scores do not depend on the responses, which are all the same."""
 
     def score(self, prompts: Any, responses: Sequence[Any], **_: Any) -> list[float]:
         return alternating(responses)
@@ -68,11 +68,11 @@ class _Indifferent:
 
 
 def _rows(kind: str, count: int, prompt_tokens: int, response_tokens: int) -> Any:
-    """Examples of a kind, as a data set."""
+    """A data set of examples of a kind."""
     from datasets import Dataset
 
     good, bad = words(response_tokens - 1), words(response_tokens - 1, 1)
-    # Each prompt is another, because samples with the same prompt run it once.
+    # All prompts differ, because samples with the same prompt run it once.
     rows: dict[str, list[Any]] = {"prompt": [words(prompt_tokens, others=i) for i in range(count)]}
     if kind == PAIRS:
         rows |= {"chosen": [good] * count, "rejected": [bad] * count}
@@ -84,8 +84,8 @@ def _rows(kind: str, count: int, prompt_tokens: int, response_tokens: int) -> An
 
 
 def _samples(trainer: Any) -> tuple[int, int]:
-    """A pass takes together: a text, for a reward model the texts of an example, or the batch of a
-    loss with its own gradient."""
+    """The texts of a batch, and the fewest texts of a pass: one; for a reward model those of an
+    example; for a loss with its own gradient the batch."""
     texts, loss = trainer.factory.task.generations, trainer.loss
     whole = trainer.factory.batch_size * texts
     if loss.backward is not None:

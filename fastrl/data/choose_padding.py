@@ -1,4 +1,4 @@
-"""The choice between padded batches and batches without padding, by a comparison of the two."""
+"""Chooses between padded batches and batches without padding, by comparing their results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import base_of, computes_in_tf32, evaluating
 
-# Samples of the comparison: the number of the prompt, its tokens and those of the response; the
-# first prompt is longer where the model reads tokens by longer blocks.
+# Samples of the comparison: the prompt's number, and the lengths of prompt and response; the first
+# prompt is longer where the model reads tokens by longer blocks.
 _SAMPLES = ((0, 3, 4), (1, 5, 2), (0, 3, 2), (2, 1, 3))
-_CHANGED = 1  # a sample with a prompt of its own
-# Allowed differences, relative to the mean size of results or to 1: the largest in fp32, the mean
-# in less precision, and the mean with other tokens in another sample, which change the rounding.
+_CHANGED = 1  # the index of a sample that shares its prompt with no other
+# Allowed differences, relative to the mean size of results or to 1: the largest one in fp32, the
+# mean in lower precision, and the mean after a change of another sample, which changes rounding.
 _EXACT, _ROUNDED, _MOVED = 1e-4, 5e-2, 2e-3
 Scores = Callable[[nn.Module, TokenBatch], Tensor]
 
@@ -41,15 +41,15 @@ def choose_padding(
     *models: nn.Module | None,
     anywhere: Callable[[bool], bool] = bool,
 ) -> Padding:
-    """The padding of batches that all these models run: none, where their results are then those
-    of padded batches; else padded, and a warning says why.
+    """The padding of batches that all models run: none, if their results do not depend on it; else
+    batches are padded, and a warning says why.
 
     Args:
         padding_free: False for padded batches.
         device: the device of the inputs.
-        precision: the lowest in which forwards compute.
+        precision: the dtype of the lowest precision in which forwards compute.
         models: fastrl's wrappers, as accelerate has prepared them.
-        anywhere: whether something holds in one of several processes, which choose alike.
+        anywhere: whether a truth value is True in one of the processes, which must choose alike.
     """
     present = [model for model in models if model is not None]
     if any(_language_model(model).config.is_encoder_decoder for model in present):
@@ -69,9 +69,9 @@ def runs_packed(
     anywhere: Callable[[bool], bool] = bool,
     stacklevel: int = 2,
 ) -> bool:
-    """Whether all these models run packed batches, in all processes; a warning says why one does
-    not, and another where padded batches change what a model says of a text. Arguments are those
-    of :func:`choose_padding` and :func:`why_not_packed`.
+    """Whether all models run packed batches, in all processes. A warning says why one does not, and
+    another one where padding changes a model's results. Further arguments are those of
+    :func:`choose_padding` and :func:`why_not_packed`.
 
     Args:
         asked: False for padded batches.
@@ -140,11 +140,11 @@ def why_not_packed(
 ) -> str | None:
     """Why a model cannot run packed batches; None if it can.
 
-    Packed results must be those of each sample alone, and must not move with another sample's
+    Packed results must be those of each sample alone, and must not change with another sample's
     tokens.
 
     Args:
-        scores: what a model says of a batch; by default log-probs and values of the responses.
+        scores: gives a model's results for a batch; by default log-probs and values of responses.
     """
     score = scores or logprobs_and_values
     language_model = _language_model(model)
@@ -160,7 +160,7 @@ def why_not_packed(
             expected = _alone(score, model, batch)
             results = score(model, packed)
             after = score(model, replace(packed, input_ids=_with_other_tokens(batch)))
-        # Any other failure: such a model runs padded batches.
+        # A model that fails in any way runs padded batches.
         except Exception as error:
             return f"it cannot run them packed ({type(error).__name__}: {error})"
     windows = {window for each in observed.attentions for window in each.windows}
@@ -181,9 +181,9 @@ def why_not_packed(
 def why_not_padded(
     model: nn.Module, device: torch.device, precision: torch.dtype, scores: Scores | None = None
 ) -> str | None:
-    """How much a model's results of padded batches differ from those of each sample alone, in
-    words; None where they do not, or the model says itself why it cannot run them. Arguments are
-    those of :func:`why_not_packed`."""
+    """How much a model's results for padded batches differ from those for each sample alone, in
+    words; None where they do not, or where the model raises an error. Arguments are those of
+    :func:`why_not_packed`."""
     score, batch = scores or logprobs_and_values, _batch(_language_model(model), device)
     with evaluating(model), narrowed(model):
         try:
@@ -197,12 +197,12 @@ def why_not_padded(
 
 
 def _alone(score: Scores, model: nn.Module, batch: TokenBatch) -> Tensor:
-    """A model's results of each sample of a batch, computed without another sample beside it."""
+    """A model's results for each sample of a batch, computed for one sample at a time."""
     return torch.cat([score(model, batch.select([i])) for i in range(len(batch))], dim=-1)
 
 
 class _Observed(PaddingFree):
-    """Keeps the attention of its batches."""
+    """Batches without padding whose attention is kept, for :func:`why_not_packed` to look at."""
 
     def __init__(self) -> None:
         self.attentions: list[PackedAttention] = []
@@ -214,7 +214,7 @@ class _Observed(PaddingFree):
 
 
 def _with_other_tokens(batch: TokenBatch) -> Tensor:
-    """The batch's token ids, with other tokens in the sample of number :data:`_CHANGED`."""
+    """The batch's token ids, with other tokens in sample :data:`_CHANGED`."""
     ids = batch.input_ids.clone()
     first = ids[_CHANGED, : batch.lengths[_CHANGED]]
     ids[_CHANGED, : len(first)] = first.roll(1)
@@ -222,8 +222,8 @@ def _with_other_tokens(batch: TokenBatch) -> Tensor:
 
 
 def _of_others(batch: TokenBatch, results: Tensor) -> Tensor:
-    """A mask of the results that are not of the sample of number :data:`_CHANGED`. Samples or
-    their response tokens are the last dimension."""
+    """A mask of the results of all samples but :data:`_CHANGED`. The last dimension is samples, or
+    their response tokens."""
     counts = batch.response_lengths if results.shape[-1] != len(batch) else [1] * len(batch)
     others = torch.ones(sum(counts), dtype=torch.bool, device=results.device)
     begin = sum(counts[:_CHANGED])
@@ -304,7 +304,7 @@ def logprobs_of_labels(model: Any, batch: TokenBatch) -> Tensor:
 
 
 def rewards_of_samples(model: Any, batch: TokenBatch) -> Tensor:
-    """A classifier's rewards, [labels, B]: its own for a padded batch, and those by
+    """A classifier's rewards, [labels, B]: by its forward for a padded batch, and by
     :func:`fastrl.models.reward_head.rewards_at` for a packed one."""
     if not isinstance(batch.padding, PaddingFree):
         inputs = batch.padded_inputs
@@ -325,18 +325,18 @@ def classifier_side(
     anywhere: Callable[[bool], bool] | None = None,
     stacklevel: int = 2,
 ) -> str | None:
-    """The side of padding on which a classifier gives each text the reward that it has alone; None,
-    with a warning, where neither side does. Arguments are those of :func:`choose_padding`.
+    """The side of padding on which a classifier gives each text the reward that it gets alone; None,
+    with a warning, without such a side. For other arguments see :func:`choose_padding`.
 
     A comparison decides: most architectures want padding on the right, XLNet, which reads the last
     place, on the left; some (FNet) mix padding into the text.
 
     Args:
-        anywhere: whether something holds in one of several processes; None for a single one.
+        anywhere: see :func:`choose_padding`; None for a single process.
 
     Raises:
-        ValueError: padding is wrong on both sides, and several processes would wait for each other
-            without it.
+        ValueError: padding is wrong on both sides, and there are several processes, which cannot
+            run without it.
     """
     plain = _language_model(model)
     try:
@@ -369,7 +369,7 @@ def classifier_side(
 
 
 def _closed_texts(config: Any) -> dict[str, Tensor]:
-    """Random texts of several lengths, padded on the right, that end with EOS, by which
+    """Random texts of several lengths, padded on the right. They end with EOS, by which
     encoder–decoders find the end."""
     text = config.get_text_config()
     vocabulary, padding = text.vocab_size, text.pad_token_id
@@ -386,5 +386,5 @@ def _closed_texts(config: Any) -> dict[str, Tensor]:
 
 
 def _language_model(model: nn.Module) -> Any:
-    """The transformers model under accelerate's wrapper, ours and PEFT's."""
+    """The transformers model under accelerate's, fastrl's and PEFT's wrappers."""
     return base_of(extract_model_from_parallel(model))

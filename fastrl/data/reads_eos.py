@@ -1,10 +1,10 @@
-"""Whether a reward model reads EOS behind a response: a record that is saved with it.
+"""Records with a reward model whether it reads EOS behind a response.
 
 A reward model must be scored on the same token ids as it was trained on. fastrl records this in a
 key of the model's config.json, which ``save_pretrained`` and ``push_to_hub`` write and
-``from_pretrained`` reads; an adapter, which has no config.json, gets a file of its own. A
-classifier without the record was trained elsewhere: it is scored on prompt and response as one
-text, as its tokenizer encodes a text.
+``from_pretrained`` reads; an adapter, which has no config.json, gets another file. A classifier
+without the record was not trained by fastrl: it is scored on prompt and response as one text, as
+its tokenizer encodes a text.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def recorded(model: Any) -> bool | None:
 
 
 def save_beside_adapter(model: Any, folder: str | Path) -> None:
-    """Writes an adapter's record to its folder; a whole model has it in config.json."""
+    """Writes an adapter's record to its folder; does nothing for a model with a config.json."""
     if hasattr(model, "peft_config"):
         Path(folder, ADAPTER_FILE).write_text(json.dumps({KEY: recorded(model)}) + "\n")
 
 
 def load_from_adapter(model: Any, path: str | os.PathLike) -> None:
-    """Copies an adapter's record to the model's configuration, which is that of its base."""
+    """Copies an adapter's record to the model's configuration, which its base has brought."""
     if not hasattr(model, "peft_config"):
         return
     file = find_file(model_folder(path), ADAPTER_FILE, {})

@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 class OverlongPenalty(NamedTuple):
-    """factor·clip((|y| - (longest - buffer)) / buffer, 0, 1): none for responses that leave the
-    buffer free, and all of it at the longest (Yu et al., "DAPO", 2025, equation 13)."""
+    """factor·clip((|y| - (longest - buffer)) / buffer, 0, 1): 0 for responses that leave the buffer
+    free, and ``factor`` for the longest (Yu et al., "DAPO", 2025, equation 13)."""
 
     longest: int
     buffer: int
     factor: float = 1.0
 
     def __call__(self, lengths: Sequence[int]) -> Tensor:
-        """Returns what is taken off the scores for lengths, [B] fp32."""
+        """Returns the penalties for lengths, [B] fp32, which are subtracted from scores."""
         over = torch.tensor(lengths, dtype=torch.float32) - (self.longest - self.buffer)
         return self.factor * (over / self.buffer).clamp(0, 1)
 
 
 class Penalties(NamedTuple):
-    """What is taken off the scores of responses for how they end."""
+    """Penalties for how responses end, which are subtracted from their scores."""
 
     missing_eos: float | None = None  # penalty of responses that end neither in EOS nor at a stop
     overlong: OverlongPenalty | None = None

@@ -1,4 +1,4 @@
-"""Questions to a child process, which is ended where an answer takes too long."""
+"""Asks questions of a child process, which is ended where an answer takes too long."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from fastrl.rewards import timed_worker
 
 
 class TimedChild:
-    """A process that judges, started when it is needed, for any thread.
+    """A process that judges, started at the first question; any thread may ask.
 
     A regular expression or a product of long integers holds the interpreter: neither a thread nor a
     signal's handler could end it.
 
     Args:
-        worker: a Python file whose ``make_judge()`` returns a function of a question's fields, to a
-            dict for JSON.
-        what: the name of what judges, for messages.
+        worker: a Python file whose ``make_judge()`` returns a function that maps a question's
+            fields to a dict for JSON.
+        what: the judge's name, for messages.
     """
 
     def __init__(self, worker: str, what: str) -> None:
         self.worker, self.what = worker, what
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
-        self._of = 0  # the id of the process that started the child: a fork has no child
+        self._parent = 0  # the id of the process that started the child: a fork has no child
         atexit.register(self._end)
 
     def ask(self, seconds: float, **question: Any) -> dict[str, Any] | None:
-        """The child's answer; None where it took longer than ``seconds``, or was ended by another
-        signal, of which a warning says: it had no memory or no stack left.
+        """The child's answer; None where it took longer than ``seconds``, or another signal ended
+        the child, as without memory or stack; of that a warning tells.
 
         Raises:
             ImportError: the child does not start.
-            RuntimeError: it ended by itself.
+            RuntimeError: the child ended by itself.
         """
         with self._lock:
             child = self._started()
@@ -50,7 +50,7 @@ class TimedChild:
                 child.stdin.write(json.dumps({"seconds": seconds, **question}) + "\n")
                 child.stdin.flush()
                 answer = self._read(child)
-            except BaseException:  # Ctrl-C: the answer would be taken for that of the next question
+            except BaseException:  # Ctrl-C: the next question would get this answer
                 self._end()
                 raise
             if answer is not None:
@@ -68,7 +68,7 @@ class TimedChild:
         return None
 
     def _started(self) -> subprocess.Popen[str]:
-        if self._child is not None and self._of == os.getpid():
+        if self._child is not None and self._parent == os.getpid():
             return self._child
         child = subprocess.Popen(
             [sys.executable, timed_worker.__file__, self.worker],
@@ -79,7 +79,7 @@ class TimedChild:
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         )
-        self._child, self._of = child, os.getpid()
+        self._child, self._parent = child, os.getpid()
         ready = self._read(child)
         if ready is None or "failed" in ready:
             self._end()
@@ -95,7 +95,7 @@ class TimedChild:
 
     def _end(self) -> None:
         child, self._child = self._child, None
-        if child is not None and self._of == os.getpid():
+        if child is not None and self._parent == os.getpid():
             child.kill()
             child.wait()
             for pipe in (child.stdin, child.stdout):

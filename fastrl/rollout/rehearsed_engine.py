@@ -1,4 +1,4 @@
-"""The rollout engine in a plan of memory: a call's room, prefill and largest decode step."""
+"""The rollout engine in a plan of memory: it rehearses a call's room, prefill and a decode step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class RehearsedEngine(RolloutEngine):
     """An engine on tensors without numbers, which cannot be compared with plain forwards."""
 
     has_copied = False
-    keeps: Callable[[list[Any], list[Any]], None] | None = None  # is told what stays after a call
+    keeps: Callable[[list[Any], list[Any]], None] | None = None  # gets memory() after a call
 
     def _check(self) -> None: ...
 
     def rehearse(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        """Takes up the memory of ``generate(prompts, params)``: fills the slots, and runs one
-        decode step at the full length of the longest."""
+        """Allocates the memory of ``generate(prompts, params)``: fills the slots, and runs one
+        decode step at the full length of the longest sample."""
         request = RolloutRequest.of(prompts, params, None, self.model, self.tokenizer)
         samples = _samples(request, params.n, 0)
         kv_cache, slots = self._make_room(request, len(samples))
@@ -57,14 +57,14 @@ class RehearsedEngine(RolloutEngine):
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> Samples:
-        """Rehearses a call of token ids, whose responses are one token over and over."""
+        """Rehearses a call with token ids; each response repeats one token."""
         assert params is not None
         self.rehearse(prompts, params)
         count = params.n * len(prompts)
         return Samples([torch.full((params.longest,), 2)] * count, ["length"] * count)
 
     def memory(self) -> tuple[list[Any], list[Any]]:
-        """What stays between two calls: keys and values, and copies of weights."""
+        """The tensors that stay between two calls: keys and values, and copies of weights."""
         kv_cache, runner = self._kv_cache, self.model_runner
         copies = runner.copies()
         packed = [packed._weight for _, packed in runner.packed_products._kept.values()]

@@ -1,4 +1,4 @@
-"""What a program that was written for TRL calls and uses, read from its syntax tree."""
+"""Finds what a program that was written for TRL calls and uses, from its syntax tree."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _CHECKS = ("isinstance", "issubclass")
 
 
 class Call(NamedTuple):
-    """A call of something that has a name of interest.
+    """A call of one of some names, see :func:`calls_of`.
 
     Attributes:
         node: the call.
-        name: what is called, by its own name.
-        keywords: the call's own, and those of the dicts that it unpacks, as far as the program
-            writes them out.
+        name: the name of the object that is called, not the program's alias.
+        keywords: the call's keywords, and the entries of dicts that it unpacks, as far as the
+            program writes them out.
     """
 
     node: ast.Call
@@ -25,16 +25,16 @@ class Call(NamedTuple):
 
 
 def called(call: ast.Call) -> str:
-    """The last name of what is called."""
+    """The last part of the called object's name: c of ``a.b.c()``."""
     return _last(call.func)
 
 
 def calls_of(tree: ast.Module, names: Mapping[str, str]) -> Iterator[Call]:
-    """All calls of some names: under the program's aliases, through variables that hold what they
-    name, by ``functools.partial``, and as ``super().__init__`` of a subclass.
+    """All calls of some names: under the program's aliases, through variables that hold the named
+    object, by ``functools.partial``, and as ``super().__init__`` of a subclass.
 
     Args:
-        names: the names, by what the program imports them as.
+        names: the names by the program's aliases.
     """
     nodes = list(ast.walk(tree))
     bound = dict(names)
@@ -85,14 +85,14 @@ def _is_super_init(node: ast.Call) -> bool:
 
 
 def _written(keyword: ast.keyword, dicts: Mapping[str, list[ast.keyword]]) -> Iterator[ast.keyword]:
-    """The keyword itself; before ``**settings`` also those that the program writes out in it."""
+    """The keyword; for ``**settings`` also the entries that the program writes out in settings."""
     yield keyword
     if keyword.arg is None:
         yield from dicts.get(_last(keyword.value), ()) or _entries(keyword.value)
 
 
 def _entries(node: ast.expr) -> list[ast.keyword]:
-    """The keywords that a dict's literal, or ``dict(...)``, stands for."""
+    """The entries of a dict's literal, or of ``dict(...)``, as keywords."""
     if isinstance(node, ast.Call) and called(node) == "dict":
         return [x for x in node.keywords if x.arg is not None]
     if not isinstance(node, ast.Dict):
@@ -105,12 +105,12 @@ def _entries(node: ast.expr) -> list[ast.keyword]:
 
 
 def only_named(tree: ast.Module, imported: Mapping[str, str]) -> set[str]:
-    """Imported names without which a program runs: they stand in annotations, or in functions and
-    classes that nothing uses. A name that a ``try`` imports is none of them, since the program
-    knows what to do without it.
+    """Imported names without which a program runs: it has them in annotations, or in functions and
+    classes that nothing uses. A name that a ``try`` imports is left out, since the program handles
+    its absence.
 
     Args:
-        imported: the names, by what the program imports them as.
+        imported: the names by the program's aliases.
     """
     bodies: dict[str, list[ast.AST]] = {}
     tried: set[str] = set()
@@ -132,7 +132,7 @@ def only_named(tree: ast.Module, imported: Mapping[str, str]) -> set[str]:
 
 
 def _inside(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[ast.AST]:
-    """What runs where a function or class is used; a class's methods are used with it."""
+    """The nodes that run where a function or class is used; a class's methods are used with it."""
     if not isinstance(node, ast.ClassDef):
         return [*node.body]
     methods = [x for x in node.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -141,8 +141,8 @@ def _inside(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list
 
 
 def _used_by(node: ast.AST) -> Iterator[str]:
-    """The names that a node uses where it is run: not those of annotations, of what is defined in
-    it, and of checks of a type."""
+    """The names that a node uses when it runs: not those in annotations, in bodies of functions and
+    classes, and in checks of a type."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         parts: list[ast.AST] = [*node.decorator_list, *node.args.defaults]
         parts += [x for x in node.args.kw_defaults if x is not None]

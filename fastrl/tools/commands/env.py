@@ -47,7 +47,7 @@ def kernel_ops() -> list[str]:
 
 
 def describe() -> str:
-    """The whole report, as text."""
+    """The report of ``fastrl env``, as text."""
     lines = ["versions"]
     lines += [f"  {name:<14}{version}" for name, version in versions(PACKAGES).items()]
     lines += ["devices"]
@@ -68,7 +68,7 @@ def describe() -> str:
 
 @dataclass
 class EnvFlags:
-    """What to report."""
+    """Settings of ``fastrl env``."""
 
     measure: bool = setting(
         "Measure the libraries of matrix products on this CPU, a few seconds on a quiet machine, "
@@ -78,7 +78,7 @@ class EnvFlags:
 
 
 def run_env(flags: EnvFlags) -> None:
-    """Prints the report, or measures."""
+    """Prints the report, or measures libraries and prints their speeds."""
     if not flags.measure:
         print(describe())
         return

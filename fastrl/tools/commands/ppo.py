@@ -51,13 +51,13 @@ _WHAT = {
     "missing_eos_penalty eval_dataset eval_prompts eval_every",
 }
 _STEPS = "steps batch_size mini_batch_size gradient_accumulation_steps learning_rate ppo_epochs"
-_PLANNED_PROMPTS = 256  # that are read to plan memory by their lengths
+_PLANNED_PROMPTS = 256  # prompts that are read to plan memory by their lengths
 _RUN = "resume overwrite lora_r dtype seed log_with"
 
 
 @dataclass(kw_only=True)
 class PPOJob(TrainingJob):
-    """What to train, on which prompts, for which reward, and where the results go.
+    """The settings of a job: what to train, on which prompts, for which reward, and the output.
 
     Raises:
         ValueError: a size out of range, not one weight for each reward, LoRA dropout.
@@ -239,12 +239,12 @@ class PPOFlags(PPOConfig):
     )
 
     def _warn_of_unread(self) -> None:
-        """Warns of nothing: the trainer's settings, made of these, warn."""
+        """Warns of nothing: the PPOConfig that is made of these settings warns."""
 
     def _warn_of_no_difference(self) -> None: ...
 
     def config_for(self, job: PPOJob) -> PPOConfig:
-        """The trainer's settings; names and lengths that are not given come from the job."""
+        """The trainer's settings; names and lengths that have their defaults come from the job."""
         fields = {f.name: f.default for f in dataclasses.fields(self) if f.init}
         settings = {name: getattr(self, name) for name in fields}
         settings["steps"] = self.steps * self.batch_size
@@ -318,10 +318,10 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     from fastrl.tools.reports.report import finish_training
 
     if process_count() == 1:  # several processes share the work later
-        folder.checkpoint(job.resume)  # raises unless it is whole
+        folder.checkpoint(job.resume)  # raises for a broken checkpoint
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
-    policy, _ = job.check_model(), job.lora_config("CAUSAL_LM")  # refused before data is read
+    policy, _ = job.check_model(), job.lora_config("CAUSAL_LM")  # errors before data is read
     batch_size = {} if job.reward_batch_size is None else {"batch_size": job.reward_batch_size}
     rewards = [load_reward(name, label=job.reward_label, **batch_size) for name in job.reward or ()]
     check_label("reward_label", job.reward_label, rewards)
@@ -339,7 +339,7 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     tools = [load_function(name) for name in job.tools or ()]
     environment = None if job.environment is None else load_function(job.environment)
     rollout_func = None if job.rollout_func is None else load_function(job.rollout_func)
-    if config.log_with is not None:  # where trackers write files
+    if config.log_with is not None:  # trackers write files there
         json_object(config.project_kwargs).setdefault("logging_dir", str(folder.logs))
     trainer = make_trainer(job, config, tokenizer)
     memory = RunMemory(
@@ -404,7 +404,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
     own_values = config.needs_values and config.critic is None
     kind = AutoModelForCausalLMWithValueHead if own_values else CausalLMPolicy
-    set_seed(config.seed)  # for a new value head or adapter, whatever was drawn before
+    set_seed(config.seed)  # a new value head or adapter does not depend on earlier draws
     model = kind.from_pretrained(
         job.model,
         **job.model_options(),
@@ -415,7 +415,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
 
 def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
-    """The tokens of the longest prompt, for a plan; without a limit only the first are counted."""
+    """The longest prompt's tokens, for a plan; without max_prompt_tokens of the first prompts."""
     from fastrl.data.prompt_ids import token_ids
 
     if job.max_prompt_tokens is not None:
