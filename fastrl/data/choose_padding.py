@@ -49,7 +49,7 @@ def choose_padding(
         device: the device of the inputs.
         precision: the dtype of the lowest precision in which forwards compute.
         models: fastrl's wrappers, as accelerate has prepared them.
-        anywhere: whether a truth value is True in one of the processes, which must choose alike.
+        anywhere: whether a truth value is True in one of the processes, which all choose alike.
     """
     present = [model for model in models if model is not None]
     if any(_language_model(model).config.is_encoder_decoder for model in present):
@@ -325,8 +325,8 @@ def classifier_side(
     anywhere: Callable[[bool], bool] | None = None,
     stacklevel: int = 2,
 ) -> str | None:
-    """The side of padding on which a classifier gives each text the reward that it gets alone; None,
-    with a warning, without such a side. For other arguments see :func:`choose_padding`.
+    """The side of padding on which a classifier gives each text the reward that it gets alone;
+    None, with a warning, without such a side. Other arguments: see :func:`choose_padding`.
 
     A comparison decides: most architectures want padding on the right, XLNet, which reads the last
     place, on the left; some (FNet) mix padding into the text.

@@ -32,10 +32,9 @@ class Prompts:
     """The prompts of a run, encoded.
 
     Attributes:
-        samples: a sample for each prompt, which has no response yet. Token ids that were given in
-            the place of a prompt are there as their text, too; its row is the index in what was
-            passed.
-        name_of: the name of such an index, for messages.
+        samples: a sample for each prompt, without a response. A prompt that was passed as token ids
+            also has their text; ``prompt_rows`` are indices in the passed prompts.
+        name_of: names such an index, for messages.
     """
 
     samples: Samples
@@ -55,8 +54,8 @@ class Prompts:
         """Makes prompts from texts, chat messages or 1-D token ids.
 
         A chat goes through the tokenizer's chat template, up to where the assistant's answer
-        begins; the template has the special tokens. A text gets those that the tokenizer puts in
-        front, unless it begins with BOS.
+        begins; the template has the special tokens. A text gets the special tokens that the
+        tokenizer puts in front, unless it begins with BOS.
 
         Args:
             templates: further arguments of the chat template for each prompt; none by default.
@@ -115,10 +114,10 @@ class Prompts:
 
         Args:
             of: the name of the data set, for messages.
-            closed: as in :meth:`from_list`.
+            closed: see :meth:`from_list`.
 
         Raises:
-            ValueError: no such column (the message lists those there are); as :meth:`from_list`.
+            ValueError: no such column (the message lists the columns); see :meth:`from_list`.
         """
         dataset = list_as_dataset(dataset)
         if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
@@ -158,7 +157,7 @@ class Prompts:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each."""
+        """The number of tokens of each prompt."""
         return self._rows_of_ids.lengths
 
     @property
@@ -174,7 +173,7 @@ class Prompts:
         """The prompts that leave room for ``new_tokens`` in the model's context.
 
         Args:
-            long_prompts: "refuse" raises an error for one that does not; "drop" leaves such prompts
+            long_prompts: "refuse" raises an error for a longer prompt; "drop" leaves such prompts
                 out, and counts them in a warning.
 
         Raises:
@@ -216,7 +215,7 @@ class Prompts:
 
 
 def samples_of_rows(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> Samples:
-    """A sample for each row, whose prompt is not encoded yet. The columns are whatever the first
+    """A sample for each row, with a prompt that is not encoded yet, and the columns that the first
     row has.
 
     Args:
@@ -228,7 +227,7 @@ def samples_of_rows(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -
 
 
 def with_prompt_ids(samples: Samples, ids: Sequence[Tensor], tokenizer: Any) -> Samples:
-    """The samples with these token ids of their prompts, and their texts."""
+    """The samples with token ids of their prompts, and the prompts' texts."""
     texts = [
         prompt if isinstance(prompt, str) else tokenizer.decode(row)
         for prompt, row in zip(samples.prompts, ids, strict=True)
@@ -237,11 +236,11 @@ def with_prompt_ids(samples: Samples, ids: Sequence[Tensor], tokenizer: Any) -> 
 
 
 class PromptStream:
-    """An endless stream of batches of indices, every epoch in another order, in whole batches.
+    """An endless stream of whole batches of indices, in another order every epoch.
 
-    The order of epoch e (from 0) is permutation e+1 of those that ``np.random.RandomState(seed)``
-    draws; the rest of an epoch that fills no batch is dropped. ``epoch`` and ``index`` are the
-    stream's position.
+    The order of epoch e (from 0) is permutation e+1 that ``np.random.RandomState(seed)`` draws; an
+    epoch's last indices that fill no batch are dropped. ``epoch`` and ``index`` are the stream's
+    position.
 
     Args:
         count: number of prompts.
@@ -257,7 +256,7 @@ class PromptStream:
         """The next ``size`` indices, all of one epoch.
 
         Raises:
-            ValueError: more than there are prompts.
+            ValueError: ``size`` is larger than the number of prompts.
         """
         if size > self.count:
             raise ValueError(f"a batch of {size} cannot be taken from {self.count} prompts")
@@ -283,7 +282,7 @@ class PromptStream:
         return {name: getattr(self, name) for name in ("count", "seed", "epoch", "index")}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Raises ValueError for the state of a stream of other prompts, or with another seed."""
+        """Restores a position; raises ValueError for another number of prompts or another seed."""
         for name, ours in (("count", self.count), ("seed", self.seed)):
             if state[name] != ours:
                 raise ValueError(
@@ -328,6 +327,6 @@ def _token_ids(prompt: Any, name: str) -> list[int]:
 
 
 def _whole(dataset: Any, column: Any) -> list[Any]:
-    """All of a column at once, which is many times faster than row by row."""
+    """A whole column, read at once, which is many times faster than row by row."""
     values = dataset[column]
     return list(values if isinstance(values, list) else values[:])

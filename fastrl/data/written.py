@@ -1,4 +1,4 @@
-"""Columns of JSON, in which a table fills in no keys, unlike in columns of typed fields."""
+"""Columns of JSON: unlike columns of typed fields, they add no missing keys to mappings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fastrl.data.chat import as_written, is_chat
 
 
 class WrittenJson(Json):
-    """JSON whose mappings are :class:`fastrl.data.chat.Written`; in a file it is like any other."""
+    """JSON whose mappings are read as :class:`fastrl.data.chat.Written`; files have plain JSON."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Json) and other.decode  # tables of both can be joined
+        return isinstance(other, Json) and other.decode  # so tables of both can be joined
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -28,11 +28,11 @@ class WrittenJson(Json):
 
 
 def with_written(dataset: Any) -> Any:
-    """The same data set, whose columns of JSON give mappings as :class:`fastrl.data.chat.Written`.
+    """The data set, whose columns of JSON then give mappings as :class:`fastrl.data.chat.Written`.
 
     Args:
-        dataset: a ``Dataset``, an ``IterableDataset``, of which columns without a known type are
-            left as they are, or a dict of such; anything else is returned as it is.
+        dataset: a ``Dataset``, an ``IterableDataset``, whose columns without a known type do not
+            change, or a dict of such; anything else is returned as it is.
     """
     if isinstance(dataset, dict):
         return type(dataset)({name: with_written(part) for name, part in dataset.items()})
@@ -42,13 +42,13 @@ def with_written(dataset: Any) -> Any:
     features = Features(_marked(features))
     if isinstance(dataset, IterableDataset):
         return dataset.cast(features)
-    dataset = copy.deepcopy(dataset)  # shares the table
+    dataset = copy.deepcopy(dataset)  # the copy shares the table
     dataset.info.features = features
     return dataset
 
 
 def _marked(feature: Any) -> Any:
-    """A type of ``datasets`` with each JSON in it as :class:`WrittenJson`."""
+    """A type of ``datasets``, in which each JSON becomes :class:`WrittenJson`."""
     if isinstance(feature, dict):
         return {name: _marked(x) for name, x in feature.items()}
     if isinstance(feature, List | LargeList):
@@ -57,8 +57,8 @@ def _marked(feature: Any) -> Any:
 
 
 def column_of(values: list[Any]) -> Any:
-    """Values as a column of a table: as JSON where there are mappings, whose keys JSON keeps, or
-    values of several types, unless JSON would change them."""
+    """Values as a column of a table. Mappings, whose keys JSON keeps, and values of several types
+    become JSON, unless it would change them."""
     if not any(isinstance(value, Mapping) or is_chat(value) for value in values):
         with contextlib.suppress(pa.ArrowException):  # no type of a table holds all of them
             pa.array(values)

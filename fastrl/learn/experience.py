@@ -1,4 +1,4 @@
-"""What is learned from: log-probs and values of a batch, rewards and advantages."""
+"""The numbers that an update learns from: log-probs, values, advantages and weights of a batch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Scored:
 
     logprobs: Tensor
     ref_logprobs: Tensor
-    values: Any = None  # None where none were asked for
-    kls: Tensor | None = None  # over the whole vocabulary; None where estimated from samples
+    values: Any = None  # None where they were not asked for
+    kls: Tensor | None = None  # KL over the vocabulary; None where it is estimated from samples
 
     @property
     def kl_operands(self) -> tuple[Tensor, Tensor]:
-        """What ``KLPenalty.rewards`` takes: both log-probs, or the KL itself and zeros."""
+        """Arguments of ``KLPenalty.rewards``: both log-probs, or the KL itself and zeros."""
         if self.kls is None:
             return self.logprobs, self.ref_logprobs
         return self.kls, torch.zeros_like(self.kls)
@@ -36,15 +36,15 @@ class Scored:
 
 @dataclass(frozen=True)
 class Experience:
-    """What an update reads, each [B, T-1] fp32, zero where masked; of the response tokens alone,
-    each [N]."""
+    """The numbers that an update reads: each column is [B, T-1] fp32, zero where masked, or [N], of
+    the response tokens alone."""
 
     logprobs: Any  # the policy's before the update; None: taken as it is scored
     values: Any  # None, and so returns, where none are learned
     advantages: Tensor
     returns: Any
-    kl: fastrl_kernels.KLTerm | None = None  # to add to the loss
-    weights: Tensor | None = None  # [B], of each sample's tokens; None: 1
+    kl: fastrl_kernels.KLTerm | None = None  # the KL in the loss
+    weights: Tensor | None = None  # [B], weights of each sample's tokens; None: 1
     sampler_weights: Tensor | None = None  # importance weights of the policy's loss; None: 1
     of_samples: Tensor | None = None  # [B], how often each sample counts; None: once
     chosen: Tensor | None = None  # [N] 1 or 0, which tokens the policy learns from; None: not known
@@ -52,11 +52,11 @@ class Experience:
     of_responses: Tensor | None = None  # [B], advantages, where all tokens of a sample have one
 
     def of_tokens(self, samples: Sequence[int], columns: slice, mask: Tensor) -> Experience:
-        """Returns what is known of some samples' response tokens, each [N].
+        """Returns the experience of some samples' response tokens, each column [N].
 
         Args:
-            columns: of [B, T-1], those that the samples need.
-            mask: [b, t] bool on the CPU, which of these samples' tokens in these columns count.
+            columns: the columns of [B, T-1] that the samples need.
+            mask: [b, t] bool on the CPU, which of the samples' tokens in these columns count.
         """
         device = self.advantages.device
         index = to_device(torch.as_tensor(list(samples)), device)
@@ -64,10 +64,10 @@ class Experience:
         return self._of(index, lambda x: x[index, columns].flatten()[where])
 
     def at(self, samples: Sequence[int], tokens: Tensor) -> Experience:
-        """Returns what is known of some samples' tokens, where each column is [N] already.
+        """Returns the experience of some samples' tokens; each column is [N] already.
 
         Args:
-            tokens: [n] int64 on the CPU, their indices among the N tokens.
+            tokens: [n] int64 on the CPU, the tokens' indices among the N.
         """
         device = self.advantages.device
         where = to_device(tokens, device)
@@ -90,24 +90,24 @@ class Experience:
 
 
 class LastExperience(NamedTuple):
-    """What an update has read."""
+    """The experience that an update has read, and its mask."""
 
     mask: Tensor  # [B, T-1] bool on the CPU, True where a response token counts
     experience: Experience
 
     def advantages(self) -> tuple[np.ndarray, np.ndarray]:
-        """Advantages of the tokens that count, [N] fp32, sample after sample; and how many of them
-        each sample has, [B]."""
+        """Advantages of the tokens that count, [N] fp32, sample after sample; and the number of
+        such tokens in each sample, [B]."""
         advantages = self.experience.advantages.float().cpu()[self.mask]
         return advantages.numpy(), self.mask.sum(-1).numpy()
 
 
 class Minibatch(NamedTuple):
-    """A mini-batch is some samples of a batch, without the padding that none of them needs."""
+    """A part of a batch's samples, without padding that none of them needs."""
 
     tokens: TokenBatch
-    old: Experience  # the experience of their response tokens, [N]
-    samples: Sequence[int] = ()  # their indices in the batch, where these are known
+    old: Experience  # the experience of the samples' response tokens, [N]
+    samples: Sequence[int] = ()  # the samples' indices in the batch, where they are known
 
     @classmethod
     def of(cls, batch: TokenBatch, experience: Experience, indices: Sequence[int]) -> Minibatch:
@@ -125,11 +125,11 @@ class Minibatch(NamedTuple):
 
     @property
     def counts(self) -> Tensor:
-        """How many tokens of each sample there are, [B] int64."""
+        """The number of tokens of each sample that count, [B] int64."""
         return self.tokens.mask.sum(-1)
 
     def at_tokens(self, of_samples: Tensor) -> Tensor:
-        """What is known of samples, [B], at each of their tokens, [N]."""
+        """Numbers of samples, [B], repeated at each of their tokens, [N]."""
         return repeated_at_tokens(of_samples, self.counts, len(self.old.advantages))
 
     def sums(self, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Minibatch(NamedTuple):
         return x.new_zeros(self.size).index_add(0, of, x)
 
     def means(self, x: Tensor) -> Tensor:
-        """The same as means; 0 of none."""
+        """Means of tokens' numbers, [N], over the tokens of each sample, [B]; 0 without tokens."""
         return self.sums(x) / self.counts.clamp(min=1)
 
     def differences(self, logprobs: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Minibatch(NamedTuple):
         return logprobs - (logprobs.detach() if old is None else old)
 
     def select(self, chosen: Sequence[int]) -> Minibatch:
-        """Returns some of the samples, by their places here, in ascending order."""
+        """Returns the samples at some places in this mini-batch, in ascending order."""
         picked = torch.zeros(self.size, dtype=torch.bool)
         picked[list(chosen)] = True
         of_picked = picked.repeat_interleave(self.tokens.response_mask.sum(-1))
@@ -156,13 +156,13 @@ class Minibatch(NamedTuple):
         return Minibatch(self.tokens.select(chosen), old, samples)
 
     def split(self, limit: PassLimit) -> list[Minibatch]:
-        """Parts that a forward runs at a time."""
+        """The parts that fit in a forward each."""
         parts = self.tokens.parts(range(self.size), limit)
         return [self] if len(parts) == 1 else list(map(self.select, parts))
 
 
 def repeated_at_tokens(of_samples: Tensor, counts: Tensor, total: int) -> Tensor:
-    """What is known of samples, [B], at each of their tokens, [N].
+    """Numbers of samples, [B], repeated at each of their tokens, [N].
 
     Args:
         counts: tokens of each sample, [B] int64.

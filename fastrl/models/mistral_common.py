@@ -30,16 +30,16 @@ _PROBE = [
 
 
 class MistralCommonTokenizer(MistralCommonBackend):
-    """A tokenizer of mistral-common that tells where its tokens lie, and writes chats that end with
-    the assistant's turn as well as prompts. It shares all state with the tokenizer it is made of.
+    """A tokenizer of mistral-common that returns tokens' offsets, and writes prompts as well as
+    chats that end with the assistant's turn. It shares all state with the tokenizer it is made of.
 
-    Control tokens, such as ``[INST]``, are read as such in texts without ``add_special_tokens``, as
-    these continue others or were written as chats. In other texts they are letters, as in
+    Control tokens, such as ``[INST]``, are one token in texts without ``add_special_tokens``, which
+    continue other texts or were written as chats. In other texts they are letters, as in
     mistral-common.
 
     Raises:
-        ValueError: a tokenizer without a tekken.json; a chat template of the user's beside it,
-            which the package does not read.
+        ValueError: a tokenizer without a tekken.json, or with a user's chat template, which
+            mistral-common does not read.
     """
 
     is_fast = True  # it knows the offsets of tokens
@@ -84,11 +84,11 @@ class MistralCommonTokenizer(MistralCommonBackend):
         return_assistant_tokens_mask: bool = False,
         **options: Any,
     ) -> Any:
-        """A conversation, or several, as text or token ids, as mistral-common writes them.
+        """A conversation as text or token ids, as mistral-common writes it.
 
         Raises:
-            ValueError: options that mistral-common has no field for; messages whose text does not
-                give their tokens, since one of them quotes a control token.
+            ValueError: several conversations; options that mistral-common does not have; messages
+                whose text does not give their tokens, as one of them quotes a control token.
         """
         if conversation and not isinstance(conversation[0], Mapping):
             raise ValueError("pass one conversation at a time")
@@ -164,8 +164,8 @@ class MistralCommonTokenizer(MistralCommonBackend):
 
     @property
     def backend_tokenizer(self) -> Any:
-        """A stand-in for a fast tokenizer's backend: its steps, which put no blank in front of a
-        text, and all that it depends on, as a text."""
+        """A stand-in for a fast tokenizer's backend: it has no steps that change a text, and a text
+        that identifies the tokenizer."""
         version = self.tokenizer.instruct_tokenizer.tokenizer.version
         content = json.dumps([self.get_vocab(), version.value])
         steps = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
@@ -184,17 +184,17 @@ class MistralCommonTokenizer(MistralCommonBackend):
 
     @cached_property
     def _control(self) -> tuple[dict[str, int], re.Pattern]:
-        """The ids of the control tokens, and what finds them in a text."""
+        """The ids of the control tokens, and a pattern that finds them in a text."""
         control = {self.convert_ids_to_tokens(i): i for i in self.all_special_ids}
         longest_first = sorted(map(re.escape, control), key=len, reverse=True)
         return control, re.compile(f"({'|'.join(longest_first)})")
 
     def _spans(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Each token's begin and end in its text, in characters; a token that has a part of a
-        character spans all of it."""
+        """Each token's first character in the text, and the one behind its last; a token with part
+        of a character spans all of it."""
         tekken: Any = self.tokenizer.instruct_tokenizer.tokenizer
         pieces = [tekken.id_to_byte_piece(i, SpecialTokenPolicy.KEEP) for i in ids]
-        # The number of the character that each byte belongs to; 0b10… is no character's first.
+        # The number of each byte's character; a byte 0b10… is not the first of a character.
         of = list(accumulate(((byte & 0xC0) != 0x80 for byte in b"".join(pieces)), initial=-1))[1:]
         ends = accumulate(map(len, pieces), initial=0)
         return [(of[a], of[b - 1] + 1) for a, b in pairwise(ends)]
@@ -221,8 +221,8 @@ class MistralCommonTokenizer(MistralCommonBackend):
         return ids, text
 
     def _chats(self, answered: bool) -> MistralTokenizer:
-        """Writes chats that the assistant ends, if ``answered``, or that ask for an answer: each of
-        the package's modes refuses the other kind."""
+        """A tokenizer for chats that end with the assistant's turn, if ``answered``, or that ask
+        for an answer: each of mistral-common's modes refuses the other kind."""
         inner = self.tokenizer.instruct_tokenizer
         version = inner.tokenizer.version
         mode = ValidationMode.finetuning if answered else ValidationMode.test
@@ -239,7 +239,7 @@ class MistralCommonTokenizer(MistralCommonBackend):
         names = {"bos_token": self.bos_token, "eos_token": self.eos_token}
         try:
             texts = render_jinja_template([_PROBE], chat_template=template, **names)[0]
-        except Exception:  # a template's code fails as it may
+        except Exception:  # a template's code may raise anything
             return True
         return list(texts) != [self._written(_PROBE)[1]]
 

@@ -1,7 +1,7 @@
 """Trainers on transformers' Trainer, and how any trainer is rehearsed and replayed.
 
-The names of SFTTrainer and RewardTrainer are imported at their first use: PPOTrainer, which is none
-of transformers', does without them.
+SFTTrainer, RewardTrainer and their kin are imported at their first use: PPOTrainer, which does not
+derive from transformers' Trainer, does not need them.
 """
 
 from importlib import import_module

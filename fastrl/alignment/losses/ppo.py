@@ -37,14 +37,14 @@ _SHARED_SETTINGS = (
 @register
 @dataclass(frozen=True)
 class PPO(Loss):
-    """max(-A·ρ, -A·clip(ρ)) + c·value loss, with a KL penalty: proximal policy optimisation.
+    """max(-A·ρ, -A·clip(ρ)) + c·value loss, with a KL penalty in the rewards: PPO.
 
     Policy and reference score a batch once; the advantages are generalised advantage estimates,
     whitened. Then the policy is trained on the batch ``epochs`` times, in mini-batches. A sample's
     weight multiplies the loss of its tokens. A mini-batch whose loss is not finite or whose mean
     ratio is too large is left out of its step. This is the update of :class:`fastrl.PPOTrainer`,
-    which has more options. Batches and mini-batches are those of all processes, each of which
-    computes its share of them.
+    which has more options. Batches and mini-batches are over all processes; each computes its share
+    of them.
 
     Args:
         epochs: passes over each batch.
@@ -57,8 +57,7 @@ class PPO(Loss):
         vf_coef: c.
         temperature: T of the policy softmax(logits / T), at which responses are sampled.
         ratio_threshold: mini-batches whose mean ratio exceeds this are left out.
-        early_stopping: go on to the next batch once mean(log π_old - log π) exceeds
-            1.5·``target_kl``.
+        early_stopping: begin the next batch once mean(log π_old - log π) exceeds 1.5·``target_kl``.
     """
 
     name: ClassVar[str] = "ppo"
@@ -127,8 +126,8 @@ class PPO(Loss):
         return self.epochs * self.mini_batches
 
     def minibatches(self, batch: Batch, policy: Any, reference: Any) -> Iterator[Batch]:
-        """Computes the batch's experience once; then yields its mini-batches, every epoch in
-        another order."""
+        """Computes the batch's experience once; then yields its mini-batches, in another order
+        every epoch."""
         batch = batch.whole
         experience = self._experience(batch, policy, reference)
         assert batch.tokens is not None

@@ -32,11 +32,11 @@ class Recipe:
 
     Attributes:
         command: the command that runs the recipe.
-        device: the memory of its GPU, such as "24 GB", or "CPU".
-        plan: what ``fastrl plan`` is told beside the settings; empty for a CPU's recipe.
-        columns: what each column of its data set holds: text, chat (messages), or bool.
-        planned: bytes of "peak", the most that ``fastrl plan`` finds, and of "judge", a model
-            beside it that judges responses; empty for a CPU's recipe.
+        device: the memory of the GPU that it needs, such as "24 GB", or "CPU".
+        plan: further arguments of ``fastrl plan``; empty for a CPU's recipe.
+        columns: the kind of each column of its data set: text, chat (messages), or bool.
+        planned: bytes of "peak", the most that ``fastrl plan`` finds, and of "judge", another
+            model, which judges responses; empty for a CPU's recipe.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Recipe:
 
     @property
     def gpu_gib(self) -> float | None:
-        """The memory of its GPU; None for a CPU."""
+        """The memory of the recipe's GPU; None for a CPU."""
         return None if self.device == "CPU" else float(self.device.removesuffix(" GB"))
 
     @property
     def text(self) -> str:
-        """The file, as it is."""
+        """The file's text."""
         return self.path.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The panels of a report: which metrics stand in one, and in which order."""
+"""The panels of a report: their metrics and their order."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Line:
     """A metric in a panel.
 
     Args:
-        keys: the metric; where runs have it under several names, the first that was recorded.
+        keys: the metric's names; of several the first that a run has recorded is drawn.
         name: the name in the legend.
-        held_out: whether it is of held-out data, drawn with a point for each evaluation.
+        held_out: whether the metric is of held-out data, and drawn with a point per evaluation.
         sem: the standard errors of the metric, in the order of ``keys``.
     """
 
@@ -103,7 +103,7 @@ def _pair(
     level: tuple[float, str] | None = None,
     stage: str | None = None,
 ) -> Panel:
-    """A panel of a metric of the training batches, and of the same one of held-out data."""
+    """A panel with a metric on training batches, and on held-out data."""
     lines = [Line((held_out,), "held out", VERMILION, held_out=True, sem=(f"{held_out}_sem",))]
     if training:
         lines.insert(0, Line(training, "training batches", BLUE))
@@ -192,7 +192,7 @@ PANELS: tuple[Panel | TimePanel, ...] = (
 
 
 def panels_of(runs: Sequence[RunCurves]) -> list[Panel | TimePanel]:
-    """The panels of which any run recorded a metric; that of the reward, if there is none."""
+    """The panels with a metric that a run has recorded; without any, the reward's panel."""
     panels = []
     for panel in PANELS:
         if any(panel.recorded(run) for run in runs):

@@ -1,4 +1,4 @@
-"""Passes that a device holds, for a run that leaves their size open."""
+"""Chooses passes that a device holds, for a run whose settings do not give their size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fastrl.trainers.plan.report import GIB, Plan, usable
 
 Settings = TypeVar("Settings")
 
-# Tokens of a pass: with so many a GPU is busy, and more would not make it faster. Passes of fewer
-# than the second number cost more than computing activations again.
+# Tokens of a pass: with _MOST a GPU is busy, and more would not make it faster; passes of fewer
+# than _ENOUGH cost more than computing activations again.
 _MOST, _ENOUGH = 16384, 2048
 
 
@@ -24,15 +24,15 @@ class PassSize(NamedTuple):
     """How much of a mini-batch is computed at a time.
 
     Attributes:
-        tokens: at most; None: a mini-batch.
-        recomputed: whether the backward pass computes activations again, by layers.
+        tokens: the most tokens of a pass; None: a whole mini-batch.
+        recomputed: whether the backward pass computes activations again, layer by layer.
     """
 
     tokens: int | None = None
     recomputed: bool = False
 
     def set_in(self, settings: Any) -> None:
-        """Changes settings so that these are the passes."""
+        """Changes settings so that a run has these passes."""
         settings.micro_batch_tokens = self.tokens
         if self.recomputed:
             for name in ("gradient_checkpointing", "activation_checkpointing"):
@@ -54,23 +54,23 @@ class PassSize(NamedTuple):
 def fit_passes(
     trainer: Any, *lengths: int, gpu_gib: float | None = None
 ) -> tuple[PassSize, Plan | None]:
-    """Limits a trainer's passes to what its GPU holds, to the same gradient: their tokens, and only
-    where that is not enough, activations are computed again in the backward pass.
+    """Limits a trainer's passes to what its GPU holds, without a change of the gradient: it lowers
+    their tokens, and where that is not enough, has activations computed again in the backward pass.
 
     Call it before training begins. With several processes passes get 16384 tokens at most, and
-    nothing is planned, because the plan is one of a single process.
+    nothing is planned, because a plan is for a single process.
 
     Args:
         trainer: a trainer whose ``micro_batch_tokens`` nobody has set.
-        lengths: as ``trainer.plan`` takes them: tokens of the longest prompt and response, or text.
+        lengths: arguments of ``trainer.plan``: tokens of the longest prompt and response, or text.
         gpu_gib: the GPU's memory in GiB; by default that of the current device.
 
     Returns:
-        the passes, and the memory that the run will need, which may be more than there is; None
-        with several processes.
+        the passes, and the plan, whose memory may be more than the GPU has; None for it with
+        several processes.
 
     Raises:
-        ValueError: no GPU here, and no ``gpu_gib``; lengths that ``trainer.plan`` refuses.
+        ValueError: a machine without a GPU, and no ``gpu_gib``; lengths that ``plan`` refuses.
     """
     whole, example = trainer.tokens_of(*lengths)
     if process_count() > 1:
@@ -92,12 +92,12 @@ def fit_passes(
 def choose_passes(
     plan_with: Callable[[PassSize], Plan], whole: int, example: int, gpu_gib: float
 ) -> tuple[PassSize, Plan]:
-    """The first passes that fit: large ones, smaller ones, and those that compute activations
-    again. If none fit, the passes that need least.
+    """The first passes that fit: large ones, smaller ones, then those that compute activations
+    again. If none fit, the passes that need the least memory.
 
     Args:
-        plan_with: plans the run.
-        whole, example: tokens of a mini-batch, and of what is not split.
+        plan_with: plans the run with these passes.
+        whole, example: tokens of a mini-batch, and of an example, which no pass splits.
 
     Returns:
         the passes and their plan.
@@ -118,12 +118,12 @@ def choose_passes(
             while tokens > max(room, least):
                 tokens = max(tokens // 2, least)
         if room <= 0:
-            break  # what does not depend on passes is too much
+            break  # the memory that does not depend on passes is too much
     return planned(example, True)
 
 
 def _room(plan: Plan, tokens: int, limit: int) -> float:
-    """Tokens of a pass that fits, if activations grow in proportion to them; they grow less."""
+    """Tokens of a pass that fits, if activations are proportional to tokens (they grow less)."""
     room = float("inf")
     for name, phase in plan.phases.items():
         scales = phase.by_kind.get(ACTIVATIONS, 0) if name in (SCORING, UPDATE) else 0

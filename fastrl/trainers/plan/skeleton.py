@@ -1,4 +1,4 @@
-"""A model from its configuration alone, for a rehearsal: no weights are read."""
+"""Makes a model from its configuration alone, for a rehearsal: no weights are read."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from fastrl.models.model_files import CONFIG_NAME, find_file, is_adapter, model_
 from fastrl.models.multimodal import CLASSIFIER_HEADS, freeze_unread, loader_for
 from fastrl.models.utils import context_length, need_peft
 
-# What an unknown architecture must state, for a Llama of its sizes.
+# Sizes that an unknown architecture must state, to be counted as a Llama, and those that it may.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FURTHER = ("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
 @dataclass
 class Skeleton:
-    """What a model is, without its weights.
+    """A model's configuration, dtype and adapter, without its weights.
 
     Attributes:
         config: transformers' configuration.
         dtype: the dtype of the weights.
         adapter: PEFT's configuration of a new or a saved adapter; None: all weights are trained.
-        guesses: what is assumed of the configuration, in words.
-        four_bits: bitsandbytes' configuration of a base in four bits, by transformers.
+        guesses: assumptions about the configuration, in words.
+        four_bits: transformers' BitsAndBytesConfig of a base in four bits; None: whole weights.
     """
 
     config: Any
@@ -49,8 +49,8 @@ class Skeleton:
 
     @classmethod
     def read(cls, path: str | os.PathLike, dtype: str = "float32", adapter: Any = None) -> Skeleton:
-        """The skeleton of a model in a folder, a run's folder, an adapter's or a Hub id, of which
-        only the configuration is read.
+        """The skeleton of a model in a folder, a run's folder or an adapter's, or of a Hub id; only
+        the configuration is read.
 
         Raises:
             FileNotFoundError: a folder without a configuration.
@@ -96,7 +96,7 @@ class Skeleton:
             kind: transformers' class for the model's kind, which has ``from_config``.
 
         Raises:
-            ValueError: a configuration of which transformers makes no such model.
+            ValueError: a configuration from which transformers makes no model of this kind.
         """
         config = copy.deepcopy(self.config)
         if self.four_bits is not None:  # from_config is for whole weights
@@ -109,7 +109,7 @@ class Skeleton:
         return with_adapter(model, self.adapter)
 
     def check_tokens(self, **tokens: int) -> None:
-        """Checks numbers of tokens before a model of them is planned.
+        """Checks numbers of tokens for which memory is to be planned.
 
         Args:
             tokens: the tokens of each part of a sample, by the name of its argument.
@@ -127,14 +127,14 @@ class Skeleton:
 
     @property
     def name(self) -> str:
-        """The kind of the model and its size."""
+        """The model's type and size, such as "llama 32×4096" (layers × width)."""
         kind = getattr(self.config, "model_type", "model")
         text = self.config.get_text_config()
         return f"{kind} {text.num_hidden_layers}×{text.hidden_size}"
 
 
 def _four_bits_of(config: Any) -> Any:
-    """How the weights of a checkpoint are quantised; None where they are whole."""
+    """The BitsAndBytesConfig of a checkpoint's weights; None where they are whole."""
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is None or not quantised.quantises({"quantization_config": quantisation}):
         return None
@@ -146,8 +146,8 @@ def _four_bits_of(config: Any) -> Any:
 
 
 def _in_four_bits(model: Any, config: Any, heads: tuple[str, ...]) -> Any:
-    """The model as from_pretrained quantises it, but for modules of these names; raises ImportError
-    without bitsandbytes."""
+    """The model as from_pretrained quantises it, but for the modules named by ``heads``; raises
+    ImportError without bitsandbytes."""
     from transformers.quantizers import AutoHfQuantizer
 
     options = {"quantization_config": config}
@@ -204,7 +204,7 @@ def _config_of(folder: str) -> tuple[Any, list[str]]:
     return LlamaConfig(**sizes, tie_word_embeddings=tied), [guess]
 
 
-WORDS = ("a", "b")  # a text of so many words has as many tokens
+WORDS = ("a", "b")  # each is one token
 
 
 def blank_tokenizer() -> Any:
@@ -219,12 +219,12 @@ def blank_tokenizer() -> Any:
 
 
 def words(count: int, which: int = 0, others: int = 0) -> str:
-    """A text of so many tokens, all of them one word, but for the last ``others``."""
+    """A text of ``count`` tokens, all the same word, but for the last ``others``."""
     others = min(others, count)
     return " ".join([WORDS[which]] * (count - others) + [WORDS[1 - which]] * others)
 
 
 def tokens(count: int, vocabulary: int, start: int = 2) -> torch.Tensor:
-    """A number of token ids, none of which is special."""
+    """``count`` token ids, [count], none of which is special."""
     most = max(vocabulary - 2, 1)
     return (torch.arange(start, start + count) % most + 2).clamp(max=vocabulary - 1)
