@@ -1,4 +1,4 @@
-"""What the policy wrote for an online task and an annotator said of it, for ledgers and tables."""
+"""The responses of an online task and the annotator's judgements, for ledgers and tables."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fastrl.samples import Samples
 
 
 def samples_of(batch: Batch, annotator: Any) -> Samples:
-    """The responses of a batch that was sampled, those to a prompt one after the other.
+    """The responses of a sampled batch, those to a prompt one after the other.
 
-    Rewards are those that are learned from, of pairs the preferences; NaN where the annotator had
-    no opinion. Beside them stand its scores, where it gives any: NaN for pairs of equal responses,
-    about which it is not asked.
+    Rewards are those that are learned from, for pairs the preferences; NaN where the annotator had
+    no opinion. An annotator that scores also has its scores by function: NaN for pairs of equal
+    responses, about which it is not asked.
     """
     examples, sides = batch.examples, range(batch.generations)
     rollout, scores = batch.rollout, batch.scores
@@ -65,10 +65,11 @@ def samples_of(batch: Batch, annotator: Any) -> Samples:
 
 
 def joined_at_main(samples: Samples | None, processes: Processes) -> Samples | None:
-    """The responses of all processes in the order of their batch; None but in the main process.
+    """The responses of all processes in the order of their batch, in the main process; None in the
+    others.
 
     Args:
-        samples: None of a process without a sample.
+        samples: this process's responses; None without any.
     """
     parts = [part for part in processes.objects_at_main(samples) if part is not None]
     if not processes.is_main:
@@ -78,12 +79,12 @@ def joined_at_main(samples: Samples | None, processes: Processes) -> Samples | N
 
 
 def deciding(factory: BatchFactory, loss: Loss) -> dict[str, Any]:
-    """What decides what a batch is, beside the settings of the trainer and of the sampling."""
+    """The task, loss and batch size, which decide batches beside the trainer's other settings."""
     size = factory.batch_size * factory.world
     return {"task": factory.task.name, "loss": repr(loss), "batch_size": size}
 
 
 def sampling_of(factory: BatchFactory) -> Mapping[str, Any]:
-    """How a factory's responses are sampled, as JSON may have it."""
+    """The settings by which a factory samples responses, as JSON values."""
     settings = asdict(factory.params)
     return {k: list(x) if isinstance(x, tuple) else x for k, x in settings.items()}

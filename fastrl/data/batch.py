@@ -44,10 +44,10 @@ class BatchMaker(ABC):
         self._warned = False
 
     def __call__(self, queries: Any, responses: Any, response_masks: Any = None) -> TokenBatch:
-        """One batch on the CPU.
+        """Makes one batch on the CPU.
 
         Raises:
-            ValueError: a wrong element, named with its list.
+            ValueError: a wrong element; names its list and index.
         """
         queries, responses, response_masks = check_token_lists(
             queries, responses, response_masks, vocab_size=self.vocab_size
@@ -78,7 +78,7 @@ class BatchMaker(ABC):
         response_lengths: list[int],
         response_masks: list[Tensor] | None,
     ) -> TokenBatch:
-        """One batch from padded arguments of the model's forward, all on the CPU."""
+        """Makes a batch from padded arguments of the model's forward, all on the CPU."""
 
     def from_inputs(
         self,
@@ -87,7 +87,7 @@ class BatchMaker(ABC):
         responses: Sequence[Tensor],
         response_masks: Sequence[Tensor] | None = None,
     ) -> TokenBatch:
-        """One batch on the CPU, from what :meth:`model_inputs` made of these queries."""
+        """Makes a batch on the CPU from the result of :meth:`model_inputs` for these queries."""
         batch = self.padded(
             {name: tensor.cpu() for name, tensor in inputs.items()},
             [len(q) for q in queries],
@@ -103,7 +103,7 @@ class BatchMaker(ABC):
         return responses, response_masks
 
     def starts(self, responses: Sequence[Tensor]) -> int:
-        """Tokens in front of each response that :meth:`own` leaves out: 0, or a start token."""
+        """The number of tokens in front of each response that :meth:`own` removes: 0, or 1."""
         return 0
 
     def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:  # noqa: B027
@@ -239,14 +239,14 @@ def pad(
 def padding_token(
     lengths: Iterable[int], tokenizer: Any, vocab_size: int | None = None
 ) -> int | None:
-    """The id that pads samples of these lengths, which masks leave out: that of the tokenizer's pad
-    token, or of its EOS where it has none, as GPT-2's. None where it has neither and needs none.
+    """The id that pads samples of these lengths: that of the tokenizer's pad token, or of its EOS
+    without one, as for GPT-2. None where it has neither and no padding is needed.
 
     Args:
         vocab_size: the model's vocabulary; token 0 replaces a pad token that was added behind it.
 
     Raises:
-        ValueError: lengths differ and the tokenizer has neither.
+        ValueError: lengths differ, and the tokenizer has neither token.
     """
     token = tokenizer.pad_token_id
     if token is None:
@@ -265,7 +265,7 @@ def check_token_lists(
     """Queries, responses and masks as CPU tensors.
 
     Raises:
-        ValueError: a wrong element, named with its list.
+        ValueError: a wrong element; names its list and index.
     """
     names = {"queries": queries, "responses": responses}
     if response_masks is not None:
@@ -392,7 +392,7 @@ def without_tokens(
     queries: Any, responses: Any, response_masks: Any, left_out: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Responses and masks in which no token of the samples ``left_out`` counts; an empty response
-    of these becomes a token of its query, because a batch needs one."""
+    among them becomes a token of its query, because a batch needs one."""
     responses = list(responses)
     masks = [torch.ones_like(r) for r in responses] if response_masks is None else response_masks
     masks = list(masks)
@@ -453,10 +453,10 @@ def collate(examples: Sequence[Any]) -> Any:
 def make_dataloader(
     dataset: Any, batch_size: int, collator: Callable | None, keep_columns: Iterable[str] | None
 ) -> torch.utils.data.DataLoader:
-    """A shuffled loader of whole batches, with a warning if there is none.
+    """A shuffled loader of whole batches; warns if there is not one batch.
 
     Args:
-        collator: default :func:`collate`.
+        collator: makes a batch of examples; by default :func:`collate`.
         keep_columns: other columns of a ``datasets.Dataset`` are dropped; None keeps all.
     """
     if len(dataset) < batch_size:
@@ -482,8 +482,8 @@ def _check_list_of_tensors(name: str, tensors: Any) -> None:
 
 
 def on_host(*lists: Any) -> Sequence[Any]:
-    """Lists of token ids and masks, with those that were elsewhere moved to the host's memory in
-    one transfer. Anything else stays as it is: checks come later."""
+    """Lists of token ids and masks, moved to the host's memory in one transfer if they were not
+    there. Anything else stays as it is: checks come later."""
     elsewhere = [
         x
         for rows in lists
@@ -501,7 +501,7 @@ def on_host(*lists: Any) -> Sequence[Any]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """CPU int64 copies, in one transfer where all are on one device."""
+    """Copies of the tensors as int64 on the CPU, by one transfer if all are on one device."""
     if len({tensor.device for tensor in tensors}) > 1:
         return [to_host([tensor])[0] for tensor in tensors]
     joined = torch.cat(list(tensors)).long().cpu()

@@ -19,8 +19,8 @@ _SHAREGPT = {"human": "user", "gpt": "assistant"}
 _MISSPELT = 0.8  # difflib's ratio from which an unknown role is taken for a known one
 
 
-# How a template marks what the assistant generates, and characters that stand for it: Unicode keeps
-# them free of any use between programs.
+# The tags by which a template marks the assistant's text, and characters that replace them: Unicode
+# reserves these for use within a program.
 _MARK = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
 _OPEN, _CLOSE, _SIGN = "\ufdd0", "\ufdd1", "\ufdd2"
 _BORDERED = (
@@ -40,17 +40,17 @@ def is_chat(prompt: Any) -> bool:
 
 
 def check_messages(messages: Sequence[Any], where: str, *, texts: bool = False) -> None:
-    """Checks that messages have a role and a content. A role that is unlike
-    all known ones is left to the chat template.
+    """Checks that messages have a role and a content. A role that is unlike all known ones is left
+    to the chat template.
 
     Args:
-        where: the place that the messages are from, for errors.
+        where: where the messages are from, for errors.
         texts: contents must be texts; else they may be content blocks, or missing beside
             ``tool_calls``.
 
     Raises:
         ValueError: something that is no message, a role that is missing, blank or misspelt, a
-            content that is missing or of another type, or that holds pictures; names the message.
+            content that is missing, of another type or with pictures; names the message.
     """
     for i, message in enumerate(messages):
         at = f"{where}, message {i}"
@@ -119,7 +119,7 @@ def is_blank(prompt: TextOrMessages) -> bool:
 
 
 def is_whole(prompt: TextOrMessages) -> bool:
-    """Whether chat messages begin with their prompt, and not with the answer."""
+    """Whether a prompt is chat messages that do not begin with the assistant's answer."""
     return bool(prompt) and not isinstance(prompt, str) and prompt[0]["role"] != "assistant"
 
 
@@ -129,13 +129,13 @@ def as_messages(prompt: TextOrMessages) -> list[dict[str, Any]]:
 
 
 def as_answer(prompt: TextOrMessages, text: str) -> TextOrMessages:
-    """A completion as reward functions get it in TRL 1.x: a text, or behind chat messages a list of
-    one message."""
+    """A completion as reward functions get it in TRL 1.x: a text, or, if the prompt is a chat, a
+    list of one message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def as_text(prompt: TextOrMessages) -> str:
-    """A text as it is; a single message's content; several messages with their roles."""
+    """A prompt as plain text: a single message's content, or several messages with roles."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -170,7 +170,7 @@ def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
         if any(_texts_of_arguments(conversation)):
             conversation = _with_arguments(conversation, tokenizer, options)
         made = tokenizer.apply_chat_template(conversation, **options)
-    except Exception as error:  # a template's code fails as it may
+    except Exception as error:  # a template's code may raise anything
         raise ValueError(
             f"the chat template refuses these messages: {type(error).__name__}: {error}"
         ) from error
@@ -183,20 +183,20 @@ def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
 
 
 class Written(dict[str, Any]):
-    """A mapping that has the keys that it was written with: no table filled any in."""
+    """A mapping that has just the keys that it was written with: no table has added any."""
 
 
 def as_written(value: Any) -> Any:
-    """Has each mapping in a value, at any depth of lists and mappings, be :class:`Written`."""
+    """Makes each mapping in a value, at any depth of lists and mappings, a :class:`Written`."""
     if isinstance(value, Mapping):
         return Written({name: as_written(x) for name, x in value.items()})
     return type(value)(map(as_written, value)) if type(value) in (list, tuple) else value
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the keys of mappings, at any depth, that are None: a table fills in so each
-    key that only other rows have, and does not tell these from a None that was written. What is
-    :class:`Written`, the elements of lists, and JSON in a text are left as they are."""
+    """A value without those keys of mappings, at any depth, that are None: a table adds such a key
+    for each that only other rows have, and these look like a None that was written. A
+    :class:`Written`, None in a list, and JSON in a text do not change."""
     if isinstance(value, Written):
         return value
     if isinstance(value, Mapping):
@@ -205,14 +205,14 @@ def without_nulls(value: Any) -> Any:
 
 
 def as_said(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without keys that are None, other than its content; within its values what tables
-    fill in is left out, too, see :func:`without_nulls`."""
+    """A message without keys that are None, other than its content, also within its values, see
+    :func:`without_nulls`."""
     content = {"content": None} if "content" in message else {}
     return {**content, **without_nulls(dict(message))}
 
 
 def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The arguments of calls that are texts of JSON objects, as OpenAI's messages have them."""
+    """The arguments of tool calls that are JSON texts of objects, as in OpenAI's messages."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             if isinstance(_arguments(call), Mapping):
@@ -220,7 +220,7 @@ def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _arguments(call: Any) -> Any:
-    """What a call's arguments say if they are a text of JSON, else None."""
+    """The value of a tool call's arguments if they are a text of JSON, else None."""
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     try:
@@ -232,8 +232,8 @@ def _arguments(call: Any) -> Any:
 def _with_arguments(
     messages: list[dict[str, Any]], tokenizer: Any, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The messages with arguments as mappings where they are texts of JSON that the template does
-    not write as they are: most templates write mappings as JSON, and a text as a text of JSON."""
+    """The messages; tool calls' arguments that are texts of JSON become mappings, unless the
+    template writes such texts unchanged: most write mappings as JSON, and texts in quotes."""
     as_text = {**options, "tokenize": False, "return_dict": False}
     try:
         made = tokenizer.apply_chat_template(messages, **as_text)
@@ -264,7 +264,7 @@ def chat_ids(
     answered: bool = True,
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
-    """The token ids of what :func:`render` writes, with its arguments and errors."""
+    """The token ids of the text of :func:`render`; arguments and errors are the same."""
     options = {"tokenize": True, "return_dict": True, "add_generation_prompt": not answered}
     return list(_written(messages, tokenizer, **options, **template)["input_ids"])
 
@@ -277,12 +277,12 @@ def _check_template(tokenizer: Any, held: str) -> None:
         )
 
 
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # which go to the chat template
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns for the chat template
 
 
 def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """What the columns ``tools`` (a list, or its JSON) and ``chat_template_kwargs`` (a dict) of row
-    ``i`` hand to the chat template, without what tables fill in, see :func:`without_nulls`.
+    """The arguments of the chat template in the columns ``tools`` (a list, or its JSON) and
+    ``chat_template_kwargs`` (a dict) of row ``i``, by :func:`without_nulls`.
 
     Raises:
         ValueError: a column of another type; names the row.
@@ -310,8 +310,8 @@ def templates_of(
     rows: Sequence[int],
     common: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Mapping[str, Any]]:
-    """The further arguments of the chat template for each prompt: the common ones, and those that
-    its row's columns hand to it, see :func:`template_arguments`; none for prompts that are texts.
+    """Further arguments of the chat template for each prompt: the common ones, and those of
+    :func:`template_arguments` for its row; none for prompts that are texts.
 
     Args:
         columns: the data set's columns, of which only :data:`TEMPLATE_COLUMNS` are read.
@@ -329,8 +329,8 @@ def templates_of(
 
 
 def as_chatml(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in ShareGPT's words (``from``, ``value``, ``human``, ``gpt``) as one with ``role``
-    and ``content``."""
+    """A message with ``role`` and ``content``, from one in ShareGPT's words (``from``, ``value``,
+    ``human``, ``gpt``)."""
     names = {"from": "role", "value": "content"}
     renamed = {names.get(name, name): x for name, x in message.items()}
     if "from" in message:
@@ -349,11 +349,11 @@ def marked_spans(
     """The spans, in characters, of a conversation's text that the chat template marks as generated
     by the assistant.
 
-    Each marked part is written between two characters that no text holds, so that it is found where
-    it stands at last, in a macro, a ``{% set %}`` or a ``{% filter %}`` too.
+    Each marked part is written between two characters that no text has, so that it is found in the
+    final text, even behind a macro, a ``{% set %}`` or a ``{% filter %}``.
 
     Raises:
-        ValueError: a template that changes the text by what is marked in it.
+        ValueError: a template whose text depends on the marks.
     """
     source = _BORDERED + _MARK.sub(
         lambda tag: f"{tag[1]}{'endcall' if tag[2] else 'call fastrl_generation()'}{tag[3]}",
@@ -383,8 +383,8 @@ def assistant_spans(
     the template asks for the answer to the end of its turn, without the blanks behind.
 
     Raises:
-        ValueError: a template that writes a turn otherwise once others follow, so that the turns
-            cannot be found.
+        ValueError: a template that writes a turn differently once another follows, so that the
+            turns cannot be found.
     """
     turns, spans = list(messages), []
     whole = render(turns, tokenizer, template=template)
@@ -414,15 +414,15 @@ def check_spans(
     tokenizer: Any,
     template: Mapping[str, Any],
 ) -> list[tuple[int, int]]:
-    """The spans by :func:`marked_spans` or :func:`assistant_spans`, checked to hold no text of
-    others than the assistant. Where the spans' text leaves a doubt, a sign stands for each message
-    and is looked for. Warns of an assistant's text that lies in no span.
+    """The spans by :func:`marked_spans` or :func:`assistant_spans`, checked to hold the assistant's
+    text alone. Where the spans' text leaves a doubt, each message is replaced by a sign that is
+    looked for. Warns of an assistant's text that lies in no span.
 
     Args:
-        find: one of the two.
+        find: one of these two functions.
 
     Raises:
-        ValueError: what ``find`` refuses; spans with text of another than the assistant.
+        ValueError: what ``find`` refuses; spans with text that is not the assistant's.
     """
     answers = find(messages, tokenizer, template)
     text = render(list(messages), tokenizer, template=template)
@@ -442,7 +442,7 @@ def check_spans(
     try:
         spans = find(signed, tokenizer, template)
         text = render(signed, tokenizer, template=template)
-    except ValueError:  # a template that reads what is said
+    except ValueError:  # a template whose code depends on the messages' text
         return answers
     for i, (message, sign) in enumerate(zip(messages, signs, strict=True)):
         place, is_answer = text.find(sign), message["role"] == "assistant"
@@ -463,8 +463,8 @@ def check_spans(
 
 
 def _said_in(message: Mapping[str, Any]) -> str:
-    """The text of a message without blanks around it, or, where it has none, the name of the tool
-    that it calls first; "" for content blocks."""
+    """A message's text without blanks around it, or, without a text, the name of the first tool
+    that it calls; "" for content blocks."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         return ""
@@ -473,7 +473,7 @@ def _said_in(message: Mapping[str, Any]) -> str:
 
 
 def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:
-    """The message with a sign in the place of what :func:`_said_in` finds."""
+    """The message with a sign in place of the text of :func:`_said_in`."""
     text = _said_in(message)
     if not text or text == str(message.get("content") or "").strip():
         return {**message, "content": sign} if text else message
@@ -494,10 +494,10 @@ def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence
     """The place at which the assistant's turn ends in a conversation's text; -1: not found.
 
     Args:
-        alone: the text up to that turn, as its last one, without blanks behind.
-        front: the length of what is written in front of the turn.
-        answer: what the assistant says in it, besides its calls.
-        ends: special tokens, with one of which a turn may end that is not the last one.
+        alone: the text of the conversation up to that turn, without blanks at its end.
+        front: the length of the text in front of the turn.
+        answer: the assistant's text in the turn, without its calls.
+        ends: special tokens; a turn that is not the last one may end with one of them.
     """
     if len(alone) > front and whole.startswith(alone):
         return len(alone)
@@ -534,7 +534,7 @@ def prompt_text(
     Args:
         name: the prompt's name, for messages.
         template: further arguments of the chat template.
-        plain: messages hold texts, and the last is not the assistant's.
+        plain: require that messages hold texts, and that the last is not the assistant's.
 
     Raises:
         ValueError: neither a text nor messages; messages that :func:`check_messages` refuses, or
@@ -562,8 +562,8 @@ def prompt_text(
 
 
 def check_prompt(prompt: Any, where: str, *, texts: bool = False) -> None:
-    """Raises ValueError, which names where the prompt is from, for neither a text nor chat
-    messages, or messages that :func:`check_messages` refuses."""
+    """Raises ValueError for a prompt that is neither a text nor chat messages, or messages that
+    :func:`check_messages` refuses; the error names ``where`` it is from."""
     if isinstance(prompt, str):
         return
     if not is_chat(prompt):
@@ -574,8 +574,8 @@ def check_prompt(prompt: Any, where: str, *, texts: bool = False) -> None:
 
 
 def split_conversations(chats: Sequence[TextOrMessages], where: str) -> PromptAndAnswers:
-    """Splits whole conversations into prompt and answers: the prompt is what they share up to an
-    assistant's turn; of a single conversation all but its last turn.
+    """Splits whole conversations into prompt and answers. The prompt is the messages that all share
+    up to an assistant's turn; for a single conversation all but its last turn.
 
     Raises:
         ValueError: a conversation that does not end with the assistant's message, or shares no

@@ -1,4 +1,4 @@
-"""Choice of a model's engine: the rollout engine where it can run it, else ``model.generate``."""
+"""Chooses a model's engine: the rollout engine if it runs the model, else ``model.generate``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def choose_engine(
     cuda_graphs: bool = True,
     keep_experts: bool = False,
 ) -> RolloutEngine | GenerateEngine:
-    """Makes a :class:`RolloutEngine` where its results are those of plain forwards, else a
-    :class:`GenerateEngine` with the same outputs, and a warning that says why.
+    """Makes a :class:`RolloutEngine` if its results are those of plain forwards, else, with a
+    warning that says why, a :class:`GenerateEngine` with the same outputs.
 
     An encoder–decoder always has :class:`GenerateEngine`, without a warning.
 
@@ -36,8 +36,8 @@ def choose_engine(
         max_length, kv_cache_bytes, cuda_graphs, keep_experts: see :class:`RolloutEngine`.
 
     Raises:
-        ValueError: a number below 1; a model on several devices; experts are to be kept, and
-            only the rollout engine does.
+        ValueError: a number below 1; a model on several devices; ``keep_experts`` for a model that
+            the rollout engine does not run.
     """
     if not getattr(model.config, "is_encoder_decoder", False):
         try:

@@ -21,7 +21,7 @@ from fastrl.settings import is_number
 class SFT(Loss):
     """-Σ log π over the tokens of all responses / their number: supervised fine-tuning.
 
-    With weights w per response: -Σ w·log π / Σ w. The tokens are those of all processes.
+    With weights w per response: -Σ w·log π / Σ w. Both sums are over the tokens of all processes.
     """
 
     name: ClassVar[str] = "sft"
@@ -30,7 +30,7 @@ class SFT(Loss):
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         (scores,) = policy.logprobs(batch)
         weights = batch.weights().to(scores.sums.device)
-        # The trainer multiplies the loss by this part, and adds up those of all processes.
+        # The trainer multiplies the loss by batch.fraction, and adds up all processes' losses.
         tokens = policy.processes.sums((weights * scores.tokens).sum()) * batch.fraction
         total = torch.where(weights > 0, weights * scores.sums, 0.0).sum()
         metrics = {"logps/response": scores.sums.detach()}
@@ -47,10 +47,10 @@ class KTO(Loss):
 
     Args:
         beta: β.
-        desirable_weight, undesirable_weight: λ of the two kinds.
-        threshold: responses with a reward above it are the desired ones; None takes ½ where all
-            rewards of the batch, of all processes, are 0 or 1, and else their mean, for scores
-            without a natural zero.
+        desirable_weight, undesirable_weight: λ of desired responses, and of the others.
+        threshold: the reward above which a response is desired; None takes ½ where all rewards of
+            the batch, over all processes, are 0 or 1, and else their mean, for scores without a
+            natural zero.
     """
 
     name: ClassVar[str] = "kto"
@@ -64,7 +64,7 @@ class KTO(Loss):
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the coefficients, by the op that takes them.
+        """Checks the coefficients by a call of the op.
 
         Raises:
             ValueError: a coefficient out of range.
@@ -94,7 +94,7 @@ class KTO(Loss):
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         rewards = batch.rewards(1)
-        # First what has no gradient, while no activations of the policy take memory.
+        # The parts without a gradient come first, while no activations of the policy take memory.
         kl = self._kl(batch, policy, reference)
         (ref,), (scores,) = reference.logprobs(batch), policy.logprobs(batch)
         side = scores._replace(ref_sums=ref.sums)
@@ -122,8 +122,7 @@ class KTO(Loss):
 
     @torch.no_grad()
     def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
-        # The rest of an epoch may be one sample: there is no other prompt.
-        if not self.row.has_kl or batch.total == 1:
+        if not self.row.has_kl or batch.total == 1:  # an epoch's last batch may have one prompt
             return torch.zeros((), device=policy.tokens.device)
         other = batch.mismatched()
         (scores,), (ref,) = policy.logprobs(other), reference.logprobs(other)

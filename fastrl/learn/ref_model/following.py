@@ -27,15 +27,15 @@ class Follow(TrainerCallback):
             self.reference.follow(self.weight)
 
     def state(self) -> dict[str, Tensor]:
-        """The weights, on the host, that a checkpoint needs of a reference that follows; none of
-        one that stays as it is."""
+        """The weights, on the host, that a checkpoint needs of a reference that follows the policy;
+        none if it does not."""
         if not self.follows or self.reference is None:
             return {}
         return {name: x.detach().cpu() for name, x in self.reference.own_weights().items()}
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Gives the reference what :meth:`state` returned."""
+        """Copies the weights of a :meth:`state` to the reference."""
         if saved:
             assert self.reference is not None
             weights = self.reference.own_weights()

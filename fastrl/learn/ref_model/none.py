@@ -1,4 +1,4 @@
-"""No reference model: for KL coefficients that are 0."""
+"""The stand-in for a reference model where the KL coefficient is 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastrl.models.scoring import ScoringRequest, TokenScores
 
 
 class NoRefModel(RefModel):
-    """No reference: its log-probs are NaN."""
+    """Stands for no reference: all log-probs are NaN."""
 
     mode = "none"
 

@@ -34,7 +34,7 @@ def resume_setting(aliases: Sequence[str]) -> Any:
 def folder_claimed(
     folder: RunFolder, resume: Any, overwrite: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """:meth:`RunFolder.claim`, by the main process alone."""
+    """Context of :meth:`RunFolder.claim` in the main process; in others nothing is claimed."""
     if not is_main_process():
         return contextlib.nullcontext()
     return folder.claim(resume=resume, overwrite=overwrite)
@@ -124,7 +124,7 @@ class TrainingJob:
             )
 
     def record(self) -> dict[str, Any]:
-        """What ``run.json`` records: all but how this process took part in the run, and the working
+        """The record for ``run.json``: all settings but resume, overwrite and plan, and the working
         directory, on which relative paths depend."""
         fields = dataclasses.asdict(self)
         job = {k: v for k, v in fields.items() if k not in ("resume", "overwrite", "plan")}
@@ -132,7 +132,7 @@ class TrainingJob:
 
     def model_options(self) -> dict[str, Any]:
         """``from_pretrained``'s options for the model."""
-        if self.load_in_4bit is None:  # a saved adapter says it
+        if self.load_in_4bit is None:  # a saved adapter decides
             return {"dtype": self.dtype}
         if not self.load_in_4bit:
             return {"dtype": self.dtype, "quantization_config": None}
@@ -145,10 +145,10 @@ class TrainingJob:
         return {"dtype": self.dtype, "quantization_config": config}
 
     def check_model(self) -> str:
-        """The folder of the model.
+        """Checks that the model can be trained, and returns its folder.
 
         Raises:
-            FileNotFoundError: there is no model.
+            FileNotFoundError: a folder without a model.
             ImportError: bitsandbytes is needed, and not installed.
             ValueError: the run would save an adapter in place of its base model; four-bit weights
                 without an adapter, which could not be trained.
@@ -189,10 +189,10 @@ def check_weights(job: Any) -> None:
     """Checks a job's settings of weights and of an adapter.
 
     Args:
-        job: a :class:`TrainingJob`, or another with these settings.
+        job: a :class:`TrainingJob`, or another object with these settings.
 
     Raises:
-        ValueError: settings of four bits without them.
+        ValueError: a setting of four-bit weights without load_in_4bit.
     """
     for name in () if job.load_in_4bit else ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
         value = getattr(job, name)
@@ -204,14 +204,14 @@ def check_weights(job: Any) -> None:
 
 
 def check_adapter(job: Any) -> None:
-    """Checks that a job's model is there, and that it can have the adapter.
+    """Checks that a job's model exists, and that it can have the adapter.
 
     Args:
-        job: a job that :func:`check_weights` takes.
+        job: an argument of :func:`check_weights`.
 
     Raises:
         FileNotFoundError: a folder without a model.
-        ValueError: a rank although the model is already an adapter; four-bit weights without an
+        ValueError: ``lora_r`` although the model is an adapter; four-bit weights without an
             adapter, which could not be trained.
     """
     from fastrl.models.load import MERGE_ADAPTER

@@ -185,7 +185,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     def __post_init__(self) -> None:
         reads = self.load_best_model_at_end or self.lr_scheduler_type in SCHEDULES_BY_METRIC
         if reads and self.metric_for_best_model is None:
-            self.metric_for_best_model = "reward"  # transformers' would be the loss
+            self.metric_for_best_model = "reward"  # transformers' default would be the loss
         super().__post_init__()
         if self.metric_for_best_model in ("loss", "eval_loss"):
             warnings.warn(
@@ -217,7 +217,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
             )
 
     def _settle_batches(self) -> None:
-        """Sets ``generation_batch_size`` and ``steps_per_generation``, one from the other."""
+        """Sets ``generation_batch_size`` from ``steps_per_generation``, or the other way round."""
         step = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             if self.generation_batch_size != step * self.steps_per_generation:
@@ -252,7 +252,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
 
     @property
     def generation_arguments(self) -> dict[str, Any]:
-        """Arguments of ``model.generate``."""
+        """Keyword arguments of ``model.generate`` by the settings."""
         arguments: dict[str, Any] = {
             "max_new_tokens": self.max_completion_length,
             "do_sample": True,
