@@ -1,4 +1,4 @@
-"""Tables of functions by name, to which users add theirs, and whose names settings take."""
+"""Tables of functions by name: users add functions, and settings choose them by name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Registry(Mapping[str, Any]):
     """The names of a table's rows.
 
-    A name such as "file.py:function" or "module:function" that is not there yet is loaded, and is a
+    A name such as "file.py:function" or "module:function" that the table lacks is loaded, and is a
     row from then on.
 
     Args:
         rows: returns the table, and is called whenever it is read.
-        add: adds a function to it, by a name.
+        add: adds a function to the table, by a name.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Registry(Mapping[str, Any]):
 
 # Advantages within a group; the functions are in fastrl.learn.baselines.
 _OURS = ("grpo", "dr_grpo", "rloo")
-_OTHERS = ("gae", "reinforce++")  # PPOConfig's, of no group
+_OTHERS = ("gae", "reinforce++")  # PPOConfig's, without groups
 _GROUPS: dict[str, Callable[..., Any] | None] = dict.fromkeys(_OURS)
 
 
 def group_advantage(name: str) -> Callable[[F], F]:
-    """Decorator: adds an advantage of a group, by which ``PPOConfig.advantage`` and
-    ``GRPOConfig.advantage`` may choose it.
+    """Decorator: adds an advantage of a group, for ``PPOConfig.advantage`` and
+    ``GRPOConfig.advantage``.
 
         @fastrl.group_advantage("above_median")
         def above_median(rewards, counts):
@@ -69,8 +69,8 @@ def group_advantage(name: str) -> Callable[[F], F]:
     with fewer than two that do, are 0 in their place.
 
     Raises:
-        TypeError: it is called with the function itself; a function that takes something else.
-        ValueError: the name of one of fastrl's. One's own is replaced.
+        TypeError: used without a name; a function with other parameters.
+        ValueError: the name of one of fastrl's. A user's function of this name is replaced.
     """
     if not isinstance(name, str):
         raise TypeError('write @group_advantage("name"), with the name that settings take')
@@ -131,8 +131,8 @@ def try_policy_loss(kind: str, cliprange: tuple[float, float]) -> None:
     """Computes a user's policy loss of a few tokens, two or three times for each function.
 
     Raises:
-        ValueError: a token's loss depends on the others'; the gradient of all is 0; as
-            :func:`fastrl_kernels.policy_losses.registered_loss`.
+        ValueError: a token's loss depends on the others'; all gradients are 0; what
+            :func:`fastrl_kernels.policy_losses.registered_loss` refuses.
     """
     row = _policy_losses().get(kind)
     if row is not None and row.function is not None:

@@ -50,7 +50,7 @@ class StepOutcome(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A gradient that lies in the weights, and what was read with it."""
+    """A gradient that lies in the weights' ``grad``, and numbers that were read with it."""
 
     losses: list[MinibatchLoss]
     totals: list[float]  # each mini-batch's loss
@@ -67,12 +67,12 @@ class Gradient(NamedTuple):
 class GradientStep:
     """The gradient of one optimizer step, without mini-batches that are not to be learned from.
 
-    Decided by one small read after the backward passes. A mini-batch is left out where its mean
-    ratio exceeds ``rules.ratio_threshold`` or its loss is not finite: the gradient of the others is
-    then computed once more without it, divided by their tokens, samples or number. There is no
-    gradient where no mini-batch is left, where it is not finite, or where mean(old - new log-prob)
-    exceeds ``rules.most_kl``. With ``on_nonfinite="zero-sample"`` the samples that make a loss or
-    the gradient not finite are found, by halving, and left out alone.
+    One small read after the backward passes decides what is left out. A mini-batch is left out
+    where its mean ratio exceeds ``rules.ratio_threshold`` or its loss is not finite: the gradient
+    of the others is then computed once more without it, divided by their tokens, samples or number.
+    There is no gradient where no mini-batch is left, where it is not finite, or where mean(old -
+    new log-prob) exceeds ``rules.most_kl``. With ``on_nonfinite="zero-sample"`` the samples that
+    make a loss or the gradient not finite are found, by halving, and left out alone.
 
     Where memory runs out, mini-batches are computed in parts, with the same denominators, and the
     gradient is begun again.
@@ -84,7 +84,7 @@ class GradientStep:
         engine: its processes have the same mini-batches, and compute their shares of each; they
             read the same numbers, and so decide the same.
         nonfinite: handles numbers that are not finite.
-        micro_batches: goes on in parts where memory runs out.
+        micro_batches: splits mini-batches where memory runs out.
 
     Attributes:
         learning: what learns, policy and value function or one of them.
@@ -109,7 +109,7 @@ class GradientStep:
         """Adds up the gradient of the mini-batches' mean loss, clipped.
 
         Args:
-            experience: [], read along: where it is not finite, there is no gradient.
+            experience: a scalar [] of the experience: where it is not finite, there is no gradient.
         """
         kept = list(minibatches)
         result = self._gradient(kept, experience)
@@ -125,7 +125,7 @@ class GradientStep:
         finite = [i for i, total in enumerate(result.totals) if math.isfinite(total)]
         near = [i for i in finite if result.ratios[i] <= self.rules.ratio_threshold]
         used = [kept[i] for i in near]
-        # The gradient contains the others already, perhaps as NaN.
+        # The gradient contains the mini-batches left out as well, perhaps as NaN.
         gradient = result if len(used) in (0, len(kept)) else self._again(used)
         if used and not math.isfinite(gradient.norm):
             more = self._blame(used, "non-finite gradient norm")
@@ -219,11 +219,11 @@ class GradientStep:
 
     @torch.no_grad()
     def _with_chosen(self, parts: list[Minibatch], counts: int) -> list[Minibatch]:
-        """The parts; where it hangs on scores which of their tokens are learned, with these, by one
-        more forward of each.
+        """The parts; where scores decide which of their tokens are learned, with these chosen by
+        one more forward of each part.
 
         Args:
-            counts: how many of the parts are not there for nothing.
+            counts: how many of the parts, the first ones, count.
         """
         alone = len(parts) == 1 and self.engine.processes.count == 1
         if not self.loss.chooses_by_scores(alone):
@@ -247,8 +247,8 @@ class GradientStep:
         self, minibatch: Minibatch, limit: PassLimit
     ) -> tuple[Minibatch, list[Minibatch], int]:
         """This process's part of a mini-batch, the parts of it that a forward runs at a time, and
-        how many of these count. The others are a sample that takes part for nothing: all processes
-        have as many forwards, because they wait for each other in them."""
+        how many of these count. Further parts are a sample that is not learned from: all processes
+        need as many forwards, because they wait for each other in them."""
         if self.engine.processes.count == 1:
             parts = minibatch.split(limit)
             return minibatch, parts, len(parts)
@@ -263,8 +263,8 @@ class GradientStep:
     def _blame(self, minibatches: Sequence[Minibatch], what: str) -> Blame:
         """Handles mini-batches whose loss or gradient is not finite.
 
-        Where samples are to be blamed for that, they are those whose own loss or gradient is not
-        finite, found by halving. No gradient is left then.
+        Where samples are to be blamed, halving finds those whose own loss or gradient is not
+        finite. No gradient is left in the weights.
         """
         if not minibatches:
             return Blame()
@@ -290,15 +290,15 @@ class GradientStep:
         one host read. Every process reads the same numbers, and so decides the same."""
         norm = self.engine.norm()
         of_each = [(each.loss.detach(), each.mean_ratio, each.policy_kl) for each in losses]
-        also = norm.new_zeros(()) if experience is None else experience
+        checked = norm.new_zeros(()) if experience is None else experience
         shares = torch.stack([norm.new_zeros(()), *(x for each in of_each for x in each)])
-        numbers = torch.cat([self.engine.processes.sums(shares)[1:], torch.stack([also, norm])])
+        numbers = torch.cat([self.engine.processes.sums(shares)[1:], torch.stack([checked, norm])])
         *read, experience_read, norm_read = numbers.tolist()
         return Gradient(list(losses), read[::3], read[1::3], read[2::3], norm_read, experience_read)
 
 
 def _without(minibatches: Sequence[Minibatch], samples: Sequence[int]) -> list[Minibatch]:
-    """Mini-batches without some samples, but those that have no other."""
+    """Mini-batches without some samples; a mini-batch of these samples alone is dropped."""
     kept = []
     for minibatch in minibatches:
         places = [place for place, i in enumerate(minibatch.samples) if i not in samples]

@@ -118,7 +118,7 @@ class FixedKLController:
 
 
 def warn_of_negative_kl(kl: float) -> None:
-    """Warns of an estimate that responses of the policy itself hardly have."""
+    """Warns of an estimate too negative for responses of the policy itself."""
     if kl < -1.0:
         warnings.warn(
             f"the KL estimate is negative ({kl:.2f}): the responses are unlikely under the "

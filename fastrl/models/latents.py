@@ -1,5 +1,5 @@
-"""Multi-head latent attention (MLA): what a cache keeps of a token is a latent, which is expanded
-to all heads' keys and values, or attended as it is."""
+"""Multi-head latent attention (MLA): a cache keeps a latent of each token, which is expanded to
+all heads' keys and values, or attended itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The precision in which a run computes where nobody says it: bf16 autocast on CUDA."""
+"""The precision in which a run computes where none is chosen: bf16 autocast on CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 AUTOCAST = "bf16"
-_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # which accelerate launch sets, from its file or flags
+_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by accelerate launch, from its file or flags
 
 
 def default_precision(
@@ -19,11 +19,11 @@ def default_precision(
     """The mixed precision of a run, by accelerate's name; None leaves it to accelerate.
 
     Args:
-        device: the kind that computes, such as "cuda".
-        supports_bf16: whether it multiplies in bf16.
+        device: the kind of the device, such as "cuda".
+        supports_bf16: whether the device multiplies in bf16.
         weights: types of the model's floating-point weights. Those that are bf16 compute in bf16
             without autocast.
-        chosen: what a setting, a launcher or an earlier Accelerator says; it wins.
+        chosen: the precision by a setting, a launcher or an earlier Accelerator; it wins.
     """
     if chosen is not None or device != "cuda" or not supports_bf16:
         return None

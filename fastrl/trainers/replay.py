@@ -1,5 +1,5 @@
-"""A run that is walked again by its ledger: what trainers have in common. What each adds is a
-:class:`Walk` of its own."""
+"""A run that is walked again by its ledger: what the walks of all trainers have in common. Each
+trainer has a subclass of :class:`Walk`."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Walk(ABC):
         last: the step, from 1, whose samples are drawn again.
 
     Attributes:
-        facts: what the ledger notes of that step.
+        facts: facts of that step from the ledger.
         unit: what a step of the ledger is called in messages.
-        samples_of: what its samples are called.
-        others: who may have written samples that cannot be drawn again.
+        samples_of: what a step's samples are called in messages.
+        others: sources of samples that cannot be drawn again, for messages.
 
     Raises:
-        ValueError: a step that the ledger does not have, or that others than the policy wrote;
+        ValueError: a step that the ledger lacks, or whose samples the policy did not write;
             several processes.
     """
 
@@ -93,11 +93,11 @@ class Walk(ABC):
         return rows
 
     def is_resampled(self, rows: Sequence[Mapping[str, Any]], size: int) -> bool:
-        """Whether dynamic sampling replaced some of a step's groups of ``size`` samples: what was
-        replaced is not there to be drawn beside the others, and log-probs are rounded otherwise.
+        """Whether dynamic sampling replaced some of a step's groups of ``size`` samples: the
+        replaced ones cannot be drawn again beside the rest, and log-probs are rounded otherwise.
 
         Raises:
-            ValueError: so it did, and ``model.generate`` drew them.
+            ValueError: groups were replaced, and ``model.generate`` drew them.
         """
         resampled = [row["sample_id"] for row in rows[::size]] != list(range(len(rows) // size))
         if resampled and not rows[0]["slots"]:
@@ -110,14 +110,14 @@ class Walk(ABC):
 
 
 class LoopWalk(Walk):
-    """The walk of a trainer on transformers', which runs its own loop.
+    """The walk of a trainer that runs the loop of transformers' Trainer.
 
     Attributes:
-        counted_as: where the trainer's own state has how many generations it has made.
-        stands_in: attributes (object, name, value) that the trainer has meanwhile: this object in
-            the place of what answers prompts, and no record.
+        counted_as: two keys, under which the trainer's saved state counts its generations.
+        stands_in: attributes (object, name, value) to set during the walk: this object in the place
+            of what answers prompts, and no record.
         samples: the samples that were drawn again.
-        tolerance: the tolerance for what was computed in batches of other sizes.
+        tolerance: the tolerance for log-probs that were computed in batches of other sizes.
     """
 
     counted_as: ClassVar[tuple[str, str]]
@@ -126,7 +126,7 @@ class LoopWalk(Walk):
     tolerance = 0.0
 
     def check_same(self, settings: Mapping[str, Any], then: Mapping[str, Any]) -> None:
-        """Raises ValueError where a setting of the trainer's is not the run's."""
+        """Raises ValueError where a setting of the trainer differs from the run's."""
         for name, value in settings.items():
             if value != then[name]:
                 raise ValueError(
@@ -144,8 +144,8 @@ class LoopWalk(Walk):
         called.
 
         Raises:
-            ValueError: a generation between checkpoint and the last that the ledger does not have.
-            BadCheckpoint: a ValueError: a checkpoint of another model.
+            ValueError: the ledger lacks a generation between the checkpoint and the last.
+            BadCheckpoint: a checkpoint of another model; a ValueError.
         """
         trainer, checkpoint = self.trainer, self._newest_before()
         args, handler = trainer.args, trainer.callback_handler
@@ -171,7 +171,7 @@ class LoopWalk(Walk):
         )
 
     def _newest_before(self) -> Path | None:
-        """The newest good checkpoint that has not made the last generation yet."""
+        """The newest good checkpoint from before the last generation; None: there is none."""
         of_command, (part, name) = self.folder.checkpoints, self.counted_as
         checkpoints = Checkpoints(of_command if of_command.is_dir() else self.folder.path)
         checkpoint = checkpoints.newest_good()

@@ -14,7 +14,7 @@ from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PassLimit
 from fastrl.models.trunk import Trunk
 
-TOKENS_PER_PASS = 8192  # where no setting says it
+TOKENS_PER_PASS = 8192  # the default
 
 MakeContext = Callable[[], AbstractContextManager]
 
@@ -35,19 +35,19 @@ class Budget(NamedTuple):
 
 class TrunkCache:
     """The trunk's activations for the samples of a batch, [L, H] each, kept within a byte budget;
-    those of a prompt that several samples share are there once.
+    a prompt that several samples share is kept once.
 
-    Where the budget holds them all, they are computed together at the first call; else when they
-    are needed, and again where there was no room for them.
+    Where the budget holds all activations, they are computed together at the first call; else when
+    they are needed, and again where there was no room for them.
 
     Args:
         trunk: runs the bottom layers.
         batch: on the model's device; its padding says how the layers run.
-        budget: for the activations.
-        tokens_per_pass: positions that the layers run at a time, at most.
+        budget: bytes of activations that may be kept.
+        tokens_per_pass: the most positions of one pass through the layers.
         autocast: makes the context in which the layers run.
         whole: makes the context in which the model's weights are whole, if they are spread over
-            processes, all of which enter it as often as the others.
+            processes; all processes enter it equally often.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class TrunkCache:
         responses: list[Tensor] = []
         for group in groups:
             parts = [self._parts(samples[place]) for place in group]
-            parts_states = [states[response] for _, response in parts]
+            response_states = [states[response] for _, response in parts]
             prompts.append(states[parts[0][0]])
-            (responses if len(group) > 1 else prompts).extend(parts_states)
+            (responses if len(group) > 1 else prompts).extend(response_states)
         return torch.cat(prompts + responses).unsqueeze(0)
 
     def missing(self) -> list[int]:
@@ -92,7 +92,7 @@ class TrunkCache:
         return [i for i in responses if not all(part in self._kept for part in self._parts(i))]
 
     def stored(self) -> list[Tensor]:
-        """What is kept."""
+        """The activations that are kept, [L, H] each."""
         return list(self._kept.values())
 
     def _parts(self, sample: int) -> tuple[Part, Part]:
@@ -105,7 +105,7 @@ class TrunkCache:
         missing = self.missing()
         if not fit:
             missing = sorted(set(missing) & set(samples))
-        # Processes are asked for samples of their own: only where all fit do they lack the same.
+        # Each process is asked for other samples: only where all fit do all lack the same ones.
         with self.whole() if missing or not fit else nullcontext():
             made = self._run(missing)
         device = self.batch.input_ids.device
@@ -135,7 +135,7 @@ class TrunkCache:
         return made
 
     def _all_fit(self) -> bool:
-        """Whether there is room for all that is not kept yet, in fp32 at most."""
+        """Whether all activations that are not kept yet have room, in fp32 at most."""
         width = self.trunk.model.config.get_text_config().hidden_size
         batch = self.batch
         lengths = {
@@ -153,7 +153,7 @@ class TrunkCache:
         on_device, on_host = self._left
         if size <= on_device:
             self._left = Budget(on_device - size, on_host)
-            self._kept[part] = boundary.clone()  # not what lies beside it
+            self._kept[part] = boundary.clone()  # a view would keep the whole pass alive
         elif size <= on_host:
             self._left = Budget(on_device, on_host - size)
             pinned = torch.empty(boundary.shape, dtype=boundary.dtype, pin_memory=boundary.is_cuda)

@@ -16,7 +16,7 @@ from fastrl.models.layout import layout_of
 from fastrl.run.random_state import seed_at
 
 _OF_TRAINERS = ("trainer_state", "log_extra", "log_metric")
-_AT_A_TIME = 1 << 10  # prompts
+_AT_A_TIME = 1 << 10  # prompts that are tokenized together
 
 
 def refuse_dispatch(args: Any) -> None:
@@ -36,7 +36,7 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
 
     Raises:
         TypeError: training data of another kind.
-        ValueError: no column prompt, or one with the name of what reward functions get; a prompt
+        ValueError: no column prompt; a column named as an argument of reward functions; a prompt
             that is neither a text nor a chat, or messages that
             :func:`fastrl.data.chat.check_messages` refuses; fewer prompts than a generation needs;
             a stream whose batches one process is to send to the others.
@@ -68,7 +68,7 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
 
 
 def reserved_of(environments: bool) -> tuple[str, ...]:
-    """Names of what reward functions get by keyword, which no column may have."""
+    """Names of reward functions' keyword arguments, which no column may have."""
     return (*REWARD_ARGUMENTS, *_OF_TRAINERS, *(("environments",) if environments else ()))
 
 
@@ -101,7 +101,7 @@ def check_resampling(args: Any, data: Any, rollout_func: Any) -> None:
 
 
 def further_prompts(args: Any, data: Any) -> PromptStream | None:
-    """The prompts of dynamic sampling; None without it."""
+    """The order of the prompts that dynamic sampling draws anew; None without it."""
     if not args.dynamic_sampling_rounds:
         return None
     return PromptStream(len(data), seed_at(args.seed, "further prompts") % 2**32)
@@ -111,9 +111,9 @@ class PromptRoom:
     """The room that a model's context leaves for prompts, beside responses of full length.
 
     Args:
-        most: tokens of a response; None: as many as there is room for.
+        most: the most tokens of a response; None: as many as there is room for.
         template: further arguments of the chat template.
-        most_of_a_pass: tokens of a prompt with its response, ``micro_batch_tokens``.
+        most_of_a_pass: the most tokens of a prompt with its response, ``micro_batch_tokens``.
         longest: tokens that prompts are cut to; None: they are not.
     """
 
@@ -130,9 +130,9 @@ class PromptRoom:
         self._tokenizer, self._template, self._longest = tokenizer, template, longest
 
     def check_data(self, train: Any, evaluation: Any) -> None:
-        """Checks the first row, and those whose texts alone have more bytes than there is room for
-        tokens, of which each has a byte at least. Those of streams, and what a chat template makes
-        too long, are found as they are learned from.
+        """Checks the first row, blank rows, and rows whose texts have more bytes than the context
+        has tokens. Rows of streams, and rows that only a chat template makes too long, are found as
+        they are learned from.
 
         Raises:
             ValueError: a prompt that is too long, or a blank one without a token, by its row.
@@ -174,14 +174,14 @@ class PromptRoom:
 
 
 def _named(train: Any, evaluation: Any) -> dict[str, Any]:
-    """Data sets by the arguments that they are."""
+    """Data sets by the names of their arguments."""
     held_out = evaluation if isinstance(evaluation, dict) else {"": evaluation}
     named = {f"eval_dataset[{x!r}]" if x else "eval_dataset": y for x, y in held_out.items()}
     return {"train_dataset": train, **named}
 
 
 def _check_prompts(data: Any, name: str) -> None:
-    """Checks the prompts of a data set; of a stream only that it has any."""
+    """Checks the prompts of a data set; for a stream only that the column is there."""
     columns = getattr(data, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise ValueError(f"{name} needs a column prompt, it has {', '.join(columns)}")

@@ -1,4 +1,4 @@
-"""Importance weights of responses that a ``rollout_func`` had from another engine."""
+"""Importance weights of responses that a ``rollout_func`` drew with another engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastrl.run.metric_means import MetricMeans
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
 
-# TRL's names.
+# TRL's names of the corrections.
 MODES = tuple(kind.replace("-", "_") for kind in SAMPLER_CORRECTIONS if kind != "off")
 _NAME = "vllm_importance_sampling_"
 
@@ -37,7 +37,7 @@ def check_correction(args: Any) -> None:
 
 
 def of_all_or_none(logprobs: list[Tensor] | None, processes: Processes) -> list[Tensor] | None:
-    """A sampler's log-probs.
+    """Returns a sampler's log-probs, which all processes have or none.
 
     Raises:
         ValueError: a ``rollout_func`` gave log-probs in one process and none in another.
@@ -77,11 +77,11 @@ class RolloutCorrection:
 
         Args:
             responses: with the log-probs of the policy before its update.
-            sampled: the engine's log-probs of all tokens of each response; NaN: not known.
+            sampled: the engine's log-probs of all tokens of each response; NaN: unknown.
             loss: the policy loss, by its name.
 
         Raises:
-            ValueError: weights of whole responses with a loss whose ratio is of such.
+            ValueError: weights of whole responses with a loss whose ratio is of whole responses.
         """
         if self.kind.startswith("sequence") and policy_loss(loss).of_response:
             raise ValueError(
