@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     mutants = [x for x, _ in before] or draw.draw(texts, args.count, args.seed)
     records = _run(mutants, texts, args)
     print(_table(list(records.values())))
-    lost = [(x, by) for x, by in before if by and records[x]["status"] == "survived"]
+    lost = [(x, by) for x, by in before if by and records[x]["status"] != "killed"]
     for mutant, by in lost:
-        print(f"killed before, by {by}: {mutant}")
-    return int(bool(lost))
+        print(f"killed before, by {by}, now {records[mutant]['status']}: {mutant}")
+    return int(any(records[x]["status"] != "gone" for x, _ in lost))  # a line that is not there
 
 
 def _read(path: Path, status: str | None) -> list[tuple[Mutant, str]]:
