@@ -35,6 +35,7 @@ def test_a_journeys_stops_are_entered_in_their_order(
     monkeypatch.chdir(tmp_path)  # of the command
     runs = {
         "PPOTrainer": journeys.step_of_ppo,
+        "GRPOTrainer": lambda: journeys.step_of_grpo(str(tmp_path), beta=0.1),
         "DPOTrainer": lambda: journeys.step_of_dpo(str(tmp_path)),
         "fastrl grpo": lambda: journeys.command(journeys.prepared(tmp_path)),
     }

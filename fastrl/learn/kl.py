@@ -1,4 +1,7 @@
-"""The KL penalty: its estimate per token, and its coefficient."""
+"""The KL penalty in PPO's rewards: its estimate per token, and its coefficient.
+
+A KL that is a term of the loss, as GRPO has it, is :class:`fastrl_kernels.KLTerm`.
+"""
 
 from __future__ import annotations
 

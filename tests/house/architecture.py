@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md: the rooms, and three journeys with the file and line of each stop.
+"""ARCHITECTURE.md: the rooms, and journeys with the file and line of each stop.
 
 `python -m tests.house --architecture` writes it; tests hold that it is what this file makes of the
 sources, and that each journey's stops are entered in their order.
@@ -27,6 +27,8 @@ ROOMS = (
     *("data", "models", "run"),
 )
 _PPO, _LOOP = "fastrl.trainers.ppo.trainer.PPOTrainer", "fastrl.trainers.ppo.loop.Loop"
+_GRPO = "fastrl.trainers.groups.grpo.GRPOTrainer"
+_ONLINE = "fastrl.trainers.groups.online.OnlineTrainer"
 _PREFERENCE = "fastrl.trainers.pairs.preference.PreferenceTrainer"
 JOURNEYS = {
     "A reward through `PPOTrainer.step()`": (
@@ -61,6 +63,21 @@ JOURNEYS = {
         ("fastrl.rollout.decode_step.DecodeStep.__call__", "a token is drawn"),
         ("fastrl.rewards.weighted.Rewards.__call__", "reward functions score each response"),
         (f"{_PPO}.step", "and the scores go on as above"),
+    ),
+    "A group through `GRPOTrainer`": (
+        (f"{_ONLINE}.__init__", "model, reward functions, reference and data set"),
+        ("fastrl.trainers.base.BaseTrainer.train", "transformers prepares the run, which resumes"),
+        ("fastrl.trainers.driver.Driver.drive", "each step is learned, recorded, evaluated, saved"),
+        (f"{_ONLINE}.training_step", "a batch of the responses; when all are used, new ones"),
+        (f"{_ONLINE}._learnable", "responses with all that the loss needs to know of them"),
+        ("fastrl.collect.collector.Collector.__call__", "responses are sampled and judged"),
+        ("fastrl.trainers.groups.log_probs.ResponseScorer.reference", "log-probs by the reference"),
+        (f"{_GRPO}.advantages_of", "rewards are compared within the group"),
+        ("fastrl.learn.samples.minibatch_of", "what the loss reads, with its KL term"),
+        ("fastrl.learn.objective.TokenLoss.in_one_pass", "the loss that a pass asks for"),
+        ("fastrl_kernels.linear_ppo_loss.linear_ppo_loss", "from hidden states, without logits"),
+        ("fastrl_kernels.ppo_loss.policy_terms", "the formula, of each token"),
+        ("fastrl_kernels.kl.kl_value", "and that of the KL to the reference"),
     ),
     "A pair through `DPOTrainer`": (
         (f"{_PREFERENCE}.__init__", "model, reference and data set"),

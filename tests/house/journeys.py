@@ -130,8 +130,9 @@ def step_of_ppo() -> None:
     trainer.step(queries, responses, [torch.tensor(float(i)) for i in range(4)])
 
 
-def step_of_grpo(folder: str) -> None:
-    args = fastrl.GRPOConfig(folder, num_generations=4, max_completion_length=4, **_QUICK)
+def step_of_grpo(folder: str, **settings: Any) -> None:
+    settings |= {"num_generations": 4, "max_completion_length": 4}
+    args = fastrl.GRPOConfig(folder, **settings, **_QUICK)
     _train(fastrl.GRPOTrainer, args, {"prompt": ["w5 w6"] * 4}, reward_funcs=_reward)
 
 

@@ -1,6 +1,7 @@
 """Policy losses beside the clipped one, and ratios of sequences, in float64 and by formulas."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -286,6 +287,16 @@ def test_every_loss_and_level_is_tested():
     levels = {objective.ratio_level for objective, _ in OBJECTIVES.values()}
     assert kinds == set(POLICY_LOSSES)
     assert levels == set(RATIO_LEVELS)
+
+
+def test_a_row_without_a_formula_is_an_error(monkeypatch, backend, device):
+    """And not computed as another loss is."""
+    monkeypatch.setitem(POLICY_LOSSES, "row", POLICY_LOSSES["clip"])
+    tensors, objective = batch((2, 6), device=device), PolicyLoss("row")
+    given = [tensors[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")]
+    for compute in (partial(ppo_loss, backend=backend), reference.ppo_loss):
+        with pytest.raises(Exception, match=r"row|without a kernel"):
+            compute(*given, objective=objective)
 
 
 def test_the_term_of_the_reference_policy_stays_the_tokens_own(backend, device):

@@ -433,6 +433,8 @@ def ppo_loss(
     elif kind == "vespo":  # 2026
         weight = _vespo_weights(log_ratio.detach(), a, mask, lengths, powers, decays)
         surrogate = -weight * a * torch.where(mask, logprobs, zero)
+    elif kind != "clip":
+        raise NotImplementedError(f"no formula of the policy loss {kind!r}")
     else:
         bounded = ratio if delta is None else _clamp(ratio, -math.inf, delta)
         near = _clamp(ratio, 1 - low, 1 + high)

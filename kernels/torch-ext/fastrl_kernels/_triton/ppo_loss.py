@@ -213,6 +213,7 @@ def _ppo_loss_fwd_kernel(
             loss = slope * logprobs
             is_clipped = ratio != ratio
         else:
+            tl.static_assert(POLICY_LOSS == "clip", "a policy loss without a kernel")
             unclipped = -advantages * ratio
             near = tl.minimum(tl.maximum(ratio, low), high)
             if delta is not None:
