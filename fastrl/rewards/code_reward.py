@@ -155,7 +155,7 @@ def share_passed(
             numbers = map(str, files)
             started = sandbox.started(source, side, *numbers, files=files, stdout=stdout)
             sides.append(stack.enter_context(started))
-        for end in ends:  # a side then hears when the other one has ended
+        for end in ends:  # so that a side hears when the other one has ended
             end.close()
         verdicts, _ = sandbox.output_of(sides[1])
         sandbox.end(sides[0])
@@ -169,7 +169,7 @@ def tests_of(tests: Any, row: int) -> list[str] | list[tuple[str, str]] | None:
         ValueError: something else, a text that is no Python; names the row.
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
-        with suppress(json.JSONDecodeError):  # what is no JSON is read as Python
+        with suppress(json.JSONDecodeError):  # else it is Python
             tests = json.loads(tests)
     if isinstance(tests, Mapping) and isinstance(tests.get("input"), list):  # columns of a table
         columns = [tests["input"], tests.get("output") or ()]

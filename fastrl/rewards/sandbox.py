@@ -81,7 +81,7 @@ class Sandbox:
 
         Args:
             source: Python, as ``python -c`` takes it.
-            arguments: the program's command-line arguments.
+            arguments: of the program.
             files: numbers of files that it has, too.
         """
         with nullcontext("/") if self.isolated else tempfile.TemporaryDirectory() as folder:
