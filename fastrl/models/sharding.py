@@ -83,7 +83,7 @@ def spread(model: nn.Module) -> None:
 def layers_to_spread(model: nn.Module) -> list[str] | None:
     """Names of classes of layers, by which accelerate finds layers for FSDP: those that the
     architecture names and the model has. A text model of a multimodal architecture has none of the
-    vision tower's, and accelerate refuses a name that the model has not."""
+    vision tower's, and accelerate refuses a name that the model lacks."""
     named = getattr(model, "_no_split_modules", None)
     kinds = {type(module).__name__ for module in model.modules()}
     return named and ([name for name in named if name in kinds] or [*named])

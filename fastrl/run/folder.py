@@ -207,8 +207,8 @@ class RunFolder:
         self._counted = (0, 0)
 
     def resume(self, checkpoint: Path | None, rows: int | None = None) -> None:
-        """Makes the files those of a run that has just written ``checkpoint``; None: that has not
-        begun. Later records and checkpoints are moved, not removed.
+        """Makes the files those of a run that has just written ``checkpoint``, or with None those
+        of a run that has not begun. Later records and checkpoints are moved, not removed.
 
         Args:
             rows: the number of metrics' lines when the checkpoint was written; later ones may have
@@ -361,7 +361,7 @@ def _step_in(line: str) -> float:
 
 
 def _is_other(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a ``run.json`` has other settings, the folder where it was started aside."""
+    """Whether a ``run.json`` has other settings, apart from the folder where it was started."""
     one, other = ({k: v for k, v in x.items() if k != STARTED_IN} for x in (before, now))
     return bool(before) and one != other
 
