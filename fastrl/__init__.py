@@ -5,13 +5,11 @@ Names are imported at their first use, so that `patch_trl` works with versions o
 are older than what the trainers need.
 """
 
-import ast
 import importlib
 import logging
 import sys
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastrl.moved import MovedModules, new_name
@@ -136,23 +134,101 @@ for _name, _said in (
 
 sys.meta_path.insert(0, MovedModules())
 
-# Where each name above is, by what a type checker reads: a name stands once.
-_source = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-_HOME_OF = {
-    alias.name: str(node.module)
-    for block in _source.body
-    if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-    for node in block.body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
+_HOMES = {
+    "fastrl.alignment": (),
+    "fastrl.config": ("PPOConfig",),
+    "fastrl.core": ("LengthSampler", "set_seed"),
+    "fastrl.registry": ("group_advantage",),
+    "fastrl.models": (
+        "AutoModelForCausalLMWithValueHead",
+        "AutoModelForSeq2SeqLMWithValueHead",
+        "CausalLMPolicy",
+        "PreTrainedModelWrapper",
+    ),
+    "fastrl.learn.ref_model": ("create_reference_model",),
+    "fastrl.compat.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
+    "fastrl.rollout": ("GenerateEngine", "RolloutEngine", "RolloutOutput", "SamplingParams"),
+    "fastrl.trainers": (
+        "DataCollatorForCompletionOnlyLM",
+        "RewardConfig",
+        "RewardDataCollatorWithPadding",
+        "RewardTrainer",
+        "SFTConfig",
+        "SFTTrainer",
+        "compute_accuracy",
+    ),
+    "fastrl.compat.scripts.arguments": (
+        "DPOScriptArguments",
+        "DatasetConfig",
+        "DatasetMixtureConfig",
+        "RewardScriptArguments",
+        "SFTScriptArguments",
+        "ScriptArguments",
+        "get_dataset",
+    ),
+    "fastrl.compat.scripts.best_of_n": ("BestOfNSampler",),
+    "fastrl.compat.scripts.callbacks": (
+        "LogCompletionsCallback",
+        "RichProgressCallback",
+        "SyncRefModelCallback",
+    ),
+    "fastrl.compat.scripts.text_environment": ("TextEnvironment", "TextHistory"),
+    "fastrl.compat.scripts.chat_format": (
+        "SIMPLE_CHAT_TEMPLATE",
+        "SIMPLE_SFT_CHAT_TEMPLATE",
+        "clone_chat_template",
+        "setup_chat_format",
+    ),
+    "fastrl.compat.scripts.model_config": (
+        "ModelConfig",
+        "get_kbit_device_map",
+        "get_peft_config",
+        "get_quantization_config",
+    ),
+    "fastrl.compat.scripts.parser": ("TrlParser", "init_zero_verbose"),
+    "fastrl.compat.scripts.rewards": (
+        "accuracy_reward",
+        "get_soft_overlong_punishment",
+        "reasoning_accuracy_reward",
+        "think_format_reward",
+    ),
+    "fastrl.data.trl_rows": (
+        "ConstantLengthDataset",
+        "apply_chat_template",
+        "conversations_formatting_function",
+        "extract_prompt",
+        "is_conversational",
+        "maybe_apply_chat_template",
+        "maybe_convert_to_chatml",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+        "pack_dataset",
+        "unpair_preference_dataset",
+    ),
+    "fastrl.compat.older.ppo": ("PPOv2Trainer",),
+    "fastrl.compat.older.ppo_config": ("PPOv2Config",),
+    "fastrl.compat.older.rloo_v1": ("RLOOv1Config", "RLOOv1Trainer"),
+    "fastrl.trainers.groups.grpo": ("GRPOConfig", "GRPOTrainer"),
+    "fastrl.trainers.groups.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "fastrl.compat.rollout_func": ("TRLRollouts",),
+    "fastrl.trainers.ppo": ("PPOTrainer",),
+    "fastrl.trainers.ppo.guards": ("TrainingDiverged",),
+    "fastrl.run.callbacks": ("Evaluation", "TrainCallback", "TrainResult"),
+    "fastrl.run.metrics": ("JsonlCallback",),
+    "fastrl.run.progress": ("ProgressCallback",),
+    "fastrl.trainers.pairs.dpo": ("DPOTrainer",),
+    "fastrl.trainers.pairs.dpo_config": ("DPOConfig",),
+    "fastrl.trainers.pairs.kto": ("KTOTrainer",),
+    "fastrl.trainers.pairs.kto_config": ("KTOConfig",),
+    "fastrl_kernels.policy_losses": ("register_policy_loss",),
 }
-_MODULES = {"fastrl.alignment", "fastrl.core", *_HOME_OF.values()}
-__all__ = ["__version__", *_HOME_OF]
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = ["__version__", "alignment", "core", "patch", *_HOME_OF]
 
 if not TYPE_CHECKING:  # or a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        if f"fastrl.{name}" in _MODULES or new_name(f"fastrl.{name}"):
+        if f"fastrl.{name}" in _HOMES or new_name(f"fastrl.{name}"):
             return importlib.import_module(f"fastrl.{name}")
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
