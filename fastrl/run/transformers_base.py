@@ -9,6 +9,7 @@ them in another version of transformers.
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,9 +34,8 @@ class StepsOfEpoch:
     model: nn.Module  # as it is prepared for several processes
     number: int
     batches: int  # mini-batches
-    ends: tuple[
-        Any, Any, float
-    ]  # a search's trial, keys that evaluations leave out, the run's begin
+    # What logs and evaluations are told: a search's trial, keys to leave out, when the run began.
+    ends: tuple[Any, Any, float]
     batch: int  # the latest mini-batch, counted from 0
     norm: Any = None  # of the gradient, before clipping
     rate: float | None = None  # learning rate
@@ -51,6 +51,8 @@ class OpenTrainer(transformers.Trainer):
 
     transformers prepares a run and ends it; its loop over the steps of an epoch is ours.
     """
+
+    _at: StepsOfEpoch
 
     # The loop's steps that no callback is called for.
 
@@ -120,14 +122,18 @@ class OpenTrainer(transformers.Trainer):
         resumes = resume_from_checkpoint is not None and epoch == epochs_trained
         behind = steps_trained_in_current_epoch if resumes else 0
         ends = trial, ignore_keys_for_eval, start_time
-        self._at = StepsOfEpoch(model, epoch, steps_in_epoch, ends, behind - 1)
+        latest = self.latest_step() if resumes else (None, None)
+        self._at = StepsOfEpoch(model, epoch, steps_in_epoch, ends, behind - 1, *latest)
         feed = self._updates(train_dataloader, num_update_steps_per_epoch, behind)
-        if resumes and not behind:
+        over = self.is_over()  # by what was due behind the step that the run goes on from
+        if over:
+            feed = iter(())
+        elif resumes and not behind:
             self._load_rng_state(resume_from_checkpoint)
         elif behind:
             feed = self._restoring(feed, resume_from_checkpoint)
         self.drive(feed)
-        if self._at.batch < 0:
+        if self._at.batch < 0 and not over:
             warnings.warn(
                 "the data have no sample for an epoch: training stops at step "
                 f"{self.state.global_step}; a stream may be shorter than max_steps says",
@@ -252,6 +258,23 @@ class OpenTrainer(transformers.Trainer):
     def is_over(self) -> bool:
         """Whether no further batch of this epoch is learned."""
         return self.control.should_epoch_stop or self.control.should_training_stop
+
+    def latest_step(self) -> tuple[float | None, float | None]:
+        """The gradient's norm and the learning rate of the latest step."""
+        at = getattr(self, "_at", None)
+        if at is None or at.norm is None:
+            return None, None
+        return float(at.norm.full_tensor() if hasattr(at.norm, "full_tensor") else at.norm), at.rate
+
+    def go_on_behind(self, norm: float | None, rate: float | None, ignored: Any) -> None:
+        """Goes on behind a step, of which these are what logs tell.
+
+        Args:
+            ignored: keys that evaluations leave out.
+        """
+        ends = None, ignored, time.time()
+        epoch = int(self.state.epoch or 0)
+        self._at = StepsOfEpoch(self.model_wrapped, epoch, 1, ends, -1, norm, rate)
 
     def log_evaluate_and_save(self) -> None:
         """Logs, evaluates and saves, as far as ``control`` says that it is due."""

@@ -276,7 +276,7 @@ class BaseTrainer(OpenTrainer):
         return ()
 
     def _train(self, resume: str | Path | bool | None, trial: Any, *rest: Any) -> Any:
-        self._run = run = RunPlace()
+        self._run = run = RunPlace(ignored=rest[0])
         if trial is not None:  # a search of hyperparameters
             return super().train(resume, trial, *rest)  # type: ignore[arg-type]
         run.checkpoint = find_to_resume(
@@ -363,7 +363,21 @@ class BaseTrainer(OpenTrainer):
             saves = self.args.save_strategy != SaveStrategy.NO
             given = run.checkpoint, run.resumed, self.checkpoints, self.run_folder
             clear_the_way(*given, saves=saves)
+        norm, rate = (state or {}).get("latest") or (None, None)
+        self.go_on_behind(norm, rate, run.ignored)
+        if state is not None and state.get("due"):
+            self._conclude_due(state)
         self._mark()
+
+    def _conclude_due(self, state: Mapping[str, Any]) -> None:
+        """Logs and evaluates behind the step of a checkpoint what an exception has kept from being
+        logged and evaluated; with the generators as they were then."""
+        run, control, due = self._run, self.control, state["due"]
+        restore_random_state(state["random"])
+        control.should_log, control.should_evaluate = due["log"], due["evaluate"]
+        self.log_evaluate_and_save()
+        if run.random is not None:
+            run.random = random_state()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs means over the steps that were taken, without ``model_preparation_time``, which a
@@ -646,18 +660,19 @@ class BaseTrainer(OpenTrainer):
         run, control = self._run, self.control
         if not run.behind_step:  # no step has ended, but an epoch
             run.epoch_is_over = run.behind_step = True
-            run.between_steps = False
+            self._mark()
         saves = control.should_save or run.save_is_due or (stops and self.saves_when_it_fails)
         if saves:
             ends = control.should_training_stop or control.should_epoch_stop
             ends = ends or self.state.epoch % 1 == 0
             run.save_is_due = not (run.epoch_is_over or (not ends and self.at_rest()))
             control.should_save = not run.save_is_due
-        took_long = control.should_save or control.should_evaluate
+        run.evaluates = control.should_evaluate
+        took_long = control.should_save or run.evaluates
         if self.args.logging_strategy == "no":
             self._metrics["train"].drop()
         self.log_evaluate_and_save()
-        run.behind_step = False
+        run.behind_step = run.evaluates = False
         self._mark()
         return took_long
 
@@ -725,6 +740,8 @@ class BaseTrainer(OpenTrainer):
             "seed": run.seed,
             "random_at_epoch": run.random_at_epoch,
             "losses": self.loss_state(),
+            "latest": self.latest_step(),
+            "due": run.due,
             "seconds": time.time() - run.begun,
             "rows": None if folder is None else folder.count_rows(),
             "kept": self.kept,
@@ -769,5 +786,21 @@ class BaseTrainer(OpenTrainer):
         self.current_flos = mark["flos"]
         self.state.num_input_tokens_seen = mark["tokens"]
         self.own_rewind(mark["own"])
+        if run.behind_step:
+            self._note_due()
         self.save_checkpoint()
         return self.checkpoints.path(step)
+
+    def _note_due(self) -> None:
+        """Notes what is still to be done behind the step, for a run that is resumed. An evaluation
+        is done again as a whole, and what it has logged is dropped."""
+        run, control, history = self._run, self.control, self.state.log_history
+        evaluates = run.evaluates or control.should_evaluate
+        run.due = {"log": control.should_log, "evaluate": evaluates}
+        if evaluates:
+            step = self.state.global_step
+            history[:] = [
+                row
+                for row in history
+                if row["step"] != step or not any(name.startswith("eval_") for name in row)
+            ]

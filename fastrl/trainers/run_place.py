@@ -34,6 +34,9 @@ class RunPlace:
     save_is_due: bool = False  # a save waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     behind_step: bool = False  # a step is being logged, evaluated and saved
+    evaluates: bool = False  # an evaluation is due behind the step, or going on
+    due: dict[str, bool] | None = None  # what an exception has kept from being done behind a step
+    ignored: Any = None  # keys of outputs that evaluations leave out
     loss: torch.Tensor | None = None  # the sum since the last log, as the next step begins
     last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
     saving: bool = False  # a checkpoint is being written, or could not be

@@ -1,6 +1,7 @@
 """Checkpoints of trainers on transformers' Trainer: whole or not there, checked, saved when a run
 fails or is stopped; no code in them is executed."""
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -27,7 +28,6 @@ from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_same_run, resumed, straight, untimed, with_dropout
 from tests.trainers.conftest import SETTINGS, texts, weights
-from tests.weights import assert_same_weights
 
 Make = Callable[..., SFTTrainer]
 
@@ -65,6 +65,7 @@ class At(TrainerCallback):
                 act()
 
         setattr(self, event, do)
+        self.step_of = lambda state: do(None, state, None)
 
 
 def failing(*_: Any, **__: Any) -> None:
@@ -394,22 +395,44 @@ def test_after_an_exception_in_a_step_the_state_before_it_is_saved(
     assert_same_run(again, straight(often, tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_evaluate"])
-def test_after_an_exception_behind_a_step_its_state_is_saved(event: str, tmp_path: Path) -> None:
-    def rarely(folder: Path, **given: Any) -> SFTTrainer:
-        return make(folder, save_steps=10, eval_strategy="steps", eval_steps=2, **given)
+BEHIND = ("on_step_end", "on_log", "prediction_step", "on_evaluate", "on_save")
+CASES = [*itertools.product(BEHIND, [(2, "steps"), (4, "epoch"), (5, "steps")])]
+CASES += [("on_epoch_end", (4, "epoch")), ("on_epoch_end", (5, "steps"))]
 
-    trainer = rarely(tmp_path / "run", callbacks=[At(event, 2, failing)])
-    with (
-        pytest.warns(UserWarning, match=r"after RuntimeError the state is saved in .*-2; --"),
-        pytest.raises(RuntimeError, match="tired"),
-    ):
+
+@pytest.mark.parametrize(("event", "case"), CASES)
+def test_after_an_exception_behind_a_step_what_was_due_is_done(
+    event: str, case: tuple[int, str], tmp_path: Path
+) -> None:
+    """The state behind the step is saved; the resumed run logs, evaluates and judges the step, so
+    that it ends with the same logs and the same best weights."""
+
+    failed, strategy = case
+
+    def judged(folder: Path, **given: Any) -> SFTTrainer:
+        told = {f"{x}_strategy": strategy for x in ("eval", "save")}
+        steps = {"save_steps": 1, "eval_steps": 1, "logging_steps": 1}
+        best = {"load_best_model_at_end": True, "greater_is_better": True}
+        return make(folder, **told, **steps, **best, metric_for_best_model="eval_loss", **given)
+
+    at = At(event, failed, failing)
+    trainer = judged(tmp_path / "run", callbacks=[at] if event.startswith("on_") else [])
+    if event == "prediction_step":
+        predict = trainer.prediction_step
+
+        def prediction_step(*args: Any, **kwargs: Any) -> Any:
+            at.step_of(trainer.state)
+            return predict(*args, **kwargs)
+
+        trainer.prediction_step = prediction_step  # type: ignore[method-assign]
+    saved = pytest.warns(UserWarning, match="after RuntimeError the state is saved")
+    behind_it = event == "on_save"  # the checkpoint is there
+    with contextlib.nullcontext() if behind_it else saved, pytest.raises(RuntimeError):
         trainer.train()
-    assert names(tmp_path / "run") == ["checkpoint-2"]
-    again, whole = resumed(rarely, tmp_path / "run", True), straight(rarely, tmp_path / "whole")
-    assert_same_weights(again.model, whole.model)
-    one, other = (x.state.log_history[-1]["train_loss"] for x in (again, whole))
-    assert one == pytest.approx(other, rel=1e-6)
+    assert f"checkpoint-{failed}" in names(tmp_path / "run")
+    again, whole = resumed(judged, tmp_path / "run", True), straight(judged, tmp_path / "whole")
+    assert_same_run(again, whole)
+    assert again.state.best_global_step == whole.state.best_global_step
 
 
 def test_a_state_whose_weights_are_ahead_is_not_saved(tmp_path: Path) -> None:

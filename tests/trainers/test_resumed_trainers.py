@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from fastrl.run.metric_means import MetricMeans
 from fastrl.run.processes import OneProcess
 from tests import tiny_models
-from tests.resuming import assert_resumes, with_dropout
+from tests.resuming import assert_resumes, assert_same_run, resumed, seed, with_dropout
 from tests.trainers.conftest import Make, pairs, reward, reward_model, sft, texts
 from tests.trl import test_dpo, test_kto, test_online
 
@@ -93,6 +94,36 @@ def test_a_run_goes_on_from_any_checkpoint(name: str, tmp_path: Path) -> None:
     """It ends, bit for bit, as if it had not been interrupted."""
     door, settings, steps = RESUMED[name]
     assert_resumes(lambda folder: through(door, folder, **SAVING, **settings), tmp_path, steps)
+
+
+@pytest.mark.parametrize("name", ["accumulation", "reward", "dpo", "grpo", "rloo"])
+def test_an_evaluation_that_failed_is_done_when_the_run_goes_on(name: str, tmp_path: Path) -> None:
+    door, settings, _ = RESUMED[name]
+    settings = {**SAVING, **settings, "eval_strategy": "steps", "eval_steps": 2}
+    seed(0)
+    whole = through(door, tmp_path / "whole", **settings)
+    whole.train()
+    seed(0)
+    fails = through(door, tmp_path / "run", **settings)
+    fails.add_callback(EvaluationFails(2))
+    with (
+        pytest.warns(UserWarning, match=r"after RuntimeError the state is saved in .*-2;"),
+        pytest.raises(RuntimeError, match="no room"),
+    ):
+        fails.train()
+    again = resumed(lambda folder: through(door, folder, **settings), tmp_path / "run", True)
+    assert_same_run(again, whole)
+
+
+class EvaluationFails(TrainerCallback):
+    """Fails in the midst of a step's evaluation."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_prediction_step(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == self.step:
+            raise RuntimeError("no room")
 
 
 @pytest.mark.parametrize(
