@@ -191,7 +191,7 @@ class OpenTrainer(transformers.Trainer):
                 loss = self.training_step(at.model, minibatch, items)
             self._tr_loss += loss
             self.current_flos: Any = self.current_flos + float(self.floating_point_ops(minibatch))
-            self._track_num_input_tokens(minibatch)
+            self.count_input_tokens(minibatch)
             if ends_step:
                 self._update(at)
             else:
@@ -237,6 +237,11 @@ class OpenTrainer(transformers.Trainer):
         self.state.epoch = at.number + (at.batch + 1) / at.batches
         self.end_step()
         self._call("on_step_end")
+
+    def count_input_tokens(self, minibatch: Any) -> None:
+        """Adds a mini-batch's tokens to those that the run has seen, where the settings ask for
+        it."""
+        self._track_num_input_tokens(minibatch)
 
     def begin_step(self) -> None:
         """Does nothing, for subclasses: before callbacks are told that a step begins."""

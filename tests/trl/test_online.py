@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -640,3 +641,16 @@ def test_a_table_of_completions_holds_calls_without_arguments(tmp_path: Path) ->
     assert json.loads(row["prompt"]) == prompt
     assert row["completion"] == [{"role": "assistant", "content": "At noon."}]
     assert json.loads(row["place"]) == {"at": {}}
+
+
+def test_tokens_that_the_run_has_seen_are_those_of_its_responses(tmp_path, caplog):
+    """Which transformers cannot count in a batch, and would warn of."""
+    logger = logging.getLogger("transformers.trainer")
+    logger.addHandler(caplog.handler)
+    try:
+        trainer = make(tmp_path, max_steps=2, include_num_input_tokens_seen="all")
+        trainer.train()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert trainer.state.num_input_tokens_seen == trainer.state.log_history[-2]["num_tokens"] > 0
+    assert "number of tokens seen" not in caplog.text

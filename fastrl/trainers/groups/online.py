@@ -434,6 +434,9 @@ class OnlineTrainer(
             self._seconds = 0.0
         return loss
 
+    def count_input_tokens(self, minibatch: Any) -> None:
+        """Does nothing: the tokens of responses are counted as these are learned."""
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._generations.made["eval"] = 0  # all evaluations draw the same random numbers
         with self.products.on(self.model, self.ref_model):
