@@ -17,8 +17,8 @@ from fastrl.registry import (
     GROUP_ADVANTAGES,
     POLICY_LOSS_NAMES,
     learns_as_clip,
-    own_functions,
     policy_loss,
+    policy_losses_with,
 )
 from fastrl.settings import check_ranges, check_types, setting
 
@@ -52,15 +52,15 @@ OPTIMIZERS = (
     *("paged_ademamix_32bit", "stable_adamw", "grokadamw"),
 )
 REFERENCE_DTYPES = ("auto", "float32", "bfloat16")
+# Settings that a policy loss reads, by the argument of its row that they make.
+_SETTINGS_OF_LOSSES = {
+    "sapo_temperatures": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo_powers": ("vespo_k_pos", "vespo_k_neg"),
+    "vespo_decays": ("vespo_lambda_pos", "vespo_lambda_neg"),
+    "cliprange": ("cliprange_high",),
+}
 # Settings that are read only beside another one; the name of that setting, and its values.
 _READ_WITH = (
-    (("sapo_temperature_pos", "sapo_temperature_neg"), "policy_loss", ("sapo",)),
-    (
-        ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
-        "policy_loss",
-        ("vespo",),
-    ),
-    (("cliprange_high",), "policy_loss", ("clip", "cispo")),  # these and users' losses
     (("lam", "vf_coef", "cliprange_value"), "advantage", ("gae",)),
     (
         ("sampler_correction_min", "sampler_correction_max"),
@@ -629,9 +629,13 @@ class PPOConfig:
     def _warn_of_unread(self) -> None:
         """Warns of settings that were set and that nothing reads."""
         unread = []
-        for names, by, values in _READ_WITH:
+        readers = [
+            (names, "policy_loss", policy_losses_with(argument))
+            for argument, names in _SETTINGS_OF_LOSSES.items()
+        ]
+        for names, by, values in (*readers, *_READ_WITH):
             value = getattr(self, by)
-            if value not in values and not (by == "policy_loss" and own_functions(value)):
+            if value not in values:
                 unread += [(name, f"{by}={value!r}, not {' or '.join(values)}") for name in names]
         if self.overlong_buffer is None:
             unread.append(("overlong_penalty", "overlong_buffer is None"))

@@ -181,6 +181,11 @@ def policy_loss(kind: str) -> LossRow:
     return _policy_losses()[kind]
 
 
+def policy_losses_with(argument: str) -> list[str]:
+    """Names of the policy losses that read an argument, such as "cliprange"."""
+    return [name for name, row in _policy_losses().items() if argument in row.arguments]
+
+
 def learns_as_clip(kind: str, cliprange: tuple[float, float]) -> bool:
     """Whether a policy loss has the gradient of "clip", -A, where all ratios are 1."""
     row = policy_loss(kind)

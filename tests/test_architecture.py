@@ -12,6 +12,11 @@ from functools import cache
 
 import pytest
 
+from fastrl.learn.preferences import PAIR_LOSSES, UNPAIRED_LOSSES
+from fastrl.trainers import sft
+from fastrl.trainers.groups import policy_loss
+from fastrl.trainers.pairs import dpo_config
+from fastrl_kernels.policy_losses import POLICY_LOSSES
 from tests.house import budget
 from tests.house.measures import measured
 from tests.house.source import FOLDERS, ROOT, here, room
@@ -226,19 +231,20 @@ def test_the_data_room_alone_makes_token_ids_of_texts():
     assert not wrong, "\n".join(wrong)
 
 
-# Names of losses, of which a name of something else is none.
-LOSSES = {
-    "cispo", "sapo", "vespo", "luspo", "dapo", "bnpo", "dr_grpo", "aot", "exo_pair", "nca_pair",
-}  # fmt: skip
+def names_of_losses() -> set[str]:
+    """All but those that are names of methods, too."""
+    pairs = {*PAIR_LOSSES, *UNPAIRED_LOSSES, *dpo_config.LOSS_TYPES}
+    tables = {*POLICY_LOSSES, *pairs, *policy_loss.LOSS_TYPES, *sft.LOSS_TYPES}
+    return tables - {"sft", "kto", "dpo", "grpo", "rloo"}
 
 
 def test_no_loss_is_asked_for_by_its_name():
     """What others than a loss need to know of it is a field of its row."""
-    wrong = []
+    wrong, names = [], names_of_losses()
     for name in outside():
         for node in ast.walk(trees()[name]):
             if isinstance(node, ast.Compare):
-                texts = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & LOSSES
+                texts = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & names
                 wrong += [f"{name}:{node.lineno} asks for {text}" for text in texts]
     assert not wrong, "\n".join(wrong)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,19 @@ _TARGETS = ("rows", "targets", "labels")
 _OF_LOSS = ("rows", "targets", "lengths")  # parts of a batch that are not for the model
 _PREDICTIONS: dict[str, Any] = {"entropy": True, "extras": ("is_top1",)}
 _PLAIN = {"input_ids", "attention_mask", "use_cache"}
-NLL, DFT = LOSS_TYPES = ("nll", "dft")
+
+
+class TextLoss(NamedTuple):
+    """A loss of the tokens to learn."""
+
+    of_tokens: Callable[[Tensor], Tensor]  # from log p of each token, [N]
+    in_head: bool = False  # whether the LM head computes the loss with its gradient
+
+
+LOSS_TYPES = {
+    "nll": TextLoss(torch.neg, in_head=True),
+    "dft": TextLoss(lambda logprobs: -logprobs * logprobs.detach().exp()),
+}
 
 
 @dataclass
@@ -109,7 +121,7 @@ class SFTConfig(SupervisedArguments):
     assistant_only_loss: bool = setting("Learn the assistant's turns in messages.", False)
     loss_type: str = setting(
         "nll, or dft: -p log p with p held fixed (Dynamic Fine-Tuning, arXiv:2508.05629).",
-        NLL,
+        "nll",
         choices=LOSS_TYPES,
     )
     router_aux_loss_coef: float | None = setting(
@@ -124,7 +136,7 @@ class SFTConfig(SupervisedArguments):
     def __post_init__(self) -> None:
         # TRL's older names of these values.
         if self.loss_type == "chunked_nll":
-            self.loss_type = NLL
+            self.loss_type = "nll"
         if self.packing_strategy == "bfd-requeue":
             self.packing_strategy = BFD_SPLIT
         super().__post_init__()
@@ -417,8 +429,8 @@ class SFTTrainer(SupervisedTrainer):
         whole_step = num_items_in_batch is not None
         tokens = torch.as_tensor(num_items_in_batch if whole_step else len(inputs["rows"]))
         # In fp16 the loss must be scaled before its gradient is computed.
-        plain = not self.args.fp16 and self._settings.loss_type == NLL
-        objective = TokenNLL(tokens.clamp(min=1)) if plain else None
+        in_head = not self.args.fp16 and self._loss.in_head
+        objective = TokenNLL(tokens.clamp(min=1)) if in_head else None
         training = self.model.training
         request = ScoringRequest(
             inputs["rows"], inputs["targets"], values=False, objective=objective
@@ -432,7 +444,7 @@ class SFTTrainer(SupervisedTrainer):
             scores, outputs = self._scores(model, inputs, request)
         loss = scores.loss
         if loss is None:
-            loss = self._losses(scores.logprobs).sum() / tokens.clamp(min=1)
+            loss = self._loss.of_tokens(scores.logprobs).sum() / tokens.clamp(min=1)
         if training and self.share:  # a batch of share 0 does not count
             self._note(inputs, scores)
         if self.aux_loss_enabled:
@@ -478,17 +490,17 @@ class SFTTrainer(SupervisedTrainer):
             )
             assert isinstance(logits, Tensor)
             scores = score_logits(logits.flatten(0, 1)[request.rows], request)
-            self._hold_out(inputs, self._losses(scores.logprobs), scores)
+            self._hold_out(inputs, self._loss.of_tokens(scores.logprobs), scores)
             return loss, logits, labels
         with torch.no_grad(), self.compute_loss_context_manager():
             scores, _ = self._scores(model, inputs, request)
-        losses = self._losses(scores.logprobs)
+        losses = self._loss.of_tokens(scores.logprobs)
         self._hold_out(inputs, losses, scores)
         return losses.sum() / max(len(losses), 1), None, None
 
-    def _losses(self, logprobs: Tensor) -> Tensor:
-        """-log p of each token, [N]; by DFT multiplied by p, held fixed."""
-        return -logprobs * logprobs.detach().exp() if self._settings.loss_type == DFT else -logprobs
+    @property
+    def _loss(self) -> TextLoss:
+        return LOSS_TYPES[self._settings.loss_type]
 
     def _logs_this_step(self) -> bool:
         """Whether what is computed now belongs to an optimizer step that is logged."""

@@ -110,17 +110,18 @@ class DPOConfig(PreferenceConfig):
         for name, (row, options) in rows.items():
             try_on_a_pair(name, partial(row, **options))
             self._warn_of_defaults(name, row)
-        smoothed = [name for name, row in PAIR_LOSSES.items() if "label_smoothing" in row.defaults]
-        if self.label_smoothing and "sigmoid" in self.loss_type:
+        smoothed = [x for x, (row, _) in LossTypes().items() if "label_smoothing" in row.defaults]
+        of_trl = [name for name in self.loss_type if name in _TRLS and name in smoothed]
+        if self.label_smoothing and of_trl:
             warnings.warn(
-                f"label_smoothing={self.label_smoothing} smooths the labels of sigmoid, as in TRL "
-                "before 1.0; TRL 1.x ignores it: leave it out for the loss without",
+                f"label_smoothing={self.label_smoothing} smooths the labels of {of_trl[0]}, as in "
+                "TRL before 1.0; TRL 1.x ignores it: leave it out for the loss without",
                 stacklevel=3,
             )
         elif self.label_smoothing and not set(smoothed) & set(self.loss_type):
             warnings.warn(
                 f"label_smoothing is ignored by {', '.join(self.loss_type)}: it is read by "
-                f"sigmoid, {', '.join(smoothed)}",
+                f"{', '.join(smoothed)}",
                 stacklevel=3,
             )
         together = self.read_together

@@ -32,10 +32,10 @@ from fastrl.registry import GROUP_ADVANTAGES
 
 def advantages_of(config: PPOConfig) -> Advantages:
     """The advantages that ``advantage`` names."""
-    if config.advantage == "reinforce++":
-        return BatchReturns(config.gamma)
-    if config.advantage != "gae":
+    if config.compares_groups:
         return GroupBaseline(config.group_size, GROUP_ADVANTAGES[config.advantage])
+    if not config.needs_values:
+        return BatchReturns(config.gamma)
     options = config.gamma, config.lam, config.whiten_rewards
     if config.lam_value in (None, config.lam) and config.lam_length_alpha is None:
         return GAE(*options)

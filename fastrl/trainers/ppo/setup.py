@@ -100,7 +100,7 @@ def checked_policies(
 
 def warn_of_a_single_response(config: PPOConfig) -> None:
     """Warns of a batch of one response, whose whitened advantages are useless."""
-    if config.advantage == "gae" and config.batch_size == 1:
+    if config.needs_values and config.batch_size == 1:
         warnings.warn(
             "batch_size=1: advantages are whitened over the batch, so that those of a single "
             "response add up to 0 whatever its score; set PPOConfig.batch_size to the number of "
