@@ -1,4 +1,4 @@
-"""Modules by the names that they had before: old programs import them by these, too."""
+"""Modules under their earlier names, by which old programs import them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def new_name(name: str) -> str | None:
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Finds the modules that have moved: the very objects of their new names."""
+    """Imports modules by earlier names: the objects that their new names import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

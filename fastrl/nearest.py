@@ -1,4 +1,4 @@
-"""The name that a misspelt one resembles, as an error goes on behind it."""
+"""The ends of errors about a misspelt name, which suggest a name that it resembles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def did_you_mean(name: str, names: Iterable[str], likeness: float = 0.6) -> str:
 
 def did_you_mean_path(path: Path) -> str:
     """``: did you mean 'that'?`` for a missing path that differs in one name from one that
-    exists."""
+    exists; "" where none does."""
     missing = next((x for x in (*path.parents[::-1], path) if not x.exists()), path)
     if not missing.parent.is_dir():
         return ""

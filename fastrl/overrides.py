@@ -98,10 +98,10 @@ NOT_CALLED: dict[str, dict[str, str]] = {
 
 
 def overridden(trainer: Any) -> frozenset[str]:
-    """The names of a trainer that a class outside of fastrl and transformers defines.
+    """The names of a trainer's attributes that a class outside of fastrl and transformers defines.
 
     Raises:
-        TypeError: training does not call one of them; what to use in its place.
+        TypeError: training does not call one of them; the message says what to use in its place.
     """
     kind = type(trainer)
     definer: dict[str, type] = {}

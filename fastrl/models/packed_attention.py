@@ -19,30 +19,30 @@ from fastrl_kernels.gemm import without_gaps
 
 
 class Group(NamedTuple):
-    """A prompt and the lengths of the responses to it; without responses, a whole sequence."""
+    """The lengths of a prompt and of its responses; without responses, of a whole sequence."""
 
     prompt: int  # tokens
     responses: tuple[int, ...] = ()
 
 
 class Runs(NamedTuple):
-    """Runs of queries, one after the other, each of which attends a run of keys: where ``causal``,
-    the last query stands at the last key, and each attends those up to its own place, or the last
-    ``window`` of them."""
+    """Runs of queries, one after the other; each run attends to a run of keys. Where ``causal``,
+    a run's last query stands at its last key, and a query attends to the keys up to its own, or to
+    the last ``window`` of these."""
 
-    queries: Sequence[int]  # tokens
-    keys: Sequence[int]
+    queries: Sequence[int]  # tokens of each run
+    keys: Sequence[int]  # tokens of each run's keys
     causal: bool
     window: int | None = None
 
 
 class Blocks(NamedTuple):
-    """What a packed row attends to, by runs."""
+    """The runs by which the tokens of a packed row attend."""
 
     own: Runs  # each token's attention to its own prompt or response
-    # The responses' attention to all of their prompts, beside that to themselves.
+    # The responses' attention to their whole prompts; None where ``own`` has all keys.
     shared: Runs | None = None
-    # [Tk] int64, the places of the keys of ``own``: None where they are those of the queries.
+    # [Tk] int64, the places of the keys of ``own``; None: the places of the queries.
     keys: Tensor | None = None
 
 
@@ -50,11 +50,11 @@ class PackedLayout:
     """The places of groups' tokens in a row [1, T]: first the prompts of all groups, in order,
     then the responses of the first group, of the second, …
 
-    A token attends to those before it of its own prompt or response; a response's also to its whole
-    prompt. Positions count from the beginning of the prompt.
+    A token attends to itself and the tokens before it in its prompt or response; a response's token
+    also to the whole prompt. Positions count from the beginning of the prompt.
 
     Args:
-        groups: each prompt is there once.
+        groups: the prompts with their responses, each prompt once.
         device: the row's device.
     """
 
@@ -86,15 +86,15 @@ class PackedLayout:
 
     def near(self, window: int | None, chunk: int | None) -> Blocks:
         """The blocks of layers in which a token attends to the last ``window`` tokens, itself
-        included, or to those of its chunk: a response's keys then stand behind the end of its
-        prompt that it sees."""
+        included, or to the tokens of its chunk: a response's run of keys is the end of its prompt
+        that the response sees, and then the response."""
         if (window, chunk) not in self._near:
             parts = [x for x in self.parts(window, chunk) if x[0].start < x[0].stop]
             queries = [tokens.stop - tokens.start for tokens, _ in parts]
-            keys = [n + of.stop - of.start for n, (_, of) in zip(queries, parts, strict=True)]
+            keys = [n + seen.stop - seen.start for n, (_, seen) in zip(queries, parts, strict=True)]
             places = None
             if keys != queries:
-                ranges = [torch.arange(x.start, x.stop) for own, of in parts for x in (of, own)]
+                ranges = [torch.arange(x.start, x.stop) for q, seen in parts for x in (seen, q)]
                 places = to_device(torch.cat(ranges), self.device)
             self._near[window, chunk] = Blocks(Runs(queries, keys, True, window), keys=places)
         return self._near[window, chunk]
@@ -116,8 +116,8 @@ class PackedLayout:
     def parts(
         self, window: int | None = None, chunk: int | None = None
     ) -> Iterator[tuple[slice, slice]]:
-        """The places of the queries, and of the prompt's keys before them that these attend, of
-        each prompt and then each response, or each chunk of one, in the row's order."""
+        """Yields the places of each prompt's, then of each response's tokens, chunk by chunk, and
+        the places of the tokens of its prompt that they attend to, none for a prompt."""
         ends = list(accumulate(self.prompts))
         prompts = [slice(end - n, end) for n, end in zip(self.prompts, ends, strict=True)]
         for of_prompt in prompts:
@@ -132,7 +132,7 @@ class PackedLayout:
 def _parts(
     response: slice, prompt: slice, window: int | None, chunk: int | None
 ) -> Iterator[tuple[slice, slice]]:
-    """The parts of a response to a prompt, or of a prompt behind nothing, see ``parts``."""
+    """The parts of one response, or of a prompt behind an empty ``prompt``, see ``parts``."""
     position = prompt.stop - prompt.start
     seen = position if window is None else min(position, window - 1)
     begin, end = response.start, response.stop
@@ -148,10 +148,10 @@ def _parts(
 class PackedAttention:
     """The attention of a model that runs a packed row.
 
-    By blocks, prompts and responses apart: what responses read of their prompts is computed for all
-    responses together, and the two parts are joined by their log Σ exp. Where a window or a chunk
-    is shorter than a sequence, each response has a copy of what it sees of its prompt. Where scores
-    are capped or dropped, each prompt and response runs by itself.
+    A response's attention to its prompt is computed for all responses to the prompt together, and
+    joined with its attention to itself by their log Σ exp. Where a window or a chunk is shorter
+    than a sequence, each response has a copy of the keys that it sees of its prompt. With a
+    softcap, dropout or no kernel, each prompt and response runs by itself.
 
     Attributes:
         windows: the windows that layers have attended with.
@@ -168,7 +168,7 @@ class PackedAttention:
         return self.layout.positions.unsqueeze(0)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        """Attends as :class:`Attention` does, to rows [1, ...]."""
+        """The result [1, T, Hq, D] of a row, see :class:`fastrl.models.attention.Attention`."""
         self.windows.add(variant.window)
         longest = self.layout.longest
         window, chunk = (
@@ -216,7 +216,7 @@ def _of_one_width(*tensors: Tensor) -> list[Tensor]:
 
 
 def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each of the last queries attends, [queries, keys] bool."""
+    """Which keys each query attends to, [queries, keys] bool; the last stands at the last key."""
     before = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
     return mask if window is None else mask.triu(before + 1 - window)
@@ -239,7 +239,7 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Va
 
 
 class Operands(NamedTuple):
-    """What attends, and what it attends to."""
+    """Queries, keys and values, and the scale of their scores."""
 
     q: Tensor  # [Tq, Hq, D]
     k: Tensor  # [Tk, Hkv, D]
@@ -281,14 +281,14 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v through these runs.
 
-        ``attended`` is by all keys that a query attends, here and elsewhere: with P = exp(S - lse),
-        dS = P·(dP - Σ dO·O) then holds for the keys here.
+        ``attended`` is over all keys that a query attends to, those of other runs included: with
+        P = exp(S - lse), dS = P·(dP - Σ dO·O) holds for the keys of these runs.
         """
 
 
 class _Blocks(torch.autograd.Function):
-    """Attention by blocks: [T, Hq, D]. A head's sink, [Hq], is a logit beside the scores that has
-    no value: with s = Σ exp of the scores, out·s/(s + exp(sink))."""
+    """Attention by blocks: [T, Hq, D]. A head's sink, of ``sinks`` [Hq], is a logit without a value
+    beside the scores: with s = Σ exp of the scores, the result is out·s/(s + exp(sink))."""
 
     @staticmethod
     def forward(
@@ -321,19 +321,19 @@ class _Blocks(torch.autograd.Function):
             dk, dv = (_scattered(x, blocks.keys, len(q)) for x in (dk, dv))
         if blocks.shared is not None:
             x, first = _to_prompts(q, k, v, scale, blocks.shared)
-            more = kernel.backward(grad[first:], x, attention.behind(first), blocks.shared)
-            for whole, part in zip((dq[first:], dk[:first], dv[:first]), more, strict=True):
+            grads = kernel.backward(grad[first:], x, attention.behind(first), blocks.shared)
+            for whole, part in zip((dq[first:], dk[:first], dv[:first]), grads, strict=True):
                 whole += part
         dsinks = None
         if sinks is not None:
-            # The gradient by out's scale, of which the sink takes a share.
-            of_out = (_single(grad) * _single(attention.out)).sum(-1)
-            dsinks = -((sinks - attention.lse).exp() * of_out).sum(0).to(sinks.dtype)
+            # The gradient by the log of a factor of out, which a sink lowers by its probability.
+            by_factor = (_single(grad) * _single(attention.out)).sum(-1)
+            dsinks = -((sinks - attention.lse).exp() * by_factor).sum(0).to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: Blocks) -> Operands:
-    """Queries, and the keys and values of their own runs."""
+    """The operands of ``blocks.own``."""
     if blocks.keys is not None:
         k, v = k[blocks.keys], v[blocks.keys]
     return Operands(q, k, v, scale)
@@ -357,7 +357,7 @@ def _to_prompts(
 
 
 def _join(attended: Attended, other: Attended) -> None:
-    """softmax over two sets of keys, from those over each: Σ o·exp(lse) / Σ exp(lse); in place."""
+    """Makes ``attended`` the softmax over the keys of both: Σ o·exp(lse) / Σ exp(lse)."""
     lse = torch.logaddexp(attended.lse, other.lse)
     # out + (other - out)·w, with w the other's share
     share = (other.lse - lse).exp_().to(attended.out.dtype)
@@ -366,7 +366,7 @@ def _join(attended: Attended, other: Attended) -> None:
 
 
 def _add_sinks(attended: Attended, sinks: Tensor) -> None:
-    """softmax over scores and a logit beside them, from that over the scores; in place."""
+    """Adds the sinks' logits to the scores of ``attended``, in place."""
     sinks = sinks.to(attended.lse.dtype)
     share = (attended.lse - sinks).sigmoid_().to(attended.out.dtype)
     attended.out.mul_(share.unsqueeze(-1))
@@ -439,7 +439,7 @@ class _KernelCall(NamedTuple):
 
 
 def _bias(masked: tuple[int, int], window: int | None, like: Tensor) -> Tensor:
-    """What is added to scores, [queries, keys]."""
+    """A bias of scores, [queries, keys]: -inf where a query does not attend to a key, else 0."""
     mask = _causal(*masked, window, like.device)
     return like.new_zeros(masked).masked_fill_(~mask, -torch.inf)
 
@@ -462,16 +462,16 @@ class _Slice(NamedTuple):
         return self.of(x)
 
     def write(self, x: Tensor, values: Tensor) -> None:
-        """Writes [runs, heads, length, D] to where they stand in [T, heads, D]."""
+        """Writes values [runs, heads, length, D] to the runs' places in x [T, heads, D]."""
         self.of(x).copy_(values)
 
     def add(self, x: Tensor, values: Tensor) -> None:
-        """Adds them instead; :meth:`of` is a view."""
+        """Adds values [runs, heads, length, D] at the runs' places in x; :meth:`of` is a view."""
         self.of(x).add_(values)
 
 
 class _Ragged:
-    """Runs of about one length, padded with each one's last token: another run's might be NaN."""
+    """Runs of about one length, each padded with its own last token: other runs may hold NaN."""
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int]):
         self._slices = [slice(a, a + n) for a, n in zip(starts, lengths, strict=True)]
@@ -490,18 +490,18 @@ class _Ragged:
         return self.of(x).masked_fill(~self._real[:, None, :, None], 0)
 
     def write(self, x: Tensor, values: Tensor) -> None:
-        """Writes [runs, heads, length, D] to where they stand in [T, heads, D]."""
+        """Writes values [runs, heads, length, D] to the runs' places in x [T, heads, D]."""
         x[self._places] = values.transpose(1, 2)[self._real]
 
     def add(self, x: Tensor, values: Tensor) -> None:
-        """Adds them instead, to places that runs may share."""
+        """Adds values [runs, heads, length, D] at the runs' places in x, which runs may share."""
         for places, part in zip(self._slices, values, strict=True):
             row = x[places]
             row += part.transpose(0, 1)[: len(row)]
 
 
-# So few calls are not worth gathering for; a call's shortest run is at least this share of the
-# longest; and runs up to this length all go together.
+# Up to _FEW calls are not worth gathering for; a call's shortest run has at least the share
+# _SHORTEST of the longest one's tokens; runs of up to _ALL tokens share a call.
 _FEW, _SHORTEST, _ALL = 4, 0.7, 32
 
 
@@ -512,16 +512,16 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 def _ragged(
     starts: Sequence[int], lengths: Sequence[int], keys: Sequence[int] | None = None
 ) -> Iterator[_KernelCall]:
-    """Calls of runs of about one length; ``keys`` are the places of their keys, if other ones."""
+    """Calls of runs of about one length; ``keys`` are their keys' starts, if not ``starts``."""
     together: list[int] = []
 
     def call() -> _KernelCall:
         sizes = [lengths[j] for j in together]
-        queries, others = (
+        queries, key_runs = (
             None if x is None else _Ragged([x[j] for j in together], sizes) for x in (starts, keys)
         )
         assert queries is not None
-        return _KernelCall(queries, others or queries)
+        return _KernelCall(queries, key_runs or queries)
 
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[together[0]] if together else 0
@@ -534,7 +534,7 @@ def _ragged(
 
 
 def _equal(runs: Runs) -> Iterator[_KernelCall]:
-    """Slices of queries and keys; runs without queries have no part in them."""
+    """Calls of neighbouring runs of equal lengths; runs without queries are left out."""
     q = k = 0
     for (of_queries, of_keys), same in groupby(zip(runs.queries, runs.keys, strict=True)):
         count = len(list(same))
@@ -602,7 +602,7 @@ class FlashKernel:
         )  # fmt: skip
 
     def _lengths(self, runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """Cumulative lengths, int32, and the longest, of queries and of keys."""
+        """Cumulative lengths (int32) of queries and of keys, and the longest length of each."""
         of_queries, of_keys = (
             self._cumulative(tuple(lengths), device) for lengths in (runs.queries, runs.keys)
         )

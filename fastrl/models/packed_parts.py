@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fastrl.models.host_memory import to_device
 
-# The cost of a batch beside its tokens, in tokens; and the least difference of lengths that counts
-# as one.
+# A batch costs as much as _BATCH tokens beside its own; a batch begins only where lengths, rounded
+# up to multiples of _STEP, differ.
 _BATCH, _STEP = 512, 16
 
 
@@ -31,7 +31,7 @@ class LongerRow:
         source[where] = torch.arange(self.tokens)
         self.where, self.source = to_device(where, device), to_device(source, device)
 
-    # Both copy by places, never add: a sum over places is slow on CPUs, and has an order on GPUs.
+    # Both methods copy by places: to add is slow on CPUs, and in an order that varies on GPUs.
 
     def spread(self, x: Tensor) -> Tensor:
         """The longer row [size, ...] of tokens [n, ...]."""
@@ -90,7 +90,7 @@ class Halos(NamedTuple):
 
 
 class Parts:
-    """Parts that stand one after the other.
+    """Parts of a row, one after the other.
 
     Args:
         lengths: the number of tokens of each part.
@@ -149,7 +149,7 @@ class PackedParts:
     """Prompts, one after the other, and then responses.
 
     Args:
-        prompts: their lengths.
+        prompts: the prompts' lengths.
         responses: the lengths of each prompt's responses.
         device: the row's device.
     """
@@ -206,7 +206,7 @@ class PackedParts:
 
 
 def _of_about_one_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups of parts that cost the least: padded tokens, and :data:`_BATCH` for each group."""
+    """Groups of parts, by index, that cost the least: padded tokens, and _BATCH for each group."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     # Groups begin only where the length falls by a step.
     steps = [-(-lengths[i] // _STEP) for i in order]

@@ -1,4 +1,4 @@
-"""How long the texts of self-checks are: longer than what a token of the model sees at a time."""
+"""Windows and lengths for self-checks, whose texts must be longer than what a token sees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCKS, _MOST = re.compile("conv|chunk|window|kernel|compress"), 64
 
 def narrowed(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which every window and chunk of attention has at most four tokens, so that a
-    comparison on texts of seven sees whether a window is kept."""
+    comparison on texts of seven tokens shows whether a window is kept."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         for owner in (module, vars(module).get("config")):
@@ -42,7 +42,7 @@ def reach(model: Any, used: int = 0) -> int:
     which the model reads tokens, other than the windows of :func:`narrowed`. It is at most 64.
 
     Args:
-        used: tokens that the text has anyhow, which with these have to fit in the context.
+        used: tokens that the text already has; the context has to hold all of its tokens.
     """
     sizes = [0]
     for name, value in vars(text_config(model)).items():

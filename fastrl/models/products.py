@@ -19,8 +19,8 @@ from fastrl_kernels.workspace import keep_all_freed_memory
 
 
 class Products:
-    """The libraries of a run's CPU products: the same from its beginning to its end, in every
-    process, and after it is resumed.
+    """The libraries that compute a run's matrix products on CPUs: the same from its beginning to
+    its end, in every process, and after it is resumed.
 
     Args:
         processes: the run's processes; the main one's libraries hold for all.
@@ -117,7 +117,7 @@ class _Forward:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = _rows(self.layer), self.layer.bias
-        if not x.numel():  # in a fused head's place: autocast would cast the weight for nothing
+        if not x.numel():  # a fused head computes instead: do not have autocast cast the weight
             with torch.autocast("cpu", enabled=False):
                 return nn.functional.linear(x.to(weight.dtype), weight, bias)
         return gemm.linear(x, weight, bias)
@@ -139,7 +139,7 @@ def _rows(layer: Any) -> Tensor:
 
 
 def has_own_forward(layer: nn.Module) -> bool:
-    """Whether somebody else than this module replaced a layer's ``forward``."""
+    """Whether a layer's ``forward`` was replaced by other code than this file's."""
     return "forward" in vars(layer) and not isinstance(vars(layer)["forward"], _Forward)
 
 
@@ -148,8 +148,8 @@ def is_packed(layer: nn.Module) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether a layer is an nn.Linear that multiplies by its weight as it is, and nobody waits for
-    its input or output. A parametrized one has a class of its own."""
+    """Whether a layer is an nn.Linear without hooks that multiplies by its weight as it is. A
+    parametrized layer has a class of its own."""
     changed = has_own_forward(layer) or is_packed(layer)
     return type(layer) is nn.Linear and not (
         changed or layer._forward_hooks or layer._forward_pre_hooks
@@ -157,7 +157,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
-    """The plain linear layers on a CPU."""
+    """The linear layers on a CPU whose ``forward`` nobody else has replaced."""
     for layer in model.modules():
         if (
             type(layer) in (nn.Linear, Conv1D)

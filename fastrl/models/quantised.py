@@ -1,7 +1,7 @@
 """Base models in four bits (bitsandbytes, through transformers), under adapters that are trained.
 
 A linear layer's weight is kept as W ≈ absmax[block]·code[index], with indices of four bits and a
-scale for each block of 64; it is multiplied by in the layer's compute dtype (QLoRA,
+scale for each block of 64; the layer multiplies by it in its compute dtype (QLoRA,
 arXiv:2305.14314). Such weights are never trained, spread over processes or moved layer by layer.
 """
 
@@ -109,8 +109,8 @@ def prepared_for_adapters(model: Any, args: Any = None) -> Any:
     """A quantised model with all weights frozen, and those that are not quantised in float32.
 
     Args:
-        args: transformers' training arguments, whose gradient checkpointing it needs to know of;
-            without them there is none.
+        args: transformers' training arguments, whose gradient checkpointing is prepared for;
+            None: without gradient checkpointing.
     """
     from peft import prepare_model_for_kbit_training
 
@@ -148,7 +148,7 @@ def scales(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_quantised(model: Any, what: str, remedy: str) -> None:
-    """Raises ValueError for a model with four-bit weights, which cannot have ``what``."""
+    """Raises ValueError where the model has four-bit weights, which ``what`` cannot have."""
     if is_quantised(model):
         raise ValueError(f"{what} cannot have four-bit weights: {remedy}")
 
@@ -166,7 +166,7 @@ def refuse_compressed(model: nn.Module) -> None:
 
 
 def device_map() -> dict[str, Any] | None:
-    """The ``device_map`` of a quantised model, to this process's GPU; None without GPUs.
+    """The ``device_map`` that puts a quantised model on this process's GPU; None without GPUs.
 
     By itself, transformers would take the first GPU in each process.
     """

@@ -1,9 +1,9 @@
 """Recurrent layers and convolutions of packed rows, in which no state goes from text to text and
 the responses to one prompt continue from its end.
 
-Each takes the place of a function that a Hugging Face model's layers call, see
-:mod:`fastrl.models.layer_functions`, and calls the model's own with sequences in rows of their own,
-or one after the other where a kernel takes their lengths.
+Each function replaces one that a Hugging Face model's layers call, see
+:mod:`fastrl.models.layer_functions`, and calls the replaced one with each sequence in a row of its
+own, or with all in one row where that is a kernel that takes their lengths.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def convolved(
     the last tokens of its prompt in front of each response.
 
     Args:
-        convolve: the model's function, which runs a longer row; on CPUs sums of products are
-            faster.
+        convolve: the model's function, called with a longer row; not on CPUs, where sums of
+            products are faster.
         weight: [C, K].
     """
     width = weight.shape[-1]
@@ -51,10 +51,10 @@ def convolved(
         out = convolve(longer.t()[None], weight, bias, activation=activation, **others)[0].t()
     else:
         longer = F.pad(longer.to(weight.dtype), (0, 0, width - 1, 0))
-        seen = [longer[i : i + halos.row.size] for i in range(width)]
-        out = seen[0] * weight[:, 0] if bias is None else torch.addcmul(bias, seen[0], weight[:, 0])
+        taps = [longer[i : i + halos.row.size] for i in range(width)]
+        out = taps[0] * weight[:, 0] if bias is None else torch.addcmul(bias, taps[0], weight[:, 0])
         for i in range(1, width):
-            out = torch.addcmul(out, seen[i], weight[:, i])
+            out = torch.addcmul(out, taps[i], weight[:, i])
         out = (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
     return halos.row.gathered(out).t()[None]
 
@@ -71,12 +71,12 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`fastrl.models.delta_rule.chunked_delta_rule` of a packed row. All arguments are [1, T,
-    heads, ...], with heads of queries and keys that values may share; prompts begin at 0, and
-    responses with the last state of their prompt.
+    """:func:`fastrl.models.delta_rule.chunked_delta_rule` of a packed row. All tensors are [1, T,
+    heads, ...]; heads of values may share one of queries and keys. A prompt begins with a state of
+    0, and a response with the last state of its prompt.
 
     Args:
-        rule: the model's function; a kernel for GPUs, which takes lengths, is called.
+        rule: the model's function, which is called only if it is a kernel that takes lengths.
 
     Returns:
         the outputs, and the last states of the prompts [P, ...], if asked for.
@@ -88,10 +88,10 @@ def gated_delta_rule(
     q, k, v = _operands(query[0], key[0], value[0], use_qk_l2norm_in_kernel)
     g, beta = g[0].to(v.dtype), beta[0].to(v.dtype)
 
-    def run(first: int, of: Parts, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        tokens = slice(first, first + of.tokens)
+    def run(first: int, texts: Parts, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        tokens = slice(first, first + texts.tokens)
         return chunked_delta_rule(
-            q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], of.chunks(CHUNK), initial
+            q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], texts.chunks(CHUNK), initial
         )
 
     out, states = run(0, parts.prompts, None)
@@ -112,23 +112,23 @@ def kimi_delta_rule(
     output_final_state: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi's delta rule of a packed row: decays g [1, T, heads, K] are those of each channel.
+    """Kimi's delta rule of a packed row, in which each channel has a decay: g [1, T, heads, K].
 
     Args:
-        rule: the model's function, of sequences in rows of their own, or a kernel for GPUs.
+        rule: the model's function, for sequences in rows of their own, or a kernel for GPUs.
 
     Returns:
-        as :func:`gated_delta_rule`.
+        what :func:`gated_delta_rule` does.
     """
     row = query, key, value, g, beta
     others.pop("initial_state", None)
     if _takes_lengths(rule):
         return _by_lengths(rule, row, others, parts, output_final_state)
 
-    def scan(of: list[Tensor], initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+    def scan(x: list[Tensor], initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
         # Padding has g = β = 0, which leaves a state as it is.
         return rule(  # type: ignore[no-any-return]
-            *of[:3], g=of[3], beta=of[4], initial_state=initial, output_final_state=final, **others
+            *x[:3], g=x[3], beta=x[4], initial_state=initial, output_final_state=final, **others
         )
 
     return _in_batches(scan, row, parts, output_final_state)
@@ -154,10 +154,10 @@ def mamba2_scan(
 
         S_t = exp(A·dt_t)·S_{t-1} + dt_t·B_t·x_tᵀ,   out_t = C_tᵀ·S_t + D·x_t,
 
-    where a prompt begins at 0 and a response with the last state of its prompt.
+    where a prompt begins with S = 0 and a response with the last state of its prompt.
 
     Args:
-        scan: the model's function, of sequences in rows of their own.
+        scan: the model's function, for sequences in rows of their own.
 
     Returns:
         the outputs; with ``return_final_states`` also the last states of the prompts [P, ...].
@@ -166,10 +166,10 @@ def mamba2_scan(
     dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
-    def run(of: list[Tensor], initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+    def run(rows: list[Tensor], initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
         # Padding has dt = 0, which leaves a state as it is.
         scanned = scan(
-            of[0], of[1], A, of[2], of[3], chunk_size=_chunk(of[0].shape[1], chunk_size),
+            rows[0], rows[1], A, rows[2], rows[3], chunk_size=_chunk(rows[0].shape[1], chunk_size),
             initial_states=initial, return_final_states=final, **others,
         )  # fmt: skip
         return scanned if final else (scanned, None)
@@ -179,7 +179,7 @@ def mamba2_scan(
 
 
 def nothing(parts: PackedParts, fused: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces a kernel that takes all of a layer at once: None has the layer call its parts."""
+    """Replaces a kernel for a whole layer: as it returns None, the layer runs part by part."""
 
 
 def delta_step(
@@ -198,7 +198,7 @@ def delta_step(
     the states [b, heads, K, V] in place: a step reads and writes little else.
 
     Args:
-        rule: the model's function; a kernel for GPUs is called.
+        rule: the model's function, which is called only if it is a kernel for GPUs.
 
     Returns:
         the outputs, and the states, if asked for.
@@ -222,8 +222,8 @@ def delta_step(
 def _operands(
     query: Tensor, key: Tensor, value: Tensor, normalised: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as they meet states, in fp32 or fp64: normalised and scaled, with a
-    head for each of values."""
+    """Queries, keys and values in fp32 or fp64: queries and keys ``normalised``, queries scaled,
+    and both repeated to as many heads as values have."""
     q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     if normalised:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -242,9 +242,9 @@ def limited_update(
     *others: Any,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-    **more: Any,
+    **options: Any,
 ) -> Tensor:
-    """Mamba-2's step of a slot, with the limit of dt that models apply to whole rows alone.
+    """Mamba-2's decode step, with the limit of dt that models apply to whole rows alone.
 
     Args:
         limit: the bounds of dt, the same for all of the model's layers.
@@ -255,15 +255,15 @@ def limited_update(
         dt, dt_bias = (F.softplus(dt) if dt_softplus else dt).clamp(*limit), None
         dt_softplus = False
     return update(  # type: ignore[no-any-return]
-        state, x, dt, *others, dt_bias=dt_bias, dt_softplus=dt_softplus, **more
+        state, x, dt, *others, dt_bias=dt_bias, dt_softplus=dt_softplus, **options
     )
 
 
 def _takes_lengths(rule: Any) -> bool:
-    """Whether ``rule`` takes sequences of any lengths in one row, as torch's own code does not."""
+    """Whether ``rule`` takes sequences of any lengths in one row: kernels do, torch's code not."""
     try:
         return bool(inspect.getclosurevars(rule).nonlocals.get("is_new_implementation"))
-    except TypeError:  # no function of Python's
+    except TypeError:  # not a Python function
         return False
 
 
@@ -278,11 +278,11 @@ def _by_lengths(
     """Runs ``rule``, a kernel for sequences of any lengths, on prompts, then on responses."""
     others = {k: x for k, x in others.items() if k not in ("initial_state", "cu_seqlens")}
 
-    def run(first: int, of: Parts, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
-        q, k, v, g, beta = (x[:, first : first + of.tokens].contiguous() for x in row)
+    def run(first: int, texts: Parts, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+        q, k, v, g, beta = (x[:, first : first + texts.tokens].contiguous() for x in row)
         return rule(  # type: ignore[no-any-return]
             q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=final,
-            cu_seqlens=of.ends, **others,
+            cu_seqlens=texts.ends, **others,
         )  # fmt: skip
 
     out, states = run(0, parts.prompts, None, final or parts.shares)
@@ -299,12 +299,12 @@ def _in_batches(
     parts: PackedParts,
     final: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls ``run``, for sequences in rows of their own, on prompts, then on responses, in batches
-    of about one length with zeros behind them."""
+    """Calls ``run`` on prompts, then on responses, in batches [N, L, ...] of sequences of about one
+    length with zeros behind them."""
 
-    def over(first: int, of: Parts, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
-        row_of, shapes, order, place = of.batches
-        longer = [row_of.spread(x[0, first : first + of.tokens]) for x in row]
+    def over(first: int, texts: Parts, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+        zero_padded, shapes, order, place = texts.batches
+        longer = [zero_padded.spread(x[0, first : first + texts.tokens]) for x in row]
         sizes = [count * length for count, length in shapes]
         outs, states = [], []
         begins: Any = [None] * len(shapes)
@@ -317,7 +317,7 @@ def _in_batches(
             outs.append(out.flatten(0, 1))
             states.append(state)
         last = torch.cat(states).index_select(0, place) if final else None
-        return row_of.gathered(torch.cat(outs)), last
+        return zero_padded.gathered(torch.cat(outs)), last
 
     out, states = over(0, parts.prompts, None, final or parts.shares)
     if parts.shares:

@@ -1,4 +1,4 @@
-"""Rewards of classifiers: of padded batches, and of a score head at given rows of its input."""
+"""Rewards by classifiers: of padded batches, and by the score head at chosen tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def score_head(model: Any) -> nn.Module | None:
 def rewards_at(
     model: Any, plain: Any, rows: Tensor, attention: Attention | None = None, **inputs: Any
 ) -> Tensor:
-    """Scores [N, labels] of the tokens at flat positions ``rows`` [N], whichever the model itself
-    takes for the last of a sequence.
+    """Scores [N, labels] of the tokens at flat positions ``rows`` [N], whichever tokens the model
+    itself takes for the last of a sequence.
 
     Args:
         model, plain: the model with and without accelerate's wrapper.
@@ -31,8 +31,8 @@ def rewards_at(
     scores: list[Tensor] = []
     head = score_head(plain)
     assert head is not None
-    seen = head.register_forward_hook(lambda _head, _args, out: scores.append(out))
-    with seen, replaced(plain, attention):
+    hook = head.register_forward_hook(lambda _head, _args, out: scores.append(out))
+    with hook, replaced(plain, attention):
         model(**inputs, use_cache=False)
     return scores[0].flatten(0, -2)[rows]
 
@@ -43,9 +43,8 @@ def padding_of(plain: Any) -> int | None:
 
 
 def give_padding(model: Any, tokenizer: Any) -> None:
-    """Gives a classifier that has no token of padding its tokenizer's. By it a decoder's classifier
-    finds each text's last token; a model of several parts reads the setting of its part for
-    text."""
+    """Gives a classifier without a token of padding that of its tokenizer, by which a decoder's
+    classifier finds each text's last token; a model of several parts reads its text part's."""
     config = text_config(model)
     if config is not None and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = tokenizer.pad_token_id
@@ -54,7 +53,7 @@ def give_padding(model: Any, tokenizer: Any) -> None:
 def rewards_of_padded(
     model: Any, inputs: Mapping[str, Tensor], side: str | None, padding: int | None
 ) -> Tensor:
-    """What a classifier says of each text, [B, labels], on whichever side the batch is padded.
+    """A classifier's rewards of texts, [B, labels], on whichever side their batch is padded.
 
     Classifiers know a text's end by the id of its padding, or take the first or last place for it,
     and many count positions from the first place, so that padding must be where they expect it.

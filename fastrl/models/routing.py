@@ -1,7 +1,7 @@
-"""Mixtures of experts: which experts the tokens of a forward are given to, what is known of that,
-and choices of another forward in the place of its own.
+"""Mixtures of experts: the experts that routers choose for a forward's tokens, statistics of these
+choices, and routing replay, in which a forward takes the choices of another one.
 
-Every router has a number, in the model's order, and says what it found to the :class:`Routing` of
+Every router has a number, in the model's order, and hands its results to the :class:`Routing` of
 the forward that is going on. A router is replayed by its own code: its choice (``torch.topk``) is
 replaced, so that the router itself gives weights and their gradients at the experts that were
 chosen before.
@@ -27,7 +27,7 @@ UNKNOWN = -1  # in the place of an expert: the router chooses
 
 
 class Routes(Protocol):
-    """What routers speak to in a forward."""
+    """The receiver of routers' results in a forward."""
 
     def route(self, number: int, router: Any, args: tuple, out: tuple) -> tuple | None:
         """Takes what a router returned, logits [T, E], weights [T, k] and experts [T, k]; a result
@@ -38,7 +38,7 @@ _active: ContextVar[Routes | None] = ContextVar("fastrl_routing", default=None)
 
 
 def routed(routes: Routes | None) -> AbstractContextManager[None]:
-    """Context in which routers speak to ``routes``."""
+    """Context in which routers hand their results to ``routes``."""
     return variable_set(_active, routes)
 
 
@@ -68,11 +68,11 @@ def refuse_dense(model: nn.Module, router_aux_loss_coef: float) -> None:
 
 
 def follow_routers(model: nn.Module, router_aux_loss_coef: float = 0.0) -> int:
-    """Has a model's routers speak to the routing of a forward; returns how many routers there are,
-    0 if they cannot be followed.
+    """Has a model's routers hand their results to the routing of a forward; returns the number of
+    routers, 0 if they cannot be followed.
 
     Raises:
-        ValueError: a coefficient of their loss, if they cannot be followed.
+        ValueError: there is a coefficient of their loss, and they cannot be followed.
     """
     routers_of_model, cause = routers(model), why_not_followed(model)
     if cause is not None:
@@ -228,7 +228,7 @@ class Routing:
         self.weights, self.choices = weights, choices
         self._logits: dict[int, Tensor] = {}  # by the router's number
         self._experts: dict[int, Tensor] = {}
-        self._changed: list[Tensor] = []  # numbers of other choices, and of known ones
+        self._changed: list[Tensor] = []  # [2] each: numbers of changed and of known choices
 
     @classmethod
     def of(
@@ -267,8 +267,8 @@ class Routing:
             kept = self.choices[:, number].long()
             is_known = kept != UNKNOWN
             if first:
-                others = (kept.unsqueeze(2) != experts.unsqueeze(1)).all(2) & is_known
-                self._changed.append(torch.stack([others.sum(), is_known.sum()]))
+                changed = (kept.unsqueeze(2) != experts.unsqueeze(1)).all(2) & is_known
+                self._changed.append(torch.stack([changed.sum(), is_known.sum()]))
             experts = torch.where(is_known, kept, experts)
             result = replayed(router, args, experts)
             logits = result[0]

@@ -15,7 +15,7 @@ from fastrl.models.utils import evaluating
 
 
 class ScoredPass(NamedTuple):
-    """What a forward pass says of the requested rows."""
+    """The results of a forward pass at the requested rows."""
 
     scores: TokenScores  # without values
     hidden: Tensor  # [N, H], the last hidden states
@@ -24,7 +24,7 @@ class ScoredPass(NamedTuple):
 
     @property
     def aux_loss(self) -> Tensor:
-        """The load-balancing loss of a mixture of experts."""
+        """The load-balancing loss of a mixture of experts, []; raises ValueError without one."""
         if self.routing is None:
             return computed_aux_loss(self.output)
         return self.routing.aux_loss()
@@ -70,8 +70,8 @@ class TokenScorer:
 
         Args:
             model: a model of transformers, perhaps with an adapter.
-            inputs: keyword arguments of its forward; ``attention`` is called in place of its own,
-                and routers speak to ``routing``.
+            inputs: keyword arguments of its forward; ``attention`` is called in place of the
+                model's, and ``routing`` gets the routers' results.
             wrapped: the model as accelerate has wrapped it, whose forward is called.
         """
         head, arguments = self.choose(model, inputs), {**inputs, "use_cache": False}

@@ -30,7 +30,7 @@ class PolicyObjective(NamedTuple):
     token_weights: Tensor | None = None  # [N]
     denominator: Tensor | float | None = None  # None: N
     objective: fastrl_kernels.PolicyLoss = PPO_CLIP
-    lengths: Tensor | None = None  # [S] of responses, where their ratios are those of sequences
+    lengths: Tensor | None = None  # [S], tokens of responses, where sequences have ratios
     weights: Tensor | None = None  # [N], importance weights of the objective alone
     entropy_coef: float = 0.0  # coefficient of an entropy bonus in each token's loss
     top_entropy: float = 1.0  # the share of tokens that learn, those of the highest entropies
@@ -86,7 +86,7 @@ class TokenScores(NamedTuple):
 
 
 class PassLimit(NamedTuple):
-    """The most that a forward runs at a time; a sample that has more tokens has one to itself."""
+    """The most that a forward runs at a time; a sample of more tokens has a forward to itself."""
 
     samples: int
     tokens: int | None = None
@@ -134,10 +134,10 @@ def policy_loss_of(
     )
     if objective.entropy_coef:
         assert entropies is not None
-        of_tokens, denominator = objective.token_weights, objective.denominator
-        total = (entropies if of_tokens is None else entropies * of_tokens).sum()
-        by = torch.as_tensor(max(len(logprobs), 1) if denominator is None else denominator)
-        loss = loss - objective.entropy_coef * total * inverse_of(by)
+        weights, denominator = objective.token_weights, objective.denominator
+        total = (entropies if weights is None else entropies * weights).sum()
+        count = torch.as_tensor(max(len(logprobs), 1) if denominator is None else denominator)
+        loss = loss - objective.entropy_coef * total * inverse_of(count)
     return loss, stats
 
 

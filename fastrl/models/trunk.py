@@ -43,7 +43,7 @@ class Trunk:
 
     Args:
         model: a transformers causal LM.
-        layers: how many, at least 1; one is left above them.
+        layers: the number of these layers, at least 1; at least one layer is left above them.
 
     Raises:
         ValueError: layers out of range.
@@ -82,17 +82,17 @@ class Trunk:
             attention: the attention of a packed row.
             inputs: further arguments of the model's forward.
         """
-        seen: list[Tensor] = []
+        outputs: list[Tensor] = []
         inputs.setdefault("attention_mask", torch.ones_like(input_ids))
         last = self.stack[self.layers - 1]
         with (
             self._replaced(dict.fromkeys(range(self.layers, len(self.stack)))),
-            last.register_forward_hook(lambda _m, _args, out: seen.append(_hidden(out))),
+            last.register_forward_hook(lambda _m, _args, out: outputs.append(_hidden(out))),
             in_front_of_head(self.model, lambda _head, hidden: hidden[:, :0]),
             replaced(self.model, attention),
         ):
             self.model(input_ids=input_ids, use_cache=False, **inputs)
-        return seen[0]
+        return outputs[0]
 
     def skipped(self, boundary: Tensor) -> AbstractContextManager[None]:
         """Context in which the model starts at this boundary: its bottom layers do not run."""
@@ -101,7 +101,8 @@ class Trunk:
 
     @contextmanager
     def _replaced(self, instead: dict[int, Tensor | None]) -> Iterator[None]:
-        """Context in which these layers do not run: they return their input, or a tensor given."""
+        """Context in which the layers of ``instead``, by index, return its tensor, or their input
+        where it is None, and do not run."""
         layers = list(self.stack)
         try:
             for i, hidden in instead.items():
