@@ -25,8 +25,8 @@ class LoopBlocked(Exception):
 
 
 class _Stopped(BaseException):
-    """KeyboardInterrupt or SystemExit, its cause, on its way out of an event loop: the loop would
-    end on these, and whoever waits for its results would wait forever."""
+    """Carries a KeyboardInterrupt or SystemExit, its cause, out of an event loop: the loop would
+    end on either, and a caller that waits for its results would wait forever."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -52,7 +52,7 @@ def wants_finished(function: Callable[..., Any], columns: Container[str] = ()) -
 
 
 def call_within(seconds: float, function: Callable[[], Any], name: str) -> Any:
-    """Calls a function in a thread of its own, ``name``, and waits for it.
+    """Calls a function in a new thread called ``name``; returns its result, or raises its error.
 
     A thread cannot be ended from outside: one that is late runs on, its result is dropped. It is a
     daemon, so that the process can end before it does. Ctrl-C acts as the caller waits.
@@ -138,7 +138,7 @@ class EventLoop:
             seconds: the time for which a call that is not awaited may block the loop; None: any.
 
         Raises:
-            LoopBlocked: it was blocked for longer, and cannot be used any more.
+            LoopBlocked: the loop was blocked for longer, and cannot be used any more.
         """
 
         async def all_of_them() -> list[Any]:

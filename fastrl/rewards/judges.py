@@ -131,8 +131,8 @@ class JudgeAnnotator:
     def score(
         self, prompts: list[TextOrMessages], responses: list[TextOrMessages], **columns: Any
     ) -> list[float]:
-        """The judge's numbers; raises ValueError for an answer without one, unless
-        ``unparsed_score`` is set."""
+        """The judge's scores. An answer without one raises ValueError, or gives ``unparsed_score``
+        where that is set and ``unparsed`` is not "refuse"."""
         questions = _filled(self.score_template, columns, prompt=prompts, response=responses)
         refused = self.unparsed == "refuse" or self.unparsed_score is None
         hint = "set unparsed='skip' with an unparsed_score" if refused else ""
@@ -150,8 +150,8 @@ class JudgeAnnotator:
         seconds: list[TextOrMessages],
         **columns: Any,
     ) -> list[float | None]:
-        """The judge's preferences; raises ValueError for other answers, unless ``unparsed`` is
-        set."""
+        """The judge's preferences; raises ValueError for an answer without one where ``unparsed``
+        is "refuse"."""
         questions = _filled(self.template, columns, prompt=prompts, first=firsts, second=seconds)
         if self.swap:
             questions += _filled(
@@ -185,8 +185,8 @@ class JudgeAnnotator:
     def _asked(
         self, questions: list[str], parser: Callable[[str], float | None], hint: str
     ) -> list[float | None]:
-        """The judge's answers as numbers; None where they cannot be parsed, or an error that
-        ends with the ``hint``, if there is one."""
+        """The judge's answers as numbers. One that cannot be parsed is None, or with a ``hint`` a
+        ValueError that ends with it."""
         answers = self.judge(questions)
         self._counts["calls"] += len(questions)
         single = isinstance(answers, str) or not hasattr(answers, "__len__")
@@ -217,7 +217,7 @@ class ModelJudge:
     Args:
         model: is frozen and put into evaluation mode.
         tokenizer: the model's tokenizer.
-        params: how it answers; by default greedily, in 64 tokens at most.
+        params: how it answers, with ``n`` of 1; by default greedily, in 64 tokens at most.
         engine: keyword arguments of :func:`fastrl.rollout.choose_engine`, such as ``max_slots``.
     """
 
@@ -272,7 +272,7 @@ def _check_template(name: str, template: str, places: Sequence[str]) -> None:
 
 
 def _filled(template: str, columns: dict[str, Any], **texts: list[TextOrMessages]) -> list[str]:
-    """The template filled with each row's texts, which may hold braces, or messages' text."""
+    """The template filled with the texts of each row, or of its messages; these may hold braces."""
     rows = zip(*(map(as_text, column) for column in texts.values()), strict=True)
     filled = []
     for i, row in enumerate(rows):

@@ -15,7 +15,7 @@ DEEPEST = 64  # lists and objects within each other
 
 
 def make_judge() -> Callable[..., dict[str, Any]]:
-    """The function that judges a question's fields; its ``is`` tells whether a text is as asked."""
+    """Makes the function that judges a question's fields; ``is`` tells whether a text passes."""
     kinds: dict[str, Callable[..., bool]] = {"regex": matches, "json_schema": is_valid}
     return lambda kind, **question: {"is": kinds[kind](**question)}
 
@@ -23,7 +23,7 @@ def make_judge() -> Callable[..., dict[str, Any]]:
 def matches(pattern: str, full: bool, text: str) -> bool:
     try:
         return bool((re.fullmatch if full else re.search)(pattern, text))
-    except (MemoryError, RecursionError):  # counts as a schema that takes too long
+    except (MemoryError, RecursionError):  # counts as a search that takes too long
         return False
 
 
@@ -60,7 +60,7 @@ def _refuse(constant: str) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and objects nest, counted up to one too many."""
+    """How deep lists and objects nest, counted up to one more than DEEPEST."""
     level, depth = [value], 0
     while depth <= DEEPEST:
         level = [x for x in level if isinstance(x, list | dict)]

@@ -56,7 +56,7 @@ class RewardBatch:
         retries: calls that were repeated.
         of_tokens: each sample's weighted sum for each token, [L] fp64, where a function returned
             rewards of tokens, their sum being the ``total``; those of functions that returned one
-            number are added to the last token. None: no function did.
+            number are added to the last token. None for a sample of which no function did.
     """
 
     total: Tensor
@@ -120,9 +120,9 @@ class Rewards:
 
     A function returns a number for each completion, or for each a list, an array or a 1-D tensor
     with a number for each token. As in TRL 1.x it may be an ``async def``, and may return None for
-    a sample that it does not judge, which is then left out of that sample's sum. One of weight 0,
-    beside others, is a metric: it decides neither a reward nor whether a sample has one. Async
-    functions run after the others, at the same time, on one event loop; so do their calls with a
+    a sample that it does not judge, whose sum then leaves it out. A function of weight 0, beside
+    others, is a metric: it decides neither a reward nor whether a sample has one. Async functions
+    run after the others, at the same time, on one event loop; so do their calls with a
     ``reward_batch_size``.
 
     Args:
@@ -241,42 +241,42 @@ class Rewards:
             left_out: indices of samples that no function is asked about.
 
         Raises:
-            ValueError: not one number, one for each token, or None for each completion; None from
-                every function for one of them; a reward that is not finite, unless
-                ``on_nonfinite`` allows it, or of every sample, but where they are ``shared``.
-                Names the function, the completion and its prompt.
+            ValueError: a function did not return one number, one for each token, or None for each
+                completion; every function returned None for one; a reward is not finite, unless
+                ``on_nonfinite`` allows it, or none is, unless samples are ``shared``. The message
+                names the function, the completion and its prompt.
             TimeoutError: a call took longer than ``reward_timeout``, and so did its retries.
             Exception: what a function raised in the last of its attempts.
         """
         skipped = set(left_out)
         asked = [i for i in range(len(prompts)) if i not in skipped]
-        columns_given = {"prompts": prompts, "completions": completions, **(columns or {})}
+        all_columns = {"prompts": prompts, "completions": completions, **(columns or {})}
         if completion_ids is not None:
-            columns_given["completion_ids"] = completion_ids
+            all_columns["completion_ids"] = completion_ids
 
         self._repeated = 0
         rewards: dict[str, list[float | Tensor | None]]
         rewards = {n: [None] * len(prompts) for n in self.names}
         lengths = None if completion_ids is None else list(map(len, completion_ids))
         seconds = dict.fromkeys(self.names, 0.0)
-        together: list[_Call] = []
+        async_calls: list[_Call] = []
         for function in self._functions:
-            calls = _calls(function, columns_given, finished, asked, also or {})
+            calls = _calls(function, all_columns, finished, asked, also or {})
             if function.is_async:
-                together += calls
+                async_calls += calls
                 continue
             begin = time.perf_counter()
             for call in calls:
                 _keep(self._answer(call), call, lengths, rewards)
             seconds[function.name] = time.perf_counter() - begin
         begin = time.perf_counter()
-        for call, (answer, end) in zip(together, self._answers(together), strict=True):
+        for call, (answer, end) in zip(async_calls, self._answers(async_calls), strict=True):
             _keep(answer, call, lengths, rewards)
             seconds[call.function.name] = max(seconds[call.function.name], end - begin)
         return self._summed(rewards, seconds, prompts, asked)
 
     def event_loop(self) -> EventLoop:
-        """The one that coroutine functions run on, the same for all calls."""
+        """The event loop that async functions run on, the same for all calls."""
         self._loop = self._loop or EventLoop()
         return self._loop
 
@@ -294,7 +294,7 @@ class Rewards:
             attempt += 1
 
     def _answers(self, calls: list[_Call]) -> list[tuple[Any, float]]:
-        """What calls of async functions return, in one of their attempts, and when."""
+        """What calls of async functions return, in one of their attempts, and the times of it."""
         if not calls:
             return []
         try:
@@ -349,7 +349,7 @@ class Rewards:
         asked: list[int],
     ) -> RewardBatch:
         numbers = [[math.nan if r is None else _sum(r) for r in row] for row in rewards.values()]
-        values = torch.tensor(numbers, dtype=torch.float64)  # [K, B], as all here
+        values = torch.tensor(numbers, dtype=torch.float64)  # [K, B] of K functions and B samples
         judged = torch.tensor(
             [[r is not None for r in row] for row in rewards.values()], dtype=torch.bool
         )
@@ -363,7 +363,7 @@ class Rewards:
                     f"no reward function judges completion {i} ({shown(prompts[i])}): "
                     f"{', '.join(self.names)} returned None; one must return a number"
                 )
-        wrong = judged & ~values.float().isfinite()  # fp32: scores are
+        wrong = judged & ~values.float().isfinite()  # in fp32, as scores are
         self._check_finite(wrong, values, prompts, asked)
         total = (weights * values.where(judged & ~wrong, 0.0)).sum(0)
         nonfinite = (wrong & decides).any(0)
@@ -479,7 +479,7 @@ def _by_name(
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """Names of which each is there once: behind the first the others of a name have a number."""
+    """Makes names unique: those equal to an earlier one get a number, ``name_2`` and so on."""
     counted: dict[str, None] = {}
     for name in names:
         unique, number = name, 2
@@ -508,7 +508,7 @@ def _calls(
     asked: list[int],
     also: Mapping[str, Any],
 ) -> list[_Call]:
-    """The calls of a function that together ask about all samples; their lists are their own."""
+    """The calls of a function that together ask about all samples, each with lists of its own."""
     if finished is not None and wants_finished(function.call, columns):
         columns = {**columns, "finished": finished}
     note = also.get("log_extra")
@@ -534,9 +534,9 @@ def _keep(
     lengths: Sequence[int] | None,
     rewards: dict[str, list[float | Tensor | None]],
 ) -> None:
-    of_call = None if lengths is None else [lengths[i] for i in call.samples]
-    of_tokens = read_token_rewards(answer, call.samples, of_call, call.function.who)
-    for i, reward in zip(call.samples, of_tokens, strict=True):
+    call_lengths = None if lengths is None else [lengths[i] for i in call.samples]
+    call_rewards = read_token_rewards(answer, call.samples, call_lengths, call.function.who)
+    for i, reward in zip(call.samples, call_rewards, strict=True):
         rewards[call.function.name][i] = reward
 
 
@@ -550,8 +550,8 @@ def _of_tokens(
     """The weighted sum of a sample's rewards for each of its tokens; None where all are numbers.
 
     Args:
-        rewards: weights and rewards by the functions.
-        total: what it adds up to; NaN where the sample is left out.
+        rewards: each function's weight and reward.
+        total: the sum of the result; NaN where the sample is left out.
     """
     dense = [weight * r for weight, r in rewards if isinstance(r, Tensor)]
     if not dense or not len(dense[0]):
