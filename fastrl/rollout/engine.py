@@ -96,12 +96,12 @@ class RolloutEngine:
         self.max_slots, self.max_length, self.kv_cache_bytes = max_slots, max_length, kv_cache_bytes
         self._routers = routers_of(self.model_runner.language_model) if keep_experts else []
         self._layers: list[LayerShape] | None = None
-        self._autocast_dtype: torch.dtype | None = None  # that _layers were found in
+        self._autocast_dtype: torch.dtype | None = None  # autocast's when _layers were found
         self._kv_cache: KVCache | None = None
         self._reserved = Room()  # for a KV cache that is yet to be made
         self._expected = 0  # tokens of a slot, as :meth:`expect` has it
         self._slots: Slots | None = None
-        # Those of the last kinds of calls, by settings: captured steps contain their addresses.
+        # Processors of the last kinds of calls, by settings: captured steps hold their addresses.
         self._processors: dict[tuple, LogitsProcessors] = {}
         device = self.model_runner.device
         captures = cuda_graphs and device.type == "cuda"
@@ -127,7 +127,7 @@ class RolloutEngine:
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> Samples:
-        """``params.n`` responses per prompt.
+        """Samples ``params.n`` responses for each prompt, one after the other in the result.
 
         Args:
             prompts: texts, chats (lists of messages with a role and a content, put through the
@@ -199,12 +199,12 @@ class RolloutEngine:
         self._reserved = Room()
 
     def room(self) -> Room:
-        """The room that the next ``generate`` finds: of the calls so far, or what was reserved."""
+        """The room that the next ``generate`` finds: the present one, or else the reserved one."""
         kv_cache = self._kv_cache
         return self._reserved if kv_cache is None else Room(kv_cache.slots, kv_cache.length)
 
     def reserve(self, slots: int, length: int) -> None:
-        """Gives the engine the :meth:`room` of another, so that it computes with the same shapes,
+        """Gives the engine another one's :meth:`room`, so that it computes with the same shapes,
         and hence to the same bits; at most ``max_slots`` and ``max_length``. Zeros reserve nothing.
 
         Raises:
@@ -218,9 +218,9 @@ class RolloutEngine:
         self._reserved = Room(min(slots, self.max_slots), longest)
 
     def expect(self, tokens: int) -> None:
-        """Says how long samples with their prompts will be at most, in this call or a later one. A
-        slot has room for that from the next call on: where a prompt is longer than those before,
-        neither keys and values nor captured steps need to be made anew."""
+        """Sets the most tokens that a sample will have with its prompt, in any later call. From the
+        next call on a slot has room for as many, so that keys, values and captured steps need not
+        be made anew where a prompt is longer than those before."""
         self._expected = max(self._expected, tokens)
 
     def _free(self) -> None:
@@ -238,9 +238,9 @@ class RolloutEngine:
         )
 
     def _admit(self, request: RolloutRequest, step: DecodeStep, scheduler: Scheduler) -> int:
-        """Fills free slots. Prompts lie there without their last token, which the decode step
-        takes: those that another slot has are copied, each other one is run once. Returns the
-        number of tokens that were run."""
+        """Fills free slots with waiting samples. A prompt lies in a slot without its last token,
+        which the decode step takes; it is copied from a slot that has it, or else run once for all
+        of its slots. Returns the number of tokens that were run."""
         kv_cache, slots = step.kv_cache, step.slots
         admitted, held = scheduler.admit([len(prompt) for prompt in request.prompts])
         if not admitted:
@@ -390,7 +390,7 @@ def _of_responses(
     token was not run.
 
     Raises:
-        RuntimeError: a router of a token that was run has said nothing.
+        RuntimeError: a router's choices for a token that was run were not kept.
     """
     choices = []
     for i, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):

@@ -13,17 +13,17 @@ import fastrl_kernels
 from fastrl.models.products import is_plain
 from fastrl_kernels import SampledTokens, linear_sample_pays
 
-# Allowed differences of log-probs, relative to the largest logit: sums in another order round.
+# Allowed differences of log-probs from sums in another order, relative to the largest logit.
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _ROWS = range(1, 65)  # numbers of rows for which it may be faster
 
 
 class FusedDraw:
-    """A model's LM head in one with the draw from it, where the model's logits are the head's
-    product and nobody else looks at them.
+    """A model's LM head fused with the draw of tokens, for models whose logits are the head's
+    product, without hooks on the head.
 
     Attributes:
-        active: whether it was compared with the model's own way, and agreed.
+        active: whether the fused draw was compared with the model's logits, and agreed.
     """
 
     def __init__(self, model: Any):
@@ -49,7 +49,7 @@ class FusedDraw:
         return any(map(self.pays, _ROWS))
 
     def draw(self, hidden: Tensor, keys: Tensor, temperature: float) -> SampledTokens:
-        """Tokens of hidden states [b, H]."""
+        """Draws a token after each of the hidden states [b, H]; ``keys`` [b] are the draws'."""
         head = self._head
         return fastrl_kernels.linear_sample(
             hidden, head.weight, keys, bias=head.bias, temperature=temperature

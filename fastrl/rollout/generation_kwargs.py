@@ -58,7 +58,7 @@ _UNSUPPORTED_CHANGES: dict[str, Any] = {
     "prefix_allowed_tokens_fn": None,
     "custom_generate": None,
 }
-# and all of them:
+# All arguments that the engine does not implement, with these values:
 _UNSUPPORTED: dict[str, Any] = {
     **_UNSUPPORTED_CHANGES,
     "num_beam_groups": 1,
@@ -82,7 +82,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "negative_prompt_attention_mask": None,
 }
 
-# Such arguments, with neutral values, that greedy decoding ignores.
+# Further ones, with the values that switch them off, which greedy decoding ignores.
 _UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "typical_p": 1,
     "epsilon_cutoff": 0,
@@ -90,7 +90,7 @@ _UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "top_h": None,
 }
 
-# Types of arguments that have one; the others may be of several.
+# The types of arguments that have a single one.
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "min_new_tokens", "min_length"), int),
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), float),
@@ -119,10 +119,11 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
         model: a causal LM, or a value-head model around one.
 
     Raises:
-        ValueError: max_new_tokens below 1.
+        ValueError: max_new_tokens below 1, a NaN, a padding token below 0.
+        TypeError: an argument of another type than it has.
     """
-    asked = _EffectiveKwargs(generation_kwargs, model)
-    return asked.unsupported() or asked.unsupported_value() or asked.params()
+    effective = _EffectiveKwargs(generation_kwargs, model)
+    return effective.unsupported() or effective.unsupported_value() or effective.params()
 
 
 def check_names(generation_kwargs: Mapping[str, Any], model: Any) -> None:
@@ -154,7 +155,7 @@ def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def neutral_kwargs(model: Any) -> dict[str, Any]:
-    """Arguments that undo what generation_config does to tokens, but for the end tokens."""
+    """Arguments that undo what generation_config does to tokens, but for end tokens, do_sample."""
     config = _settings(model)
     off = _UNSUPPORTED | _UNSUPPORTED_SAMPLING | dict.fromkeys(_SUPPORTED) | _NEUTRAL
     kept = ("eos_token_id", "do_sample")
@@ -171,19 +172,19 @@ def policy_kwargs(
     Raises:
         ValueError: another temperature among the arguments.
     """
-    asked_for = {name: x for name, x in generation_kwargs.items() if x is not None}
-    asked_for = unpacked(asked_for)
-    asked = asked_for.get("temperature", temperature)
-    if asked != temperature:
+    by_caller = {name: x for name, x in generation_kwargs.items() if x is not None}
+    by_caller = unpacked(by_caller)
+    other = by_caller.get("temperature", temperature)
+    if other != temperature:
         raise ValueError(
-            f"generation_kwargs has temperature={asked}, the policy that is trained has "
-            f"{temperature}: leave it out and set PPOConfig(temperature={asked}), so that the "
+            f"generation_kwargs has temperature={other}, the policy that is trained has "
+            f"{temperature}: leave it out and set PPOConfig(temperature={other}), so that the "
             "ratio, the clip range and the KL are of the policy that is sampled"
         )
     kwargs = {**neutral_kwargs(model), **_FROM_THE_POLICY, "temperature": temperature}
-    if not {"max_new_tokens", "max_length"} & asked_for.keys():
+    if not {"max_new_tokens", "max_length"} & by_caller.keys():
         kwargs["max_new_tokens"] = _NEW_TOKENS
-    kwargs |= asked_for
+    kwargs |= by_caller
     if not kwargs["do_sample"]:
         # Greedy decoding ignores these, and transformers warns of their values.
         kwargs |= dict.fromkeys(("temperature", *_TRUNCATIONS))
@@ -203,18 +204,18 @@ def changes_of_the_draw(
     generation_kwargs: Mapping[str, Any], model: Any, temperature: float
 ) -> list[Change]:
     """Lists the fields because of which ``model.generate`` does not draw from softmax(logits / T).
-    A greedy call draws nothing; only fields that its caller did not set are listed."""
-    asked = _EffectiveKwargs(generation_kwargs, model)
+    A greedy call draws nothing; of one, fields that its caller set are not listed."""
+    effective = _EffectiveKwargs(generation_kwargs, model)
     neutral = _CHANGES
-    if asked.sampled:
+    if effective.sampled:
         neutral = {"temperature": temperature, **_TRUNCATIONS, **_CHANGES}
-    if asked["min_new_tokens"] is None:  # min_new_tokens wins over it
+    if effective["min_new_tokens"] is None:  # else it wins over min_length
         neutral = {**neutral, "min_length": 0}
     changes = []
     for name, off in neutral.items():
-        value, origin = asked[name], asked.origin(name)
+        value, origin = effective[name], effective.origin(name)
         changed = value is not None and value != off and not (name == "min_length" and value < 0)
-        if changed and (asked.sampled or origin):
+        if changed and (effective.sampled or origin):
             changes.append(Change(name, value, off, origin))
     return changes
 
@@ -235,7 +236,7 @@ class _EffectiveKwargs:
         self.sampled = bool(self["do_sample"])
 
     def __getitem__(self, name: str) -> Any:
-        """The effective value; a None that is given replaces the model's own."""
+        """The effective value; a None of the caller's replaces that of generation_config."""
         if name in self.kwargs:
             return self.kwargs[name]
         return self.settings.get(name, _DEFAULTS.get(name))
@@ -264,7 +265,7 @@ class _EffectiveKwargs:
     def unsupported_value(self) -> str | None:
         """The first argument with a value that the engine does not implement."""
         checks = {
-            # Both count the prompt, and are ignored beside those that do not.
+            # The lengths count the prompt, and are ignored beside numbers of new tokens.
             "max_length": self["max_length"] is None or self._most_new() is not None,
             "min_length": self["min_new_tokens"] is not None or (self["min_length"] or 0) <= 0,
             "bad_words_ids": self._bad_words() is not None,
@@ -286,10 +287,10 @@ class _EffectiveKwargs:
         ends = None
         if self.kwargs.get("eos_token_id") is not None:
             ends = self._in_vocabulary(self["eos_token_id"])
-            asked = [i for i in _ids(self["eos_token_id"]) if i >= 0]
-            if asked and not ends:
+            end_ids = [i for i in _ids(self["eos_token_id"]) if i >= 0]
+            if end_ids and not ends:
                 warnings.warn(
-                    f"eos_token_id={asked[0]} is not in the model's vocabulary of "
+                    f"eos_token_id={end_ids[0]} is not in the model's vocabulary of "
                     f"{self.vocabulary} tokens, so that no token ends a response: -1 says so "
                     "without this warning",
                     stacklevel=3,
@@ -323,7 +324,7 @@ class _EffectiveKwargs:
         return otherwise if self[name] is None else self[name]
 
     def _bad_words(self) -> list[int] | None:
-        """Barred single tokens that end no response; None where longer words are barred."""
+        """Barred tokens that end no response; None where a longer or unknown word is barred."""
         words = self["bad_words_ids"] or []
         if not all(len(word) == 1 and 0 <= word[0] < self.vocabulary for word in words):
             return None
@@ -335,14 +336,14 @@ class _EffectiveKwargs:
 
 def _check_given(kwargs: Mapping[str, Any]) -> None:
     """Raises TypeError for an argument of ``model.generate`` of another type than it has, and
-    ValueError for NaN or a padding token below 0."""
+    ValueError for a NaN or a padding token below 0."""
     for name, kind in _KINDS.items():
         value = kwargs.get(name)
         if value is None:
             continue
         if not (isinstance(value, bool) if kind is bool else is_number(value)):
-            asked = "True or False" if kind is bool else "a number"
-            raise TypeError(f"generation_kwargs has {name}={value!r}: it must be {asked}")
+            expected = "True or False" if kind is bool else "a number"
+            raise TypeError(f"generation_kwargs has {name}={value!r}: it must be {expected}")
         if value != value:
             raise ValueError(f"generation_kwargs has {name}=nan: it must be a number")
     pad = kwargs.get("pad_token_id")
@@ -360,7 +361,7 @@ def _settings(model: Any) -> dict[str, Any]:
 
 
 def _ids(ids: Any) -> list[int]:
-    """Ids as a list, from a number, a list or a tensor; None stays None."""
+    """Ids as a list, from a number, a list, a set or a tensor; [] for None."""
     if ids is None:
         return []
     if isinstance(ids, torch.Tensor):

@@ -32,7 +32,7 @@ CONVOLUTION, RECURRENT = "convolution", "recurrent"
 
 
 class LayerShape(NamedTuple):
-    """Shape of one token's keys and values in a layer, none without attention; and its states'."""
+    """Shapes of one token's keys and values in a layer, 0 without attention, and of its states."""
 
     heads: int
     key_width: int
@@ -90,15 +90,15 @@ class KVCache:
         self.experts: list[Tensor] = []  # choices of each router, [slots, length, k] int16
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The places of the two tensors that a layer hands to its cache, keys and
-        values or latents and rotated keys."""
+        """The buffers [slots, length, heads, width] of the two tensors that a layer hands to its
+        cache: keys and values, or latents and rotated keys."""
         keys, width = self.keys[layer], self.layers[layer].value_width
         if self.layers[layer].latent:
             return keys[..., :width], keys[..., width:]
         return keys, self.values[layer]
 
     def keep_experts(self, chosen: Sequence[int]) -> None:
-        """Keeps the choices of routers, too, each of so many experts for a token."""
+        """Keeps routers' choices, too; ``chosen`` has each router's number of experts per token."""
         at = self.slots, self.length
         device = self.keys[0].device
         self.experts = [
@@ -115,7 +115,7 @@ class KVCache:
         return of_tokens + 2 * state_bytes(layers)  # twice, for states at prompts' ends
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that are kept."""
+        """The tensors of keys, values and states."""
         return [*self._of_tokens, *self.states.values(), *self.of_prompts.values()]
 
     @property
@@ -264,7 +264,7 @@ class Slots:
         return self._of_calls[dtype, columns]
 
     def remember(self, slots: Sequence[int], prompts: Sequence[Tensor]) -> None:
-        """Records the tokens of new samples' prompts."""
+        """Records the tokens of new samples' prompts as seen; their last tokens are none yet."""
         if self.seen is None and self.tail is None:
             return
         for slot, prompt in zip(slots, prompts, strict=True):
@@ -287,7 +287,6 @@ class Slots:
         self.fill(slots, reason=[IDLE] * len(slots), position=zero, num_generated=zero, token=zero)
 
     def move(self, moves: Moves) -> None:
-        """Moves running samples to other slots."""
         for x in (*self.state, self.tokens, self.seen, self.tail):
             if x is not None:
                 x[moves.targets] = x[moves.sources]

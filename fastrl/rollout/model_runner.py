@@ -69,8 +69,8 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Context of a rollout: no dropout, no gradients, the engine's attention, on the model's
-        device: streams and events are those of the current one."""
+        """Context of a rollout: no dropout, no gradients, the engine's attention, and the model's
+        device as torch's current one, whose streams and events are used."""
         self.fused_draw.look()
         head = self.language_model.get_output_embeddings()
         try:
@@ -115,7 +115,7 @@ class ModelRunner:
     def decode(
         self, tokens: Tensor, positions: Tensor, attention: CachedAttention
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [b, V] after tokens [b] at positions [b], and their values [b]."""
+        """Logits [b, V] after tokens [b] at positions [b], and values [b] where it has a v_head."""
         logits = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), attention, head=True)
         hidden, self._hidden = self._hidden, None
         return logits.squeeze(1), self._values(hidden)
@@ -123,7 +123,7 @@ class ModelRunner:
     def decode_hidden(
         self, tokens: Tensor, positions: Tensor, attention: CachedAttention
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [b, H] that the head would get, in place of logits, and the values [b]."""
+        """What :meth:`decode` returns, with the LM head's inputs [b, H] in place of logits."""
         self._run(tokens.unsqueeze(1), positions.unsqueeze(1), attention, head=False)
         hidden, self._hidden = self._hidden, None
         assert hidden is not None
@@ -166,7 +166,7 @@ class ModelRunner:
         return out if logits is None else logits
 
     def fuse_layers(self, layers: list[LayerShape]) -> None:
-        """Has decode steps run the layers with few launches, where kernels launch and layers fuse.
+        """Has decode steps run the layers with few launches, with Triton and layers that can fuse.
 
         Args:
             layers: see :meth:`layer_shapes`.
@@ -175,7 +175,7 @@ class ModelRunner:
             return
 
         def decode() -> tuple[Tensor, list[Variant]]:
-            self.autocast_weights.free()  # fused layers have theirs elsewhere
+            self.autocast_weights.free()  # fused layers keep other copies
             rows, steps = 2, 3
             kv_cache = KVCache(layers, rows, 2 * steps, self.dtype, self.device)
             kernel = choose_decode_kernel(kv_cache, self.attends_by_flash)
@@ -212,8 +212,8 @@ class ModelRunner:
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:
         """Shapes of one token's keys and values, and of states, from a forward with the model's own
-        cache; also finds the dtype to keep them in: on a GPU autocast's, which would else cast them
-        for every product of attention."""
+        cache. Also sets ``dtype``, in which keys and values are kept: on a GPU autocast's, which
+        would else cast them for every product of attention."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with evaluating(self.model), self.autocast():
             cache = cache_of(
@@ -321,7 +321,6 @@ class AutocastWeightCache:
             torch.set_autocast_cache_enabled(caching)
 
     def stored(self) -> list[Tensor]:
-        """The casts."""
         return list(self._copies.values())
 
     def free(self) -> None:

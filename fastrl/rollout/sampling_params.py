@@ -16,7 +16,7 @@ from fastrl.models.layout import EncoderDecoder, layout_of
 from fastrl.settings import check_types
 
 # Fields that make tokens come from another distribution than softmax(logits / T), by their names in
-# ``model.generate``, with the values that do not. Greedy decoding ignores the first.
+# ``model.generate``, with the values that do not. Greedy decoding ignores truncations.
 TRUNCATIONS: dict[str, Any] = {"top_k": 0, "top_p": 1, "min_p": 0}
 PROCESSORS: dict[str, Any] = {"repetition_penalty": 1, "min_new_tokens": 0, "suppress_tokens": []}
 
@@ -40,6 +40,7 @@ class SamplingParams:
 
     Raises:
         ValueError: a value out of range.
+        TypeError: a value of another type.
     """
 
     max_new_tokens: int | Sequence[int] = 32
@@ -98,10 +99,10 @@ class SamplingParams:
         return max(self._limits())
 
     def limits(self, prompts: int) -> list[int]:
-        """Gives max_new_tokens of each prompt.
+        """The max_new_tokens of each of so many ``prompts``.
 
         Raises:
-            ValueError: a list of another length.
+            ValueError: max_new_tokens is a list of another length.
         """
         most = self._limits()
         if not self._per_prompt:
@@ -121,7 +122,7 @@ class SamplingParams:
         return {name: value for name, value in fields.items() if value != neutral[name]}
 
     def generation_kwargs(self) -> dict[str, Any]:
-        """Equivalent arguments of ``model.generate``; of several limits the longest."""
+        """Arguments of ``model.generate``, without ``stop``; of several limits the longest."""
         kwargs: dict[str, Any] = {"max_new_tokens": self.longest, "do_sample": False}
         if self.temperature > 0:
             kwargs |= {
@@ -178,10 +179,10 @@ def _check_ids(name: str, ids: Any, least: int = 0) -> None:
 
 
 def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
-    """Ids that end a response: those asked for, or else generation_config's; and the EOS.
+    """Ids that end a response, [n] int64: ``asked`` or else generation_config's, and the EOS.
 
     Raises:
-        ValueError: there is no tokenizer, and nothing else says which they are.
+        ValueError: there is no tokenizer, and nothing else names any.
     """
     if asked is None:
         asked = getattr(model, "pretrained_model", model).generation_config.eos_token_id

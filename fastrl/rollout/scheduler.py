@@ -49,13 +49,13 @@ class Scheduler:
     """Queue and slots. Running samples lie in the first slots; :meth:`pack` moves as few as it can.
 
     The samples of a prompt follow each other in the queue, so that each but the first finds its
-        prompt in the slot of another that runs or has just ended: every prompt is run once. A
-        prompt that has to be run can wait for others (``patience``) until free slots have idled for
-        as long as a pass takes, since a pass costs about the same whatever it holds.
+    prompt in the slot of another that runs or has just ended: every prompt is run once. A prompt
+    that has to be run can wait for others (``patience``) until free slots have idled for as long as
+    a pass takes, since a pass costs about the same whatever it holds.
 
     Args:
         keeps_prompts: whether slots keep what a prompt left there.
-        patience: decode steps of all slots that a pass over prompts is worth; 0: none waits.
+        patience: decode steps of all slots that a pass over prompts is worth; 0: no prompt waits.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Scheduler:
     def admit(
         self, prompt_lengths: list[int]
     ) -> tuple[list[tuple[int, RolloutSample]], dict[int, int]]:
-        """Fills free slots; returns (slot, sample) of each new sample, and the slots of prompts
-        that lie in one, by prompt."""
+        """Fills free slots; returns (slot, sample) of each new sample, and by prompt a slot in
+        which the prompt lay before."""
         held = {prompt: slot for slot, prompt in self._left.items()}
         for slot, running in enumerate(self.slots):
             if running is not None:
@@ -109,7 +109,7 @@ class Scheduler:
         return admitted, held
 
     def pack(self) -> list[tuple[int, int, int]]:
-        """Makes the bucket as small as it can be: (from, to, tokens) of samples that move."""
+        """Makes the bucket as small as it can be; returns (from, to, tokens) of moved samples."""
         taken = self.running
         size = self._bucket_of(len(taken))
         gaps = (slot for slot, running in enumerate(self.slots) if running is None)
@@ -242,8 +242,8 @@ class Results:
     def take(self, slots: Slots, ended: list[tuple[int, RolloutSample]]) -> None:
         """Copies samples out of their slots."""
         device, length = self.tokens.device, self.tokens.shape[1]
-        both = torch.tensor([(slot, sample.index) for slot, sample in ended]).t().contiguous()
-        source, target = to_device(both, device)
+        pairs = torch.tensor([(slot, sample.index) for slot, sample in ended]).t().contiguous()
+        source, target = to_device(pairs, device)
         self.tokens[target] = slots.tokens[source, :length]
         self.per_token[:, target] = slots.per_token[:, source, :length]
         self.counts[target] = slots.state.num_generated[source]

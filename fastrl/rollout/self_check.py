@@ -70,7 +70,7 @@ def check_numbers(trial: Any) -> None:
         min_new_tokens=_NEW_TOKENS,
         temperature=0,
         seed=0,
-        eos_token_ids=[] if trial.tokenizer is None else None,  # calls must name them
+        eos_token_ids=[] if trial.tokenizer is None else None,  # required without a tokenizer
     )
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), narrowed(model):
@@ -96,8 +96,8 @@ def check_numbers(trial: Any) -> None:
 
 
 def why_sharded(model: Any) -> str | None:
-    """Finds sharded weights: torch's FSDP and tensor parallelism, DeepSpeed's ZeRO-3. Only the
-    model's own forward can gather them."""
+    """How a model's weights are sharded, in words: by torch's FSDP or tensor parallelism, or by
+    DeepSpeed's ZeRO-3. None if they are whole. Only the model's own forward can gather them."""
     for name, weight in model.named_parameters():
         if type(weight).__name__ == "DTensor":
             return f"its weights are sharded ({name} is a DTensor)"

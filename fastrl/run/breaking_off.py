@@ -23,7 +23,7 @@ def broken_off_by(news: Callable[[], bool]) -> Iterator[None]:
     main thread, and where the system has no signals, it goes on to its end.
 
     Args:
-        news: asked twice a second, in another thread.
+        news: whether to break off; called twice a second, in another thread.
     """
     main = threading.main_thread()
     if _SIGNAL is None or threading.current_thread() is not main:
@@ -38,7 +38,7 @@ def broken_off_by(news: Callable[[], bool]) -> Iterator[None]:
             raise BrokenOff
 
     def watch() -> None:
-        # Again and again: a function may have caught it.
+        # Again and again: a function may have caught BrokenOff.
         while not ended.wait(_EVERY):
             if news() and not ended.is_set():
                 signal.pthread_kill(number, _SIGNAL)

@@ -71,7 +71,7 @@ class ShownSamples:
     rewards: list[float]
 
 
-Samples = ShownSamples  # which callbacks of before may name
+Samples = ShownSamples  # its earlier name, which users' callbacks may import
 
 
 @dataclass(repr=False)

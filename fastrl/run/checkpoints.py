@@ -44,7 +44,7 @@ _REMEDIES = {
 
 
 OF_CODE = "code or weights of"  # begins settings that checkpoints of earlier versions lack
-# A warning of such settings alone.
+# Matches the warning where no other settings differ.
 CODE_DIFFERS = rf"resume: settings differ .*\(({OF_CODE} .*?: \w+ → \w+(, )?)+\)(, so|: the run)"
 
 
@@ -110,7 +110,7 @@ class Checkpoints:
         """A folder to write a checkpoint to, which is there under its name after the block.
 
         Args:
-            best: the step of the one that stays, however old it is.
+            best: the step of a checkpoint that stays, however old it is.
             processes: processes that all write to the folder; it gets its name when all have.
             on_each_node: each machine has a folder of its own, with what its processes write.
 
@@ -141,8 +141,8 @@ class Checkpoints:
         if processes.count == 1:
             return
         with processes.together():
-            seen = _sizes(part) if processes.is_main else {}
-        sizes = processes.from_main(seen)
+            main_sizes = _sizes(part) if processes.is_main else {}
+        sizes = processes.from_main(main_sizes)
         names, sums = list(sizes), {}
         for i in processes.balanced(list(sizes.values()))[processes.index]:
             # A file that this machine does not see, or not yet whole, is left to the main process.
@@ -222,7 +222,7 @@ def find_checkpoint(
     Raises:
         FileNotFoundError: there is no such folder, or no checkpoint in it.
         BadCheckpoint: the one that is named is damaged, or all of them are; one of another kind.
-        PeerFailed: another process answers no more, or has met one of these.
+        PeerFailed: another process answers no more, or has met one of these errors.
     """
     processes = processes or OneProcess()
     with processes.together():

@@ -14,7 +14,7 @@ _OF_ITS_CLASS = object()
 @contextmanager
 def attributes_set(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
     """Context in which attributes of objects (object, name, value) have other values."""
-    # Not by setattr, by which a module looks for parameters.
+    # Not by setattr, in which nn.Module looks for parameters.
     places = [(vars(owner), name, value) for owner, name, value in attributes]
     before = [(held, name, held.get(name, _OF_ITS_CLASS)) for held, name, _ in places]
     try:

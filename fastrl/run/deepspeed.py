@@ -1,4 +1,4 @@
-"""DeepSpeed: which of its stages run, and the file for FSDP2 that does what the others do."""
+"""DeepSpeed's ZeRO-3, which is refused with a configuration of FSDP2 that does the same."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ _OF_A_STREAM = 64  # rows
 def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
     """The number of examples, and a hash of all columns in order; for a stream, of its first rows.
 
-    The same rows give the same, from whichever file, and in whatever order of columns. An object
-    with a ``fingerprint`` of its own has that.
+    The same rows have the same fingerprint, from whichever file, and in whatever order of columns.
+    That of an object with an attribute ``fingerprint`` is this attribute.
 
     Args:
         data: a data set, a list of rows, a stream; None: "none".
@@ -29,7 +29,7 @@ def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
     if isinstance(stored, str):
         return stored
     if not hasattr(data, "__len__"):
-        # Another stream than one of datasets may be there to be read once.
+        # A stream that is not of datasets may be readable only once: no row of it is read.
         first = itertools.islice(data, _OF_A_STREAM) if hasattr(data, "take") else ()
         return f"a stream, {hash_of(first, but)}"
     digest = _hash_of_table(data, but) if hasattr(data, "with_format") else None
@@ -37,7 +37,7 @@ def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
 
 
 def hash_of(rows: Iterable[Any], but: Sequence[str] = ()) -> str:
-    """A hash of plain values, arrays, tensors and dataclasses; of others only their type counts."""
+    """A hash of rows of plain values, arrays, tensors and dataclasses; by type of other objects."""
     digest, text = hashlib.sha256(), json.JSONEncoder(default=_plain, sort_keys=True).encode
     if but:
         rows = ({k: x for k, x in row.items() if k not in but} for row in rows)
@@ -69,7 +69,7 @@ def _hash_of_table(table: Any, but: Sequence[str]) -> str | None:
             column = batch.column(name)
             if isinstance(column.type, pa.ExtensionType):
                 return None
-            # Rows are taken, so that buffers hold these alone.
+            # Rows are taken, so that buffers hold these rows alone.
             taken = column.take(rows).combine_chunks()
             digest.update(pa.RecordBatch.from_arrays([taken], [name]).serialize())
     return digest.hexdigest()[:16]
