@@ -45,7 +45,7 @@ def new_name(name: str) -> str | None:
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Imports modules by earlier names: the objects that their new names import."""
+    """Imports modules by their earlier names, as the same objects as by their new ones."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

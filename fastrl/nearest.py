@@ -1,4 +1,4 @@
-"""The ends of errors about a misspelt name, which suggest a name that it resembles."""
+"""Suggestions for misspelt names, as the ends of error messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def did_you_mean(name: str, names: Iterable[str], likeness: float = 0.6) -> str:
-    """``: did you mean 'that'?`` with the most similar of the known names; "" where none is."""
+    """``: did you mean 'that'?`` with the most similar name; "" where none has the ``likeness``."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=likeness)
     return f": did you mean {near[0]!r}?" if near else ""
 

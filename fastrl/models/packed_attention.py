@@ -271,7 +271,7 @@ class Kernel(Protocol):
     """Attention of runs of queries to runs of keys and values."""
 
     def takes(self, q: Tensor) -> bool:
-        """Whether the kernel is for such queries, and keys and values of their width."""
+        """Whether the kernel runs queries like ``q``, with keys and values of the same width."""
 
     def forward(self, x: Operands, runs: Runs) -> Attended:
         """Attends to the keys of each run alone."""

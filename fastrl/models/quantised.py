@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What an adapter's folder says of its base, for those who load it again.
+# The file of an adapter's folder that says how its base was quantised.
 BASE_FILE = "base_quantization.json"
 QUANT_TYPES = ("nf4", "fp4")
 _CONFIG, _DTYPE = "quantization_config", "dtype"
@@ -106,7 +106,7 @@ def peft_hushed() -> Iterator[None]:
 
 
 def prepared_for_adapters(model: Any, args: Any = None) -> Any:
-    """A quantised model with all weights frozen, and those that are not quantised in float32.
+    """A quantised model with all weights frozen, of which those without four bits are float32.
 
     Args:
         args: transformers' training arguments, whose gradient checkpointing is prepared for;

@@ -79,7 +79,7 @@ def gated_delta_rule(
         rule: the model's function, which is called only if it is a kernel that takes lengths.
 
     Returns:
-        the outputs, and the last states of the prompts [P, ...], if asked for.
+        the outputs, and the prompts' last states [P, ...], or None without ``output_final_state``.
     """
     row = query, key, value, g, beta
     if _takes_lengths(rule):
@@ -201,7 +201,7 @@ def delta_step(
         rule: the model's function, which is called only if it is a kernel for GPUs.
 
     Returns:
-        the outputs, and the states, if asked for.
+        the outputs, and the states, or None without ``output_final_state``.
     """
     if _takes_lengths(rule):
         others["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel

@@ -60,8 +60,8 @@ def rewards_of_padded(
 
     Args:
         inputs: ``input_ids`` and ``attention_mask``, [B, T], and others of that shape.
-        side: where the model is given the padding, "right" or "left"; None: texts of one length at
-            a time, without padding. See :func:`fastrl.data.choose_padding.classifier_side`.
+        side: where the model gets its padding, "right" or "left"; None: texts of one length at a
+            time, without padding. See :func:`fastrl.data.choose_padding.classifier_side`.
         padding: the model's own token of padding.
     """
     mask = inputs["attention_mask"]

@@ -30,7 +30,7 @@ class PolicyObjective(NamedTuple):
     token_weights: Tensor | None = None  # [N]
     denominator: Tensor | float | None = None  # None: N
     objective: fastrl_kernels.PolicyLoss = PPO_CLIP
-    lengths: Tensor | None = None  # [S], tokens of responses, where sequences have ratios
+    lengths: Tensor | None = None  # [S], responses' lengths, where ratios are of sequences
     weights: Tensor | None = None  # [N], importance weights of the objective alone
     entropy_coef: float = 0.0  # coefficient of an entropy bonus in each token's loss
     top_entropy: float = 1.0  # the share of tokens that learn, those of the highest entropies

@@ -101,8 +101,8 @@ class Trunk:
 
     @contextmanager
     def _replaced(self, instead: dict[int, Tensor | None]) -> Iterator[None]:
-        """Context in which the layers of ``instead``, by index, return its tensor, or their input
-        where it is None, and do not run."""
+        """Context in which the layers whose indices are in ``instead`` do not run: each returns the
+        tensor there, or its input where that is None."""
         layers = list(self.stack)
         try:
             for i, hidden in instead.items():

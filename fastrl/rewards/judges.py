@@ -102,7 +102,7 @@ class JudgeAnnotator:
             refused.
 
     Raises:
-        ValueError: a template without a response's place; another ``unparsed``.
+        ValueError: a template without a field for each response; an unknown ``unparsed``.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ def think_format_reward(completions: Sequence[TextOrMessages], **_: Any) -> list
 
 
 def make_format_reward(tags: Sequence[str] | None = None) -> Reward:
-    """The ready reward ``format``: 1 where a response has the form asked for, else 0.
+    """The ready reward ``format``: 1 where a response has the form of ``tags``, else 0.
 
     Args:
         tags: names: a response is ``<tag>…</tag>`` for each of them, in this order, each mark once,

@@ -242,14 +242,14 @@ class Rewards:
 
         Raises:
             ValueError: a function did not return one number, one for each token, or None for each
-                completion; every function returned None for one; a reward is not finite, unless
-                ``on_nonfinite`` allows it, or none is, unless samples are ``shared``. The message
+                completion; all functions returned None for one; a reward is not finite, unless
+                ``on_nonfinite`` allows it; no reward is, unless samples are ``shared``. The message
                 names the function, the completion and its prompt.
             TimeoutError: a call took longer than ``reward_timeout``, and so did its retries.
             Exception: what a function raised in the last of its attempts.
         """
         skipped = set(left_out)
-        asked = [i for i in range(len(prompts)) if i not in skipped]
+        included = [i for i in range(len(prompts)) if i not in skipped]
         all_columns = {"prompts": prompts, "completions": completions, **(columns or {})}
         if completion_ids is not None:
             all_columns["completion_ids"] = completion_ids
@@ -261,7 +261,7 @@ class Rewards:
         seconds = dict.fromkeys(self.names, 0.0)
         async_calls: list[_Call] = []
         for function in self._functions:
-            calls = _calls(function, all_columns, finished, asked, also or {})
+            calls = _calls(function, all_columns, finished, included, also or {})
             if function.is_async:
                 async_calls += calls
                 continue
@@ -273,7 +273,7 @@ class Rewards:
         for call, (answer, end) in zip(async_calls, self._answers(async_calls), strict=True):
             _keep(answer, call, lengths, rewards)
             seconds[call.function.name] = max(seconds[call.function.name], end - begin)
-        return self._summed(rewards, seconds, prompts, asked)
+        return self._summed(rewards, seconds, prompts, included)
 
     def event_loop(self) -> EventLoop:
         """The event loop that async functions run on, the same for all calls."""
@@ -294,7 +294,7 @@ class Rewards:
             attempt += 1
 
     def _answers(self, calls: list[_Call]) -> list[tuple[Any, float]]:
-        """What calls of async functions return, in one of their attempts, and the times of it."""
+        """What calls of async functions return, in one of their attempts, and at what time."""
         if not calls:
             return []
         try:
@@ -346,7 +346,7 @@ class Rewards:
         rewards: dict[str, list[float | Tensor | None]],
         seconds: dict[str, float],
         prompts: Sequence[Any],
-        asked: list[int],
+        included: list[int],
     ) -> RewardBatch:
         numbers = [[math.nan if r is None else _sum(r) for r in row] for row in rewards.values()]
         values = torch.tensor(numbers, dtype=torch.float64)  # [K, B] of K functions and B samples
@@ -356,7 +356,7 @@ class Rewards:
         weights = torch.tensor([[f.weight] for f in self._functions], dtype=torch.float64)
         decides = (weights != 0) | (weights == 0).all()  # functions of weight 0 are metrics
         has_none = (~(judged & decides).any(0)).tolist()
-        unjudged = [i for i in asked if has_none[i]]
+        unjudged = [i for i in included if has_none[i]]
         for i in unjudged:
             if self._judges_all:
                 raise ValueError(
@@ -364,7 +364,7 @@ class Rewards:
                     f"{', '.join(self.names)} returned None; one must return a number"
                 )
         wrong = judged & ~values.float().isfinite()  # in fp32, as scores are
-        self._check_finite(wrong, values, prompts, asked)
+        self._check_finite(wrong, values, prompts, included)
         total = (weights * values.where(judged & ~wrong, 0.0)).sum(0)
         nonfinite = (wrong & decides).any(0)
         total[nonfinite | torch.tensor(has_none, dtype=torch.bool)] = math.nan
@@ -380,7 +380,7 @@ class Rewards:
         return RewardBatch(total, by_function, seconds, count, self._repeated, of_tokens, unjudged)
 
     def _check_finite(
-        self, wrong: Tensor, values: Tensor, prompts: Sequence[Any], asked: list[int]
+        self, wrong: Tensor, values: Tensor, prompts: Sequence[Any], included: list[int]
     ) -> None:
         """Warns of rewards that are not finite, once for each function, or raises an error."""
         # Where another function may judge the completion.
@@ -395,7 +395,7 @@ class Rewards:
                 what += ": left out of its mean, as any later ones will be; its weight is 0"
                 self._warn("nonfinite", function, what)
                 continue
-            none = self._judges_all and not self._shared and bool(wrong[:, asked].any(0).all())
+            none = self._judges_all and not self._shared and bool(wrong[:, included].any(0).all())
             if self._raises or none:
                 none_left = "" if self._raises else ", and no completion is left"
                 raise ValueError(
@@ -505,15 +505,15 @@ def _calls(
     function: _Function,
     columns: Mapping[str, Sequence[Any]],
     finished: Sequence[bool] | None,
-    asked: list[int],
+    included: list[int],
     also: Mapping[str, Any],
 ) -> list[_Call]:
-    """The calls of a function that together ask about all samples, each with lists of its own."""
+    """The calls of a function that together ask about the included samples, each by new lists."""
     if finished is not None and wants_finished(function.call, columns):
         columns = {**columns, "finished": finished}
     note = also.get("log_extra")
-    size = function.batch_size or max(len(asked), 1)
-    parts = [asked[start : start + size] for start in range(0, len(asked), size)]
+    size = function.batch_size or max(len(included), 1)
+    parts = [included[start : start + size] for start in range(0, len(included), size)]
     return [
         _Call(
             function,

@@ -199,7 +199,7 @@ class RolloutEngine:
         self._reserved = Room()
 
     def room(self) -> Room:
-        """The room that the next ``generate`` finds: the present one, or else the reserved one."""
+        """The room that the next ``generate`` finds: the KV cache's, or else the reserved one."""
         kv_cache = self._kv_cache
         return self._reserved if kv_cache is None else Room(kv_cache.slots, kv_cache.length)
 
@@ -218,8 +218,8 @@ class RolloutEngine:
         self._reserved = Room(min(slots, self.max_slots), longest)
 
     def expect(self, tokens: int) -> None:
-        """Sets the most tokens that a sample will have with its prompt, in any later call. From the
-        next call on a slot has room for as many, so that keys, values and captured steps need not
+        """Announces that samples with their prompts will have up to so many tokens. From the next
+        ``generate`` on, a slot has room for them, so that keys, values and captured steps need not
         be made anew where a prompt is longer than those before."""
         self._expected = max(self._expected, tokens)
 

@@ -49,7 +49,7 @@ class FusedDraw:
         return any(map(self.pays, _ROWS))
 
     def draw(self, hidden: Tensor, keys: Tensor, temperature: float) -> SampledTokens:
-        """Draws a token after each of the hidden states [b, H]; ``keys`` [b] are the draws'."""
+        """Draws a token for each of the hidden states [b, H], with a key [b] for each draw."""
         head = self._head
         return fastrl_kernels.linear_sample(
             hidden, head.weight, keys, bias=head.bias, temperature=temperature

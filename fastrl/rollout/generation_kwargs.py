@@ -58,7 +58,7 @@ _UNSUPPORTED_CHANGES: dict[str, Any] = {
     "prefix_allowed_tokens_fn": None,
     "custom_generate": None,
 }
-# All arguments that the engine does not implement, with these values:
+# All arguments that the engine does not implement, with the values that switch them off:
 _UNSUPPORTED: dict[str, Any] = {
     **_UNSUPPORTED_CHANGES,
     "num_beam_groups": 1,
@@ -82,7 +82,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "negative_prompt_attention_mask": None,
 }
 
-# Further ones, with the values that switch them off, which greedy decoding ignores.
+# Further such arguments, which greedy decoding ignores, with the values that switch them off.
 _UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "typical_p": 1,
     "epsilon_cutoff": 0,
@@ -120,7 +120,7 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
 
     Raises:
         ValueError: max_new_tokens below 1, a NaN, a padding token below 0.
-        TypeError: an argument of another type than it has.
+        TypeError: an argument of another type than it takes.
     """
     effective = _EffectiveKwargs(generation_kwargs, model)
     return effective.unsupported() or effective.unsupported_value() or effective.params()
@@ -155,7 +155,7 @@ def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def neutral_kwargs(model: Any) -> dict[str, Any]:
-    """Arguments that undo what generation_config does to tokens, but for end tokens, do_sample."""
+    """Arguments that undo generation_config's settings, but for eos_token_id and do_sample."""
     config = _settings(model)
     off = _UNSUPPORTED | _UNSUPPORTED_SAMPLING | dict.fromkeys(_SUPPORTED) | _NEUTRAL
     kept = ("eos_token_id", "do_sample")
@@ -204,7 +204,7 @@ def changes_of_the_draw(
     generation_kwargs: Mapping[str, Any], model: Any, temperature: float
 ) -> list[Change]:
     """Lists the fields because of which ``model.generate`` does not draw from softmax(logits / T).
-    A greedy call draws nothing; of one, fields that its caller set are not listed."""
+    For a greedy call, which draws nothing, only fields that its caller did not set are listed."""
     effective = _EffectiveKwargs(generation_kwargs, model)
     neutral = _CHANGES
     if effective.sampled:
@@ -265,7 +265,7 @@ class _EffectiveKwargs:
     def unsupported_value(self) -> str | None:
         """The first argument with a value that the engine does not implement."""
         checks = {
-            # The lengths count the prompt, and are ignored beside numbers of new tokens.
+            # max_length and min_length count the prompt; limits of new tokens win over them.
             "max_length": self["max_length"] is None or self._most_new() is not None,
             "min_length": self["min_new_tokens"] is not None or (self["min_length"] or 0) <= 0,
             "bad_words_ids": self._bad_words() is not None,

@@ -264,7 +264,7 @@ class Slots:
         return self._of_calls[dtype, columns]
 
     def remember(self, slots: Sequence[int], prompts: Sequence[Tensor]) -> None:
-        """Records the tokens of new samples' prompts as seen; their last tokens are none yet."""
+        """Records new samples' prompts: their tokens as seen, and no last tokens yet."""
         if self.seen is None and self.tail is None:
             return
         for slot, prompt in zip(slots, prompts, strict=True):
@@ -275,7 +275,7 @@ class Slots:
                 self.tail[slot].fill_(-1)
 
     def fill(self, slots: Sequence[int], **columns: Sequence[int]) -> None:
-        """Sets columns of the state, by name, for the given slots."""
+        """Sets columns of the slots' state, by name."""
         table = torch.tensor([list(slots), *map(list, columns.values())], dtype=torch.long)
         where, *rows = to_device(table, self.tokens.device)
         for name, values in zip(columns, rows, strict=True):

@@ -115,7 +115,7 @@ class ModelRunner:
     def decode(
         self, tokens: Tensor, positions: Tensor, attention: CachedAttention
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [b, V] after tokens [b] at positions [b], and values [b] where it has a v_head."""
+        """Logits [b, V] after tokens [b] at positions [b]; values [b] too, with a value head."""
         logits = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), attention, head=True)
         hidden, self._hidden = self._hidden, None
         return logits.squeeze(1), self._values(hidden)
@@ -166,7 +166,7 @@ class ModelRunner:
         return out if logits is None else logits
 
     def fuse_layers(self, layers: list[LayerShape]) -> None:
-        """Has decode steps run the layers with few launches, with Triton and layers that can fuse.
+        """Has decode steps run the layers with few launches, where Triton runs and layers fuse.
 
         Args:
             layers: see :meth:`layer_shapes`.
@@ -175,7 +175,7 @@ class ModelRunner:
             return
 
         def decode() -> tuple[Tensor, list[Variant]]:
-            self.autocast_weights.free()  # fused layers keep other copies
+            self.autocast_weights.free()  # fused layers need copies at other addresses
             rows, steps = 2, 3
             kv_cache = KVCache(layers, rows, 2 * steps, self.dtype, self.device)
             kernel = choose_decode_kernel(kv_cache, self.attends_by_flash)

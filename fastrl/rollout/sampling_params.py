@@ -99,7 +99,7 @@ class SamplingParams:
         return max(self._limits())
 
     def limits(self, prompts: int) -> list[int]:
-        """The max_new_tokens of each of so many ``prompts``.
+        """Returns max_new_tokens for each of a number of prompts.
 
         Raises:
             ValueError: max_new_tokens is a list of another length.

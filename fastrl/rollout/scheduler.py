@@ -87,8 +87,8 @@ class Scheduler:
     def admit(
         self, prompt_lengths: list[int]
     ) -> tuple[list[tuple[int, RolloutSample]], dict[int, int]]:
-        """Fills free slots; returns (slot, sample) of each new sample, and by prompt a slot in
-        which the prompt lay before."""
+        """Fills free slots; returns (slot, sample) of each new sample, and by prompt the slot that
+        held the prompt already."""
         held = {prompt: slot for slot, prompt in self._left.items()}
         for slot, running in enumerate(self.slots):
             if running is not None:

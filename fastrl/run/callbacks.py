@@ -1,4 +1,4 @@
-"""Callbacks of ``PPOTrainer.train``: their base class, and the results that they are given."""
+"""Callbacks of ``PPOTrainer.train``: their base class, and the results that they get."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Checkpoints:
 
     Args:
         folder: the folder of all checkpoints.
-        keep_last: older ones are removed after a new one is there; None keeps all.
+        keep_last: how many stay when a new one has been written; None: all.
     """
 
     def __init__(self, folder: Path, keep_last: int | None = None):
@@ -115,7 +115,7 @@ class Checkpoints:
             on_each_node: each machine has a folder of its own, with what its processes write.
 
         Raises:
-            OSError: it cannot be written, because the disk is full, say; those before stay.
+            OSError: the checkpoint cannot be written, as on a full disk; earlier ones stay.
             PeerFailed: another process could not write its files.
         """
         processes = processes or OneProcess()

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def write_rows(rows: pa.Table, path: Path) -> None:
-    """Writes rows to a file, as its ending says: .jsonl, .csv (lists as JSON) or .parquet; NaN
-    becomes null, or empty."""
+    """Writes rows to a file, as its ending says: .jsonl (NaN becomes null), .csv (lists as JSON,
+    NaN becomes empty) or .parquet (NaN stays)."""
     KINDS[path.suffix](rows, path)
 
 

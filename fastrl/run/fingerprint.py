@@ -17,7 +17,7 @@ def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
     """The number of examples, and a hash of all columns in order; for a stream, of its first rows.
 
     The same rows have the same fingerprint, from whichever file, and in whatever order of columns.
-    That of an object with an attribute ``fingerprint`` is this attribute.
+    Where an object has a text ``fingerprint`` as an attribute, it is returned.
 
     Args:
         data: a data set, a list of rows, a stream; None: "none".
@@ -37,7 +37,7 @@ def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
 
 
 def hash_of(rows: Iterable[Any], but: Sequence[str] = ()) -> str:
-    """A hash of rows of plain values, arrays, tensors and dataclasses; by type of other objects."""
+    """A hash of rows of plain values, arrays, tensors and dataclasses; others count by type."""
     digest, text = hashlib.sha256(), json.JSONEncoder(default=_plain, sort_keys=True).encode
     if but:
         rows = ({k: x for k, x in row.items() if k not in but} for row in rows)
