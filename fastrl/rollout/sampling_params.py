@@ -83,6 +83,7 @@ class SamplingParams:
             several = isinstance(self.eos_token_ids, Sequence)
             ids = self.eos_token_ids if several else [self.eos_token_ids]
             _check_ids("eos_token_ids", ids, least=-1)
+            object.__setattr__(self, "eos_token_ids", ids)
         check_stop(self.stop)
 
     @property

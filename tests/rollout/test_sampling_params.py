@@ -57,6 +57,7 @@ def test_sampling_parameters_as_keywords_of_generate():
         "min_p": 1.0,
     }
     assert "min_p" not in SamplingParams().generation_kwargs()
+    assert SamplingParams(eos_token_ids=2).generation_kwargs()["eos_token_id"] == [2]
 
 
 def test_changes_of_the_draw_are_what_differs_from_the_policy():
