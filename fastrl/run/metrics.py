@@ -23,7 +23,7 @@ _PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "flyte": "fly
 
 
 def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
-    """The plain numbers among the statistics, as floats."""
+    """The numbers and 0-D tensors among the statistics, as floats."""
     return {
         name: float(value)
         for name, value in stats.items()
@@ -88,11 +88,12 @@ def check_trackers(flag: str, names: Iterable[str], *, of_transformers: bool = F
 
     Args:
         flag: the name of the setting, for messages.
+        names: the trackers' names; "all" and "none" are not checked.
         of_transformers: also allow trackers that only transformers knows.
 
     Raises:
-        ValueError: an unknown tracker.
-        ImportError: one whose package is not installed.
+        ValueError: a tracker is unknown.
+        ImportError: a tracker's package is not installed.
     """
     from accelerate.tracking import get_available_trackers
     from transformers.integrations import get_available_reporting_integrations
@@ -139,13 +140,13 @@ def open_trackers(
 
     Args:
         trackers: a name that accelerate knows, one of its trackers, or a list of these.
-        project: the project name that they show.
+        project: the project name that trackers show.
         settings: the run's settings; trackers show the numbers among them.
         options: keyword arguments by tracker name.
         folder: the folder of trackers' files; None: that of the accelerator's configuration.
 
     Raises:
-        OSError: a tracker that does not start.
+        OSError: a tracker does not start.
     """
     from accelerate.tracking import filter_trackers
 
@@ -228,10 +229,9 @@ def log_stats(
     rewards: Sequence[Tensor | float] | Tensor,
     columns_to_log: Iterable[str],
 ) -> dict[str, Any]:
-    """Sends statistics, ``env/reward_*`` and a table of samples to the tracker or the console.
-
-    Every process must call it; the main one logs, and returns what was logged.
-    """
+    """Sends statistics, ``env/reward_*`` and, to wandb, a table of samples to the tracker
+    ``log_with``; without one prints the table. All processes must call it: the main one logs and
+    returns what it logged, the others return {}. Rewards of tokens are summed for each sample."""
     import torch
 
     sums = [float(r.sum()) if isinstance(r, torch.Tensor) else float(r) for r in rewards]

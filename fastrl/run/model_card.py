@@ -35,13 +35,13 @@ _KINDS = {  # in words, transformers' class, the Hub's task
         "text-classification",
     ),
 }
-# Settings that decide what was trained, at their defaults, too.
+# Settings that decide what was trained; a card shows them at their defaults, too.
 _DECIDE = (
     "loss_type", "beta", "num_generations", "learning_rate", "per_device_train_batch_size",
     "gradient_accumulation_steps", "num_train_epochs", "advantage", "policy_loss", "init_kl_coef",
     "batch_size", "ppo_epochs",
 )  # fmt: skip
-# How the names of settings begin that say nothing of the model: places, accounts, logs, memory.
+# Prefixes of settings that say nothing of the model: of folders, accounts, logs, memory.
 _NOT_SHOWN = (
     "output_dir", "model_name", "exp_name", "task_name", "run_name", "tracker_", "project",
     "accelerator_kwargs", "push_to_hub", "hub_", "report_to", "log", "disable_tqdm", "save_",
@@ -56,7 +56,7 @@ class Method:
     """The training method in a model card.
 
     Attributes:
-        title: in words.
+        title: the method's name in words.
         tags: tags of the model on the Hub.
     """
 
@@ -86,8 +86,8 @@ _POLICY_GRADIENTS = {
 
 
 def policy_gradient(name: str) -> Method:
-    """The method named in ``PPOConfig.method``; one of a user's is a policy gradient by its name,
-    which for a function in a file is the function's."""
+    """The method named in ``PPOConfig.method``. A user's advantage, under its name or as
+    "FILE:FUNCTION", becomes "policy gradients with the advantage NAME"."""
     short = name.rpartition(":")[2]
     return _POLICY_GRADIENTS.get(name) or Method(
         f"policy gradients with the advantage {short}", ("reinforcement-learning",)
@@ -99,14 +99,14 @@ class Training:
     """What a model card tells beside the model itself.
 
     Attributes:
-        method: None: not recorded.
+        method: the training method; None: it is not recorded.
         base: the model that training began with, if the model itself does not name it.
         settings: the settings that :func:`card_settings` returns.
-        results: numbers by what they are of, such as the last evaluation's.
-        license: None: that of the base, where its card or configuration names one.
+        results: metrics by name, such as those of the last evaluation.
+        license: the license's id; None: what the base model's card or configuration names.
         language: the texts' language, as the Hub names it.
-        tags: beside those of the method.
-        datasets: ids on the Hub.
+        tags: the model's tags on the Hub, beside the method's.
+        datasets: the data sets' ids on the Hub.
     """
 
     method: Method | None = None
@@ -122,12 +122,12 @@ class Training:
 def model_card(
     name: str, model: Any, training: Training | None = None, folder: Path | None = None
 ) -> Any:
-    """A README.md, as a ``huggingface_hub.ModelCard``.
+    """The README.md of a model, as a ``huggingface_hub.ModelCard``.
 
     Args:
         name: the name of the repository or folder, which the card's code loads.
         model: a transformers or PEFT model, or a fastrl model with its value head, as it is saved.
-        training: None: nothing of it is known.
+        training: how the model was trained; None: that is not known.
         folder: where the model is saved; a tokenizer there is in the card's code.
     """
     import jinja2
@@ -195,8 +195,8 @@ def write_model_card(
 
 @contextlib.contextmanager
 def card_beside(folder: str | Path, write: Callable[[], None]) -> Iterator[None]:
-    """Context in which a model is saved to a folder, where PEFT writes a card of its own: the card
-    that was there stays, and where there was none it is written."""
+    """Context in which a model is saved to a folder, where PEFT writes a card of its own: at its
+    end the folder's earlier card is restored, and where there was none ``write`` writes one."""
     card = Path(folder) / "README.md"
     before = card.read_bytes() if card.exists() else None
     yield
@@ -218,7 +218,8 @@ def complete_card(folder: Path, dataset: Any, results: Mapping[str, Any]) -> Non
 
 
 def recorded_training(folder: str | Path) -> Training:
-    """What the card in a folder tells of a training, for the card of a model made of that one."""
+    """How the model in a folder was trained, read from its card: for a model that is made from it.
+    Empty where the folder has no card."""
     try:
         card = read_card(folder)
     except FileNotFoundError:
@@ -237,12 +238,8 @@ def recorded_training(folder: str | Path) -> Training:
 
 
 def card_for_repository(folder: str | Path, repo_id: str, license: str | None = None) -> Any:
-    """The card in a folder, under the name of a repository, which its code loads; None where there
-    is no card.
-
-    Args:
-        license: None: that of the card.
-    """
+    """The card in a folder, None where there is none; a card of fastrl's gets the repository's id
+    as its title and in its code. ``license`` replaces the card's license unless it is None."""
     try:
         card = read_card(folder)
     except FileNotFoundError:
@@ -261,7 +258,7 @@ def read_card(folder: str | Path) -> Any:
     """The ``huggingface_hub.ModelCard`` in a folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the folder has no ``README.md``.
     """
     from huggingface_hub import ModelCard
 
@@ -281,33 +278,35 @@ def names_a_folder(folder: str | Path, base: str) -> bool:
 
 
 def card_settings(config: Any) -> dict[str, Any]:
-    """The settings of a dataclass that decide what was trained, and others that are not their
-    defaults, without those of places, accounts and logs and those that change nothing; plain values
-    alone, and no paths of this machine."""
+    """The settings of a dataclass that a card shows: those that decide what was trained, and all
+    that differ from their defaults. Left out are settings of folders, accounts and logs, settings
+    without effect, values that are not plain, and absolute paths."""
     always = set(_DECIDE)
     if getattr(config, "max_steps", 0) > 0:
         always.remove("num_train_epochs")
     idle = idle_settings(config)
     shown = {}
-    for x in dataclasses.fields(config):
-        hidden = x.name.startswith(_NOT_SHOWN) or x.name.endswith("token") or x.name in idle
-        if hidden or not x.init:
+    for field in dataclasses.fields(config):
+        hidden = (
+            field.name.startswith(_NOT_SHOWN) or field.name.endswith("token") or field.name in idle
+        )
+        if hidden or not field.init:
             continue
-        value, default = getattr(config, x.name), x.default
-        if x.default_factory is not dataclasses.MISSING:
-            default = x.default_factory()
+        value, default = getattr(config, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         value, default = (y.value if isinstance(y, enum.Enum) else y for y in (value, default))
         plain = isinstance(value, (str, bool, int, float, list, tuple))
-        # What is unset may have become False or an empty list.
+        # A setting that is None by default may have become False or an empty list.
         changed = value != default and (value or default)
-        if plain and (changed or x.name in always) and not os.path.isabs(str(value)):
-            shown[x.name] = value
+        if plain and (changed or field.name in always) and not os.path.isabs(str(value)):
+            shown[field.name] = value
     return shown
 
 
 def license_of(base: str | None) -> dict[str, str]:
-    """The license that the card of a base model names, or its configuration: in its folder, or in
-    the cache of the Hub."""
+    """The entries license, license_name and license_link of a base model's card, or else of its
+    configuration, in its folder or the Hub's cache; {} where neither names a license."""
     if not base:
         return {}
     from huggingface_hub import try_to_load_from_cache
@@ -329,7 +328,7 @@ def license_of(base: str | None) -> dict[str, str]:
 
 
 def warn_of_unread(**arguments: Any) -> None:
-    """Warns of what transformers' cards show, and ours do not, where it is not None."""
+    """Warns of arguments that are not None: transformers' cards show them, and ours do not."""
     if names := [name for name, value in arguments.items() if value is not None]:
         warnings.warn(
             f"fastrl's model card does not show {' and '.join(names)}: name data sets on the "
@@ -350,7 +349,7 @@ def card_of_trainer(
     Args:
         name: the model's name; by default the folder's.
         history: the trainer's logs, whose last results the card shows.
-        facts: what :class:`Training` has.
+        facts: keyword arguments of :class:`Training`.
     """
     name = name or Path(folder).absolute().name
     write_model_card(folder, name, model, Training(**{"results": _last_results(history), **facts}))
@@ -465,8 +464,8 @@ def _lora_settings(adapters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:
-    """How an adapter's base was quantised as it was loaded, as arguments of BitsAndBytesConfig; {}
-    of a whole base, and of one whose own files say it."""
+    """How an adapter's base was quantised to four bits as it was loaded, as arguments of
+    BitsAndBytesConfig; {} where it was not, or where the base's own files are in four bits."""
     base = inner.get_base_model() if adapters and hasattr(inner, "get_base_model") else None
     config = getattr(getattr(base, "config", None), "quantization_config", None)
     prequantized = getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False)
@@ -482,7 +481,7 @@ def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantised_from(inner: Any) -> str:
-    """The dtype of weights before they had four bits, on which their bits depend."""
+    """The dtype of weights before their quantisation to four bits, whose results depend on it."""
     states = (getattr(getattr(m, "weight", None), "quant_state", None) for m in inner.modules())
     dtype = next((state.dtype for state in states if state is not None), "float32")
     return str(dtype).removeprefix("torch.")

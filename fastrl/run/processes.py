@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _AT_ONCE = 1 << 10  # bytes of an object that travel with its size
-# Numbers of shared works, the same in all processes. All trainers count together, since a note
-# stays in the store as long as the processes are there.
+# The numbers of contexts of shared work, the same in all processes. All trainers share the counter,
+# since a note (see _News) stays in torch's store as long as the processes live.
 _works = itertools.count(1)
 
 
@@ -31,11 +31,11 @@ class Processes:
     """The processes that together do a run, numbered from 0: one, but for
     :class:`SeveralProcesses`.
 
-    Its methods wait until every process has called the same one, but for :meth:`shares`,
+    Its methods wait until every process has called the same method, but for :meth:`shares`,
     :meth:`balanced` and :meth:`all_know`.
 
     Raises:
-        PeerFailed: in each of these, if another process answers no more, or not in time.
+        PeerFailed: a method that waits: another process answers no more, or not in time.
     """
 
     count, index = 1, 0  # the number of processes, and which one this is
@@ -55,8 +55,8 @@ class Processes:
         return [items]
 
     def balanced(self, sizes: Sequence[int]) -> list[Sequence[int]]:
-        """Each process's part of items of these sizes, as indices; their lengths differ by one at
-        most, and they are about as large."""
+        """Each process's part of items of these sizes, as indices: the numbers of items differ by
+        one at most, and the sums of their sizes are about equal."""
         return [range(len(sizes))]
 
     def objects(self, value: T) -> list[T]:
@@ -64,7 +64,7 @@ class Processes:
         return [value]
 
     def objects_at_main(self, value: T) -> list[T]:
-        """The ``value`` of each process, in the main one; none in the others."""
+        """The ``value`` of each process, in the main process; [] in the others."""
         return [value]
 
     def from_main(self, value: T) -> T:
@@ -72,7 +72,7 @@ class Processes:
         return value
 
     def joined(self, value: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The parts of all processes, one after the other.
+        """The parts of all processes, one after the other: [sum(lengths), ...].
 
         Args:
             value: this process's part, [lengths[index], ...].
@@ -89,20 +89,20 @@ class Processes:
         return value
 
     def one_first(self) -> AbstractContextManager[None]:
-        """Context of work that one process of each machine does first, and keeps for the others."""
+        """Context of work that one process of each machine does first, and caches for the rest."""
         return nullcontext()
 
     def together(self) -> AbstractContextManager[None]:
-        """Context of work that each process does by itself; behind it all go on, or none does.
+        """Context of work that each process does by itself; after it all processes go on, or none.
 
         Raises:
-            PeerFailed: another process raised an exception in it; names both.
+            PeerFailed: another process raised an exception in it; the message names both.
         """
         return nullcontext()
 
     def shared_work(self) -> AbstractContextManager[None]:
-        """Context like :meth:`together` for work that may take long: it is broken off where another
-        process has failed and, where there are several, where a signal asks the run to stop.
+        """Context like :meth:`together` for work that may take long: with several processes it is
+        broken off as soon as another process fails, or a signal asks the run to stop.
 
         Raises:
             Stopped: in all processes, after a signal to one.
@@ -116,10 +116,10 @@ class Processes:
         return True
 
     def check_same(self, what: str, values: Mapping[str, Any]) -> None:
-        """Compares what each process was started with.
+        """Compares the processes' ``values``, by name; ``what`` begins the error's message.
 
         Raises:
-            ValueError: in all processes; names what differs.
+            ValueError: in all processes, if a value differs; the message names it.
         """
 
 
@@ -136,8 +136,8 @@ class SeveralProcesses(Processes):
 
     @property
     def of_machine(self) -> tuple[int, int]:
-        """This process's number on its machine and how many these are, by the launcher's variables;
-        a process that was told nothing is the only one of its machine."""
+        """This process's number among those on its machine, and how many these are, by the
+        launcher's variables; (0, 1) where they are not set."""
         index, count = (int(os.environ.get(f"LOCAL_{x}", -1)) for x in ("RANK", "WORLD_SIZE"))
         return (index, count) if 0 <= index < count else (0, 1)
 
@@ -146,13 +146,13 @@ class SeveralProcesses(Processes):
         return self.accelerator.is_main_process
 
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
-        size, more = divmod(len(items), self.count)
-        ends = [size * (i + 1) + min(i + 1, more) for i in range(self.count)]
+        size, rest = divmod(len(items), self.count)
+        ends = [size * (i + 1) + min(i + 1, rest) for i in range(self.count)]
         return [items[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def balanced(self, sizes: Sequence[int]) -> list[Sequence[int]]:
-        # Items are dealt by size, forth and back: who gets the largest gets the smallest of the
-        # next.
+        # Items are dealt by size, forth and back: the process that gets the largest of a round
+        # gets the smallest of the next round.
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
         parts: list[list[int]] = [[] for _ in range(self.count)]
         for start in range(0, len(order), self.count):
@@ -276,14 +276,14 @@ class SeveralProcesses(Processes):
         """Raises an exception in all processes, if one of them has an error, or is to stop."""
         failed = None if error is None else f"{type(error).__name__}: {error}"
         try:
-            of_all = self.objects((failed, stops))
+            outcomes = self.objects((failed, stops))
         except PeerFailed as gone:
             raise (error or gone) from None
         cause: BaseException | None = error
-        for index, (failure, _) in enumerate(of_all):
+        for index, (failure, _) in enumerate(outcomes):
             if failure is not None and cause is None:
                 cause = PeerFailed(f"process {index} of {self.count} failed: {failure}")
-        if cause is None and any(stop for _, stop in of_all):
+        if cause is None and any(stop for _, stop in outcomes):
             cause = Stopped()
         self._known = cause
         if cause is not None:
@@ -301,7 +301,7 @@ class _News:
         self._key = f"fastrl/broken-off/{number}"
 
     def spread(self) -> None:
-        with suppress(RuntimeError):  # the process that keeps it may be gone
+        with suppress(RuntimeError):  # the process that keeps the store may be gone
             self._store.set(self._key, "")
 
     def there(self) -> bool:
@@ -313,7 +313,7 @@ class _News:
 
 @contextmanager
 def _answers() -> Iterator[None]:
-    """Context of a message to all processes, and its answers."""
+    """Context of a message to all processes and their answers; raises PeerFailed without them."""
     try:
         yield
     except RuntimeError as error:
@@ -325,6 +325,6 @@ def _answers() -> Iterator[None]:
 
 
 def processes_of(accelerator: Accelerator) -> Processes:
-    """The run's processes, one or several, by how many accelerate has found."""
+    """The run's processes, one or several, by accelerate's number of them."""
     several = accelerator.num_processes > 1
     return SeveralProcesses(accelerator) if several else OneProcess()

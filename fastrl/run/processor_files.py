@@ -24,8 +24,8 @@ def write_processor(model: Any, folder: str | Path) -> None:
     """Writes a model's processor files, if it has any, beside its weights, byte for byte.
 
     Args:
-        model: a model of transformers or PEFT. One that fastrl has not loaded has the files of the
-            local folder that it names.
+        model: a model of transformers or PEFT. For a model that fastrl has not loaded the files are
+            read from the local folder that it names.
     """
     files: Mapping[str, bytes] | None = getattr(model, "processor_files", None)
     if files is None:

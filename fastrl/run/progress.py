@@ -80,8 +80,8 @@ def drop_bars() -> None:
 
 
 def line_start(stream: TextIO) -> str:
-    """What to write before a line, so that it is not behind a bar: on a terminal the bar is erased,
-    and drawn again below with its next update."""
+    """What to write before a line, so that the line does not begin behind a bar: on a terminal the
+    bar is erased, and drawn again below with its next update."""
     if not _open_bars():
         return ""
     return _ERASE_LINE if stream.isatty() else "\n"
@@ -89,5 +89,5 @@ def line_start(stream: TextIO) -> str:
 
 def _open_bars() -> list[Any]:
     tqdm = sys.modules.get("tqdm")
-    # tqdm has no public name for them.
+    # tqdm has no public name for its open bars.
     return [] if tqdm is None else list(getattr(tqdm.tqdm, "_instances", ()))

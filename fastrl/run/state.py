@@ -27,15 +27,15 @@ Region = tuple[slice, ...]  # a part of a tensor: a slice for each dimension
 
 def save_tree(tree: Mapping[str, Any], folder: Path, processes: Processes | None = None) -> None:
     """Writes ``state.json``, and a safetensors file for each top-level name that has tensors; for
-    tensors that are spread over processes (DTensors), one of each process, ``NAME-1-of-2``.
+    tensors that are spread over processes (DTensors), a file per process, ``NAME-1-of-2``.
 
     Args:
         tree: dicts with texts as keys, lists, tuples (which are read as lists), tensors, arrays of
             NumPy, bytes, numbers, texts, booleans and None.
-        processes: all of which call this. The main one writes what is not spread.
+        processes: the run's processes, which all call this; the main one writes what is not spread.
 
     Raises:
-        TypeError: something else, named by its place.
+        TypeError: a value of another type; the message names its place in the tree.
         OSError: a file cannot be written.
     """
     processes = processes or OneProcess()
@@ -69,7 +69,7 @@ def load_tree(folder: Path) -> dict[str, Any]:
     """Reads what :func:`save_tree` wrote, to the CPU; spread tensors are :class:`SharedOut`.
 
     Raises:
-        ValueError: a tensor, which it names, of which a share is missing.
+        ValueError: a share of a tensor is missing; the message names the tensor.
     """
     from safetensors.torch import load_file
 
@@ -85,10 +85,12 @@ def load_tree(folder: Path) -> dict[str, Any]:
 
 
 class SharedOut:
-    """A tensor whose parts lie in several files, to be read by regions: ``x[2:4, :]``, ``x[...]``.
+    """A tensor whose parts lie in several files, to be read by regions with bounds in each
+    dimension, ``x[2:4, 0:8]``, or as a whole, ``x[...]``, to the CPU.
 
     Attributes:
-        shape, dtype: those of the whole tensor.
+        place: the tensor's place in its tree, which is its name in the files.
+        shape, dtype: the shape and dtype of the whole tensor.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ def is_dtensor(value: Any) -> bool:
 
 def region_of(tensor: Any) -> Region:
     """The region of a tensor spread over processes that is this process's share."""
-    # What torch's own checkpoints ask a DTensor.
+    # The method that torch's own distributed checkpoints call.
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(
         slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True)
@@ -134,7 +136,7 @@ def region_of(tensor: Any) -> Region:
 
 
 class _Shares:
-    """The parts of tensors in the files of a branch, one of each process."""
+    """The parts of tensors in the files of a branch, a file per process."""
 
     def __init__(self, files: list[Path]):
         from safetensors import safe_open
@@ -147,7 +149,7 @@ class _Shares:
                     self._parts.setdefault(place, []).append((file, region))
 
     def of(self, place: str, shape: list[int], dtype: str) -> SharedOut:
-        """The tensor of that name; raises ValueError where some of its elements are in no file."""
+        """The tensor at ``place``; raises ValueError where some of its elements are in no file."""
         parts = self._parts.get(place, [])
         held = sum(math.prod(x.stop - x.start for x in region) for _, region in parts)
         if held != math.prod(shape):
@@ -179,22 +181,23 @@ def _has_shares(value: Any) -> bool:
 
 
 def _writes(tensor: Any) -> bool:
-    """Whether this process writes its share: it has elements, and is the first that has them."""
-    place = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-    first = all(index == 0 for index, placement in place if placement.is_replicate())
+    """Whether this process writes its share: the first of those that hold a share does, unless the
+    share is empty."""
+    dimensions = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    first = all(index == 0 for index, placement in dimensions if placement.is_replicate())
     return first and tensor.to_local().numel() > 0
 
 
 def _within(region: list[slice] | Region, other: Region) -> Region:
-    """A region's place within one that contains it."""
+    """``region`` in coordinates of ``other``, which contains it."""
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, other, strict=True)
     )
 
 
 def _plain(value: Any, place: str, tensors: dict[str, Tensor], shares: dict[str, Any]) -> Any:
-    """The value with references in place of tensors, which go into ``tensors`` or, where they are
-    spread, ``shares`` by their place."""
+    """The value with a reference for each tensor, which is put into ``tensors``, or if it is spread
+    into ``shares``, by its place in the tree."""
     if is_dtensor(value):
         shares[place] = value
         dtype = str(value.dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ _asked_at = 0.0
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was asked to stop, and has.
+    """A run was asked to stop, and has stopped.
 
     Attributes:
         status: the exit status, 130 after Ctrl-C, 143 after SIGTERM.
@@ -48,11 +48,12 @@ def stop_at_a_steps_end() -> Iterator[None]:
     """Context in which Ctrl-C and SIGTERM are kept until :func:`asked` is read; a second Ctrl-C
     interrupts at once. A signal that the process was started to ignore, as a shell has background
     jobs ignore Ctrl-C, stays ignored, and one that the program handles itself is left to it.
-    Handlers are restored at the end. Without effect outside the main thread, where there are no
-    signals, and within another such context.
+    Handlers are restored at the end. It has no effect outside the main thread, which alone gets
+    signals, nor within another such context.
 
     Raises:
-        KeyboardInterrupt, Terminated: the block was :class:`Stopped`, by Ctrl-C, SIGTERM.
+        KeyboardInterrupt: the block raised :class:`Stopped` after Ctrl-C.
+        Terminated: the block raised :class:`Stopped` after SIGTERM.
     """
     global _asked
     usual = (signal.SIG_DFL, signal.default_int_handler)
@@ -81,7 +82,7 @@ def stop_at_a_steps_end() -> Iterator[None]:
         for number, handler in taken.items():
             signal.signal(number, handler)
         _asked = None
-    if late is not None:  # a signal came after the block last asked
+    if late is not None:  # a signal came after the block's last call of asked()
         signal.raise_signal(late)
 
 
@@ -108,8 +109,8 @@ def _is_forwarded(first: float) -> bool:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Context of what must be written as a whole: Ctrl-C and SIGTERM come at its end. A second
-    Ctrl-C in it comes at once. Without effect outside the main thread."""
+    """Context of what must be written as a whole: Ctrl-C and SIGTERM act at its end, a second
+    Ctrl-C within it at once. It has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

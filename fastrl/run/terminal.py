@@ -22,7 +22,7 @@ _CONTROLS = {
 
 
 def visible(text: str) -> str:
-    r"""The text with its control characters, but newline and tab, as in Python: ``\x1b``."""
+    r"""The text with control characters other than newline and tab escaped, such as ``\x1b``."""
     return text.translate(_CONTROLS)
 
 
@@ -44,8 +44,8 @@ def run_console() -> Console:
 
 
 def activation() -> str:
-    """A line for the shell, indented as commands in a list, that puts this environment's programs
-    on the path; "" where ``fastrl`` is on the path, or in no environment."""
+    """A shell command that puts this environment's programs on the path, with a newline and the
+    indent of the next command; "" where ``fastrl`` is on the path, or in no environment."""
     script = Path(sys.prefix, "bin", "activate")
     if shutil.which("fastrl") or not script.is_file():
         return ""

@@ -110,9 +110,9 @@ def recording(
     trackers: Any = (),
     evaluations: Sequence[ShownSamples] = (),
 ) -> Iterator[None]:
-    """Context in which a trainer's logs are written to a run's folder, which is begun, and to
-    trackers, with a progress bar. At the end, also after an exception, removes the bar and closes
-    trackers.
+    """Context in which a trainer's logs are written to a run's folder and to trackers, with a
+    progress bar. At the end, also after an exception, it removes the bar and closes trackers.
+    The caller begins or resumes the folder, before the first log.
 
     Args:
         description: the text of the progress bar.
@@ -120,7 +120,7 @@ def recording(
         evaluations: see :class:`MetricsCallback`.
 
     Raises:
-        OSError: a tracker that does not start.
+        OSError: a tracker does not start.
     """
     for callback in (OwnProgress, PrinterCallback):
         trainer.remove_callback(callback)
