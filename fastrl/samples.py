@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastrl.run.processes import Processes
 
-# What a column tells of; it decides which processes get it.
+# The kinds of columns, which decide the processes that get a column.
 PROMPT = "prompt"  # what is known before a response is drawn: all processes may have it already
 SAMPLE = "sample"  # a value for each sample: every process gets it
 TOKEN = "token"  # a value for each token: only the process that keeps the ledger gets it
@@ -43,60 +43,61 @@ def _column(
 
     Args:
         learn: whether an update reads it, so that it is kept until then.
-        absent: makes it for samples that lack it and are joined to others that have it. Without
-            this function the joined samples lack it, too.
+        absent: makes the column for samples that lack it and are joined to others that have it.
+            Without this function the joined samples lack the column, too.
     """
     return field(default=None, metadata={"kind": kind, "absent": absent, "learn": learn})
 
 
 @dataclass(eq=False, repr=False)
 class Samples:
-    """B samples, one after the other, as columns. What follows from the rows of a column (some of
-    them, several parts in a row, those of all processes) is the same for every column, and is
-    written once, here. A column that is not known is None.
+    """B samples, one after the other, as columns. A column that is not known is None. How samples
+    are selected, joined, gathered and split is written once, here, for all columns.
 
-    Per token, each as long as its sequence, fp32 in nats: log-probs under the whole softmax at the
-    sampling temperature and at 1 (greedy: both at 1), entropies at the sampling temperature; and
-    values (None without a value head). All are of the model's own distribution, before penalties
-    and truncation.
+    ``logprobs``, ``logprobs_t1``, ``entropies`` and ``values`` have a tensor per sample with a
+    number per token of its sequence, fp32: log-probs in nats under the whole softmax at the
+    sampling temperature and at 1 (greedy: both at 1), entropies in nats at the sampling
+    temperature, and values (None without a value head). All are of the model's own distribution,
+    before penalties and truncation.
 
     Attributes:
         sequences: generated tokens without the prompt, the EOS and tools' results included.
         finish_reasons: "eos", "length", "stop" or "nan".
-        experts: choices of a mixture's experts where the engine keeps them, [T - 1, L, k] int16 of
-            a prompt of P tokens and its response, T together: of L routers, of which the last does
-            not run for the prompt's first P - 1 (-1).
+        experts: the k experts that a mixture's L routers chose, where the engine keeps them,
+            [T - 1, L, k] int16, for a prompt of P tokens and its response, T tokens together; -1
+            of the last router for the first P - 1 tokens, for which it does not run.
         seed, sample_ids: what the engine keys the draws of a sample by; ``model.generate`` uses the
             seed alone.
         numbers: a sample's number among those of its prompt, from 0.
-        room: the engine's, zeros of ``model.generate``.
+        room: the engine's room; zeros for ``model.generate``.
         temperature: the temperature of ``logprobs`` and ``entropies``; 1 where decoding was greedy.
         stats: statistics of the batch by their names, see :func:`joined_statistics`.
-        prompts: what was asked, as it was given: texts or chat messages.
+        prompts: the prompts in the user's form: texts or chat messages.
         prompt_texts, prompt_ids: the prompts as the model read them: as text, and as token ids.
-        prompt_rows: its row in the data.
+        prompt_rows: the prompts' rows in the data.
         columns: the data's other columns.
-        texts: what the responses say.
-        completions: the responses as reward functions get them: texts, or messages behind chats.
+        texts: the responses as text.
+        completions: the responses as reward functions get them: texts, or messages for chats.
         masks: bool, which tokens of a response the policy wrote; None: all.
-        tool_calls: how often a response called tools; None: it had none to call.
+        tool_calls: how often a response called tools; None: there were no tools.
         left_out: whether a sample ended in NaN logits, so that nothing is learned from it.
-        rewards: Σ_k w_k·r_k over the reward functions k, [B] fp64; NaN of those left out.
-        rewards_by_function: r_k by the function's name, [B] fp64 each; NaN where it judges none.
-        token_rewards: Σ_k w_k·r_k for each token, [L] fp64; None where all rewards are numbers.
+        rewards: Σ_k w_k·r_k over the reward functions k, [B] fp64; NaN for samples left out.
+        rewards_by_function: r_k by the function's name, [B] fp64 each; NaN for samples that the
+            function did not judge.
+        token_rewards: Σ_k w_k·r_k for each token, [L] fp64; None where no function rewards tokens.
         unjudged: whether no function judged a sample.
         penalties: what is taken off the rewards for how responses ended and how long they are, [B]
             fp32; None: nothing.
         weights: how much a sample counts in the loss, [B] fp32; None: 1.
-        noted: columns that reward functions noted; None where they noted nothing of a sample.
+        noted: columns that reward functions noted; None for a sample that has no note.
         rooms: the room of the engine that drew the sample.
-        token_scores: scores of a response's tokens, [L] fp32, whose sums the scores are.
+        token_scores: scores of a response's tokens, [L] fp32; their sum is the response's score.
         learned: bool, which tokens of a response are learned.
         advantages: [B] fp32.
         old_logprobs: log-probs of the policy that is about to learn, [L]; ref_logprobs: of the
             reference model; sampler_logprobs: of another engine that sampled, NaN where it gave
-            none; sampler_weights: by which the loss corrects for that engine.
-        further: columns of a trainer's subclass.
+            none; sampler_weights: weights by which the loss corrects for that engine.
+        further: columns that a trainer's subclass adds.
         of_batch: what a trainer's subclass keeps for the batch as a whole.
         generated: learned tokens of all samples that were generated together, by all processes.
     """
@@ -164,13 +165,11 @@ class Samples:
         return replace(self, **nothing)
 
     def select(self, order: Sequence[int]) -> Samples:
-        """Returns some of the samples, in this order; the statistics are those of all.
-
-        Args:
-            order: their places, from 0.
+        """Returns the samples at the indices ``order``, in this order; the statistics are those of
+        all samples.
 
         Raises:
-            TypeError: a slice, or a mask, whose True and False would be the places 1 and 0.
+            TypeError: ``order`` is a slice or a mask.
         """
         if isinstance(order, slice) or any(map(_is_flag, order)):
             raise TypeError(
@@ -186,14 +185,14 @@ class Samples:
         return self.select([i for i in range(len(self)) for _ in range(times)])
 
     def split(self, sizes: Sequence[int]) -> list[Samples]:
-        """Parts of so many samples, one after the other."""
+        """Consecutive parts, of ``sizes[i]`` samples each."""
         ends = torch.tensor(sizes).cumsum(0).tolist()
         return [self.select(range(end - n, end)) for end, n in zip(ends, sizes, strict=True)]
 
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
-        """The samples of several parts, one after the other, which were drawn at the same time with
-        the same seed and temperature: see :func:`joined_statistics`. The room is the first's."""
+        """The samples of parts that were drawn at the same time with one seed and temperature, one
+        after the other, with :func:`joined_statistics`. The room is that of the first part."""
         if len(parts) == 1:
             return parts[0]
         columns = {name: _joined_column(name, parts) for name in COLUMNS}
@@ -201,8 +200,8 @@ class Samples:
         return replace(parts[0], **columns, stats=stats)
 
     def followed_by(self, more: Samples) -> Samples:
-        """Returns these samples with further ones behind, which were drawn after them: times and
-        counts of rewards add up, other statistics are those of the first, of the whole batch."""
+        """Returns these samples and behind them ``more``, which were drawn later. Times, and counts
+        of non-finite rewards and retries, add up; other statistics are those of these samples."""
         stats = {
             name: value + more.stats.get(name, 0.0) if _adds_up(name) else value
             for name, value in self.stats.items()
@@ -212,11 +211,11 @@ class Samples:
     def gathered(
         self, processes: Processes, prompts: Samples | None = None, *, tokens: bool = False
     ) -> Samples:
-        """The samples of all processes, in the processes' order. Columns of tokens are the main
-        process's alone.
+        """The samples of all processes, in the processes' order. Columns of tokens reach the main
+        process alone.
 
         Args:
-            prompts: the prompts of all processes, where each knows them; None: they are exchanged.
+            prompts: the prompts of all processes, if each knows them; None: they are exchanged.
             tokens: give every process the columns of tokens, too.
         """
         kinds = {TOKEN} if not tokens else set()
@@ -239,13 +238,12 @@ class Samples:
         return replace(self.without(*others), stats={})
 
     def state(self) -> dict[str, Any]:
-        """The columns that an update reads, as a tree of tensors and plain values."""
+        """What an update reads, as a tree of tensors and plain values."""
         return {**self.to_learn().known(), "of_batch": self.of_batch, "generated": self.generated}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Samples:
-        """The samples of :meth:`state`, or of a checkpoint of fastrl 0.2 before there was one
-        container, whose columns had other names."""
+        """The samples of a :meth:`state`, also of fastrl 0.2, whose columns had other names."""
         if "completion_ids" in state:
             state = {_NAMES_OF_BEFORE.get(name, name): column for name, column in state.items()}
         return cls(**state)
@@ -268,11 +266,10 @@ class Samples:
         return self.rewards.float() - (0 if self.penalties is None else self.penalties)
 
     def scores_as_tokens(self) -> list[Tensor] | None:
-        """The scores of responses of one token each, as those of their tokens; None where there are
-        no scores.
+        """The scores of responses of one token each, [1] fp32 each; None without rewards.
 
         Raises:
-            ValueError: a response of another length.
+            ValueError: a response has another length.
         """
         if self.rewards is None:
             return None
@@ -304,9 +301,9 @@ class Samples:
         return self.logprobs if temperature == self.temperature else None
 
     def recorded(self) -> Samples:
-        """The samples without what :meth:`logprobs_at` can do without, entropies, and experts."""
-        both = self.logprobs is not None and self.temperature == 1
-        return self.without("entropies", "experts", *(["logprobs_t1"] if both else []))
+        """The samples without entropies, experts and, where it equals logprobs, logprobs_t1."""
+        equal = self.logprobs is not None and self.temperature == 1
+        return self.without("entropies", "experts", *(["logprobs_t1"] if equal else []))
 
 
 _NAMES_OF_BEFORE = {
@@ -322,8 +319,8 @@ COLUMNS: Mapping[str, Mapping[str, Any]] = {
 
 
 def joined_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The statistics that all of several parts have, which were made at the same time: of times the
-    longest, of numbers per second and counts the sums, of others the means."""
+    """The statistics that all parts have, joined for parts that were made at the same time: of
+    times the longest, of numbers per second and counts the sums, of others the means."""
     return {
         name: joined_statistic(name, [part[name] for part in parts])
         for name in parts[0]
@@ -332,7 +329,7 @@ def joined_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def joined_statistic(name: str, values: Sequence[float]) -> float:
-    """A statistic of several parts that were made at the same time."""
+    """A statistic of several parts, joined by the rule of :func:`joined_statistics`."""
     if name.startswith("time/"):
         return max(values)
     counts = name == "perf/nan_samples" or name.startswith("annotator/") or _adds_up(name)
@@ -342,7 +339,7 @@ def joined_statistic(name: str, values: Sequence[float]) -> float:
 
 
 def _adds_up(name: str) -> bool:
-    """Whether a statistic of samples that are drawn one after the other is the sum of theirs."""
+    """Whether a statistic of parts that are drawn one after the other is the sum of the parts'."""
     return name.startswith("time/") or name in ("reward/nonfinite", "reward/retries")
 
 
@@ -365,8 +362,8 @@ def _some(column: Any, order: Sequence[int]) -> Any:
 
 
 def _joined_column(name: str, parts: Sequence[Samples]) -> Any:
-    """A column of several parts; None where no part has it, and where a part lacks it and nothing
-    says what it would be there."""
+    """A column of several parts; None where no part has it, and where a part lacks it and the
+    column is declared without ``absent``."""
     absent = COLUMNS[name]["absent"]
     columns = [getattr(part, name) for part in parts]
     if all(x is None for x in columns):

@@ -11,7 +11,7 @@ import torch
 
 
 class HostClock:
-    """Wall time by phase, for synchronous devices; repeated phases add up."""
+    """Wall time of contexts ``clock(phase)``, for synchronous devices; repeated phases add up."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -56,7 +56,7 @@ _listener: ContextVar[Listener | None] = ContextVar("fastrl_phases", default=Non
 
 
 class HeardClock(HostClock):
-    """A clock whose phases run in contexts of a listener, see :func:`heard_by`."""
+    """A clock whose phases run in a listener's contexts, see :func:`heard_by`."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class HeardClock(HostClock):
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Context in which phases that are timed run in the listener's context of their name."""
+    """Context in which each phase that a clock times runs in the context ``listener(phase)``."""
     token = _listener.set(listener)
     try:
         yield
@@ -79,7 +79,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def start_clock(device: torch.device) -> HostClock:
-    """The clock for a device, started."""
+    """A clock for a device, which has started; within :func:`heard_by` a :class:`HeardClock`."""
     listener = _listener.get()
     if listener is not None:
         return HeardClock(listener)

@@ -218,8 +218,7 @@ def complete_card(folder: Path, dataset: Any, results: Mapping[str, Any]) -> Non
 
 
 def recorded_training(folder: str | Path) -> Training:
-    """How the model in a folder was trained, read from its card: for a model that is made from it.
-    Empty where the folder has no card."""
+    """How the model in a folder was trained, as its card tells; nothing where there is no card."""
     try:
         card = read_card(folder)
     except FileNotFoundError:

@@ -181,8 +181,7 @@ def _has_shares(value: Any) -> bool:
 
 
 def _writes(tensor: Any) -> bool:
-    """Whether this process writes its share: the first of those that hold a share does, unless the
-    share is empty."""
+    """Whether this process writes its share: the first that holds it does, unless it is empty."""
     dimensions = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
     first = all(index == 0 for index, placement in dimensions if placement.is_replicate())
     return first and tensor.to_local().numel() > 0

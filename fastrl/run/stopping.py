@@ -52,8 +52,7 @@ def stop_at_a_steps_end() -> Iterator[None]:
     signals, nor within another such context.
 
     Raises:
-        KeyboardInterrupt: the block raised :class:`Stopped` after Ctrl-C.
-        Terminated: the block raised :class:`Stopped` after SIGTERM.
+        KeyboardInterrupt, Terminated: the block raised :class:`Stopped`, after Ctrl-C or SIGTERM.
     """
     global _asked
     usual = (signal.SIG_DFL, signal.default_int_handler)

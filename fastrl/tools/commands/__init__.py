@@ -1,9 +1,9 @@
 """The commands: from flags to a run and its folder."""
 
-# Each command's module, the dataclasses of its flags, and the function that takes them. Without
-# dataclasses it takes the words: commands on runs have no settings, those of a plan depend on its
-# method. All raise UsageError for words that they do not take, and FileNotFoundError or ValueError
-# for what these name, which the program prints as one line.
+# By command: its module, the dataclasses of its flags, and a function that takes their instances.
+# Where there are no dataclasses the function takes the words of the command line: commands on runs
+# have no settings, and the settings of a plan depend on its method. The functions raise UsageError,
+# FileNotFoundError or ValueError, which the program prints as one line.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "new": ("tools.commands.new", (), "run_new"),
     "demo": ("tools.demo.experiment", ("Demo",), "run_demo"),

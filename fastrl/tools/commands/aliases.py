@@ -21,10 +21,10 @@ class Alias(NamedTuple):
     """Another name of a setting.
 
     Attributes:
-        setting: "a.b" is the key b of the JSON setting a; "": none has this meaning.
-        remedy: what to set where it is refused.
+        setting: its own name; "a.b" is the key b of the JSON setting a; "": none has this meaning.
+        remedy: what to set in place of a name that is refused.
         where: values of other settings, by their names, beside which the name is refused.
-        values: the setting's value, where it differs; None: nothing is set.
+        values: the setting's values by the name's, where these differ; None: nothing is set.
     """
 
     setting: str
@@ -199,7 +199,7 @@ def aliases_of(command: str, method: str | None = None) -> dict[str, Alias]:
 
 
 class Words:
-    """The words of a command line, or of a file's settings, without aliases.
+    """The words of a command line, or of a file's settings, with settings' own names for aliases.
 
     Args:
         settings: the command's settings, by each of their own names.
@@ -218,7 +218,7 @@ class Words:
         self._refused: list[tuple[str, Alias]] = []
 
     def read(self, words: Sequence[str], place: str = "--") -> list[str]:
-        """Rewrites the words of one source, such as a command line, with settings' own names.
+        """Rewrites one source's words with settings' own names, but for keys of JSON settings.
 
         Args:
             place: what stands before a name in errors.
@@ -278,7 +278,7 @@ class Words:
         """Checks aliases that are refused beside some values of other settings.
 
         Raises:
-            ValueError: a name that means something else with another of the settings.
+            ValueError: an alias that is refused beside a setting's value.
         """
         for shown, alias in self._refused:
             for name, value in alias.where.items():
@@ -295,9 +295,9 @@ def _object(setting: str, text: str | None) -> dict[str, Any]:
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str], list[str]]]:
     """Each flag of a command line: its name, the texts of its value, and its words."""
-    at = [i for i, word in enumerate(words) if word.startswith("--")]
-    yield from (("", [], [word]) for word in words[: at[0] if at else None])
-    for start, end in zip(at, [*at, len(words)][1:], strict=True):
-        flag, is_one, value = words[start].partition("=")
-        texts = [*([value] if is_one else []), *words[start + 1 : end]]
+    starts = [i for i, word in enumerate(words) if word.startswith("--")]
+    yield from (("", [], [word]) for word in words[: starts[0] if starts else None])
+    for start, end in zip(starts, [*starts, len(words)][1:], strict=True):
+        flag, equals, value = words[start].partition("=")
+        texts = [*([value] if equals else []), *words[start + 1 : end]]
         yield flag[2:].replace("-", "_"), texts, list(words[start:end])

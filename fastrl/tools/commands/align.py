@@ -20,7 +20,7 @@ from fastrl.trainers.supervised import length_limit
 if TYPE_CHECKING:
     from fastrl.alignment import Annotator, BatchFactory, Trainer
 
-# Settings, and the one without which nothing reads them.
+# Settings, each with the setting without which nothing reads it.
 _READ_WITH = {
     "annotator_label": "annotator",
     "judge_unparsed": "judge",
@@ -140,7 +140,7 @@ class AlignJob(FitJob):
         return find_task(self.task)
 
     def _usual_task(self) -> str:
-        """The first task of the loss, offline if there is one."""
+        """The loss's first offline task, else its first; without a loss offline-pairwise."""
         if self.loss is None:
             return "offline-pairwise"
         tasks = self._loss_named(self.loss).tasks
@@ -211,7 +211,7 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 
 
 def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
-    """Trains, saves and reports."""
+    """Trains, saves and reports; returns what ``summary.json`` holds."""
     with job.claimed(flags) as folder:
         trainer = make_trainer(job, flags)
         loss = trainer.loss.name
@@ -233,8 +233,8 @@ def make_trainer(job: AlignJob, flags: AlignFlags, annotator: Annotator | None =
     """The trainer of a job.
 
     Args:
-        flags: get what follows from the job.
-        annotator: one to use in place of the job's.
+        flags: the trainer's settings, in which those that follow from the job are set.
+        annotator: an annotator to use in place of the job's.
     """
     from fastrl.alignment import Trainer, make_reweighter
     from fastrl.models.load import load_language_model, load_reward_model

@@ -26,8 +26,8 @@ update of fastrl:
   fastrl completion fish > ~/.config/fish/completions/fastrl.fish
 """
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
-# "--flag=VALUE" is three words for bash. Behind a flag of a number nothing is offered, behind one
-# of a text, and where no flag stands, files.
+# "--flag=VALUE" is three words for bash. Behind a flag that takes a number nothing is offered;
+# behind a flag that takes a text, and where no flag stands, files are.
 _BASH = """\
 _fastrl() {
   local now="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" flags="" values=" "
@@ -60,11 +60,11 @@ complete -F _fastrl fastrl
 
 class Flag(NamedTuple):
     names: list[str]
-    values: list[str] | None  # None: paths; []: none that could be offered
+    values: list[str] | None  # None: paths; []: nothing can be offered
 
 
 def run_completion(arguments: Sequence[str]) -> None:
-    """Prints the script of a shell."""
+    """Prints the completion script of a shell; raises UsageError for another word."""
     if list(arguments) in (["--help"], ["-h"]):
         print(HELP, end="")
         return
@@ -78,7 +78,7 @@ def run_completion(arguments: Sequence[str]) -> None:
 
 
 def flags_by_command() -> dict[str, list[Flag]]:
-    """The flags of all commands; of a plan those of PPO's."""
+    """The flags of all commands; for ``plan`` those of a plan of PPO."""
     flags = {}
     for command, (module, kinds, _) in COMMANDS.items():
         home = importlib.import_module(f"fastrl.{module}")
@@ -103,8 +103,8 @@ def bash(flags: dict[str, list[Flag]]) -> str:
     """The script for bash."""
     names, values = "", []
     for command, options in flags.items():
-        every = " ".join(name for flag in options for name in flag.names)
-        names += f'    {command}) flags="{every}" ;;\n'
+        flag_names = " ".join(name for flag in options for name in flag.names)
+        names += f'    {command}) flags="{flag_names}" ;;\n'
         for flag in options:
             if flag.values is not None:
                 cases = "|".join(f"{command}:{name}" for name in flag.names)
@@ -118,12 +118,12 @@ def fish(flags: dict[str, list[Flag]]) -> str:
     """The script for fish."""
     lines = [f"complete -c fastrl -f -n __fish_use_subcommand -a {shlex.quote(' '.join(flags))}"]
     for command, options in flags.items():
-        of = f"complete -c fastrl -n '__fish_seen_subcommand_from {command}'"
+        start = f"complete -c fastrl -n '__fish_seen_subcommand_from {command}'"
         for flag in options:
             value = (
                 " -r -F" if flag.values is None else f" -x -a {shlex.quote(' '.join(flag.values))}"
             )
-            lines += [f"{of} -l {name[2:]}{value}" for name in flag.names]
+            lines += [f"{start} -l {name[2:]}{value}" for name in flag.names]
     lines.append(
         "complete -c fastrl -f -n '__fish_seen_subcommand_from completion' -a "
         f"{shlex.quote(' '.join(SHELLS))}"

@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Examines a run and prints what was found; returns 0 if it is healthy, 1 if it is ill."""
+    """Examines a run and prints the findings; returns 0 if it is healthy, 1 if it is ill."""
     flags = make_parser().parse_args(list(arguments))
     run = RunCurves.of(open_run(flags.folder))
     diagnosis = examine(run)

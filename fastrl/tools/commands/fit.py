@@ -58,19 +58,19 @@ class FitJob(TrainingJob):
     )
 
     def load(self, seed: int) -> tuple[Dataset, Dataset | None]:
-        """Examples to train on and to evaluate on, which are disjoint if they are of one data set;
-        errors name their rows as they are numbered in the files.
+        """Examples to train on, and to evaluate on or None; disjoint parts of one data set unless
+        there is an ``eval_dataset``. Errors about examples name their rows in the files.
 
         Raises:
-            ValueError: no example left to train on.
+            ValueError: no example is left to train on.
         """
         table = numbered(load_table(self.dataset, self.dataset_split))
         if self.eval_examples == 0:
             return table, None
         if self.eval_dataset is not None:
             held_out = numbered(load_table(self.eval_dataset, self.dataset_split))
-            asked = MOST_HELD_OUT if self.eval_examples is None else self.eval_examples
-            count = min(asked, len(held_out))
+            most = MOST_HELD_OUT if self.eval_examples is None else self.eval_examples
+            count = min(most, len(held_out))
             return table, held_out.shuffle(seed=seed).select(range(count))
         count = held_out_count(self.eval_examples, len(table))
         if count == 0:
@@ -91,7 +91,7 @@ class FitJob(TrainingJob):
 
     @contextmanager
     def claimed(self, flags: Any) -> Iterator[RunFolder]:
-        """Context in which the run's folder is its own, entered before anything is loaded."""
+        """Context in which this run alone has its folder, which it yields; loads nothing yet."""
         flags.check()
         folder = RunFolder(self.output, {"command": self.command})
         resume = flags.resume_from_checkpoint
@@ -210,12 +210,13 @@ def fit(
     """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` holds.
 
     Args:
-        folder: the folder that :meth:`FitJob.claimed` returns.
+        folder: the folder that :meth:`FitJob.claimed` yields.
         description: the text of the progress bar.
+        title: the title of the report.
         results: picks from an evaluation's metrics what ``summary.json`` records.
         evaluations: a list to which the trainer adds the samples of each evaluation.
         show: how many samples to print.
-        lengths: tokens of the longest texts, for a plan of memory.
+        lengths: returns the tokens of the longest texts, for a plan of memory.
     """
     from fastrl.run.transformers_callbacks import recording
     from fastrl.tools.reports.report import finish_run, pair_samples

@@ -23,12 +23,12 @@ from fastrl.tools.recipes import Recipe, recipes
 _KINDS = {int: "int", float: "float", str: "text", dict: "JSON"}
 _FIRST = {"plan": "MODEL|CONFIG.yaml"}  # what a command takes before its flags, beside a YAML file
 _LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
-_LINES = 2  # that a flag's text may take in --help
+_LINES = 2  # lines that a flag's text may take in --help
 _RAGGED = 8  # characters that a line may lose because it breaks at words
 _HELP_FLAGS = ("help", "help_all")
 # Argparse takes a number with an exponent for a flag.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
-_JSON = re.compile(r"\(JSON|as JSON|JSON config")  # in the help of a flag that takes it
+_JSON = re.compile(r"\(JSON|as JSON|JSON config")  # in the help of a flag that takes JSON
 
 
 class UsageError(ValueError):
@@ -43,7 +43,7 @@ def parse(
 ) -> tuple[Any, ...]:
     """Parses "[config.yaml] [--flag value ...]" into instances of the dataclasses ``kinds``.
 
-    The first of them may name the flags that ``--help`` shows, in ``essentials``: a dict from the
+    The first dataclass may name the flags that ``--help`` shows, in ``essentials``: a dict from the
     titles of groups to names, as words. Without it, ``--help`` shows all.
 
     Flags win over the file, and both over the recipe that ``--recipe`` names, see
@@ -56,9 +56,9 @@ def parse(
         aliases: other names of settings; by default those of the command.
 
     Raises:
-        UsageError: an unknown flag or setting, a value of the wrong type, a missing one.
+        UsageError: an unknown flag or setting, a value of the wrong type, a missing setting.
         ValueError: a setting of another version that is not honoured, an alias that is refused, a
-            setting by two names with two values.
+            setting by two names with two values, or what a dataclass refuses.
         SystemExit: after ``--help`` or ``--help-all``, with 0.
     """
     parser = make_parser(command, kinds)
@@ -155,7 +155,7 @@ def own_parser(command: str, description: str | None) -> argparse.ArgumentParser
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The parser's actions by setting; of a boolean's two, the one without --no-."""
+    """The parser's actions by setting; of a boolean's two actions the one without --no-."""
     return {action.dest: action for action in reversed(parser._actions)}
 
 
@@ -183,7 +183,7 @@ def yaml_settings(path: Path) -> dict[Any, Any]:
     """The settings that a YAML file holds, by name.
 
     Raises:
-        UsageError: a file of another kind, or one that is no YAML of settings.
+        UsageError: the file is not there, is not named .yaml or .yml, or holds no settings.
     """
     import yaml
 
@@ -227,23 +227,23 @@ def yaml_settings(path: Path) -> dict[Any, Any]:
 
 
 def early_value(name: str, arguments: Sequence[str]) -> str | None:
-    """The value of a setting that says how the others are parsed, by the last of its flags, or by
-    the YAML file; None where it is not given."""
+    """The value of a setting by which the other settings are parsed, from the last of its flags or
+    the YAML file; None where it is not set."""
     setting = None
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         setting = yaml_settings(Path(arguments[0])).get(name)
     for word, value in zip_longest(arguments, arguments[1:]):
-        flag, is_one, behind = word.partition("=")
-        if flag == f"--{name}" and (is_one or value is not None):
-            setting = behind if is_one else value
+        flag, equals, behind = word.partition("=")
+        if flag == f"--{name}" and (equals or value is not None):
+            setting = behind if equals else value
     return None if setting is None else str(setting)
 
 
 def recipe_of(command: str, name: str) -> Recipe:
-    """The recipe of that name.
+    """The recipe ``name``.
 
     Raises:
-        UsageError: an unknown one, or one of another command; a plan takes all.
+        UsageError: an unknown recipe, or one of another command; ``plan`` takes all recipes.
     """
     names = recipes()
     if name not in names:

@@ -1,4 +1,4 @@
-"""The memory of a run: passes that fit, a plan as it begins, and beside it what was measured."""
+"""The memory of a run: passes that fit, a plan as the run begins, and what was measured."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def longest_text(rows: Any, *columns: str) -> int:
 
 
 def most_in_a_pass(tokens: int, micro_batch_tokens: int | None, texts: int) -> int:
-    """Tokens of each text of an example, for a plan: no more than a pass holds with as many texts,
-    as the trainer has refused longer examples."""
+    """Tokens of each text of an example with so many texts, for a plan: ``tokens``, but no more
+    than fit a pass of ``micro_batch_tokens``, as the trainer has refused longer examples."""
     return tokens if micro_batch_tokens is None else min(tokens, micro_batch_tokens // texts)
 
 
 class RunMemory:
-    """Fits a run's passes to its GPU unless these are set; prints its plan and what it took there.
+    """Fits a run's passes to its GPU, and prints the plan of its memory and what was measured.
 
     Args:
-        asked: whether to print; None: on a GPU.
+        asked: whether to print the plan; None: on a GPU.
         device: the run's device.
-        trainer: the trainer to plan; where its plan fails, the error is told and the run goes on.
-        lengths: what the trainer's ``plan`` takes.
-        is_open: whether nobody has said how large passes are.
+        trainer: the trainer to plan; if its plan fails, the error is printed and the run goes on.
+        lengths: returns the lengths that the trainer's ``plan`` takes.
+        is_open: whether passes may be fitted: no setting says how large they are.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RunMemory:
                 plan = trainer.plan(*lengths())
         except Exception as error:  # the run itself may be sound
             line = " ".join(str(error).split())
-            # A ValueError says what is wrong with settings; others are named.
+            # A ValueError says what is wrong with settings; other errors are named by type.
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             _say(f"no plan of memory: {kind}{line}")
             return

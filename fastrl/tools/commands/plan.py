@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def run_plan(arguments: Sequence[str]) -> None:
-    """Prints the plan.
+    """Prints the plan of a run's memory.
 
     Raises:
         UsageError: no model, an unknown flag or value.
@@ -100,7 +100,7 @@ def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
 
 
 def _method(arguments: Sequence[str]) -> str:
-    """The method that is asked for, which determines the flags, before these are parsed."""
+    """The method, which determines the flags: read before these are parsed."""
     if (method := early_value("method", arguments)) is not None:
         return method
     recipe = early_value("recipe", arguments)

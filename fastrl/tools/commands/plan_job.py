@@ -1,4 +1,4 @@
-"""What ``fastrl plan`` is asked: a model, a method, and the device."""
+"""The settings of ``fastrl plan``: a model, a method, and the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST_GIB = 4096
 
 
 def losses() -> tuple[str, ...]:
-    """Losses of preference learning."""
+    """The names of the losses of preference learning."""
     from fastrl.alignment.losses import LOSSES
 
     return tuple(name for name in LOSSES if name not in FLAGS_OF)
@@ -181,7 +181,7 @@ class PlanJob:
 
 
 def new_adapter(rank: int) -> Any:
-    """A LoRA adapter of the weights that the training commands put on a model."""
+    """The LoRA configuration of an adapter on the weights that the training commands adapt."""
     from fastrl.models.utils import need_peft
 
     need_peft("a plan with an adapter")

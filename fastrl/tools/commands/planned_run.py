@@ -31,7 +31,7 @@ from fastrl.trainers.plan.skeleton import Skeleton
 
 _LORA_RANK = 16  # the rank of the adapter that a plan suggests
 _EIGHT_BITS = "adamw_bnb_8bit"
-# Optimizers that step in host memory, and have two moments.
+# Optimizers that can step in host memory, and have two moments.
 _ADAMS = ("adam", "adamw_torch", "adamw_torch_fused")
 _SMALLEST_POSITIONS = 256  # the smallest micro-batch that a plan suggests
 
@@ -54,7 +54,7 @@ class PlannedRun:
         return "--rollout-kv-cache-gib" if self.job.is_policy_gradient else None
 
     def plan(self) -> Plan:
-        """Rehearses the method's trainer."""
+        """Rehearses the method's trainer; raises ValueError for lengths or settings it refuses."""
         from fastrl.trainers.rehearse import plan_memory
 
         job = self.job
@@ -79,8 +79,8 @@ class PlannedRun:
         )
 
     def fitted(self, gpu_gib: float) -> tuple[PlannedRun, Plan]:
-        """The run and its plan, as its command begins it on a GPU: with passes that fit, where
-        nobody has said how large they are."""
+        """The run as its command begins it on a GPU, with passes that fit unless their size is set;
+        and its plan."""
         if self.flags.micro_batch_tokens is not None:
             return self, self.plan()
         passes, plan = choose_passes(
@@ -93,8 +93,8 @@ class PlannedRun:
         return dataclasses.replace(self, flags=passes.of(self.flags))
 
     def _check_lengths(self) -> None:
-        """Raises ValueError, by the flags' names, for lengths that no sample has, or that the run
-        would refuse or cut samples of."""
+        """Raises ValueError, by the flags' names, for lengths that no sample can have, or at which
+        the run would refuse or cut samples."""
         job = self.job
         lengths = {"--prompt-tokens": job.prompt_tokens, "--response-tokens": job.response_tokens}
         self.skeleton.check_tokens(**lengths)
@@ -115,7 +115,7 @@ class PlannedRun:
             )
 
     def dials(self) -> list[Dial]:
-        """Samples that are generated at a time, and samples or tokens of a pass."""
+        """Dials of the samples that are generated at a time, and of a pass's samples or tokens."""
         dials = []
         if self.samples_responses:
             slots = self.flags.rollout_slots
@@ -124,8 +124,8 @@ class PlannedRun:
         return dials
 
     def changes(self) -> list[Remedy]:
-        """Changes that save memory, the cheapest first: those that cost no time, then time, then
-        precision, then what is learned."""
+        """Changes that save memory, the cheapest first: smaller rollouts and passes, then other
+        costs of time, then of precision, then of what is learned."""
         return [
             *self._smaller_rollouts(),
             *self._smaller_passes(),
@@ -204,11 +204,11 @@ class PlannedRun:
             return
         if self.job.is_policy_gradient:
             yield _switch("rollout_sleep", "slower rollouts", {KV_CACHE: 0.0, CASTS: 0.0})
-        now = min(self.flags.rollout_slots, self._samples_at_once)
+        slots = min(self.flags.rollout_slots, self._samples_at_once)
         for part in (2, 4, 8):
-            if now >= part:
+            if slots >= part:
                 leaves = {KV_CACHE: 1 / part, ACTIVATIONS: 1 / part}
-                yield _set("slower rollouts", leaves, rollout_slots=now // part)
+                yield _set("slower rollouts", leaves, rollout_slots=slots // part)
 
     def _smaller_passes(self) -> Iterator[Remedy]:
         cost = "the same gradient in more passes"
@@ -341,8 +341,8 @@ class PlannedRun:
         return self._switched("offload_optimizer")
 
     def _with_half_a_reference(self) -> PlannedRun | None:
-        whole = self.flags.reference_dtype == "auto" and self.skeleton.dtype == torch.float32
-        if not whole or not self._copies_the_reference or self._follows_slowly:
+        is_fp32 = self.flags.reference_dtype == "auto" and self.skeleton.dtype == torch.float32
+        if not is_fp32 or not self._copies_the_reference or self._follows_slowly:
             return None
         return self._with(reference_dtype="bfloat16")
 
@@ -389,7 +389,7 @@ class PlannedRun:
 
     def _as_adapter(self, **of_base: Any) -> PlannedRun | None:
         if self.skeleton.adapter is not None and not of_base:
-            return None  # an earlier change gave it one
+            return None  # the run has an adapter already
         adapter = self.skeleton.adapter or new_adapter(_LORA_RANK)
         skeleton = dataclasses.replace(self.skeleton, adapter=adapter, **of_base)
         return dataclasses.replace(self._with(**self._not_of_adapters), skeleton=skeleton)

@@ -39,8 +39,8 @@ def run_replay(arguments: Sequence[str]) -> int:
     prints how they compare with the ledger.
 
     Returns:
-        0 where the sample, or without ``--sample`` each of the step, is the recorded one bit for
-        bit; else 1.
+        0 where the sample, or without ``--sample`` each sample of the step, is the recorded one,
+        bit for bit or within the tolerance that is printed; else 1.
     """
     flags = make_parser().parse_args(list(arguments))
     ledger = ledger_of(flags.run)
@@ -89,7 +89,7 @@ def _replayed(folder: RunFolder, step: int) -> Replayed:
         if isinstance(job, align.AlignJob):
             from fastrl.alignment.replay import replay as replay_batch
 
-            # In an annotator's place, whose judgements are read from the ledger.
+            # No annotator is called: its judgements are read from the ledger.
             unasked: Any = SimpleNamespace(statistics=dict)
             aligned = align.make_trainer(job, read_flags(folder, step), unasked)
         else:
@@ -104,7 +104,7 @@ def read_job(folder: RunFolder) -> PPOJob | AlignJob:
     """The job of a run, read from its ``run.json``.
 
     Raises:
-        ValueError: a run that no command made, or of another version of fastrl.
+        ValueError: a run of another command or of a program, or of another version of fastrl.
     """
     recorded = folder.config
     command = recorded.get("command")
@@ -160,9 +160,9 @@ def read_flags(folder: RunFolder, step: int) -> AlignFlags:
 
 @contextlib.contextmanager
 def working_directory(folder: RunFolder) -> Iterator[None]:
-    """Context in the working directory of a run, by which the paths of its model, of an adapter's
-    base and of users' files are found. Where it is gone this process stays in its own, with a
-    warning if the model is not there either."""
+    """Context in the working directory of a run, from which the paths of its model, of an adapter's
+    base and of users' files start. If it is gone, this process keeps its own working directory,
+    with a warning if the model is not there either."""
     cwd, model = os.getcwd(), folder.config.get("job", {}).get("model", "")
     start = folder.config.get(STARTED_IN, cwd)
     if not Path(start).is_dir():
@@ -196,10 +196,10 @@ def unflattened(settings: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name, value in settings.items():
         *path, last = name.split("/")
-        place = nested
-        for each in path:
-            place = place.setdefault(each, {})
-        place[last] = value
+        inner = nested
+        for key in path:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
     return nested
 
 

@@ -85,8 +85,8 @@ def defaults_of(folder: RunFolder) -> dict[str, Any]:
     kinds = [getattr(importlib.import_module(f"fastrl.{module}"), name) for name in names]
     defaults = {}
     for field in (field for kind in kinds for field in dataclasses.fields(kind)):
-        made: Any = field.default_factory
-        defaults[field.name] = field.default if made is dataclasses.MISSING else made()
+        factory: Any = field.default_factory
+        defaults[field.name] = field.default if factory is dataclasses.MISSING else factory()
     return defaults
 
 
@@ -106,7 +106,7 @@ def _target(runs: Sequence[RunFolder], output: str | None) -> RunFolder:
         return runs[0]
     target = RunFolder(runs[0].path.parent / "report" if output is None else output)
     target.check()
-    is_theirs = len(runs) == 1 and runs[0].path.resolve() == target.path.resolve()
-    if target.metrics.exists() and not is_theirs:
+    is_the_run = len(runs) == 1 and runs[0].path.resolve() == target.path.resolve()
+    if target.metrics.exists() and not is_the_run:
         raise UsageError(f"{target.name} is a run's own folder: name another with --output")
     return target

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from rich.table import Table
 
-LENGTH = "length"  # a column that is not in the ledger: tokens of the completion
+LENGTH = "length"  # a column that is not in the ledger: the completion's number of tokens
 _DRAW_NOTHING = ("sft", "reward", "SFTTrainer", "RewardTrainer", "DPOTrainer", "KTOTrainer")
 _ORDERS = {"step": "step", "reward": "reward", "length": LENGTH}
 _SHOWN = ("step", "sample", "reward", LENGTH, "finish_reason", "prompt", "completion")
-_LONGEST = 12  # numbers of a list that are shown
+_LONGEST = 12  # elements of a list that are shown
 _TEXTS = {"prompt": 2, "completion": 4}  # columns of texts, and their shares of the width
 
 
@@ -34,8 +34,8 @@ def run_samples(arguments: Sequence[str]) -> None:
     exported = None if flags.export is None else Path(flags.export)
     columns = flags.columns.split(",") if flags.columns else None
     top = flags.top or (10 if exported is None else None)
-    one = flags.step is not None and flags.sample is not None
-    if columns is None and not one and exported is None:
+    is_single = flags.step is not None and flags.sample is not None
+    if columns is None and not is_single and exported is None:
         columns = list(_SHOWN)
     in_order = exported is not None and flags.sort is None
     rows, count = choose(
@@ -52,7 +52,7 @@ def run_samples(arguments: Sequence[str]) -> None:
         write_rows(rows, exported)
         console.print(f"{rows.num_rows} samples: {exported}")
         return
-    console.print(record_table(rows) if one and flags.columns is None else _table(rows))
+    console.print(record_table(rows) if is_single and flags.columns is None else _table(rows))
     if rows.num_rows < count:
         console.print(f"{rows.num_rows} of {count} samples; --top shows more")
 
@@ -104,7 +104,7 @@ def ledger_of(run: str) -> Path:
     """The folder of a run's ledger.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the run has no ledger.
     """
     folder = RunFolder(run)
     if folder.ledger.is_dir():
@@ -152,8 +152,8 @@ def choose(
             raise ValueError(f"--sample {sample}: {where} has no such sample; the first is 0")
     order = "ascending" if reverse else "descending"
     # Equal samples stand with the latest step first, in the step's order; NaN is last either way.
-    then = [] if key == "step" else [("step", "descending")]
-    chosen = in_steps.sort_by([(key, order), *then, ("sample", "ascending")]).slice(0, top)
+    ties = [] if key == "step" else [("step", "descending")]
+    chosen = in_steps.sort_by([(key, order), *ties, ("sample", "ascending")]).slice(0, top)
     wanted = list(zip(chosen["step"].to_pylist(), chosen["sample"].to_pylist(), strict=True))
     steps = [step for step, _ in wanted]
     names = None if columns is None else [*columns, "step", "sample"]
@@ -167,7 +167,7 @@ def choose(
 def _with_length(
     folder: Path, names: Sequence[str] | None, first: int, last: int | None
 ) -> pa.Table:
-    """Reads a ledger's rows as :func:`read_ledger` does, and adds a column of lengths if asked."""
+    """Reads a ledger's rows as :func:`read_ledger` does, with lengths if ``names`` has "length"."""
     import pyarrow.compute as pc
 
     if names is None or LENGTH not in names:
@@ -213,6 +213,6 @@ def _shown(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, list):
-        more = f" … ({len(value)})" if len(value) > _LONGEST else ""
-        return " ".join(map(_shown, value[:_LONGEST])) + more
+        length = f" … ({len(value)})" if len(value) > _LONGEST else ""
+        return " ".join(map(_shown, value[:_LONGEST])) + length
     return f"{value:.4g}" if isinstance(value, float) else str(value).strip()
