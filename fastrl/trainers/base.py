@@ -84,26 +84,25 @@ class BaseTrainer(OpenTrainer):
     subclasses add in :meth:`own_state`, and what must be the same in the run that resumes. It is
     written to another folder, gets a manifest, and then its name.
 
-    It is written where a resumed run begins its next step alike: at an epoch's end behind its
-    evaluation, and where :meth:`at_rest` says so. After an exception, see
-    :class:`fastrl.trainers.driver.Driver`, by all processes where all have left :meth:`agreed`
-    work, else that before a step by the main one alone, without the others' random states.
+    Checkpoints are written where a resumed run's next step is the same: after an epoch's evaluation
+    and where :meth:`at_rest` is true. After an exception (see
+    :class:`fastrl.trainers.driver.Driver`) all processes write one if each has raised it in
+    :meth:`agreed`; else the main process alone saves the state before the step, without the other
+    processes' random states.
 
-    A run of several processes goes on with another number of them, where all together still have as
-    many samples in a step: with the same examples in the same steps.
+    A run may go on with another number of processes if a step still has as many samples in all of
+    them together; its steps then have the same examples.
 
     Attributes:
         kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
         run_folder: the folder of a command's run, whose metrics continue those of the checkpoint.
         saves_when_it_fails: whether an exception saves a checkpoint; by default if any are saved.
-        computed_columns: columns that the trainer adds to data sets, equal up to rounding.
-        method: what the model card says of how the model was trained.
+        computed_columns: columns that the trainer adds to data sets; fingerprints leave them out.
+        method: the training method that the model card names.
         products: the libraries by which a CPU multiplies matrices.
 
     Raises:
-        ValueError: fp16 mixed precision of float16 weights; offload_optimizer for an optimizer that
-            does not step in host memory; either with DeepSpeed, which has its own; FSDP1; FSDP of
-            four-bit weights.
+        ValueError: fp16 mixed precision of float16 weights; FSDP1; FSDP of four-bit weights.
     """
 
     args: Any
@@ -148,12 +147,12 @@ class BaseTrainer(OpenTrainer):
         self.products = Products(self.processes)
 
     def _place_of_run(self) -> RunPlace:
-        """Where the training that is going on is; each has a place of its own."""
+        """The place of the training that is going on; each :meth:`train` makes a new one."""
         return self._run
 
     def add_first(self, callback: TrainerCallback) -> None:
-        """Adds a callback before the user's: what it does belongs to a step whose state is saved
-        where one of theirs fails."""
+        """Adds a callback before the user's callbacks: if one of these fails, the state that is
+        saved has what this callback does."""
         self.callback_handler.callbacks.insert(1, callback)  # behind FirstToKnow
 
     @property
@@ -174,7 +173,7 @@ class BaseTrainer(OpenTrainer):
         }
 
     def own_settings(self) -> dict[str, Any]:
-        """Settings that are not in ``args``; a run that resumes with other ones gets a warning."""
+        """Settings that are not in ``args``; a run that resumes with other values warns of them."""
         return self.own_code()
 
     def own_code(self) -> dict[str, Any]:
@@ -182,13 +181,13 @@ class BaseTrainer(OpenTrainer):
         return {}
 
     def own_state(self) -> dict[str, Any]:
-        """A tree of tensors and plain values for a checkpoint."""
+        """What a checkpoint keeps for this trainer, as a tree of tensors and plain values."""
         metrics = self._metrics["train"].state()
         return {"metrics": metrics, "steps": self.finite_steps.state()}
 
     def samples_of_all(self) -> tuple[int, str]:
-        """The number of samples in a step of all processes, which must stay the same when their
-        number changes, and the settings whose product it is."""
+        """The number of samples in a step of all processes, which a run that resumes with another
+        number of processes must keep; and the settings whose product it is, as a text."""
         args = self.args
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return (
@@ -210,8 +209,8 @@ class BaseTrainer(OpenTrainer):
         was given.
 
         Args:
-            resumed: the checkpoint's "own", its :meth:`own_state`, and "place", how many
-                "minibatches" of the "epoch" are behind. None: the run begins.
+            resumed: the checkpoint's "own", its :meth:`own_state`, and "place", the "epoch" and how
+                many of its "minibatches" are done. None: the run begins.
         """
         metrics = self._metrics["train"] = MetricMeans(self.metric_differences)
         self.finite_steps.load(None if resumed is None else resumed["own"]["steps"])
@@ -230,11 +229,11 @@ class BaseTrainer(OpenTrainer):
             metrics.count("num_tokens", saved["tokens"])
 
     def own_mark(self) -> dict[str, Any]:
-        """What a step changes of the own state before it updates the weights."""
+        """The part of :meth:`own_state` that a step changes before it updates the weights."""
         return {"metrics": self._metrics["train"].mark()}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
-        """Makes the own state that of a mark."""
+        """Sets :meth:`own_state` back to what it was when :meth:`own_mark` returned ``mark``."""
         self._metrics["train"].rewind(mark["metrics"])
 
     def at_rest(self) -> bool:
@@ -258,21 +257,22 @@ class BaseTrainer(OpenTrainer):
 
         Raises:
             FileNotFoundError: there is no such folder, or no checkpoint in it.
+            ValueError: offload_optimizer with FSDP2, or with an optimizer that does not step in
+                host memory.
             BadCheckpoint: a ValueError: a checkpoint that is damaged, or that another trainer,
                 model or data set made; nothing has changed then.
-            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved; the
-                second is also a SystemExit, with status 143.
+            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved;
+                after SIGTERM it is also a SystemExit, with status 143.
         """
         if self._says_precision and self.is_world_process_zero():
             tqdm.write(BY_DEFAULT)
         self._says_precision = False
         with self.products.on(*self.models_at_work()):
-            found = self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        return found._replace(training_loss=found.metrics.get("train_loss", found.training_loss))
+            output = self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 
     def models_at_work(self) -> Sequence[nn.Module | None]:
-        """The models that training runs and that have their products measured as it begins; others
-        are as they are first run."""
+        """The models whose linear layers :attr:`products` computes during training."""
         return ()
 
     def _train(self, resume: str | Path | bool | None, trial: Any, *rest: Any) -> Any:
@@ -361,8 +361,8 @@ class BaseTrainer(OpenTrainer):
             run.restore_draws()
         if self.args.should_save:
             saves = self.args.save_strategy != SaveStrategy.NO
-            given = run.checkpoint, run.resumed, self.checkpoints, self.run_folder
-            clear_the_way(*given, saves=saves)
+            arguments = run.checkpoint, run.resumed, self.checkpoints, self.run_folder
+            clear_the_way(*arguments, saves=saves)
         norm, rate = (state or {}).get("latest") or (None, None)
         self.go_on_behind(norm, rate, run.ignored)
         if state is not None and state.get("due"):
@@ -370,8 +370,8 @@ class BaseTrainer(OpenTrainer):
         self._mark()
 
     def _conclude_due(self, state: Mapping[str, Any]) -> None:
-        """Logs and evaluates behind the step of a checkpoint what an exception has kept from being
-        logged and evaluated; with the generators as they were then."""
+        """Does the logging and evaluation after a checkpoint's step that an exception prevented,
+        with the generators in the states that they had then."""
         run, control, due = self._run, self.control, state["due"]
         restore_random_state(state["random"])
         control.should_log, control.should_evaluate = due["log"], due["evaluate"]
@@ -396,7 +396,7 @@ class BaseTrainer(OpenTrainer):
             self._mark()  # what was logged is not logged again, even if a callback fails
         super().log(logs, start_time)
         if self._run.behind_step:
-            self._mark()  # nor if what follows fails, such as an evaluation
+            self._mark()  # nor is it if a later part fails, such as an evaluation
         older = len(self.state.log_history) - KEPT_LOGS
         if older > 0:
             if not self._run.forgets:
@@ -413,15 +413,15 @@ class BaseTrainer(OpenTrainer):
             return super().training_step(model, inputs, *args, **kwargs)
 
     def offloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Context of a pass whose activations are kept in host memory, where that is asked for."""
+        """Context of a pass: ``activation_offloading`` keeps its activations in host memory."""
         return self._offloading(self.accelerator.unwrap_model(model))
 
     def own_draws(self) -> contextlib.AbstractContextManager[None]:
         """Context of a pass: what it draws, such as dropout's masks, depends on seed, step, pass
         and process, whatever rewards and callbacks have done to torch's generators."""
-        place = self.state.global_step, self._run.passes, self.processes.index
+        key = self.state.global_step, self._run.passes, self.processes.index
         self._run.passes += 1
-        return drawing_from(seed_at(self.args.seed, "pass", *place), self.args.device)
+        return drawing_from(seed_at(self.args.seed, "pass", *key), self.args.device)
 
     def before_update(self, model: nn.Module, norm: Any) -> None:
         loss = self.loss_since_log
@@ -429,9 +429,9 @@ class BaseTrainer(OpenTrainer):
             return
         assert self._run.loss is not None
         loss.copy_(self._run.loss)
-        if self.accelerator.scaler is None:  # which needs gradients, and leaves the step out itself
+        if self.accelerator.scaler is None:  # a scaler needs gradients, and skips the step itself
             for parameter in model.parameters():
-                parameter.grad = None  # the optimizer passes over such weights
+                parameter.grad = None  # the optimizer passes over weights without gradients
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.prepare_weights()
@@ -444,7 +444,7 @@ class BaseTrainer(OpenTrainer):
 
     @property
     def of_a_command(self) -> bool:
-        """Whether a command of fastrl's shows the run: nobody wrote its settings for TRL."""
+        """Whether a command of fastrl's shows the run; then its settings were not made for TRL."""
         return any(isinstance(x, LossProgress) for x in self.callback_handler.callbacks)
 
     def plan(
@@ -459,8 +459,8 @@ class BaseTrainer(OpenTrainer):
         of this trainer is run or changed.
 
         Args:
-            prompt_tokens, response_tokens: of the longest, at least 2.
-            passes: plans with these; by default as the settings say.
+            prompt_tokens, response_tokens: tokens of the longest prompt and response, at least 2.
+            passes: the size of passes in the plan; by default that of the settings.
             device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
 
         Returns:
@@ -478,7 +478,7 @@ class BaseTrainer(OpenTrainer):
         passes.set_in(self.args)
 
     def prepare_weights(self) -> None:
-        """Spreads the weights where FSDP2 is asked for."""
+        """Spreads the weights over the processes if the run uses FSDP2."""
         if self.is_fsdp_enabled and not is_spread(plain_model(self.accelerator, self.model)):
             self.note_prepared(spread_by_accelerate(self.accelerator, self.model))
 
@@ -487,8 +487,8 @@ class BaseTrainer(OpenTrainer):
         return class_and_keywords(args, model)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        # accelerate finds an optimizer's weights by addresses, which weights without memory lack
-        # before.
+        # accelerate finds an optimizer's weights by their addresses: before they are spread, those
+        # without memory have none.
         self.prepare_weights()
         self.optimizer = super().create_optimizer(model)
         # DeepSpeed has masters of its own; some optimizers step weights in the backward pass.
@@ -544,8 +544,8 @@ class BaseTrainer(OpenTrainer):
     # Model and card.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves model and tokenizer, and a model card where there is none; called by users, uploads
-        them where ``push_to_hub`` asks for it."""
+        """Saves model and tokenizer, and a model card where there is none; if a user calls it and
+        ``push_to_hub`` is set, also uploads them."""
         folder = Path(output_dir or self.args.output_dir)
         with contextlib.ExitStack() as stack:
             if self.args.should_save:
@@ -573,9 +573,9 @@ class BaseTrainer(OpenTrainer):
         """Writes ``README.md`` to the output folder.
 
         Args:
-            language: of the texts, as the Hub names it.
-            license: by default that of the base model, where it names one.
-            tags: one or several, beside fastrl's.
+            language: the texts' language, as the Hub names it.
+            license: the license's id; by default the base model's, where it names one.
+            tags: a tag or several, beside fastrl's.
             model_name: by default the folder's name; ``hub_model_id`` takes precedence.
             finetuned_from: the base model, if the model does not name one.
             dataset_tags, dataset_name: the data sets, by transformers' name and by TRL's; the card
@@ -602,7 +602,7 @@ class BaseTrainer(OpenTrainer):
         """Writes the model card to a folder.
 
         Args:
-            told: what else it says, see :class:`fastrl.run.model_card.Training`.
+            told: further keyword arguments of :class:`fastrl.run.model_card.Training`.
         """
         model, history = self.accelerator.unwrap_model(self.model), self.state.log_history
         told = {"method": self.method, "settings": self.card_settings(), **told}
@@ -612,11 +612,11 @@ class BaseTrainer(OpenTrainer):
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """Context of work between two steps that each process does by itself: if it fails in one,
-        it fails in all, and the state before it can be saved.
+        """Context of work between two steps that each process does by itself: if it fails in one
+        process, it fails in all, and the state before it can be saved.
 
         Raises:
-            PeerFailed: another process raised an exception; names both.
+            PeerFailed: another process raised an exception; the message names both.
         """
         error: Exception | None = None
         try:
@@ -682,12 +682,12 @@ class BaseTrainer(OpenTrainer):
 
     def save_to_stop(self) -> None:
         """Saves the state of a run that stops, also where ``save_strategy="best"`` has not."""
-        there = self.processes.from_main(self._is_there(self.state.global_step))
-        if self.saves_when_it_fails and not there:
+        is_saved = self.processes.from_main(self._is_there(self.state.global_step))
+        if self.saves_when_it_fails and not is_saved:
             self.save_checkpoint()
 
     def stopped(self) -> Stopped:
-        """What a run raises that was asked to stop."""
+        """The exception of a run that was asked to stop; its message names the checkpoint."""
         step = self.state.global_step
         if not self._is_there(step):
             return Stopped(f"stopped after step {step}; its state is not saved")
@@ -715,8 +715,8 @@ class BaseTrainer(OpenTrainer):
             self.push_checkpoint(self.checkpoints.path(step))
 
     def store_flos(self) -> None:
-        """Adds what was computed since the last call, by all processes; the main process alone
-        counts as much for each."""
+        """Adds the floating-point operations of all processes since the last call. A main process
+        that saves alone counts its own for each process."""
         if self._run.alone:
             self.state.total_flos += self.current_flos * self.processes.count
             self.current_flos = 0
@@ -728,7 +728,7 @@ class BaseTrainer(OpenTrainer):
 
     def _state(self) -> dict[str, Any]:
         run, folder = self._run, self.run_folder
-        # A run that has all its steps also leaves its last epoch, though not at its end.
+        # A run that has all its steps leaves its last epoch, often before the epoch's end.
         cut = self.control.should_training_stop and self.state.epoch % 1 != 0
         return {
             "identity": run.identity or self.identity(),
@@ -773,12 +773,12 @@ class BaseTrainer(OpenTrainer):
         if run.alone and not self.args.should_save:
             return None
         newest = next(reversed(self.checkpoints.paths()), None)
-        # With these transformers asks the other processes for what it saves.
+        # With FSDP and DeepSpeed transformers asks the other processes for what it saves.
         needs_others = self.is_fsdp_enabled or self.is_deepspeed_enabled
         needs_others = needs_others or run.behind_step  # for the others' losses of that step
         if not (run.between_steps and mark["at_rest"]) or (run.alone and needs_others):
-            there = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
-            raise StateLost(there)
+            left = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
+            raise StateLost(left)
         if not step or newest == self.checkpoints.path(step):
             return None
         restore_random_state(mark["random"])

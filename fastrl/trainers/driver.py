@@ -14,7 +14,7 @@ from fastrl.user_code import exits_are_errors
 
 
 class StateLost(Exception):
-    """The state before a step that failed is not there any more; the message says what is."""
+    """The state before a step that failed is lost; the message names the last checkpoint."""
 
 
 class Driven(Protocol):
@@ -31,10 +31,10 @@ class Driven(Protocol):
         """Records the step, and evaluates and saves where that is due.
 
         Args:
-            stops: the run is asked to stop, and saves before.
+            stops: whether the run is asked to stop, and must be saved before.
 
         Returns:
-            whether that may have taken long: it evaluated or saved.
+            whether this may have taken long: whether it evaluated or saved.
         """
 
     def can_rest(self) -> bool:
@@ -47,14 +47,14 @@ class Driven(Protocol):
         """Saves the state, where :meth:`conclude` has not."""
 
     def stopped(self) -> Stopped:
-        """What a run raises that was asked to stop; says where its state is."""
+        """The exception of a run that was asked to stop; its message says where its state is."""
 
     def save_before(self, error: BaseException) -> Path | None:
-        """Goes back to the last state that is whole, and saves it, where checkpoints are written
-        and it is not there yet; returns the checkpoint.
+        """Goes back to the last whole state and saves it, unless it is saved already or no
+        checkpoints are written; returns the checkpoint, or None if it saved nothing.
 
         Raises:
-            StateLost: the weights are not those of that state any more.
+            StateLost: the weights have changed since that state.
         """
 
 
@@ -62,8 +62,8 @@ class Driver:
     """Drives a run: each step is fed, learned, recorded, evaluated and saved, in this order.
 
     Ctrl-C and SIGTERM wait for a step's end, in all processes. After an exception in a step that
-    has not changed the weights the state before it is saved, and after one in what follows a step,
-    such as its evaluation, the state behind it.
+    has not changed the weights, the state before the step is saved; after an exception in what
+    follows a step, such as its evaluation, the state after the step.
     """
 
     def __init__(self, run: Driven):
@@ -74,8 +74,8 @@ class Driver:
         """Context of the whole run.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved; the
-                second is also a SystemExit, with status 143.
+            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved;
+                after SIGTERM it is also a SystemExit, with status 143.
         """
         with stop_at_a_steps_end():
             try:
@@ -99,8 +99,8 @@ class Driver:
                 break
 
     def conclude(self) -> None:
-        """Records, evaluates and saves, and stops the run where that was asked for and a run could
-        be resumed."""
+        """Records, evaluates and saves; raises :class:`Stopped` if the run was asked to stop and
+        can be resumed from here."""
         run, stops = self.run, self._stop_is_asked()
         took_long = run.conclude(stops=stops)
         if run.can_rest() and (stops or (took_long and self._stop_is_asked())):
@@ -111,7 +111,7 @@ class Driver:
         return self.run.processes.any(asked())
 
     def _save_before(self, error: BaseException) -> None:
-        """Saves the last state that is whole, and tells of it; the error is raised all the same."""
+        """Saves the last whole state, and warns of where it is, or why it was not saved."""
         name = type(error).__name__
         try:
             saved = self.run.save_before(error)

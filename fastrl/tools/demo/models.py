@@ -51,7 +51,7 @@ def build_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 def train_language_model(
     tokenizer: PreTrainedTokenizerFast, reviews: Sequence[Review], steps: int, folder: RunFolder
 ) -> GPT2LMHeadModel:
-    """A small GPT-2 model, trained on the reviews, each followed by EOS."""
+    """Trains a small GPT-2 model on the reviews, each followed by EOS; returns it in eval mode."""
     model = GPT2LMHeadModel(_gpt2_config(tokenizer))
     held_out = len(reviews) // 16
     texts = Dataset.from_dict({"text": [review.text for review in reviews]})

@@ -206,7 +206,7 @@ def _clause(rng: random.Random, mood: str) -> str:
 
 
 def _description(rng: random.Random, mood: str) -> str:
-    """An adjective of that mood, or two of them, or one with an adverb or a negator."""
+    """One or two adjectives of the mood, one with an adverb, or a negated one of the opposite."""
     first, second = rng.sample(_MOODS[mood].adjectives, 2)
     draw = rng.random()
     if draw < 0.25:

@@ -19,16 +19,15 @@ ILLNESS, NOTE = "illness", "note"
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """An illness of a run, or something worth a look, that a check reports.
 
     Args:
         figures: the numbers that show it, with their steps.
         advice: what to change.
         severity: "illness": training does not do what it is for, or its result cannot be used; or
             "note": worth a look.
-        name, metrics, page: the check's, filled in by :func:`examine`; the page of the documents
-            says more.
-        stage: the stage of the run in which it was found; None: the run itself.
+        name, metrics, page: those of the check, see :class:`Check`; :func:`examine` fills them in.
+        stage: the stage of the run that it is about; None: the run itself.
     """
 
     figures: str
@@ -46,9 +45,9 @@ class Check:
 
     Args:
         metrics: names of metrics, at least one of which must have been recorded.
-        least: how often one must have been recorded, for a judgement.
-        unless: names of earlier checks; an illness that one of them finds is the cause, and is
-            told alone.
+        least: how often one of the metrics must have been recorded, for a judgement.
+        unless: names of earlier checks; this check is left out where one of them finds an illness,
+            which is the cause.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Check:
 
     @property
     def page(self) -> str:
-        """The place in the documents that says more: a heading of the FAQ has the check's name."""
+        """The path of the documents' page that says more, at the check's heading of the FAQ."""
         return f"docs/faq.md#{self.name.lower().replace(' ', '-')}"
 
 
@@ -238,7 +237,7 @@ def _exploding_kl_per_token(curve: Series) -> Finding | None:
     )
 
 
-_FEW_STEPS = 8  # in fewer small updates have not gone far, and the reward says little
+_FEW_STEPS = 8  # in fewer steps small updates do not go far, and the reward says little
 _NO_KL = 1e-3  # nats per sequence: a run that is worth its time is soon far above
 
 
@@ -416,7 +415,7 @@ def _reward_falls(run: RunCurves) -> Finding | None:
         fall = held_out.values[0] - held_out.values[-1]
         if fall <= 3 * math.hypot(sems.values[0], sems.values[-1]):
             return None
-        if _rises(training):  # another illness
+        if _rises(training):  # the check "held-out reward falls" reports it
             return None
         figures = (
             f"held-out reward {held_out.values[0]:.3g} at step {held_out.steps[0]:g}, "
@@ -507,8 +506,8 @@ def _samples(run: RunCurves) -> bool:
 def _where(curve: Series) -> str:
     steps = [step for step, value in zip(curve.steps, curve.values, strict=True) if value]
     shown = ", ".join(f"{step:g}" for step in steps[:5])
-    more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
-    return f"step{'s' if len(steps) > 1 else ''} {shown}{more}"
+    rest = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
+    return f"step{'s' if len(steps) > 1 else ''} {shown}{rest}"
 
 
 @check("non-finite numbers", "ppo/nonfinite_minibatches", "learning_rate", least=1)
@@ -538,8 +537,8 @@ def _nonfinite(run: RunCurves) -> Finding | None:
 @check("exploding gradients", "ppo/grad_norm", "grad_norm", least=8)
 def _exploding_gradients(run: RunCurves) -> Finding | None:
     curve = run.read(["ppo/grad_norm", "grad_norm"])
-    # In groups of equal scores gradients are 0, which say nothing about the size of the others. A
-    # head that starts at 0 has small ones at first: a factor of 10 is no illness.
+    # Gradients of groups with equal scores are 0, and say nothing about the size of others. A head
+    # that starts at 0 has small gradients at first: a factor of 10 is no illness.
     start, end, middle = (
         statistics.median([x for x in part.values if x > 0] or [0.0])
         for part in (curve.start(), curve.end(), curve)

@@ -65,7 +65,7 @@ def draw(runs: Sequence[RunCurves], *, title: str) -> Figure:
 
 
 def draw_alone(panel: Panel | TimePanel, runs: Sequence[RunCurves]) -> tuple[Figure, list[Name]]:
-    """Draws one panel without its heading; and the names that belong into its legend."""
+    """Draws one panel without its heading; returns the figure and the entries of its legend."""
     with _style():
         figure = _new_figure()
         names = draw_panel(figure.subplots(), panel, runs)
@@ -74,12 +74,12 @@ def draw_alone(panel: Panel | TimePanel, runs: Sequence[RunCurves]) -> tuple[Fig
 
 
 def run_names(runs: Sequence[RunCurves]) -> list[Name]:
-    """The runs' names and colours, where there are several."""
+    """An entry of a legend for each run, with its name and colour."""
     return [Name(visible(run.name), COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)]
 
 
 def draw_panel(axes: Axes, panel: Panel | TimePanel, runs: Sequence[RunCurves]) -> list[Name]:
-    """Draws a panel's curves and axes; returns the names of its lines."""
+    """Draws a panel's curves and axes; returns the entries of its legend."""
     from matplotlib.ticker import MaxNLocator
 
     axes.spines[["top", "right"]].set_visible(False)
@@ -136,7 +136,7 @@ def _draw_line(axes: Axes, curve: Series, sems: Series, style: str, colour: str)
 
 
 def _show_zero(axes: Axes, zero: str, lowest: float, highest: float) -> None:
-    """Lets the axis begin at 0, or draws a line there."""
+    """Lets the axis begin at 0, or draws a line there, if 0 is near or ``zero`` is "always"."""
     shown = zero == "always" or min(abs(lowest), abs(highest)) < highest - lowest
     if not shown and not lowest < 0 < highest:
         return
@@ -147,7 +147,7 @@ def _show_zero(axes: Axes, zero: str, lowest: float, highest: float) -> None:
 
 
 def _draw_times(axes: Axes, panel: TimePanel, runs: Sequence[RunCurves]) -> list[Name]:
-    """The phases of one run as layers, or the whole steps of several as lines."""
+    """Draws the phases of one run as layers, or the whole steps of several runs as lines."""
     names, points = [], []
     for run, (_, run_colour, _) in zip(runs, run_names(runs), strict=True):
         timed = [row for row in run.rows if any(key in row for key in panel.keys)]
@@ -181,9 +181,9 @@ def _draw_layer(
 
 
 def _cut_slow_steps(axes: Axes, points: list[tuple[float, float]]) -> list[Name]:
-    """Ends the axis above all but the few slowest steps, such as the first one, which would squeeze
-    the others; those get a mark at the edge, and the slowest its time."""
-    usual, (slowest, at) = points[int(0.95 * (len(points) - 1))][0], points[-1]
+    """Ends the axis above all but the few slowest steps, such as the first, which would squeeze the
+    others: they get a mark at the edge, and the slowest its time. ``points`` are sorted."""
+    usual, (slowest, slowest_step) = points[int(0.95 * (len(points) - 1))][0], points[-1]
     if slowest <= 2.5 * usual:
         axes.set_ylim(0, 1.08 * slowest or None)
         return []
@@ -195,10 +195,10 @@ def _cut_slow_steps(axes: Axes, points: list[tuple[float, float]]) -> list[Name]
     middle = (min(step for _, step in points) + max(step for _, step in points)) / 2
     axes.annotate(
         f"{slowest:.3g} s",
-        (at, edge),
-        (6 if at <= middle else -6, 0),
+        (slowest_step, edge),
+        (6 if slowest_step <= middle else -6, 0),
         textcoords="offset points",
-        ha="left" if at <= middle else "right",
+        ha="left" if slowest_step <= middle else "right",
         va="center",
         fontsize=9,
     )
@@ -249,7 +249,7 @@ def _set_heading(axes: Axes, title: str, legend: list[list[Name]]) -> None:
 def _packed(
     rows: list[list[Name]], size: float, corner: str, place: tuple[float, float], unit: Any
 ) -> Artist:
-    """Rows of names in their colours, with a corner at a place."""
+    """Rows of a legend's entries, whose ``corner`` is at ``place`` in the transform ``unit``."""
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea, VPacker
 
     texts: list[list[Artist]] = [

@@ -38,7 +38,7 @@ class NotableSamples:
     """Notable samples of a run, the most notable of each kind first, and no text twice in a kind.
 
     Args:
-        source: what they are samples of.
+        source: what samples these are, for their heading.
         kinds: "first", "best", "worst" and "longest".
     """
 
@@ -78,7 +78,7 @@ def _choose(samples: Iterable[Sample], count: int) -> dict[str, list[Sample]]:
             text = (sample.prompt, sample.completion)
             if all((other.prompt, other.completion) != text for _, other in best):
                 best.append((rank, sample))
-                best.sort(key=lambda pair: pair[0])  # stable: of equal ones the earlier
+                best.sort(key=lambda pair: pair[0])  # stable: of equal ranks the earlier is first
                 del best[count:]
     return {kind: [sample for _, sample in best] for kind, best in chosen.items()}
 

@@ -31,7 +31,7 @@ class Comparison:
     before_sem: float
     after: float
     after_sem: float
-    kl: float  # NaN without a reference
+    kl: float  # after training, to the reference, in nats per sequence; NaN without a reference
 
     @classmethod
     def of(cls, before: Evaluation, after: Evaluation) -> Comparison:
@@ -84,7 +84,7 @@ def finish_training(
     *,
     show: int = 8,
 ) -> Comparison | None:
-    """:func:`finish_run` for ``PPOTrainer.train``, with samples and the gain in reward.
+    """Does :func:`finish_run` for ``PPOTrainer.train``, with samples and the gain in reward.
 
     Returns:
         the change in mean reward over the evaluation prompts; None in a run without evaluation.
@@ -106,7 +106,7 @@ def finish_training(
 
 
 def evaluated_prompts(before: Evaluation, after: Evaluation) -> str:
-    """How many prompts were evaluated, and how many of them the means are of."""
+    """A text with the number of prompts, and of those with a reward where some have none."""
     count = len(before.prompts)
     counts = [sum(not math.isnan(x) for x in each.rewards) for each in (before, after)]
     text = f"{count} held-out prompt{'s' if count > 1 else ''}"
@@ -125,15 +125,15 @@ def finish_run(
     """Writes model, samples, summary and report of a run, and prints its results.
 
     Args:
-        save: writes the model to a folder, in the main process.
+        save: writes the model to a folder.
         results: the entries of ``summary.json``.
         lines: further lines to print.
         samples: rows as :func:`pair_samples` makes them.
         show: how many samples to print.
 
     Returns:
-        the contents of ``summary.json``; {} in other processes than the main one, which take part
-        where weights are spread over processes, and write nothing.
+        the contents of ``summary.json``; {} in other processes than the main one, which only call
+        ``save``: it needs them if weights are spread over processes.
     """
     if not is_main_process():
         save(folder.model)
@@ -197,7 +197,7 @@ def write_page(
     """Writes the page of one run or of several, see :mod:`fastrl.tools.reports.html_report`.
 
     Args:
-        defaults: the defaults of a run's settings, by their names.
+        defaults: returns the defaults of a run's settings, by their names.
 
     Returns:
         the path of ``report.html`` in ``target``, which is made if it is not there.

@@ -1,4 +1,4 @@
-"""TrainerFolder: what a trainer has left in its ``output_dir``, read as the folder of a run."""
+"""TrainerFolder: the ``output_dir`` of a trainer, read as the folder of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fastrl.run.checkpoints import OF_TRANSFORMERS, Checkpoints
 from fastrl.run.folder import RunFolder
 
-# The commands' names for those metrics of GRPO and RLOO that mean what commands log.
+# The commands' names for metrics of GRPO and RLOO that commands log, too.
 _NAMES = {
     "reward": "reward/mean",
     "reward_std": "reward/std",
@@ -24,14 +24,14 @@ _LENGTH = "completions/mean_length"  # only trainers that sample log it
 
 
 class TrainerFolder(RunFolder):
-    """The ``output_dir`` of a trainer in a program of one's own, TRL's included, to be read.
+    """The ``output_dir`` of a trainer of fastrl's or TRL's in a user's program, to be read.
 
     The metrics are those that transformers keeps in the ``trainer_state.json`` of a checkpoint, or
-    of ``save_state()``: the one with the most steps has them all up to there. Settings are known
-    where a trainer of fastrl wrote the checkpoint.
+    of ``save_state()``: the file with the most steps has all metrics up to its step. Settings are
+    known where a trainer of fastrl wrote the checkpoint.
 
     Args:
-        path: the path of the folder that has such a file.
+        path: the folder, with such a file in it or in a checkpoint.
 
     Raises:
         ValueError: a ``trainer_state.json`` that is not transformers'.
@@ -57,14 +57,14 @@ class TrainerFolder(RunFolder):
             ) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """The logs, with the commands' names for what they log, too."""
+        """The logs; those of trainers that sample have the commands' names of metrics."""
         return [
             {_name(key): value for key, value in row.items()} if _LENGTH in row else row
             for row in self._logs
         ]
 
     def summary(self) -> dict[str, Any]:
-        """The steps, and the latest figures of evaluations and of the whole training."""
+        """The number of steps, and the latest metrics of evaluations and of the whole training."""
         figures = {
             key: value
             for row in self._logs
@@ -79,7 +79,7 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
 
     Raises:
         FileNotFoundError: the folder is neither.
-        ValueError: a file that is not what it should be.
+        ValueError: ``run.json`` or ``trainer_state.json`` has other content than it should.
     """
     folder = RunFolder(path)
     if folder.metrics.is_file() or not _states(folder.path):
@@ -88,9 +88,9 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
 
 
 def _states(path: Path) -> list[str]:
-    """The files of transformers' state, by their names in the folder."""
-    places = [path, *Checkpoints(path).paths()]
-    files = [place / OF_TRANSFORMERS.file for place in places]
+    """The files of transformers' state in a folder and its checkpoints, relative to the folder."""
+    folders = [path, *Checkpoints(path).paths()]
+    files = [folder / OF_TRANSFORMERS.file for folder in folders]
     return [str(x.relative_to(path)) for x in files if x.is_file()]
 
 
