@@ -221,16 +221,16 @@ class Samples:
         kinds = {TOKEN} if not tokens else set()
         kinds |= set() if prompts is None else {PROMPT}
         apart = [name for name, column in COLUMNS.items() if column["kind"] in kinds]
-        whole = Samples.joined(processes.objects(self.without(*apart)))
+        joined = Samples.joined(processes.objects(self.without(*apart)))
         if prompts is not None:
-            whole = replace(whole, **prompts.known())
+            joined = replace(joined, **prompts.known())
         if not tokens:
             columns = [name for name in apart if COLUMNS[name]["kind"] == TOKEN]
             others = [name for name in COLUMNS if name not in columns]
             parts = processes.objects_at_main(replace(self.without(*others), stats={}))
             if parts:
-                whole = replace(whole, **Samples.joined(parts).known())
-        return whole
+                joined = replace(joined, **Samples.joined(parts).known())
+        return joined
 
     def to_learn(self) -> Samples:
         """The samples with the columns that an update reads, and no others."""

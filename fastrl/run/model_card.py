@@ -138,14 +138,14 @@ def model_card(
     adapters = _adapters(model, inner)
     four_bits = _four_bits(inner, adapters)
     values = getattr(model, "v_head", None) is not None
-    named = _base_of(inner, adapters)
-    base = named or training.base
+    named_base = _base_of(inner, adapters)
+    base = named_base or training.base
     what, kind, task = _KINDS[_kind(inner)]
     auto, (tokenizes, chats) = f"AutoModelFor{kind}", _tokenizer_in(folder)
     imports = {
-        auto: named or not adapters,
+        auto: named_base or not adapters,
         "AutoTokenizer": tokenizes,
-        "BitsAndBytesConfig": four_bits and named,
+        "BitsAndBytesConfig": four_bits and named_base,
     }
     template = jinja2.Environment(trim_blocks=True).from_string(_TEMPLATE.read_text("utf-8"))
     text = template.render(
@@ -153,8 +153,8 @@ def model_card(
         what=f"{what}, as a {_adapter_name(adapters)}" if adapters else what,
         method=method.title if method else "not recorded",
         base=base,
-        named=named,
-        is_hub_id=_is_hub_id(named),
+        named=named_base,
+        is_hub_id=_is_hub_id(named_base),
         adapted=bool(adapters),
         weights=_weights(adapters, four_bits),
         value_head=_value_head(model, values),
@@ -317,13 +317,13 @@ def license_of(base: str | None) -> dict[str, str]:
         return Path(cached) if isinstance(cached, str) else None
 
     card, config = place("README.md"), place("config.json")
-    named: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     if card is not None and card.is_file():
-        named = read_card(card.parent).data.to_dict()
-    if "license" not in named and config is not None and config.is_file():
-        named = json.loads(config.read_text(encoding="utf-8"))
+        entries = read_card(card.parent).data.to_dict()
+    if "license" not in entries and config is not None and config.is_file():
+        entries = json.loads(config.read_text(encoding="utf-8"))
     keys = ("license", "license_name", "license_link")
-    return {k: named[k] for k in keys if isinstance(named.get(k), str)}
+    return {k: entries[k] for k in keys if isinstance(entries.get(k), str)}
 
 
 def warn_of_unread(**arguments: Any) -> None:

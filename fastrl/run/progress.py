@@ -30,8 +30,8 @@ class ProgressCallback(TrainCallback):
             )
         done = trainer.current_step
         if done:
-            left = f"goes on with step {done + 1} of {done + total_steps}"
-            tqdm.write(f"{self.description} {left if total_steps else _nothing_left(done)}")
+            text = f"goes on with step {done + 1} of {done + total_steps}"
+            tqdm.write(f"{self.description} {text if total_steps else _nothing_left(done)}")
         total = done + total_steps
         self.bar = tqdm(total=total, initial=done, desc=self.description, unit="step")
 

@@ -14,7 +14,7 @@ from fastrl.run.launcher import is_main_process, process_count
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FORWARDED = 5.0  # seconds after Ctrl-C within which a launcher sends it once more to its processes
-_asked: int | None = None  # the signal that came: a process has one set of handlers
+_asked: int | None = None  # the signal that came; global, as a process has one set of handlers
 _asked_at = 0.0
 
 

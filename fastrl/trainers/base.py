@@ -380,18 +380,18 @@ class BaseTrainer(OpenTrainer):
             run.random = random_state()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs means over the steps that were taken, without ``model_preparation_time``, which a
-        resumed run does not measure; the runtime is the sum over the program's starts since the run
-        began."""
+        """Logs means over the steps that updated the weights, without ``model_preparation_time``,
+        which a resumed run does not measure. The runtime is the sum over the program's starts since
+        the run began."""
         self.finite_steps.correct(logs, self.state.global_step - self.begun_at_step)
         for name in [name for name in logs if name.endswith("model_preparation_time")]:
             del logs[name]
         if "train_runtime" in logs and self._run.begun:
-            whole = time.time() - self._run.begun
+            seconds = time.time() - self._run.begun
             for name in ("train_samples_per_second", "train_steps_per_second"):
                 if name in logs:
-                    logs[name] = round(logs[name] * logs["train_runtime"] / whole, 3)
-            logs["train_runtime"] = round(whole, 4)
+                    logs[name] = round(logs[name] * logs["train_runtime"] / seconds, 3)
+            logs["train_runtime"] = round(seconds, 4)
         if self._run.behind_step:
             self._mark()  # what was logged is not logged again, even if a callback fails
         super().log(logs, start_time)
@@ -413,7 +413,7 @@ class BaseTrainer(OpenTrainer):
             return super().training_step(model, inputs, *args, **kwargs)
 
     def offloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Context of a pass: ``activation_offloading`` keeps its activations in host memory."""
+        """Context of a pass; ``activation_offloading`` keeps its activations in host memory."""
         return self._offloading(self.accelerator.unwrap_model(model))
 
     def own_draws(self) -> contextlib.AbstractContextManager[None]:
@@ -454,9 +454,9 @@ class BaseTrainer(OpenTrainer):
         passes: PassSize | None = None,
         device: str | None = None,
     ) -> Plan:
-        """What training on such prompts and responses needs of memory, phase by phase, rollouts
-        included, without rewards or an annotator: from a rehearsal without memory, in which nothing
-        of this trainer is run or changed.
+        """The memory that training on prompts and responses of these lengths needs, by phase, with
+        rollouts, without rewards or an annotator: from a rehearsal, in which nothing of this
+        trainer is run or changed.
 
         Args:
             prompt_tokens, response_tokens: tokens of the longest prompt and response, at least 2.
@@ -651,7 +651,7 @@ class BaseTrainer(OpenTrainer):
         self._mark()
 
     def end_epoch(self) -> None:
-        self._run.restore_draws()  # no batch of the epoch was left
+        self._run.restore_draws()  # needed where no batch of the epoch was left
         super().end_epoch()
         self._driver.conclude()
 

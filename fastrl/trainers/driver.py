@@ -31,7 +31,7 @@ class Driven(Protocol):
         """Records the step, and evaluates and saves where that is due.
 
         Args:
-            stops: whether the run is asked to stop, and must be saved before.
+            stops: whether the run is asked to stop, so that its state is to be saved.
 
         Returns:
             whether this may have taken long: whether it evaluated or saved.

@@ -228,7 +228,7 @@ class Words:
         """
         seen: dict[str, tuple[str, Any]] = {}
         keys: dict[str, dict[str, Any]] = {}
-        left = []
+        rewritten = []
         for name, texts, flag in _flags(words):
             alias = self.aliases.get(name)
             setting = self.settings.get(name, "") if alias is None else alias.setting
@@ -237,13 +237,13 @@ class Words:
             if alias is not None:
                 if not setting:
                     raise ValueError(f"{shown}: {alias.remedy}")
-                now = alias.values.get(value[0], "")
-                if alias.where and not now:
+                mapped = alias.values.get(value[0], "")
+                if alias.where and not mapped:
                     self._refused.append((shown, alias))
-                if now is None:
+                if mapped is None:
                     continue
-                if now:
-                    value, texts, flag = [now], [now], [f"{flag[0]}={now}"]
+                if mapped:
+                    value, texts, flag = [mapped], [mapped], [f"{flag[0]}={mapped}"]
                 flag = [flag[0].replace(flag[0].partition("=")[0], f"--{setting}", 1), *flag[1:]]
             before = seen.setdefault(setting, (shown, value)) if setting else (shown, value)
             if before[0] != shown and before[1] != value:
@@ -256,17 +256,17 @@ class Words:
             if setting in self._objects:
                 self._json[setting] = " ".join(texts)
                 self._keys.pop(setting, None)
-            left += flag
+            rewritten += flag
         for setting, parts in keys.items():
-            held = _object(setting, self._json.get(setting)) if setting in seen else {}
+            in_json = _object(setting, self._json.get(setting)) if setting in seen else {}
             for key, (shown, value) in parts.items():
-                if held.get(key, value) != value:
+                if in_json.get(key, value) != value:
                     raise ValueError(
                         f"{shown} and the {key} of {setting} are one setting, and have two "
                         "values: leave one out"
                     )
                 self._keys.setdefault(setting, {})[key] = value
-        return left
+        return rewritten
 
     def objects(self) -> Iterator[str]:
         """Flags of the JSON settings some of whose keys were given by name, to stand last."""

@@ -268,12 +268,12 @@ def _longest(job: AlignJob, flags: AlignFlags) -> tuple[int, int]:
     """Tokens of the longest prompt and response, for a plan: responses have max_new_tokens online,
     else half of max_length, or of what a pass holds."""
     task = job.learning_task
-    together = task.generations if job.make_loss().learns == "reward model" else 1
-    whole = most_in_a_pass(flags.max_length or 1024, flags.micro_batch_tokens, together)
-    response = min(job.max_new_tokens if task.online else whole // 2, whole - 2)
-    room = whole - (response if task.online else 2)
-    prompt = min(job.max_prompt_length or whole - response, room)
-    return max(2, prompt), max(2, response if task.online else whole - prompt)
+    texts = task.generations if job.make_loss().learns == "reward model" else 1
+    most = most_in_a_pass(flags.max_length or 1024, flags.micro_batch_tokens, texts)
+    response = min(job.max_new_tokens if task.online else most // 2, most - 2)
+    room = most - (response if task.online else 2)
+    prompt = min(job.max_prompt_length or most - response, room)
+    return max(2, prompt), max(2, response if task.online else most - prompt)
 
 
 def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:

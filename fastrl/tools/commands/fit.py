@@ -91,7 +91,7 @@ class FitJob(TrainingJob):
 
     @contextmanager
     def claimed(self, flags: Any) -> Iterator[RunFolder]:
-        """Context in which this run alone has its folder, which it yields; loads nothing yet."""
+        """Context in which this run alone has its folder, which it yields; loads come after."""
         flags.check()
         folder = RunFolder(self.output, {"command": self.command})
         resume = flags.resume_from_checkpoint

@@ -72,9 +72,9 @@ def parse(
         if alias.setting:
             vars(actions[alias.base]).setdefault("also", []).append((name, alias.key))
     flags, words_left = [], list(arguments)
-    others = dict.fromkeys(name for kind in kinds for name in eras_of(kind))
+    of_eras = dict.fromkeys(name for kind in kinds for name in eras_of(kind))
     of_aliases = {name: actions.get(alias.base) for name, alias in words.aliases.items()}
-    names = {**others, **of_aliases, **spellings}
+    names = {**of_eras, **of_aliases, **spellings}
     recipe = early_value("recipe", words_left) if "recipe" in actions else None
     if recipe is not None:
         preset = recipe_of(command, recipe)
@@ -183,7 +183,7 @@ def yaml_settings(path: Path) -> dict[Any, Any]:
     """The settings that a YAML file holds, by name.
 
     Raises:
-        UsageError: the file is not there, is not named .yaml or .yml, or holds no settings.
+        UsageError: the file is not there, is not named .yaml or .yml, or is no YAML of settings.
     """
     import yaml
 

@@ -20,7 +20,7 @@ def longest_text(rows: Any, *columns: str) -> int:
 
 
 def most_in_a_pass(tokens: int, micro_batch_tokens: int | None, texts: int) -> int:
-    """Tokens of each text of an example with so many texts, for a plan: ``tokens``, but no more
+    """Tokens of each text of an example with ``texts`` texts, for a plan: ``tokens``, but no more
     than fit a pass of ``micro_batch_tokens``, as the trainer has refused longer examples."""
     return tokens if micro_batch_tokens is None else min(tokens, micro_batch_tokens // texts)
 
@@ -69,9 +69,9 @@ class RunMemory:
             return
         line_of_plan = self.plan.line()
         if on_gpu:
-            whole = torch.cuda.get_device_properties(self.device).total_memory / GIB
-            line_of_plan += f" of {whole:.0f} GiB"
-            if not self.plan.fits(whole):
+            gpu_gib = torch.cuda.get_device_properties(self.device).total_memory / GIB
+            line_of_plan += f" of {gpu_gib:.0f} GiB"
+            if not self.plan.fits(gpu_gib):
                 line_of_plan += ", which may not fit: fastrl plan names what to change"
             torch.cuda.reset_peak_memory_stats(self.device)
         for line in (line_of_plan, *(f"a guess: {guess}" for guess in self.plan.guesses)):

@@ -180,8 +180,8 @@ class PlannedRun:
         if most is not None:
             return self._tokens / most, self._with_tokens
         if self.job.is_policy_gradient:
-            whole = flags.batch_size / (flags.mini_batch_size * flags.gradient_accumulation_steps)
-            return whole * flags.gradient_accumulation_steps, self._with_larger_batches
+            steps = flags.batch_size / (flags.mini_batch_size * flags.gradient_accumulation_steps)
+            return steps * flags.gradient_accumulation_steps, self._with_larger_batches
         return float("inf"), self._with_larger_batches
 
     def _with_tokens(self, factor: int) -> tuple[str, PlannedRun]:
@@ -213,18 +213,18 @@ class PlannedRun:
     def _smaller_passes(self) -> Iterator[Remedy]:
         cost = "the same gradient in more passes"
         if self.job.is_policy_gradient or self.flags.micro_batch_tokens is not None:
-            whole = self.flags.micro_batch_tokens or self._tokens
-            tokens, part = whole // 2, 2
+            size = self.flags.micro_batch_tokens or self._tokens
+            tokens, part = size // 2, 2
             least = max(self._example, _SMALLEST_POSITIONS)
             while tokens >= least:
                 yield _set(cost, {ACTIVATIONS: 1 / part}, micro_batch_tokens=tokens)
                 tokens, part = tokens // 2, part * 2
             return
-        whole, steps = getattr(self.flags, self._size), self.flags.gradient_accumulation_steps
-        for passes in (2, 4, 8, 16, 32, whole):
-            if whole % passes or passes == 1:
+        size, steps = getattr(self.flags, self._size), self.flags.gradient_accumulation_steps
+        for passes in (2, 4, 8, 16, 32, size):
+            if size % passes or passes == 1:
                 continue
-            smaller = {self._size: whole // passes, "gradient_accumulation_steps": steps * passes}
+            smaller = {self._size: size // passes, "gradient_accumulation_steps": steps * passes}
             yield _set(cost, {ACTIVATIONS: 1 / passes}, **smaller)
 
     def _slower(self) -> Iterator[Remedy]:

@@ -59,7 +59,7 @@ class Series:
 
 
 def series(rows: Sequence[Mapping[str, Any]], *keys: str) -> Series:
-    """The steps and the finite values of the first of these metrics that was recorded."""
+    """The steps and finite values of the first of the metrics ``keys`` that was recorded."""
     for key in keys:
         steps, values = [], []
         for index, row in enumerate(rows):
@@ -80,7 +80,7 @@ class RunCurves:
         name: the run's name, for legends.
         rows: the rows of metrics.jsonl, one per log and one per evaluation.
         stages: rows of the run's earlier stages, by name.
-        kl_ceiling: drawn beside the KL, in nats per sequence.
+        kl_ceiling: a KL in nats per sequence, drawn as a line beside the run's.
         settings: the settings of job and trainer, and the number of "eval_examples".
     """
 
@@ -92,7 +92,7 @@ class RunCurves:
 
     @classmethod
     def of(cls, folder: RunFolder, name: str | None = None) -> RunCurves:
-        """Reads a run's files."""
+        """The curves of a run, read from its files; ``name`` replaces the name of the folder."""
         stages = {stage: each.rows() for stage, each in folder.stages().items()}
         config, summary = folder.config, folder.summary()
         settings = {
@@ -104,7 +104,7 @@ class RunCurves:
         return cls(name or folder.name, folder.rows(), stages, ceiling, settings)
 
     def read(self, keys: Iterable[str], stage: str | None = None) -> Series:
-        """The first of these metrics that the run, or one of its stages, has recorded."""
+        """The first of the metrics ``keys`` that the run, or its stage ``stage``, has recorded."""
         return series(self.rows if stage is None else self.stages.get(stage, ()), *keys)
 
     def metrics(self) -> list[str]:

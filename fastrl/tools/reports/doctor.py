@@ -132,7 +132,7 @@ def examine(run: RunCurves) -> Diagnosis:
     return Diagnosis(tuple(_in_words_of(run, x) for x in findings), tuple(passed), tuple(too_few))
 
 
-# What trainers with TRL's names call settings that advice names.
+# The names in TRL of settings that the checks' advice names.
 _SETTINGS = {
     "init_kl_coef": "beta",
     "max_new_tokens": "max_completion_length",
@@ -144,8 +144,8 @@ def _in_words_of(run: RunCurves, finding: Finding) -> Finding:
     """The finding, with settings by the names that the run has for them."""
 
     def own(name: re.Match[str]) -> str:
-        theirs = _SETTINGS[name[0]]
-        return theirs if theirs in run.settings and name[0] not in run.settings else name[0]
+        trl_name = _SETTINGS[name[0]]
+        return trl_name if trl_name in run.settings and name[0] not in run.settings else name[0]
 
     names = re.compile(rf"\b({'|'.join(_SETTINGS)})\b")
     return replace(

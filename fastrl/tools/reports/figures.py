@@ -36,7 +36,7 @@ class Name(NamedTuple):
 
 
 def draw(runs: Sequence[RunCurves], *, title: str) -> Figure:
-    """Draws all panels that the runs have metrics for: a colour per run, or per metric of one."""
+    """Draws all panels that the runs have metrics for: a colour per run; of one run, per metric."""
     panels = panels_of(runs)
     columns = 2 if len(panels) == 4 else min(_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
@@ -126,7 +126,7 @@ def _draw_lines(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> list[Nam
 
 
 def _draw_line(axes: Axes, curve: Series, sems: Series, style: str, colour: str) -> None:
-    if len(curve.steps) == 1:  # which a line would not show
+    if len(curve.steps) == 1:  # a line would not show a single step
         style = "o"
     if sems:
         sem_at = dict(zip(sems.steps, sems.values, strict=True))
