@@ -285,21 +285,19 @@ def card_settings(config: Any) -> dict[str, Any]:
         always.remove("num_train_epochs")
     idle = idle_settings(config)
     shown = {}
-    for field in dataclasses.fields(config):
-        hidden = (
-            field.name.startswith(_NOT_SHOWN) or field.name.endswith("token") or field.name in idle
-        )
-        if hidden or not field.init:
+    for f in dataclasses.fields(config):
+        hidden = f.name.startswith(_NOT_SHOWN) or f.name.endswith("token") or f.name in idle
+        if hidden or not f.init:
             continue
-        value, default = getattr(config, field.name), field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
+        value, default = getattr(config, f.name), f.default
+        if f.default_factory is not dataclasses.MISSING:
+            default = f.default_factory()
         value, default = (y.value if isinstance(y, enum.Enum) else y for y in (value, default))
         plain = isinstance(value, (str, bool, int, float, list, tuple))
         # A setting that is None by default may have become False or an empty list.
         changed = value != default and (value or default)
-        if plain and (changed or field.name in always) and not os.path.isabs(str(value)):
-            shown[field.name] = value
+        if plain and (changed or f.name in always) and not os.path.isabs(str(value)):
+            shown[f.name] = value
     return shown
 
 
