@@ -27,12 +27,12 @@ BY_DEFAULT = (
 def settle_precision(args: Any, model: Any) -> bool:
     """Sets ``bf16`` where the arguments leave it open; returns whether that is bf16 by default.
 
-    Where an earlier trainer of the process has an Accelerator, its precision is shared: the
-    arguments, which may have been made before it, take it.
+    Where an earlier trainer of the process has made an Accelerator, the arguments take its
+    precision, even if they were made before it.
     """
     if args.bf16 is not None:
         return False
-    device = args.device.type  # may begin the process's Accelerators anew
+    device = args.device.type  # reading it may reset accelerate's state, read below
     shared = shared_precision()
     if shared is not None and not args.fp16 and not args.deepspeed:
         args.bf16, args.fp16, args.mixed_precision = shared == "bf16", shared == "fp16", shared
@@ -52,7 +52,7 @@ def with_kept_state(optimizer: Any, args: Any, *, spread: bool, says: bool) -> A
 
     Args:
         spread: whether FSDP2 spreads the weights.
-        says: tells the user of masters that nobody has asked for.
+        says: whether to print that masters are kept by default.
     """
     # An earlier train() has kept the optimizer, wrapped by accelerate.
     bare = getattr(optimizer, "optimizer", optimizer)
@@ -81,8 +81,8 @@ def drop_masters(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def schedule_by_metric(args: Any) -> Iterator[None]:
-    """Context in which a schedule that reads a metric is made for one that should rise, where it
-    should: transformers makes all of them as if it should fall."""
+    """Context in which a schedule that reads a metric is made for a rising one where
+    ``greater_is_better``; transformers makes all of these schedules for a falling metric."""
     kwargs = args.lr_scheduler_kwargs
     if args.lr_scheduler_type in SCHEDULES_BY_METRIC and args.greater_is_better:
         args.lr_scheduler_kwargs = {"mode": "max", **(kwargs or {})}

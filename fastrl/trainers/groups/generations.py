@@ -1,4 +1,4 @@
-"""How far GRPOTrainer and RLOOTrainer are in what they have sampled."""
+"""The responses that GRPOTrainer and RLOOTrainer learn from, and how many of them were used."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Generations:
 
     Args:
         seed: the run's seed.
-        steps: batches of a generation.
-        iterations: how often each of them is learned from.
+        steps: the number of batches in a generation.
+        iterations: how often each batch is learned from.
 
     Attributes:
-        step: batches that were learned from so far, each time counted.
-        made: generations so far, by mode: "train" and "eval".
+        step: batches learned from so far; one that was learned from twice counts as two.
+        made: the number of generations so far, by mode: "train" and "eval".
         buffer: the batches of the latest generation; None before the first.
     """
 
@@ -36,7 +36,7 @@ class Generations:
         return self.buffer is None or self.step % self.uses == 0
 
     def take(self, whole: Samples) -> None:
-        """Takes the responses of a generation, which are learned from in a drawn order."""
+        """Splits the responses of a generation, in a random order, into the batches to learn."""
         generator = torch.Generator().manual_seed(self.seed_of("order", "train"))
         order = torch.randperm(len(whole), generator=generator).tolist()
         size = len(whole) // self.steps
@@ -48,8 +48,8 @@ class Generations:
         return self.buffer[self.step % self.steps]
 
     def seed_of(self, what: str, mode: str) -> int:
-        """The seed of something in the next generation, the same in all processes, however many
-        there are."""
+        """The seed of the draws named ``what`` in the next generation. It depends neither on the
+        process nor on how many there are."""
         return seed_at(self.seed, what, mode, self.made[mode])
 
     # Checkpoints.
@@ -63,7 +63,7 @@ class Generations:
         }
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from a :meth:`state`, or begins a run."""
+        """Restores what :meth:`state` returned; None begins a run."""
         self.step, self.buffer, self.made["train"] = 0, None, 0
         if state is not None:
             self.step, self.made["train"] = state["step"], state["generations"]
@@ -71,7 +71,7 @@ class Generations:
                 self.buffer = [Samples.of_state(x) for x in state["buffer"]]
 
     def mark(self) -> tuple[Any, ...]:
-        """What a step changes."""
+        """What a step changes, for :meth:`rewind`."""
         return self.step, self.made["train"], self.buffer
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
@@ -79,13 +79,14 @@ class Generations:
 
 
 def between_generations(state: Mapping[str, Any], accumulated: int) -> dict[str, Any]:
-    """The state of a run of another number of processes, from which responses are sampled next.
+    """The state to resume from on another number of processes: responses are sampled first.
 
     Args:
+        state: the :meth:`Generations.state` of one of the processes that saved the checkpoint.
         accumulated: batches of an optimizer step.
 
     Raises:
-        BadCheckpoint: in the midst of responses that the processes have sampled.
+        BadCheckpoint: the latest generation has batches that are not learned from yet.
     """
     uses = state["uses"]
     if state["step"] % uses:

@@ -1,4 +1,4 @@
-"""The order of prompts: each as often as it has responses, and again for each use of these."""
+"""The order of prompts: each is repeated for its responses, and again for each use of these."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from torch.utils.data import Sampler
 
 
 class GroupSampler(Sampler[int]):
-    """Indices of a data set in chunks of ``prompts`` of them: each index ``size`` times in a row,
-    and the whole chunk ``uses`` times, as TRL's RepeatSampler has it. A chunk that would not be
-    full is left out.
+    """Indices of a data set in chunks of ``prompts``: each index ``size`` times in a row, and the
+    whole chunk ``uses`` times, like TRL's RepeatSampler. A chunk that is not full is left out.
 
-    The order of epoch e is that of the seed plus e, so that it does not depend on what was drawn
-    before.
+    Epoch e is shuffled by the seed ``seed + e``, whatever was drawn before.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ def in_groups(stream: Any, size: int, prompts: int = 1, uses: int = 1) -> Any:
     """The rows of a ``datasets.IterableDataset`` in :class:`GroupSampler`'s order, unshuffled.
 
     Raises:
-        ValueError: fewer than ``prompts`` rows, when the end is read.
+        ValueError: as the stream's end is read, if it had fewer than ``prompts`` rows.
     """
 
     def repeat(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:

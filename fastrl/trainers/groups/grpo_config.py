@@ -114,8 +114,8 @@ class GRPOConfig(OnlineConfig):
         self._check_loss(loss_of_grpo(self))
 
     def _settle_batches(self) -> None:
-        """Settles sizes as the base does. In a program for TRL, batches that hold no whole groups
-        count prompts, as they did in TRL 0.14 and 0.15, which alone took them."""
+        """Settles batch sizes. In a program for TRL, a batch size that holds no whole groups counts
+        prompts: only TRL 0.14 and 0.15 accepted such sizes, and they counted prompts."""
         from_batch = (self.generation_batch_size, self.steps_per_generation) == (None, None)
         size = self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
         if from_batch and size % self.num_generations and serves_a_program():
@@ -131,10 +131,10 @@ class GRPOConfig(OnlineConfig):
         super()._settle_batches()
 
     def _check_loss(self, loss: TokenLoss) -> None:
-        """Warns of a ``delta`` that nothing reads, and of a loss that makes no difference.
+        """Warns of a ``delta`` that is not read, and of a user's loss that acts as PPO's clip.
 
         Raises:
-            ValueError: a ``delta`` with a loss of a user's.
+            ValueError: a ``delta`` with a user's loss.
         """
         kind, name = loss.objective.loss.kind, self.loss_type
         if self.delta is not None and "delta" not in loss.row.arguments:
@@ -144,9 +144,9 @@ class GRPOConfig(OnlineConfig):
                 f"delta={self.delta} is not read by loss_type={name!r}, as in TRL: leave it out",
                 stacklevel=4,
             )
-        used = int(self.steps_per_generation or 1) * self.num_iterations
-        traits, one_step = own_functions(kind), self.gradient_accumulation_steps % used == 0
-        if traits and one_step and learns_as_clip(kind, loss.objective.cliprange):
+        uses = int(self.steps_per_generation or 1) * self.num_iterations
+        functions, one_step = own_functions(kind), self.gradient_accumulation_steps % uses == 0
+        if functions and one_step and learns_as_clip(kind, loss.objective.cliprange):
             warnings.warn(
                 f"loss_type={name!r} makes no difference to 'dapo' here: each generation serves "
                 "one optimizer step (num_iterations=1, steps_per_generation no more than "

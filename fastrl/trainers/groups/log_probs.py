@@ -1,4 +1,4 @@
-"""Log-probs of sampled responses: of the policy, as it was, and of its reference."""
+"""Log-probs of sampled responses: by the policy, the old ones, and by the reference."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ResponseScorer:
     Args:
         args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
         pad_token: the id that pads.
-        accelerator: which has prepared the policy.
+        accelerator: the Accelerator that has prepared the policy.
         autocast: makes the context in which a model runs.
 
     Attributes:
-        reuses: whether log-probs of rollouts are taken for the policy's own; None until a few were
-            compared.
+        reuses: whether the rollouts' log-probs serve as old log-probs; None until a few were
+            compared with the policy's.
     """
 
     def __init__(
@@ -48,48 +48,48 @@ class ResponseScorer:
         self.autocast, self.processes = autocast, processes
         self.reuses: bool | None = None
         self._lowest = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
-        given = args.device, self._lowest, autocast, processes.any
-        self.padding = Packing(*given, lambda: args.padding_free, logprobs_of_labels).padding
+        settings = args.device, self._lowest, autocast, processes.any
+        self.padding = Packing(*settings, lambda: args.padding_free, logprobs_of_labels).padding
         self._scorer = TokenScorer()
 
     def policy(
         self, model: nn.Module, tokens: TokenBatch, aux: bool = False, **options: Any
     ) -> ScoredPass:
-        """What the policy says of tokens in a forward, over the samples of which a token is
-        learned; with none over one that has none, as other processes wait for it.
+        """Scores tokens in one forward pass over the samples that have learned tokens. If none has
+        any, the pass is over the first sample, as other processes wait for this one.
 
         Args:
-            aux: have it say the load-balancing loss of a mixture of experts, too.
-            options: of the :class:`ScoringRequest`.
+            aux: whether a mixture of experts computes its load-balancing loss, too.
+            options: fields of the :class:`ScoringRequest`.
         """
         counting = tokens.counting()
         read = tokens if len(counting) == len(tokens) else tokens.select(counting or [0])
         model_pass = read.model_pass if counting else Padded().model_pass(read)
         inputs = {**model_pass.inputs, "output_router_logits": True} if aux else model_pass.inputs
-        given = {"temperature": self.args.temperature, "values": False, **options}
+        fields = {"temperature": self.args.temperature, "values": False, **options}
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        return self._scorer(plain, inputs, scoring_request(tokens, model_pass, **given), model)
+        return self._scorer(plain, inputs, scoring_request(tokens, model_pass, **fields), model)
 
     def old(
         self, model: nn.Module, samples: Samples, sampled: list[Tensor] | None, limit: PassLimit
     ) -> list[Tensor]:
-        """Log-probs [n] of each response by the policy as it is: the rollout's, where a few that
-        are computed again agree with them.
+        """Old log-probs [n] of each response of n tokens: the rollout's log-probs where a few of
+        them agree with the policy's, else the policy's.
 
         Args:
-            sampled: the rollout's, of all tokens of each response.
-            limit: of a forward.
+            sampled: the rollout's log-probs of each response's tokens, [n], if it returned any.
+            limit: the most samples and tokens of a forward pass.
         """
         if sampled is None or self.reuses is False:
             return self._by_policy(model, samples, limit)
         if self.reuses is None:
             chosen = audited(range(len(samples)))
             part = samples.select(chosen)
-            found = of_learned(part, self._by_policy(model, part, limit))
-            off = (of_learned(part, [sampled[i].float().cpu() for i in chosen]) - found).abs()
-            worst, mean = (float(off.max()), float(off.mean())) if len(off) else (0.0, 0.0)
-            low = self.args.bf16 or self.args.fp16
-            dtype = self._lowest if low else next(model.parameters()).dtype
+            logprobs = of_learned(part, self._by_policy(model, part, limit))
+            gaps = (of_learned(part, [sampled[i].float().cpu() for i in chosen]) - logprobs).abs()
+            worst, mean = (float(gaps.max()), float(gaps.mean())) if len(gaps) else (0.0, 0.0)
+            is_mixed = self.args.bf16 or self.args.fp16
+            dtype = self._lowest if is_mixed else next(model.parameters()).dtype
             self.reuses = not self.processes.any(not agrees(worst, mean, dtype))
             if not self.reuses:
                 return self._by_policy(model, samples, limit)
@@ -98,7 +98,7 @@ class ResponseScorer:
     def reference(
         self, model: nn.Module, reference: RefModel, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
-        """Log-probs [n] of each response by the reference of a policy, see :meth:`old`."""
+        """Log-probs [n] of each response by the reference of the policy ``model``."""
         of_part = scores_of(reference.score, temperature=self.args.temperature, values=False)
         return self._in_passes(model, of_part, samples, limit)
 
@@ -112,8 +112,9 @@ class ResponseScorer:
     def _in_passes(
         self, model: nn.Module, score: ScorePart, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
-        """Returns log-probs on the host, which waits once for all; 0 where nothing is learned."""
+        """Returns log-probs [n] of each response on the host, 0 for tokens that are not learned."""
         batch = token_batch(samples, self.pad_token, self.padding(model)).to(self.args.device)
         with self.autocast():
-            found = in_passes(batch, score, limit, self.processes)["logprobs"]
-        return to_column(samples, found.float().cpu()[batch.response_mask])
+            logprobs = in_passes(batch, score, limit, self.processes)["logprobs"]
+        # One copy to the host, for which it waits once.
+        return to_column(samples, logprobs.float().cpu()[batch.response_mask])

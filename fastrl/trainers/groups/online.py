@@ -84,11 +84,11 @@ class OnlineTrainer(
     """transformers' Trainer that samples responses to prompts, has them judged, and learns from
     them.
 
-    A batch of the loader has the prompts that are generated for at a time, and is there again in
-    each of the steps that its responses serve, as in TRL. Runs are resumed bit for bit.
+    A batch of the loader has all prompts of a generation, and the loader repeats it in each step
+    that learns from its responses, as in TRL. Runs are resumed bit for bit.
 
-    Subclasses turn rewards into advantages, and log-probs into a loss. What some have in the place
-    of sampling, or beside it, they set before ``super().__init__``.
+    Subclasses turn rewards into advantages, and log-probs into a loss. A subclass that replaces
+    sampling, or adds to it, sets its own attributes before ``super().__init__``.
     """
 
     args: Any
@@ -97,9 +97,9 @@ class OnlineTrainer(
     config: ClassVar[type]
     _tag_names: ClassVar[list[str]]
     rehearsed_as = rehearse.ONLINE
-    needs_old: ClassVar[bool]  # whether the loss needs old log-probs where no step was taken since
-    learns_kl: ClassVar[bool] = False  # whether rewards have the KL of old log-probs
-    divides_loss: ClassVar[bool]  # whether TRL's _compute_loss has the part of an optimizer step
+    needs_old: ClassVar[bool]  # whether old log-probs are read even where all ratios are 1
+    learns_kl: ClassVar[bool] = False  # whether rewards hold the KL of the old log-probs
+    divides_loss: ClassVar[bool]  # whether TRL's _compute_loss divides by a step's batches itself
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class OnlineTrainer(
         environments = interaction.environments
         if environments is not None:
             self._env_tools = {
-                name: list(found.functions.values()) for name, found in environments.boxes.items()
+                name: list(box.functions.values()) for name, box in environments.boxes.items()
             }
             self._environment_pool = environments.pool
             if train_dataset is None:
@@ -142,8 +142,8 @@ class OnlineTrainer(
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
         load.setdefault("trust_remote_code", args.trust_remote_code)
-        own = interaction.rewards
-        rewards = RewardFunctions(reward_funcs, reward_processing_classes, dict(load), own, args)
+        added = interaction.rewards
+        rewards = RewardFunctions(reward_funcs, reward_processing_classes, dict(load), added, args)
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         check_resampling(args, train_dataset, rollout_func)
         interaction.read_by(self._tokenizer, args.chat_template_kwargs or {})
@@ -198,10 +198,10 @@ class OnlineTrainer(
                 rollout_func=rollout_func,
                 own_loss=self.has_own_loss,
             )
-        # A subclass's own log-probs are of forwards of its own.
+        # A subclass that computes log-probs runs forward passes whose routing nobody reads.
         self._routes = not by_method and follow_routers(model) > 0
         self._generations = Generations(args.seed, args.steps_per_generation, args.num_iterations)
-        self._seconds = 0.0  # of this optimizer step's
+        self._seconds = 0.0  # that this optimizer step has taken so far
         args.remove_unused_columns = False
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         super().__init__(
@@ -220,7 +220,8 @@ class OnlineTrainer(
         warn_of_lost_steps(self.args, self.model, stacklevel=3)
 
     def _settled(self, args: Any, model: Any, *, adapts: bool) -> Any:
-        """The settings, by default those of the class; a copy.
+        """Returns a checked copy of ``args``, or of the class's defaults, for a model that gets a
+        new adapter where ``adapts``.
 
         Raises:
             TypeError, ValueError: settings that the trainer cannot have.
@@ -248,7 +249,7 @@ class OnlineTrainer(
         return args
 
     def _make_parts(self, penalties: Penalties, *, by_method: bool) -> None:
-        """Makes what needs the Accelerator, or the model where it is.
+        """Makes the parts that need the Accelerator, or the model on its device.
 
         Args:
             by_method: whether a subclass computes the log-probs.
@@ -261,7 +262,7 @@ class OnlineTrainer(
         self.loss_is_scaled_for_ga = None
         if self.has_own_loss and self.divides_loss:
             self.loss_is_scaled_for_ga = True
-            self.compute_loss_func = self._compute_loss  # which says it to older versions
+            self.compute_loss_func = self._compute_loss  # older versions look at this one instead
         if self._reference is not None:
             self._reference.place(self._policy, self.accelerator)
         self._follow = Follow(self._reference, args)
@@ -316,12 +317,12 @@ class OnlineTrainer(
 
     @property
     def ref_model(self) -> Any:
-        """The reference as a model of its own; None where there is no KL, or the policy's base is
-        it."""
+        """The reference as a separate model; None where there is no KL, or where the reference is
+        the base of the policy's adapter."""
         return model_of(self._reference, self.accelerator)
 
     def responding_by(self, function: Any) -> RolloutFunction:
-        """What answers prompts by a ``rollout_func``."""
+        """Returns what answers prompts by calling the ``rollout_func`` ``function``."""
         return self._rollouts.by_function(function, self)
 
     def card_settings(self) -> dict[str, Any]:
@@ -329,7 +330,7 @@ class OnlineTrainer(
 
     @property
     def rollout_func(self) -> Any:
-        """What answers prompts in the place of sampling; None: nothing does. It may be set."""
+        """The user's function that answers prompts; None: the policy does. It may be set."""
         return self._rollout_func
 
     @rollout_func.setter
@@ -352,9 +353,9 @@ class OnlineTrainer(
 
     @property
     def environments(self) -> list[Any] | None:
-        """The environments of the latest responses; None before the first, or without a factory."""
-        made = self._interaction.environments
-        return None if made is None else made.current
+        """The environments of the latest responses; None before these, or without a factory."""
+        environments = self._interaction.environments
+        return None if environments is None else environments.current
 
     # What subclasses do.
 
@@ -370,27 +371,27 @@ class OnlineTrainer(
         rewards, [B] or [B / group] bool.
 
         Args:
-            kl: Σ_t (log π_old - log π_ref) of each response, [B], where there is a reference.
+            kl: Σ_t (log π_old - log π_ref) of each response, [B]; None if it was not computed.
         """
 
     def _coefficient(self) -> float:
-        """The coefficient of the mean entropy, which the loss is less."""
+        """The coefficient of the mean entropy, which is subtracted from the loss."""
         return 0.0
 
     def note_batch(self, batch: Pass, mode: str) -> None:
-        """Logs what is known of a batch by its log-probs."""
+        """Logs the metrics of a batch that are computed from its log-probs."""
 
     def _chosen(self, entropies: Tensor) -> Tensor:
-        """1 for the tokens, of a whole batch, of the highest entropies of all processes', else 0,
-        [N]: those that are learned."""
+        """Which tokens of a batch are learned, [N]: 1 for those whose entropy is among the highest
+        in all processes, else 0."""
         return torch.ones_like(entropies)
 
     # Data.
 
     def get_train_dataloader(self) -> Any:
         uses = self._generations.uses
-        given = self.args, self.train_dataset, self.num_generations, uses
-        return train_loader(*given, self.loader, self.asked_sampler)
+        settings = self.args, self.train_dataset, self.num_generations, uses
+        return train_loader(*settings, self.loader, self.asked_sampler)
 
     def train_sampler(self, dataset: Any = None) -> Any:
         data = self.train_dataset if dataset is None else dataset
@@ -402,8 +403,8 @@ class OnlineTrainer(
             data = data[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         if data is None:
             raise ValueError("evaluation needs an eval_dataset")
-        given = self.args, data, self.num_generations_eval
-        return eval_loader(*given, self.accelerator, self.loader)
+        settings = self.args, data, self.num_generations_eval
+        return eval_loader(*settings, self.accelerator, self.loader)
 
     # Steps.
 
@@ -418,7 +419,7 @@ class OnlineTrainer(
         begin = time.perf_counter()
         with self.products.on(model, self.ref_model):
             model.train()
-            # By rewards that may draw: before the passes do.
+            # Rewards may draw random numbers, so they are computed before the passes draw.
             samples = self.ready_batch(inputs)
             passes, losses = self._units(model, samples, "train"), []
             contexts = with_synchronised_last(len(passes), model, self.accelerator)
@@ -459,12 +460,13 @@ class OnlineTrainer(
             loss = torch.stack([self.compute_loss(model, each).detach() for each in passes]).sum()
             self._note(passes, "eval")
         if self.accelerator.num_processes > 1:
-            # Of all, as transformers takes a last batch for longer than the data set, and cuts it.
+            # The mean of all: of a last batch, transformers keeps some processes' losses alone.
             loss = self.accelerator.reduce(loss, reduction="mean")
         return loss, None, None
 
     def ready_batch(self, batch: Any) -> Any:
-        """Responses to a batch of rows, in training those of this step's turn."""
+        """The responses to a batch of rows; in training, the part of the latest generation that
+        this step learns from."""
         if not isinstance(batch, list):
             return super().ready_batch(batch)
         if not self.model.training:
@@ -475,7 +477,7 @@ class OnlineTrainer(
         return self._generations.batch()
 
     def _units(self, model: nn.Module, samples: Samples, mode: str) -> list[Any]:
-        """What :meth:`compute_loss` is given of a batch: passes, or the whole as TRL has it."""
+        """The inputs of :meth:`compute_loss` for a batch: its passes, or all of it as in TRL."""
         if self.has_own_loss:
             return [self.batch_of(samples)]
         return self._passes(model, samples, mode)
@@ -510,15 +512,15 @@ class OnlineTrainer(
             parts = on_all_processes(whole.split(limit), self.processes)
             return [Pass(part, whole, denominator, counts) for part, counts in parts]
 
-        found = passes()
-        if len(found) > 1 and self._loss.top_entropy < 1:
+        made = passes()
+        if len(made) > 1 and self._loss.top_entropy < 1:
             with torch.no_grad():
-                for each in found:
+                for each in made:
                     each.scores = self._scorer.policy(model, each.part.tokens, entropy=True).scores
-            entropies = Pass.joined([each for each in found if each.counts]).entropies
+            entropies = Pass.joined([each for each in made if each.counts]).entropies
             whole = whole._replace(old=replace(whole.old, chosen=self._chosen(entropies)))
-            found = passes()
-        return found
+            made = passes()
+        return made
 
     def compute_loss(  # type: ignore[override]
         self,
@@ -527,7 +529,7 @@ class OnlineTrainer(
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The part of a batch's loss that a pass has; of a batch as TRL lays it out the whole."""
+        """A pass's part of its batch's loss; the whole loss of a batch laid out as in TRL."""
         if return_outputs:
             raise ValueError(f"{type(self).__name__} returns no outputs beside the loss")
         if self.has_own_loss:
@@ -552,16 +554,16 @@ class OnlineTrainer(
         return loss if inputs.counts else loss * 0
 
     def _note(self, passes: list[Pass], mode: str) -> None:
-        """Logs what is known of a batch that was learned from."""
-        own = [each for each in passes if isinstance(each, Pass) and each.counts]
-        if not own:  # a loss of a subclass, which logs
+        """Logs the metrics of a batch from its passes."""
+        counted = [each for each in passes if isinstance(each, Pass) and each.counts]
+        if not counted:  # a subclass has computed the loss, and logs
             return
-        batch = Pass.joined(own)
+        batch = Pass.joined(counted)
         noted = {"entropy": mean_of(batch.entropies)}
         if self.aux_loss_enabled:
-            losses = [x.aux_loss for x in own if x.aux_loss is not None]
+            losses = [x.aux_loss for x in counted if x.aux_loss is not None]
             noted["aux_loss"] = mean_of(torch.stack(losses).sum()[None])
-        routings = [x.routing.statistics() for x in own if x.routing is not None]
+        routings = [x.routing.statistics() for x in counted if x.routing is not None]
         for name in ("load", "changed_choices") if routings else ():
             if name in routings[0]:
                 noted[f"router/{name}"] = mean_of(torch.stack([x[name] for x in routings]))
@@ -571,11 +573,11 @@ class OnlineTrainer(
     # Responses and rewards.
 
     def _learnable(self, rows: list[dict[str, Any]], mode: str) -> Samples:
-        """Responses to the prompts of some rows, judged."""
-        of = "train_dataset" if mode == "train" else "eval_dataset"  # streams name columns in rows
-        check_reserved(rows[0], of, reserved_of(self._interaction.environments is not None))
+        """Responses to the prompts of rows, with their rewards, masks, log-probs and advantages."""
+        data = "train_dataset" if mode == "train" else "eval_dataset"  # some streams know no columns
+        check_reserved(rows[0], data, reserved_of(self._interaction.environments is not None))
         group = self.num_generations if mode == "train" else self.num_generations_eval
-        with modes_kept(self.model):  # which users' functions may change
+        with modes_kept(self.model):  # users' functions may change them
             collected = self._collected(rows, group)
             if mode == "train" and self._further is not None:
                 collected = self._resampled(collected, self._further)
@@ -589,26 +591,26 @@ class OnlineTrainer(
         learnable = replace(collected.to_learn(), learned=masks, generated=learned)
         learnable.advantages = torch.zeros(len(rows))
         args = self.args
-        behind = args.gradient_accumulation_steps % self._generations.uses
+        several_steps = args.gradient_accumulation_steps % self._generations.uses
         model, size = self.model, args.eval_batch_size
         if mode == "train":
             model, size = self.model_wrapped, args.per_device_train_batch_size
             self.state.num_input_tokens_seen += tokens
-        # Those of a rollout_func may be another policy's.
-        own, others = collected.logprobs_at(self.temperature), None
+        # The log-probs of a rollout_func may be another policy's.
+        sampled, users = collected.logprobs_at(self.temperature), None
         if self.rollout_func is not None:
-            own, others = None, of_all_or_none(own, self.processes)
+            sampled, users = None, of_all_or_none(sampled, self.processes)
         if self.learns_kl and self._reference is not None:
-            own = None  # scored as the reference is: else rounding would be a KL, and learned
-        correction = None if others is None else self._correction
+            sampled = None  # scored as the reference is: else rounding would be learned as a KL
+        correction = None if users is None else self._correction
         limit = PassLimit(size, args.micro_batch_tokens)
-        if self.needs_old or behind or correction is not None:
-            learnable.old_logprobs = self._scorer.old(model, learnable, own, limit)
-        if others is not None:
+        if self.needs_old or several_steps or correction is not None:
+            learnable.old_logprobs = self._scorer.old(model, learnable, sampled, limit)
+        if users is not None:
             if correction is not None:
-                correction(learnable, others, self._metrics[mode], self._loss.objective.loss.kind)
+                correction(learnable, users, self._metrics[mode], self._loss.objective.loss.kind)
             if args.off_policy_mask_threshold is not None:
-                learnable.sampler_logprobs = others
+                learnable.sampler_logprobs = users
         kl = None
         if self._reference is not None:
             ref = self._scorer.reference(model, self._reference, learnable, limit)
@@ -631,30 +633,30 @@ class OnlineTrainer(
 
     def _enter(self, collected: Samples, masks: list[Tensor], advantages: Tensor) -> None:
         """Enters the responses of all processes into the ledger."""
-        told = collected.recorded().without("columns", "completions", "noted")
-        every = told.gathered(self.processes)
+        recorded = collected.recorded().without("columns", "completions", "noted")
+        of_all = recorded.gathered(self.processes)
         masks_of_all = self.processes.objects_at_main(masks)
         if self._ledger is not None:
             generation = self._generations.made["train"] + 1
             counts = [int(mask.sum()) for part in masks_of_all for mask in part]
             of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
-            self._ledger.add(generation, every, self.state.global_step, of_tokens)
+            self._ledger.add(generation, of_all, self.state.global_step, of_tokens)
 
     def _seed_of_responses(self) -> int:
         return self._generations.seed_of("responses", "train" if self.model.training else "eval")
 
     def _kl_metric(self, learnable: Samples) -> Parts:
-        """What is logged as "kl" once for all responses of a generation."""
+        """The metric "kl" of a generation's responses; by default there is none."""
         return {}
 
     def _collected(self, rows: list[dict[str, Any]], group: int) -> Samples:
         """Responses to the prompts of this process's rows, with their rewards."""
         first = self.processes.index * len(rows)
-        size = 1 if len(rows) % group else group  # a group may be of several processes
+        size = 1 if len(rows) % group else group  # several processes may share a group
         keys = range(first // size, (first + len(rows)) // size)
-        found = self._collect(Asked(asked_of(rows), size, keys, self._seed_of_responses()))
-        assert found is not None
-        return found
+        samples = self._collect(Asked(asked_of(rows), size, keys, self._seed_of_responses()))
+        assert samples is not None
+        return samples
 
     def _resampled(self, collected: Samples, further: PromptStream) -> Samples:
         """Puts groups of further prompts in the place of those without a spread of rewards, see
@@ -689,7 +691,7 @@ class OnlineTrainer(
         return {**super().own_code(), **identities_of(own_functions(loss, advantage))}
 
     def own_state(self) -> dict[str, Any]:
-        if self._ledger is not None:  # what it holds is not drawn again
+        if self._ledger is not None:  # a resumed run does not sample the ledger's rows again
             self._ledger.flush()
         online = {
             **self._generations.state(),
@@ -738,7 +740,7 @@ class OnlineTrainer(
     # Logs.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the means of what was noted since the last log, by TRL's names."""
+        """Logs ``logs`` and, by TRL's names, the means of the metrics since the last log."""
         if self.model.training:
             logs.update(self._noted.take("train", self.state.num_input_tokens_seen))
         super().log(logs, start_time)

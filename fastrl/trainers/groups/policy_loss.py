@@ -20,11 +20,11 @@ class LossType(NamedTuple):
     """A row of the table of losses.
 
     Attributes:
-        kind: ℓ_t, by its name in ``fastrl_kernels.POLICY_LOSSES``.
-        aggregate: of the ℓ_t, by its name in :class:`fastrl.learn.aggregate.Aggregate`.
-        formula: for the documents.
-        of_step: whether the tokens that the sum is divided by are those of the optimizer step.
-        sums_tokens: whether a ratio of whole responses would weigh each by its length.
+        kind: the name of ℓ_t, the loss of a token, in ``fastrl_kernels.POLICY_LOSSES``.
+        aggregate: the name of what joins all ℓ_t in :class:`fastrl.learn.aggregate.Aggregate`.
+        formula: the loss as the documents show it.
+        of_step: whether the sum is divided by the tokens of the optimizer step, not of a batch.
+        sums_tokens: whether a ratio of whole responses would weigh each response by its length.
         level: the ``importance_sampling_level`` that it is meant for; None: any.
     """
 
@@ -54,8 +54,8 @@ LOSS_TYPES = {
 
 
 class LossTypes(Mapping[str, LossType]):
-    """Rows by name; a policy loss that was registered, or is named as "file.py:function", is one
-    whose tokens are averaged as "dapo" has it."""
+    """The rows of the table by name. A registered policy loss, or one that is named as
+    "file.py:function", has a row that averages tokens as "dapo" does."""
 
     def __getitem__(self, name: str) -> LossType:
         if name in LOSS_TYPES:
@@ -74,7 +74,7 @@ class LossTypes(Mapping[str, LossType]):
     def __contains__(self, name: object) -> bool:
         """
         Raises:
-            ValueError: TRL's name of another loss than the one that is registered by it.
+            ValueError: a registered policy loss has the name of one of TRL's losses.
         """
         if name in LOSS_TYPES:
             if LOSS_TYPES[str(name)].kind != name and name in POLICY_LOSSES:
@@ -106,7 +106,7 @@ def loss_of_grpo(args: Any) -> TokenLoss:
         args,
         loss_type.kind,
         "token" if row.of_response else args.importance_sampling_level,
-        # A single bound is ε_high itself, not how far it lies above 1.
+        # Where a loss has an upper bound alone, ε_high is that bound, not its distance from 1.
         (args.epsilon, high - 1 if row.bounded_above else high),
     )
     return _loss_of(args, loss_type, objective, corrects_kl=args.use_bias_correction_kl)
@@ -142,7 +142,7 @@ def note_clips(
 
     Args:
         ratio, advantages: of tokens, or of responses.
-        per_response: means of what tokens have over each response, [B].
+        per_response: averages the tokens of each response, [B]; None: ``ratio`` is of responses.
     """
     low = ((ratio < 1 - args.epsilon) & (advantages < 0)).float()
     high = ((ratio > 1 + high_of(args)) & (advantages > 0)).float()

@@ -30,11 +30,11 @@ class RewardFunctions:
     classifier's reward is its first logit, read as :class:`fastrl.rewards.ClassifierReward` does.
 
     Args:
-        reward_funcs: one, or a list, of functions, classifiers, paths and Hub ids of such, or names
-            of ready rewards ("math"; see :func:`fastrl.rewards.functions.load_ready`).
-        processing_classes: the classifiers' tokenizers, in the same order; None: their own.
+        reward_funcs: a function, a classifier, a classifier's path or Hub id, the name of a ready
+            reward ("math"; see :func:`fastrl.rewards.functions.load_ready`), or a list of these.
+        processing_classes: tokenizers of the classifiers, in that order; None: their own.
         load: keyword arguments to load a classifier with.
-        further: functions of weight 1 behind these.
+        further: functions of weight 1, behind ``reward_funcs``.
         args: has ``reward_weights``, ``chat_template_kwargs`` of classifiers, ``on_nonfinite``, and
             the time limit, retries and completions of a call.
 
@@ -43,7 +43,7 @@ class RewardFunctions:
         weights: [K] fp32.
 
     Raises:
-        ValueError: no function, lists of other lengths, a setting out of range.
+        ValueError: no function, lists that differ in length, a setting out of range.
         TypeError: something that is no reward function.
     """
 
@@ -112,7 +112,7 @@ class RewardFunctions:
         )
 
     def to(self, device: torch.device) -> None:
-        """Moves classifiers there, frozen and in evaluation mode."""
+        """Moves classifiers to a device, frozen and in evaluation mode."""
         for function in self.functions:
             if isinstance(function, nn.Module):
                 function.requires_grad_(False).eval().to(device)
@@ -125,14 +125,14 @@ class RewardFunctions:
         columns: Mapping[str, Sequence[Any]],
         **options: Any,
     ) -> RewardBatch:
-        """Rewards of B samples, as :class:`fastrl.rewards.weighted.Rewards`, but for columns that
-        would be taken for the response."""
+        """Rewards of B samples, see :class:`fastrl.rewards.weighted.Rewards`. Columns that have the
+        name of an argument of the response are left out."""
         columns = {name: x for name, x in columns.items() if name not in _NOT_COLUMNS}
         return self._rewards(prompts, completions, completion_ids, columns, **options)
 
     def batch_of(self, table: Tensor, left_out: Sequence[int] = ()) -> RewardBatch:
-        """Rewards of B samples from those of the functions, [B, K]; NaN where one does not apply,
-        and taken for it where a number is not finite."""
+        """Weighted sums of each function's rewards, ``table`` [B, K]. NaN says that a function does
+        not apply; infinite numbers, and those of the samples ``left_out``, are read as NaN."""
         values = table.double().t().clone()
         values[:, list(left_out)] = torch.nan
         values[values.isinf()] = torch.nan
@@ -145,7 +145,7 @@ class RewardFunctions:
         return RewardBatch(total, by_function, {}, 0, 0, [None] * len(total), unjudged)
 
     def event_loop(self) -> EventLoop:
-        """The one that coroutine functions run on, the same for all calls."""
+        """The event loop that coroutine functions run on, the same for all calls."""
         return self._rewards.event_loop()
 
 
@@ -167,10 +167,10 @@ def _reader_of(model: Any, passed: Any) -> Any:
     return tokenizer
 
 
-def _name(function: Any, asked: Any) -> str:
+def _name(function: Any, source: Any) -> str:
     if isinstance(function, nn.Module):
         config: Any = function.config
-        path = asked if isinstance(asked, str) else str(config.name_or_path)
+        path = source if isinstance(source, str) else str(config.name_or_path)
         return PurePath(path).name or type(function).__name__
     unwrapped: Callable[..., Any] = function
     while isinstance(unwrapped, functools.partial):

@@ -20,9 +20,9 @@ from fastrl.trainers.groups.rloo_config import RLOOConfig
 
 
 class RLOOTrainer(OnlineTrainer):
-    """Trains a causal language model on the rewards of its own responses, with the mean of the
-    others' rewards as baseline (Ahmadian et al., "Back to basics", 2024), by the names, arguments
-    and logs of TRL 1.x.
+    """Trains a causal language model on the rewards of its own responses, with the mean reward of a
+    prompt's other responses as baseline (Ahmadian et al., "Back to basics", 2024), by the names,
+    arguments and logs of TRL 1.x.
 
     R' = clip(R) - beta·Σ_t (log π_old - log π_ref); A is R' less the mean R' of the other responses
     to the prompt. The loss is the mean over responses of -min(ρ·A, clip(ρ, 1 - ε, 1 + ε_high)·A),
@@ -51,7 +51,7 @@ class RLOOTrainer(OnlineTrainer):
         advantages = advantages.flatten()
         if self.args.normalize_advantages:
             advantages = (advantages - advantages.nanmean()) / (nanstd(advantages) + EPS)
-            # The mean is 0 but for rounding, which is nothing to learn from.
+            # Where all rewards of a group are equal, advantages are 0 but for rounding.
             advantages = advantages.masked_fill(all_equal(groups).repeat_interleave(group), 0.0)
         spread = deviation(groups, counts).flatten()
         return advantages.nan_to_num(nan=0.0), torch.isclose(spread, torch.zeros_like(spread))

@@ -23,18 +23,18 @@ from fastrl.trainers.groups.prompt_data import PromptRoom, reserved_of
 
 
 class GroupRollouts:
-    """Makes what answers prompts.
+    """Makes the callables that answer prompts.
 
     Args:
         args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
         interaction: the tools and environments between the policy's turns.
         room: the room that a model's context leaves for prompts.
-        event_loop: returns what runs tools that are ``async def``.
+        event_loop: returns the event loop of tools that are ``async def``.
         policy: returns the policy, without wrappers.
         template: further arguments of the chat template.
 
     Attributes:
-        backend: samples.
+        backend: samples responses.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class GroupRollouts:
         self.end_ids = end_tokens(policy(), tokenizer, ends).tolist()
 
     def by_policy(self) -> Respond:
-        """What answers prompts by the policy, with tools and environments where there are such."""
+        """Returns what samples from the policy, with tools and environments where there are any."""
         args, policy = self.args, self.policy()
-        # The settings say how is sampled, not what a model was saved with.
+        # Settings decide how to sample, not the generation config that a model was saved with.
         arguments = {**neutral_kwargs(policy), **args.generation_arguments}
         arguments["pad_token_id"] = self.tokenizer.pad_token_id
         arguments.setdefault("eos_token_id", self.end_ids)
@@ -79,7 +79,7 @@ class GroupRollouts:
         )
 
     def by_function(self, function: Any, trainer: Any) -> RolloutFunction:
-        """What answers prompts by a ``rollout_func``, which is called with the trainer."""
+        """Returns what answers prompts by a ``rollout_func``, which is called with the trainer."""
         return RolloutFunction(
             function,
             trainer,
@@ -96,15 +96,15 @@ class GroupRollouts:
         return layout_of(self.policy()).decode(self.tokenizer, prompt, response)
 
     def encoded(self, prompts: Samples) -> Samples:
-        """Prompts with the ids that the policy goes on from; raises ValueError for one that leaves
-        no room for a response."""
-        asked = prompts.prompts
+        """Prompts with their token ids. Raises ValueError for a prompt that leaves no room for a
+        response."""
+        texts = prompts.prompts
         ids = ids_of_prompts(
-            asked,
+            texts,
             self.tokenizer,
-            templates_of(asked, prompts.columns, prompts.prompt_rows, self.template),
+            templates_of(texts, prompts.columns, prompts.prompt_rows, self.template),
             longest=self.args.max_prompt_length,
         )
         for i, prompt in enumerate(ids):
-            self.room.check(prompt, f"prompt {i}, {asked[i]!r:.80},")
+            self.room.check(prompt, f"prompt {i}, {texts[i]!r:.80},")
         return with_prompt_ids(prompts, ids, self.tokenizer)
