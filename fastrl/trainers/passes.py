@@ -1,4 +1,4 @@
-"""Batches that are computed in several passes, so that none has more than so many tokens."""
+"""Batches that are computed in several passes, none of which has more tokens than are allowed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def fill(sizes: Sequence[int], most: int, name: str) -> list[list[int]]:
-    """Indices in ascending order, as many in each part as have at most ``most`` tokens together.
+    """Puts examples into passes of at most ``most`` tokens; returns each pass's ascending indices.
 
     Args:
-        sizes: tokens of each.
-        name: the name of one of them, for the error.
+        sizes: the tokens of each example.
+        name: what an example is called, for the error.
 
     Raises:
-        ValueError: one has more.
+        ValueError: an example has more tokens.
     """
     for i, size in enumerate(sizes):
         if size > most:
@@ -33,7 +33,7 @@ def fill(sizes: Sequence[int], most: int, name: str) -> list[list[int]]:
 
 
 def too_long(most: int, what: str, tokens: int) -> ValueError:
-    """The error of something that no pass can hold."""
+    """The error that a text, which ``what`` names, has more tokens than a pass may have."""
     return ValueError(
         f"micro_batch_tokens={most}, but {what} {tokens} tokens: raise it to that, or lower "
         "max_length"
@@ -57,8 +57,8 @@ def check_sizes(sizes: Iterable[int], most: int, name: str, data: str = "trainin
 
 
 def on_all_processes(parts: list[T], processes: Processes) -> list[tuple[T, bool]]:
-    """The parts of a batch, as many as any process has, and whether they count: the processes wait
-    for each other in each, so that those with fewer run their first again for nothing."""
+    """The parts of a batch, each with whether it counts. All processes get as many, because they
+    wait for each other in each: one with fewer parts repeats its first, which does not count."""
     most = max(processes.objects(len(parts)))
     return [(part, True) for part in parts] + [(parts[0], False)] * (most - len(parts))
 
@@ -66,9 +66,9 @@ def on_all_processes(parts: list[T], processes: Processes) -> list[tuple[T, bool
 def with_synchronised_last(
     passes: int, model: nn.Module, accelerator: Any
 ) -> Iterator[AbstractContextManager[Any]]:
-    """The context of each of a batch's passes: gradients of processes are averaged in the last
-    alone, as far as they are averaged in this batch at all. Weights that FSDP spreads do it in
-    each, as their whole gradients would else be kept."""
+    """Contexts for each of a batch's passes. In the last pass alone gradients are averaged over
+    processes, if this batch averages them at all. Weights that FSDP spreads are averaged in each
+    pass, as they would need whole gradients otherwise."""
     waits = accelerator.num_processes > 1 and not getattr(accelerator, "is_fsdp2", False)
     for k in range(passes):
         later = waits and k < passes - 1
@@ -81,8 +81,8 @@ class _Deferred(NamedTuple):
     Attributes:
         scores: the scores of all samples, [B, ...], a leaf.
         score: returns the scores of a pass's samples.
-        passes: their samples, and whether they count.
-        states: the random numbers before each.
+        passes: the samples of each pass, and whether it counts.
+        states: the states of the random generators before each pass.
     """
 
     scores: Tensor
@@ -92,15 +92,15 @@ class _Deferred(NamedTuple):
 
 
 class DeferredGradients:
-    """Scores of a batch in passes, whatever the loss is of them (gradient caching,
+    """Computes the scores of a batch in passes, for any loss L of all scores (gradient caching,
     arXiv:2101.06983).
 
     With s_k(θ) the scores of pass k, ∇L = Σ_k ∂s_k/∂θ·∂L/∂s_k: the scores are computed without a
-    gradient first, the loss gives ∂L/∂s, and :meth:`backward` runs each pass again, with its part
-    of that. It is exact, and costs another forward; a batch of one pass is computed at once.
+    gradient first, the loss gives ∂L/∂s, and :meth:`backward` runs each pass again, with its
+    ∂L/∂s_k. It is exact, and costs another forward; a batch of one pass is computed at once.
 
     Args:
-        model: as accelerate has wrapped it.
+        model: the model as accelerate has wrapped it.
         bounded: whether a batch may have several passes.
     """
 
@@ -114,12 +114,12 @@ class DeferredGradients:
         passes = on_all_processes(parts, self.processes) if self.bounded else [(parts[0], True)]
         if len(passes) == 1:
             return score(parts[0])
-        losses, states = [], []
+        of_passes, states = [], []
         with torch.no_grad():
             for part, _ in passes:
                 states.append(_random_state(self.accelerator.device))
-                losses.append(score(part))
-        scores = in_order(losses[: len(parts)], parts)
+                of_passes.append(score(part))
+        scores = in_order(of_passes[: len(parts)], parts)
         if torch.is_grad_enabled():
             self._deferred.append(_Deferred(scores.requires_grad_(), score, passes, states))
         return scores
@@ -130,8 +130,8 @@ class DeferredGradients:
         return bool(self._deferred)
 
     def backward(self, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Adds the gradients of the calls' scores to the weights'; called after the loss's own
-        ``backward``.
+        """Adds the gradients through all pending scores to the weights' gradients; called after the
+        ``backward`` of the loss.
 
         Args:
             autocast: makes the context in which the scores were computed.
@@ -166,7 +166,7 @@ def _random_state(device: torch.device) -> tuple[Tensor, Any]:
 
 @contextlib.contextmanager
 def _random_numbers(state: tuple[Tensor, Any], device: torch.device) -> Iterator[None]:
-    """Context with the random numbers that followed a state; the others go on afterwards."""
+    """Context in which torch's generators go on from ``state``; they are restored after it."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.set_rng_state(state[0])
         if state[1] is not None:

@@ -1,7 +1,7 @@
 """What a trainer will need of memory: two of its optimizer steps, rehearsed on rows of full length.
 
-How a surface is rehearsed is one entry of a table, a :class:`Surface`, which its trainers name; the
-alignment framework's, which needs its factory, is :mod:`fastrl.alignment.rehearse`.
+How the trainers of a surface are rehearsed is a :class:`Surface`, which they name. That of the
+alignment framework, which needs the framework's factory, is in :mod:`fastrl.alignment.rehearse`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastrl.trainers.plan.rehearsal import (
 from fastrl.trainers.plan.report import Plan
 from fastrl.trainers.plan.skeleton import Skeleton, blank_tokenizer, tokens, words
 
-# What a rehearsal does not do: it saves, evaluates and reports nothing, and runs on a CPU.
+# Settings of a rehearsal, which saves, evaluates and reports nothing, and runs on a CPU.
 _NOT_REHEARSED: dict[str, Any] = {
     **{"use_cpu": True, "max_steps": OPTIMIZER_STEPS, "report_to": "none", "disable_tqdm": True},
     **dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), "no"),
@@ -44,27 +44,27 @@ _NOT_REHEARSED: dict[str, Any] = {
     **dict.fromkeys(("resume_from_checkpoint", "dataset_num_proc", "evaluation_strategy")),
     **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # set in the tokenizer
 }
-# What of PPO would act outside of this process, or is for several; a critic is built, not read.
+# Settings of PPO's: nothing acts outside of this process, and a critic is built, not read.
 _NOT_OF_PPO: dict[str, Any] = {
     **dict.fromkeys(("log_with", "critic", "forward_batch_size", "optimize_cuda_cache")),
     **{"push_to_hub_if_best_kwargs": {}, "optimize_device_cache": False},
     **{"old_logprobs": "recompute", "sampler_correction": "off"},
     **{"critic_warmup_steps": 0, "replay_routing": False},
 }
-# Token ids, masks, and what is learned from, of each position of a sample that is not rehearsed.
+# For samples that are not rehearsed: a position's ids, masks, log-probs, advantages and so on.
 _BYTES_PER_POSITION = 60
 PASSES = 2  # passes of a mini-batch: gradients and the next pass's activations then exist at once
 
 
 @dataclass
 class Stage:
-    """Where a trainer is made and run without memory.
+    """A rehearsal of a trainer, which is made and run without memory.
 
     Attributes:
         trainer_class: the class of the trainer that is rehearsed.
-        skeleton: its model.
+        skeleton: the skeleton of its model.
         settings: the settings of the run.
-        tokens: the lengths of its texts, by the names that ``plan`` has for them.
+        tokens: the lengths of its texts in tokens, by the names of the arguments of ``plan``.
         memory: the log of the rehearsal's memory, and notes of what it leaves out.
     """
 
@@ -90,8 +90,7 @@ class Stage:
 
     @property
     def accumulated(self) -> int:
-        """Batches of an optimizer step that are rehearsed: from the second on there are
-        gradients."""
+        """The batches of a rehearsed optimizer step: two, as gradients exist from the second on."""
         return min(self.settings.gradient_accumulation_steps, 2)
 
     @property
@@ -100,7 +99,7 @@ class Stage:
         return OPTIMIZER_STEPS * self.size * self.accumulated
 
     def arguments(self, **changed: Any) -> Any:
-        """The arguments of a trainer on transformers': the run's, changed for a rehearsal."""
+        """Settings of a trainer on transformers' Trainer: the run's, changed for a rehearsal."""
         kind = getattr(self.trainer_class, self.trainer_class.rehearsed_as.arguments)
         names = {f.name for f in dataclasses.fields(kind) if f.init}
         settings = {x: getattr(self.settings, x) for x in names if hasattr(self.settings, x)}
@@ -109,11 +108,11 @@ class Stage:
         return kind(**{name: x for name, x in settings.items() if name in names})
 
     def made(self, model: Any, rows: Mapping[str, list], *others: Any, **changed: Any) -> Any:
-        """A trainer on transformers' for a model and rows, by column.
+        """Makes a trainer on transformers' Trainer for a model and columns of rows.
 
         Args:
-            others: what its constructor takes between the model and the arguments.
-            changed: arguments that a rehearsal has in place of the run's.
+            others: arguments of its constructor between the model and ``args``.
+            changed: settings in place of the run's.
         """
         from datasets import Dataset
 
@@ -126,7 +125,7 @@ class Stage:
         )
 
     def train(self, trainer: Any, reference: Any = None) -> None:
-        """Runs the steps of a trainer on transformers'."""
+        """Runs the steps of a trainer on transformers' Trainer."""
         self.memory.notes += self.skeleton.guesses
         for kind in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(kind)
@@ -153,10 +152,10 @@ class Surface(NamedTuple):
     Attributes:
         run: makes the trainer of a :class:`Stage` and runs it; returns the plan's title, and what
             the plan depends on beside lengths.
-        samples: for a trainer, the texts of a mini-batch, and how many a pass takes together.
-        parts: for a trainer, further arguments of ``run``, by name.
-        settings: the trainer's attribute with its settings.
-        arguments: the class's attribute with the class of its settings.
+        samples: returns a trainer's texts of a mini-batch, and how many of them no pass splits.
+        parts: returns a trainer's further arguments of ``run``, by name.
+        settings: the name of the trainer's attribute that holds its settings.
+        arguments: the name of the class's attribute that holds the class of its settings.
     """
 
     run: Callable[..., tuple[str, dict[str, Any]]]
@@ -177,8 +176,8 @@ def plan_memory(
     """The memory of a trainer whose texts all have their greatest length, rollouts included.
 
     Args:
-        trainer_class: is rehearsed.
-        settings: the run's.
+        trainer_class: the class of the trainer.
+        settings: the run's settings.
         lengths: tokens of prompt and response, or of a text.
         device: "cpu" or "cuda", for which the memory is counted.
         parts: what the trainer has beside its settings: of PPO the critic's skeleton, of the
@@ -218,7 +217,7 @@ def plan_of(
 
 
 def tokens_of(trainer: Any, lengths: Sequence[int]) -> tuple[int, int]:
-    """Tokens of a mini-batch of texts of these lengths, and of what a pass does not split."""
+    """Tokens of a mini-batch of texts with all of these lengths, and of the texts no pass splits."""
     whole, unsplit = trainer.rehearsed_as.samples(trainer)
     return whole * sum(lengths), unsplit * sum(lengths)
 
@@ -250,7 +249,7 @@ def _reward(stage: Stage) -> tuple[str, dict[str, Any]]:
 
 def _preferences(stage: Stage) -> tuple[str, dict[str, Any]]:
     prompt, response = stage.tokens.values()
-    # Each prompt is another, because those that are the same are run once.
+    # Prompts differ, because equal prompts would be run once.
     starts = (2 + i % 7 for i in range(stage.count))
     rows: dict[str, list] = {
         "prompt_ids": [[t % stage.vocabulary for t in range(i, i + prompt)] for i in starts],
@@ -308,11 +307,11 @@ def _online(stage: Stage) -> tuple[str, dict[str, Any]]:
 
 
 def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, Any]]:
-    """Rehearses an optimizer step of as many samples as it takes; with a trunk all samples of a
-    batch, whose boundaries are kept.
+    """Rehearses one optimizer step on its samples; with a trunk that policy and reference share, on
+    all samples of a batch, as the trunk's hidden states of all are kept.
 
     Args:
-        critic: the model of a trainer's own critic; None: as the settings say.
+        critic: the skeleton of the trainer's critic; None: of the settings' critic, if any.
     """
     config, memory = stage.settings, stage.memory
     if critic is None and config.critic is not None:
@@ -336,7 +335,7 @@ def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, A
     for learner in (trainer, trainer.critic):
         if learner is not None:
             memory.give_state(learner.optimizer)
-    generate_again()  # beside that state
+    generate_again()  # beside the optimizers' state
     prompt, response = stage.tokens.values()
     size, group = shortened.batch_size, shortened.group_size
     trainer.step(
@@ -344,11 +343,11 @@ def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, A
         [tokens(response, stage.vocabulary, start=3 + i) for i in range(size)],
         [torch.tensor(float(i % max(group, 2))) for i in range(size)],
     )
-    left = (config.batch_size - size) * stage.length * _BYTES_PER_POSITION
+    not_rehearsed = (config.batch_size - size) * stage.length * _BYTES_PER_POSITION
     for name, phase in memory.log.peaks.items():
         if name != LOADING:
-            phase.total += left
-            phase.by_kind[ACTIVATIONS] += left
+            phase.total += not_rehearsed
+            phase.by_kind[ACTIVATIONS] += not_rehearsed
     return config.method, {
         "batch_size": config.batch_size,
         "mini_batch_size": config.mini_batch_size,
@@ -358,7 +357,7 @@ def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, A
 
 def _shortened(config: PPOConfig, prompt: int, response: int) -> PPOConfig:
     """The settings of a rehearsal: an optimizer step of whole groups, whose mini-batches have no
-    more samples than some full passes."""
+    more samples than ``PASSES`` full passes need."""
     size, mini, group = config.batch_size, config.mini_batch_size, config.group_size
     if config.num_shared_layers is None:
         if config.micro_batch_tokens is not None:
@@ -378,7 +377,8 @@ def _shortened(config: PPOConfig, prompt: int, response: int) -> PPOConfig:
 
 def _rollouts(stage: Stage, trainer: Any, policy: Any) -> Callable[[], None]:
     """Fills the rollout engine's slots, whose memory stays unless ``rollout_sleep`` frees it;
-    returns what does so again, and does nothing, with a note, where that is not known."""
+    returns a function that fills them again. Without an engine both do nothing, and a note says so.
+    """
     config, backend = stage.settings, trainer.rollouts.backend
     if not isinstance(backend, EngineBackend):
         stage.memory.notes.append(
@@ -395,7 +395,7 @@ def _rollouts(stage: Stage, trainer: Any, policy: Any) -> Callable[[], None]:
         if engine is None:
             return lambda: None
         engine.rehearse(prompts, params)
-    backend._engines[id(policy), False] = engine  # slept before an update, where that is set
+    backend._engines[id(policy), False] = engine  # rollout_sleep frees it before an update
 
     def again() -> None:
         with trainer.computing():
@@ -405,8 +405,8 @@ def _rollouts(stage: Stage, trainer: Any, policy: Any) -> Callable[[], None]:
 
 
 def _samples(trainer: Any, texts: int = 1, together: bool = False) -> tuple[int, int]:
-    """The samples of a trainer on transformers', with so many texts in an example; ``together``
-    where a loss reads all of a batch, so that passes cannot split it."""
+    """``Surface.samples`` of a trainer on transformers' Trainer, with ``texts`` texts in an
+    example; ``together``: the loss reads all of a batch, so that passes cannot split it."""
     whole = trainer.args.per_device_train_batch_size * texts
     return whole, whole if together else texts
 

@@ -87,9 +87,9 @@ def compute_accuracy(eval_pred: Any) -> dict[str, float]:
     """Share of pairs whose preferred side has the higher probability; ties are wrong.
 
     Args:
-        eval_pred: an ``EvalPrediction``, or a pair, of arrays or tensors: P(chosen) and P(rejected)
-            or the two rewards, [N, 2]; and the index of the preferred one, [N], by default 0 (the
-            chosen).
+        eval_pred: an ``EvalPrediction``, or a tuple, of arrays or tensors: P(chosen) and
+            P(rejected) or the two rewards, [N, 2]; and the index of the preferred side, [N], by
+            default 0 (the chosen).
     """
     predictions, labels = (_as_array(x) for x in (*eval_pred,)[:2])
     if labels is None:
@@ -129,7 +129,7 @@ class RewardTrainer(SupervisedTrainer):
         tokenizer, processing_class: the tokenizer, under its old or new name; by default the one
             saved with the model.
         compute_metrics: by default :func:`compute_accuracy`.
-        max_length: deprecated, as the configuration has it.
+        max_length: deprecated; set it in ``args``.
         peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
         quantization_config: for loading the model by its path.
 
@@ -191,7 +191,7 @@ class RewardTrainer(SupervisedTrainer):
         self._settings, self._peft_config = args, peft_config
         self._said_own_collator = False
         self._append_eos = args.append_eos
-        self._padded_on: str | None = "right"  # what has to be padded
+        self._padded_on: str | None = "right"  # the side where texts that need padding get it
         self._reads_eos: bool | None = None
         self._scores_at_eos = False  # whether the model reads a text's reward at its EOS
         set_seed(args.seed)  # new weights are drawn: a head's, an adapter's
@@ -231,9 +231,8 @@ class RewardTrainer(SupervisedTrainer):
     def plan(  # type: ignore[override]
         self, tokens: int, passes: PassSize | None = None, device: str | None = None
     ) -> Plan:
-        """What training on texts of that many tokens, the longest of all, needs of memory, see
-        :meth:`fastrl.trainers.base.BaseTrainer.plan`; a pair has two such texts.
-        """
+        """The plan of the memory of training on texts of at most ``tokens`` tokens, two in a pair,
+        see :meth:`fastrl.trainers.base.BaseTrainer.plan`."""
         return rehearse.plan_of(self, (tokens,), passes, device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -247,7 +246,7 @@ class RewardTrainer(SupervisedTrainer):
         return self.processing_class
 
     def prepare_model(self, model: Any) -> Any:
-        """The model, checked, with an adapter if there is a peft_config."""
+        """Checks a model; returns it, with an adapter if there is a ``peft_config``."""
         config = getattr(model, "config", None)
         labels = getattr(config, "num_labels", 1)
         if labels != 1:
@@ -270,7 +269,7 @@ class RewardTrainer(SupervisedTrainer):
         return model
 
     def _check_end(self, model: Any) -> None:
-        """Raises ValueError where EOS is to be read, and is what the model takes for padding."""
+        """Raises ValueError where ``append_eos`` is on, and the model takes EOS for padding."""
         skipped = None if score_head(model) is None else padding_of(model)
         if self._settings.append_eos and skipped == end_token(self._tokenizer):
             raise ValueError(
@@ -280,7 +279,8 @@ class RewardTrainer(SupervisedTrainer):
             )
 
     def prepare_data(self, dataset: Any, training: bool) -> Any:
-        """Token columns, see :func:`fastrl.data.prepare.prepare_pairs`."""
+        """A data set with token columns, see :func:`fastrl.data.prepare.prepare_pairs`; for a data
+        collator of a user's, the data set as it is."""
         if self._own_collator:
             return dataset
         dataset = with_new_names(dataset)
@@ -416,8 +416,8 @@ class RewardTrainer(SupervisedTrainer):
 
     @cached_property
     def _is_padding_free(self) -> bool:
-        """Whether the model runs pairs without padding; found at the first use, when it is on its
-        device."""
+        """Whether the model runs pairs without padding; tested at the first use, when the model is
+        on its device."""
         has_score_head = score_head(self.accelerator.unwrap_model(self.model)) is not None
         packs = has_score_head and self.packing(self.model_wrapped)
         if not packs:
@@ -475,10 +475,10 @@ class RewardTrainer(SupervisedTrainer):
         """Evaluates as ``Trainer`` does, after printing ``num_print_samples`` pairs."""
         if num_print_samples is None:
             num_print_samples = getattr(self.args, "num_print_samples", 4)
-        which = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(which, dict):
+        datasets = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(datasets, dict):
             metrics: dict[str, float] = {}
-            for name, part in which.items():
+            for name, part in datasets.items():
                 metrics |= self.evaluate(
                     name if eval_dataset is None else part,
                     ignore_keys,
@@ -508,13 +508,13 @@ class RewardTrainer(SupervisedTrainer):
                     )
                     for side in SIDES
                 )
-                both = [[round(p, 4) for p in pair] for pair in probabilities.tolist()]
-                rows += gather_object(list(zip(*texts, both, strict=True)))
+                rounded = [[round(p, 4) for p in pair] for pair in probabilities.tolist()]
+                rows += gather_object(list(zip(*texts, rounded, strict=True)))
                 if 0 <= num_print_samples <= len(rows):
                     break
         shown: Any = loader.dataset
         if not is_stream(shown):
-            rows = rows[: len(shown)]  # without rows that are there twice
+            rows = rows[: len(shown)]  # without the rows that fill up the last batch
         if self.accelerator.is_main_process:
             _print_pairs(rows if num_print_samples < 0 else rows[:num_print_samples])
             if "wandb" in self.args.report_to:
@@ -529,7 +529,7 @@ def _check_classic(args: Any, max_length: int | None, collates: bool) -> None:
     """Gives the warnings and errors of TRL's classic trainer about these arguments.
 
     Args:
-        collates: the data collator is the trainer's own.
+        collates: whether the data collator is the trainer's own.
 
     Raises:
         ValueError: ``max_length`` is given twice.

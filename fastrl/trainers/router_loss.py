@@ -17,13 +17,13 @@ def router_loss(model: Any, asked: float | None, as_configured: bool = False) ->
             ``output_router_logits`` is on.
 
     Raises:
-        ValueError: a weight for a model that is no such mixture.
+        ValueError: a weight for a model without such a loss.
     """
     config = model.config.get_text_config()
     # Llama 4 and DeepSeek V3 have the setting, and no such loss.
     home = sys.modules[type(base_of(model)).__module__]
     has_loss = hasattr(home, "load_balancing_loss_func")
-    has_loss = has_loss and getattr(config, "is_moe", True)  # Doge's may be dense
+    has_loss = has_loss and getattr(config, "is_moe", True)  # a Doge may be dense
     if not hasattr(config, "output_router_logits") or not has_loss:
         if asked:
             raise ValueError(

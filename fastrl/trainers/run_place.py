@@ -1,4 +1,4 @@
-"""Where a run of transformers' Trainer is: what that does not keep, or keeps in local variables."""
+"""The place of a run of transformers' Trainer, which keeps it in local variables or not at all."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from fastrl.run.random_state import random_state, restore_random_state
 class RunPlace:
     """The place of a run in its data and its steps, and what it was resumed from."""
 
-    checkpoint: Path | None = None  # resumed from
-    resumed: Mapping[str, Any] | None = None  # what this process saved there
+    checkpoint: Path | None = None  # that the run was resumed from
+    resumed: Mapping[str, Any] | None = None  # what this process saved in that checkpoint
     identity: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     begun: float = 0.0  # time.time(), less what earlier processes of the run took
     epoch: int = 0
-    minibatch: int = 0  # the number in its epoch of the next one to be fetched
+    minibatch: int = 0  # the next mini-batch to be fetched, by its number in the epoch
     done: int = 0  # mini-batches of the epoch that are learned
     passes: int = 0  # passes done of the step that is under way
     epoch_is_over: bool = False
     seed: int = 0  # torch's, from which the order of the data follows
     random: Mapping[str, Any] | None = None  # states of generators to restore for the next batch
-    random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # at its beginning
+    random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # states as the epoch began
     save_is_due: bool = False  # a save waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     behind_step: bool = False  # a step is being logged, evaluated and saved
     evaluates: bool = False  # an evaluation is due behind the step, or going on
     due: dict[str, bool] | None = None  # what an exception has kept from being done behind a step
     ignored: Any = None  # keys of outputs that evaluations leave out
-    loss: torch.Tensor | None = None  # the sum since the last log, as the next step begins
+    loss: torch.Tensor | None = None  # the sum of losses since the last log, before the next step
     last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
     saving: bool = False  # a checkpoint is being written, or could not be
     alone: bool = False  # the main process saves by itself: the others may have ended
@@ -46,7 +46,7 @@ class RunPlace:
     def begin_at(
         self, epoch: int, minibatches: int, *, skips: bool, last: int | None = None
     ) -> tuple[int, int]:
-        """The epoch in which the run begins, and how many of its mini-batches are behind.
+        """The epoch in which the run begins, and how many of its mini-batches are learned already.
 
         Args:
             epoch, minibatches: computed by transformers from the number of steps: wrongly
@@ -66,7 +66,7 @@ class RunPlace:
         return epoch, minibatches
 
     def in_data(self, *, cut: bool) -> dict[str, int]:
-        """The epoch, and how many of its mini-batches are behind.
+        """The epoch, and how many of its mini-batches are learned already.
 
         Args:
             cut: whether the epoch ended because the run has all its steps.
@@ -114,7 +114,7 @@ class LastToKnow(TrainerCallback):
     """Makes the last preparations of a run before its first step, after other callbacks.
 
     Args:
-        begin: makes them.
+        begin: makes the preparations.
     """
 
     def __init__(self, begin: Callable[[], None]):

@@ -40,7 +40,7 @@ def check_fsdp(trainer: str, accelerator: Accelerator, model: Any) -> None:
 
 
 def spread_by_accelerate(accelerator: Accelerator, model: Any) -> Any:
-    """A model whose weights are spread, which accelerate itself does with an optimizer only."""
+    """Spreads a model's weights without an optimizer, which accelerate itself does not."""
     from accelerate.utils import fsdp2_prepare_model
 
     plain = plain_model(accelerator, model)

@@ -18,12 +18,12 @@ class SharedBatches(BatchSampler):
     about as many tokens.
 
     The last batch of an epoch may be smaller: it is shared as evenly as can be. A process that gets
-        no example of it runs one that does not count, because the others wait for it.
+    no example of it runs one that does not count, because the others wait for that process.
 
     Args:
         sampler: the order of the data; the main process's is used.
         batch_size: the number of examples of all processes together.
-        sizes: tokens of each of the data; empty where they are not known.
+        sizes: tokens of each example; empty where they are not known.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class SharedBatches(BatchSampler):
             yield [batch[k] for k in share] or batch[:1]
 
     def part(self, number: int) -> float:
-        """This process's part of the examples of a batch, by its number in the epoch."""
+        """The fraction of a batch's examples that this process has, by its number in the epoch."""
         size = self.size(number)
         return len(self._own([0] * size)) / size
 
     def size(self, number: int) -> int:
-        """The examples of all processes in a batch, by its number in the epoch."""
+        """The number of examples that all processes have in a batch, by its number in the epoch."""
         return min(self.batch_size, len(self.sampler) - number * self.batch_size)  # type: ignore[arg-type]
 
     def _own(self, sizes: Sequence[int]) -> Sequence[int]:
@@ -61,8 +61,8 @@ class SharedBatches(BatchSampler):
 
 
 def weights_of(sizes: Sequence[int | None]) -> list[float]:
-    """What the losses of a step's batches are multiplied by, so that their mean is that of all
-    examples; none where they have as many, or it is not known how many."""
+    """The factors of the losses of a step's batches, so that their mean is the mean over examples;
+    no factors where all batches have as many examples, or some number is None, not known."""
     if None in sizes or len({*sizes}) < 2:
         return []
     total = sum(sizes)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from fastrl.data.vocabulary import embedding_rows
 
 def settle_tokenizer(tokenizer: Any, args: Any) -> None:
     """Gives a tokenizer the settings' ``chat_template_path``, ``eos_token`` and ``pad_token``.
-    Where the path is another tokenizer's, its EOS and the tokens that only it has come along.
+    Where the path is another tokenizer's, its EOS and the tokens that only it has are added.
 
     Raises:
         ValueError: a token that the tokenizer does not have, a tokenizer without a template.
@@ -65,7 +65,7 @@ def settle_model(model: Any, tokenizer: Any, args: Any, adapts: bool) -> None:
     those that are new.
 
     Args:
-        adapts: only an adapter is trained.
+        adapts: whether only an adapter is trained.
 
     Raises:
         ValueError: new tokens beside an adapter, which would not learn them.

@@ -52,7 +52,7 @@ from fastrl.trainers.passes import check_sizes, on_all_processes, with_synchroni
 from fastrl.trainers.sharing import SharedBatches, share_batches, weights_of
 from fastrl.trainers.special_tokens import settle_tokenizer
 
-# Intervals of transformers' own numbers.
+# The intervals of transformers' settings.
 _RANGES = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "[1, inf)"),
     **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps"), "[1, inf)"),
@@ -182,11 +182,11 @@ class SupervisedArguments(TrainingArguments, metaclass=OfEveryEra):
 
 
 class SupervisedTrainer(BaseTrainer, ABC):
-    """transformers' Trainer, which prepares all models and data sets that it is given: at
-    construction, by ``model_init``, in ``evaluate`` and in ``predict``.
+    """transformers' Trainer, which prepares all models and data sets that it gets: at construction,
+    from ``model_init``, in ``evaluate`` and in ``predict``.
 
-    Subclasses do so in :meth:`prepare_model` and :meth:`prepare_data`, and set what these need
-    before ``super().__init__``.
+    Subclasses prepare them in :meth:`prepare_model` and :meth:`prepare_data`, and set the
+    attributes that these methods read before ``super().__init__``.
     """
 
     args: Any
@@ -194,10 +194,10 @@ class SupervisedTrainer(BaseTrainer, ABC):
     processing_class: Any
     _tokenizer: Any
     _settings: Any
-    overrides: frozenset[str] = frozenset()  # what a program's subclass defines
-    example: ClassVar[str]  # what errors call one
-    padding_scores: ClassVar[Scores] = logprobs_of_labels  # by which padding is judged
-    # Keywords of TRL's that are not honoured, and what to use.
+    overrides: frozenset[str] = frozenset()  # methods that a program's subclass defines
+    example: ClassVar[str]  # what errors call an example
+    padding_scores: ClassVar[Scores] = logprobs_of_labels  # compared with and without padding
+    # Keywords of TRL's that are refused, and what to use.
     refused_keywords: ClassVar[Mapping[str, str]] = {
         "compute_loss_func": "the loss is computed with the LM head; override compute_loss",
         "optimizer_cls_and_kwargs": "pass optimizers=(optimizer, None), or name it by optim",
@@ -219,7 +219,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         self._shared: SharedBatches | None = None  # in runs of several processes
         self._parts: list[float] = []  # this process's parts of the fetched batches
         self._part: float | None = None  # this process's part of the batch that is learned from
-        self._of_batch = 1.0  # the share of the pass that is computed
+        self._of_batch = 1.0  # the share of its batch that the current pass has
         self._last: dict[str, float] = {}  # metrics of the last log
         if is_stream(train_dataset) and args.max_steps <= 0:
             raise ValueError("train_dataset is a stream, which has no length: set max_steps")
@@ -274,18 +274,18 @@ class SupervisedTrainer(BaseTrainer, ABC):
         return self.prepare_data(dataset, training)
 
     def _preparing(self, training: bool) -> tuple[Any, ...]:
-        """What TRL's ``_prepare_dataset`` is given beside the data set, the tokenizer and the
-        settings."""
+        """The arguments of TRL's ``_prepare_dataset`` between the settings and the data set's
+        name."""
         return ()
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, *positional: Any, **named: Any
     ) -> Any:
-        """Calls :meth:`prepare_data` under TRL's name, for subclasses that override this. What they
-        return may be prepared, or not yet.
+        """Calls :meth:`prepare_data` under TRL's name, for subclasses that override this. An
+        override may return rows that are prepared, or not yet.
 
         Args:
-            given, named: see :meth:`_preparing`; and ``dataset_name``, "train" or another.
+            positional, named: see :meth:`_preparing`; and ``dataset_name``, "train" or another.
 
         Raises:
             ValueError: another tokenizer, or other arguments, than the trainer's.
@@ -331,8 +331,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batches of the next step, and the number of its tokens or None; where one process
-        cannot make its batches, none goes on."""
+        """The batches of the next step, and the number of its tokens or None. Where a process
+        cannot make its batches, all processes raise."""
         if self.processes.count == 1:
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
             self._parts = weights_of([self.examples_in(batch) for batch in batches])
@@ -359,8 +359,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     def examples_in(self, batch: Any) -> int | None:
         """The number of a batch's examples on this process, if the loss is their mean: all examples
-        of a step then weigh the same, also in a short last batch. None: all batches of a step
-        do."""
+        of a step then weigh the same, also in a short last batch. None: all its batches do."""
         return None
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
@@ -374,7 +373,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         return {**super().own_state(), "last": self._last}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs, with the metrics of training since the last log, or else those of that log."""
+        """Logs ``logs`` and the metrics of training since the last log, or else the last metrics."""
         if "loss" in logs or "train_loss" in logs:
             metrics: Any = self._metrics["train"]
             self._last |= metrics.take(self.processes)
@@ -383,12 +382,12 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     @property
     def ref_model(self) -> Any:
-        """What steps and evaluations run beside the model that is trained; None of methods without
+        """The model that steps and evaluations run beside the trained one; None for methods without
         a reference."""
         return None
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The gradient of a batch, in passes of at most ``micro_batch_tokens``."""
+        """Adds a batch's gradient in passes of at most ``micro_batch_tokens``; returns the loss."""
         self._part = self._parts.pop(0) if self._parts else None
         try:
             with self.products.on(model, self.ref_model):
@@ -403,8 +402,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
             self._part, self._of_batch = None, 1.0
 
     def _passes(self, inputs: Any) -> list[tuple[Any, float]]:
-        """The parts of a batch, and their shares of it; as many as any process has, others with a
-        share of 0, because the processes wait for each other in them."""
+        """The parts of a batch, each with its share of the batch. All processes get as many, some
+        with a share of 0, because the processes wait for each other in each."""
         if self.args.micro_batch_tokens is None:
             return [(inputs, 1.0)]
         parts = self.micro_batches(inputs, self.args.micro_batch_tokens)
@@ -417,18 +416,18 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     @abstractmethod
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
-        """A batch in parts of at most so many tokens, and their shares of its loss.
+        """Parts of a batch of at most ``most`` tokens, each with its share of the batch's loss.
 
         Raises:
-            ValueError: an example has more.
+            ValueError: an example has more tokens.
         """
 
     @cached_property
     def packing(self) -> Packing:
-        """Says of the model whether it runs batches without padding."""
+        """Tests whether a model runs batches without padding."""
         context, anywhere = self.compute_loss_context_manager, self.processes.any
-        given = self.args.device, self.lowest_precision, context, anywhere
-        return Packing(*given, self.asks_to_pack, type(self).padding_scores)
+        where = self.args.device, self.lowest_precision, context, anywhere
+        return Packing(*where, self.asks_to_pack, type(self).padding_scores)
 
     def asks_to_pack(self) -> bool:
         """Whether batches without padding are asked for, and nothing else needs padded ones."""
@@ -441,9 +440,9 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     @property
     def share(self) -> float:
-        """The factor of a pass's mean loss, by which the mean over processes of their passes' sum
-        is that of all their examples, and so is the mean over the batches of a step: 1 for a batch
-        in one pass, but for the last step of an epoch."""
+        """The factor of a pass's mean loss. With it, the sum over passes, averaged over processes
+        and over a step's batches, is the mean over all examples. It is 1 for a batch in one pass,
+        except in the last step of an epoch."""
         of_all = 1.0 if self._part is None else self._part * self.processes.count
         return of_all * self._of_batch
 
@@ -457,7 +456,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         return super().get_test_dataloader(self.prepare_eval_data(test_dataset))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates as ``Trainer`` does, but ``eval_loss`` is a mean over all losses that were
+        """Evaluates as ``Trainer`` does, but ``eval_loss`` is the mean over all losses passed to
         :meth:`held_out`, and does not depend on batches and processes."""
         losses: list[Tensor] = []
         self._losses_so_far = losses
@@ -482,8 +481,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
     def predicted_by_own_loss(
         self, model: nn.Module, inputs: Any, loss_alone: bool
     ) -> tuple[Tensor, Any, Any]:
-        """``prediction_step`` of a subclass that computes the loss, which counts for each of a
-        batch's examples."""
+        """The ``prediction_step`` where a subclass computes the loss: each example of a batch has
+        the batch's loss."""
         inputs = self.ready_batch(inputs)
         count = max(len(x) for x in inputs.values() if isinstance(x, Tensor) and x.dim())
         labels = inputs.get("labels")
@@ -499,7 +498,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     @abstractmethod
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
-        """Metrics of an evaluation, from what :meth:`held_out` was given of all examples.
+        """Metrics of an evaluation, from the arguments of :meth:`held_out` of all examples.
 
         Args:
             counts: [N].
@@ -517,7 +516,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         if self._losses_so_far is None:
             return
         numbers = torch.stack([x.float() for x in (sums, counts, *columns)], dim=-1)
-        # Examples that are there twice, so that all processes have as many, are left out.
+        # Leaves out examples that were repeated so that all processes have as many.
         self._losses_so_far.append(self.accelerator.gather_for_metrics(numbers).cpu())
 
     def counting(self, count: int) -> Tensor:
@@ -535,7 +534,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         if any(dataset is prepared for prepared in self._prepared):
             return dataset
         ready = self._prepared_rows(dataset, False)
-        if hasattr(self, "products"):  # before that is set the constructor checks
+        if hasattr(self, "products"):  # before it is set, the constructor checks
             self._check_vocabulary(ready)
         if ready is not dataset:
             self._prepared.add(ready)
@@ -561,8 +560,8 @@ def _multiple(text: str) -> int | None:
 
 
 def _keep_batches_whole(args: Any) -> None:
-    """Has each process read its share of a stream by itself: batches list tokens by their places,
-    which do not hold in a part that accelerate cuts out of a batch.
+    """Has each process read its share of a stream by itself: batches number tokens by their
+    positions, which are wrong in a part that accelerate cuts out of a batch.
 
     Raises:
         ValueError: accelerate is to cut batches.
@@ -604,8 +603,7 @@ def _check_choices(args: TrainingArguments) -> None:
 
 
 def check_numbers(args: Any, kind: type) -> None:
-    """Checks all numbers, truth values, lists and dicts of settings, transformers' own, too, and
-    other types of ours.
+    """Checks settings: numbers, truth values, lists and dicts of transformers', and all of ours.
 
     Raises:
         TypeError, ValueError: see :func:`fastrl.settings.check_types` and ``check_ranges``.
@@ -631,8 +629,8 @@ def check_numbers(args: Any, kind: type) -> None:
 
 
 def prefix_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What the names of an evaluation's metrics begin with, by the arguments of
-    ``evaluation_loop``: "eval", or "eval_NAME" where there are several sets."""
+    """The prefix of an evaluation's metrics, from the arguments of ``evaluation_loop``: "eval", or
+    "eval_NAME" where there are several sets."""
     return kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
 
 
@@ -662,7 +660,7 @@ def load_if_path(model: Any, load: Callable[..., Any], args: Any, **options: Any
 
 
 def with_quantization(args: Any, model: Any, config: Any) -> None:
-    """Hands a ``quantization_config`` to the model's loading.
+    """Adds a ``quantization_config`` to the arguments that the model is loaded with.
 
     Raises:
         ValueError: a model that is loaded already, or a second configuration.

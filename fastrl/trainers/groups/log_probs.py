@@ -116,5 +116,4 @@ class ResponseScorer:
         batch = token_batch(samples, self.pad_token, self.padding(model)).to(self.args.device)
         with self.autocast():
             logprobs = in_passes(batch, score, limit, self.processes)["logprobs"]
-        # One copy to the host, for which it waits once.
-        return to_column(samples, logprobs.float().cpu()[batch.response_mask])
+        return to_column(samples, logprobs.float().cpu()[batch.response_mask])  # waits once

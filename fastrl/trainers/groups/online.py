@@ -220,8 +220,7 @@ class OnlineTrainer(
         warn_of_lost_steps(self.args, self.model, stacklevel=3)
 
     def _settled(self, args: Any, model: Any, *, adapts: bool) -> Any:
-        """Returns a checked copy of ``args``, or of the class's defaults, for a model that gets a
-        new adapter where ``adapts``.
+        """Returns a checked copy of ``args``, by default of the class's settings.
 
         Raises:
             TypeError, ValueError: settings that the trainer cannot have.
@@ -574,7 +573,7 @@ class OnlineTrainer(
 
     def _learnable(self, rows: list[dict[str, Any]], mode: str) -> Samples:
         """Responses to the prompts of rows, with their rewards, masks, log-probs and advantages."""
-        data = "train_dataset" if mode == "train" else "eval_dataset"  # some streams know no columns
+        data = "train_dataset" if mode == "train" else "eval_dataset"  # streams may lack names
         check_reserved(rows[0], data, reserved_of(self._interaction.environments is not None))
         group = self.num_generations if mode == "train" else self.num_generations_eval
         with modes_kept(self.model):  # users' functions may change them

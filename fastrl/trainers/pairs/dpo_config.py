@@ -16,7 +16,7 @@ from fastrl_kernels.preference import F_DIVERGENCES
 
 _SHARED = ("beta", "label_smoothing")  # settings that losses of users may have by the same names
 TRUNCATIONS = ("keep_start", "keep_end")
-# TRL's names that are others here, or mean options of their own.
+# TRL's names of losses that have another name here, or that fix options.
 _TRLS: dict[str, tuple[str, dict[str, Any]]] = {
     "sigmoid": ("dpo", {}),
     "ipo": ("ipo", {"length_means": True}),
@@ -24,8 +24,8 @@ _TRLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class LossTypes(Mapping[str, tuple[PairObjective, dict[str, Any]]]):
-    """Rows by DPOTrainer's names, each with the options that its name fixes: the losses that read a
-    reference, those of users among them or named as "file.py:function"."""
+    """Rows of pair losses by DPOTrainer's names, each with the options that the name fixes: losses
+    that read a reference, and users' losses that are registered or named "file.py:function"."""
 
     def __getitem__(self, name: str) -> tuple[PairObjective, dict[str, Any]]:
         row, fixed = _TRLS.get(name, (name, {}))
@@ -39,7 +39,7 @@ class LossTypes(Mapping[str, tuple[PairObjective, dict[str, Any]]]):
         return len(list(iter(self)))
 
     def __contains__(self, name: object) -> bool:
-        """Raises ValueError for a loss without a reference."""
+        """Whether ``name`` is a loss; raises ValueError for one that reads no reference."""
         if name not in _TRLS and name in PAIR_LOSSES and PAIR_LOSSES[str(name)].reads == "p":
             raise ValueError(
                 f"loss_type {name!r} reads no reference, and DPOTrainer compares with one: train "
@@ -48,7 +48,7 @@ class LossTypes(Mapping[str, tuple[PairObjective, dict[str, Any]]]):
         return name in _TRLS or name in PAIR_LOSSES
 
 
-# The negative log-likelihood of the chosen completions reads tokens, and has no row.
+# "sft", the negative log-likelihood of the chosen completions, reads tokens and has no row.
 LOSS_TYPES: Mapping[str, Any] = ChainMap({"sft": None}, LossTypes())  # type: ignore[arg-type]
 
 
@@ -150,8 +150,8 @@ class DPOConfig(PreferenceConfig):
         return {name: self.objective(name) for name in names}
 
     def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
-        """The row of a loss, and its options: these settings, of which a loss of a user's gets
-        those that are not at their defaults, as its own are its defaults."""
+        """The row of a loss, and its options from these settings. A user's loss has defaults of its
+        own, and gets ``beta`` and ``label_smoothing`` only where they are not at theirs."""
         row, fixed = LOSS_TYPES[loss_type]
         options: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
         if row.is_own:

@@ -87,12 +87,12 @@ class KTOTrainer(PreferenceTrainer):
         self, model: nn.Module, batch: Mapping[str, Any]
     ) -> tuple[Tensor, ScoredPass, dict[str, tuple[Tensor, Tensor]]]:
         args = self.args
-        completions, *others = both = self._completions(batch)
+        completions, *mismatched = both = self._completions(batch)
         if args.precompute_ref_log_probs:
             reference, *of_kl = (batch[name] for name in self.ref_columns)
         else:
             reference, *of_kl = (self.ref_score(x).sum(1) for x in both)
-        kl = self._kl(model, others[0], of_kl[0]) if others else reference.new_zeros(())
+        kl = self._kl(model, mismatched[0], of_kl[0]) if mismatched else reference.new_zeros(())
         logprobs, scored = self.score(model, completions, EXTRAS)
         side = Side(logprobs.sum(1), completions.mask.sum(1), reference)
         desirable = batch["label"].bool()

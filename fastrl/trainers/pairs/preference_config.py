@@ -65,5 +65,5 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
 
     @property
     def cuts(self) -> tuple[int | None, int | None]:
-        """Tokens that prompts and completions are cut to."""
+        """The most tokens of prompts and of completions, which are cut; None: no limit."""
         return self.max_prompt_length, self.max_completion_length

@@ -1,4 +1,4 @@
-"""What to change where a plan does not fit, and what more there is room for where it does."""
+"""What to change where a plan does not fit its GPU, and what can be larger where it fits."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ class Planned(Protocol):
 
     @property
     def kv_cache_flag(self) -> str | None:
-        """The flag of the GiB that keys and values may take; None where a run has none."""
+        """The flag of the GiB that keys and values may take; None where there is no such flag."""
 
     def plan(self) -> Plan:
         """The plan of the run's memory."""
 
     def changes(self) -> Sequence[Remedy]:
-        """Ways to need less, the one that costs the least time or quality first."""
+        """Changes by which the run needs less memory, the cheapest in time or quality first."""
 
     def dials(self) -> Sequence[Dial]:
-        """Sizes that can grow into what is left; as many, in the same order, of each run."""
+        """Sizes that can grow into free memory; all runs have the same ones in the same order."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of a run's settings, by which it needs less.
+    """A change of a run's settings, by which it needs less memory.
 
     Args:
         flags: the flags, as a command takes them.
         cost: what it costs, in words.
-        leaves: the share that is left, at best, of each kind of memory that it lessens: what cannot
-            be enough is not tried.
-        apply: the changed run; None where it changes nothing. A ValueError of it, or of the changed
-            run's plan, is a change that the run refuses.
-        learns_other: whether what is learned is another thing then.
+        leaves: the share that is left, at best, of each kind of memory that the change lessens: a
+            change that cannot be enough is not tried.
+        apply: makes the changed run from a run; None where nothing would change. A ValueError, here
+            or from the changed run's plan, means that the run refuses the change.
+        learns_other: whether the changed run learns something else.
     """
 
     flags: str
@@ -55,8 +55,8 @@ class Dial:
     Args:
         kind: the kind of memory that grows with the size, at most in proportion.
         most: the factor by which it can grow.
-        turned: makes, by a factor, the flags of the larger size, and the run with it; refused as a
-            :class:`Remedy`.
+        turned: returns, for a factor, the flags of the larger size, and the run with that size;
+            raises ValueError like the ``apply`` of a :class:`Remedy`.
     """
 
     kind: str
@@ -65,9 +65,9 @@ class Dial:
 
 
 def what_to_change(run: Planned, plan: Plan, gpu_gib: float) -> str:
-    """The cheapest change that makes a run fit: the first that does by itself, else the first few
-    that do together, without those of them that are not needed. What is learned changes only where
-    nothing else is enough."""
+    """Names the cheapest change that makes a run fit: the first remedy that is enough alone, else
+    the first few that are enough together, without those that are not needed. Remedies that change
+    what is learned are tried only where the others are not enough."""
     remedies = list(run.changes())
     same = [remedy for remedy in remedies if not remedy.learns_other]
     others = [remedy for remedy in remedies if remedy.learns_other]
@@ -77,7 +77,7 @@ def what_to_change(run: Planned, plan: Plan, gpu_gib: float) -> str:
             changed = _tried(run, plan, [remedy], gpu_gib)
             if changed is not None and changed.fits(gpu_gib):
                 return f"{remedy.flags} ({remedy.cost}): {gib(changed.peak)}"
-        used: dict[str, Remedy] = {}  # by the flag: of one, the last value
+        used: dict[str, Remedy] = {}  # by flag: the last remedy of each flag counts
         changed = None
         for remedy in several:
             if _unless_refused(remedy.apply, _changed(run, used.values())) is None:
@@ -103,7 +103,7 @@ def _tried(run: Planned, plan: Plan, remedies: Iterable[Remedy], gpu_gib: float)
 
 
 def _unless_refused(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call returns; None where settings or a trainer refuse what it makes."""
+    """Returns what the call returns; None where settings or a trainer raise a ValueError in it."""
     try:
         return call(*arguments)
     except ValueError:
@@ -113,8 +113,8 @@ def _unless_refused(call: Callable[..., Any], *arguments: Any) -> Any:
 def _needed(
     run: Planned, plan: Plan, used: list[Remedy], smallest: Plan, gpu_gib: float
 ) -> tuple[list[Remedy], Plan]:
-    """The needed ones of ``used``, remedies that are enough together, and the plan with them; what
-    costs most is left out first."""
+    """Leaves out of ``used``, which is enough together, the remedies that are not needed, the most
+    costly first; returns the rest and the plan with them."""
     for remedy in reversed(list(used)):
         fewer = [other for other in used if other is not remedy]
         without = _tried(run, plan, fewer, gpu_gib)
@@ -124,15 +124,15 @@ def _needed(
 
 
 def _changed(run: Any, remedies: Iterable[Remedy]) -> Any:
-    """A run with the remedies that change something of it."""
+    """The run after all remedies, without those that it refuses or that change nothing."""
     for remedy in remedies:
         run = _unless_refused(remedy.apply, run) or run
     return run
 
 
 def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
-    """What can be larger in a run that fits its GPU: each size, one after the other, by the largest
-    power of two, and the keys and values of longer responses."""
+    """Yields what can be larger in a run that fits its GPU: each size, one after the other, by the
+    largest power of two that fits, and the memory of keys and values."""
     grown: list[str] = []
     for number in range(len(run.dials())):
         dial = run.dials()[number]
@@ -162,14 +162,14 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
 
 
 def _growth(plan: Plan, kind: str, gpu_gib: float) -> float:
-    """The factor by which a kind of memory can grow, at least."""
+    """The factor by which a kind of memory can grow until a phase is full; 1 if there is none."""
     limit = usable(gpu_gib)
     growing = [phase for phase in plan.phases.values() if phase.by_kind.get(kind)]
     return min((1 + (limit - p.total) / p.by_kind[kind] for p in growing), default=1.0)
 
 
 def _at_best(plan: Plan, remedies: Iterable[Remedy]) -> float:
-    """The peak with remedies that do as much as they can."""
+    """The peak if each remedy lessens memory as much as it can."""
     peak = 0.0
     for phase in plan.phases.values():
         left: dict[str, float] = dict(phase.by_kind)

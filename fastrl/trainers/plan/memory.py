@@ -22,7 +22,7 @@ KINDS = (PARAMETERS, REFERENCE, GRADIENTS, OPTIMIZER, KV_CACHE, CASTS, HEAD, ACT
 
 @dataclass
 class Peak:
-    """The most bytes of a phase, and what they were then."""
+    """The most bytes of a phase, and how many of them were of each kind."""
 
     total: int = 0
     by_kind: dict[str, int] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class MemoryLog:
     """Adds up allocations and releases.
 
     Attributes:
-        now: bytes by kind.
+        now: bytes that are allocated now, by kind.
         peaks: the peak of each phase, in the order in which phases began.
     """
 
@@ -47,7 +47,7 @@ class MemoryLog:
 
     @property
     def total(self) -> int:
-        """Bytes that are there now."""
+        """All bytes that are allocated now."""
         return self._total
 
     def allocated(self, key: int, nbytes: int) -> None:
@@ -64,10 +64,10 @@ class MemoryLog:
         self._total -= nbytes
 
     def is_kind(self, key: int | None, kind: str, since: str | None = None) -> None:
-        """Tells the log what some memory that is there is for.
+        """Changes the kind of the allocation ``key``; does nothing where there is none.
 
         Args:
-            since: a phase at whose peak it was there, too.
+            since: a phase at whose peak the allocation existed, too, and changes its kind.
         """
         if key not in self._live:
             return
@@ -80,7 +80,7 @@ class MemoryLog:
             counts[kind] += nbytes
 
     def elsewhere(self, key: int | None) -> None:
-        """Counts memory no more: it is not on the device."""
+        """Counts the allocation ``key`` no more, because it is not on the device."""
         if key in self._live:
             assert key is not None
             nbytes, kind = self._live[key]
@@ -108,7 +108,7 @@ class MemoryLog:
         self._phase = name
 
     def note(self, name: str) -> None:
-        """Records what is there now as a phase of its own."""
+        """Records the bytes that are allocated now as a phase of their own."""
         with self.phase(name):
             pass
 

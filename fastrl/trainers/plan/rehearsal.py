@@ -1,5 +1,5 @@
-"""A rehearsal of a run: its own code on tensors without memory, from which nothing is left behind
-in this process."""
+"""A rehearsal of a run: the run's code on tensors without memory, which leaves nothing behind in
+this process."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ LOADING, ROLLOUT, SCORING, UPDATE, STEP = "loading", "rollout", "scoring", "upda
 OTHER = "other"  # between the phases
 PHASES = (LOADING, ROLLOUT, SCORING, UPDATE, STEP, OTHER)
 OPTIMIZER_STEPS = 2  # steps of a rehearsal: the optimizer's state is there from the second on
-# A note, with replay_routing.
+# A note of plans with replay_routing.
 CHOICES_LEFT_OUT = "the experts' choices of rollouts, left out: 2 bytes for each one"
-# The phases that trainers time, by their names here.
+# The phases here, by the names under which trainers time them.
 _TIMED = {"prefill": ROLLOUT, "decode": ROLLOUT, "forward_pass": SCORING, "optimize_step": UPDATE}
 
 
@@ -51,10 +51,10 @@ class Rehearsal:
 
     Attributes:
         log: the log of its memory.
-        phantoms: the mode in which it runs.
-        notes: guesses in it, in words.
-        folder: to write to.
-        visiting: bytes of a reference in host memory that are on the device as it runs, at most.
+        phantoms: the mode that makes tensors without memory.
+        notes: in words, what is guessed or left out.
+        folder: a folder to write to, which is removed afterwards.
+        visiting: the most bytes of a reference in host memory that are on the device as it runs.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -70,7 +70,7 @@ class Rehearsal:
         return self.log.phase(_TIMED[name]) if name in _TIMED else nullcontext()
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
-        """Tells parameters, gradients and the optimizer's state from other memory."""
+        """Has the log count parameters, gradients and the optimizer's state by their kinds."""
         self.phantoms.is_kind([*model.parameters(), *model.buffers()], PARAMETERS)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -95,8 +95,8 @@ class Rehearsal:
         optimizer.register_step_post_hook(end)
 
     def give_state(self, optimizer: Any) -> None:
-        """Gives a followed optimizer its state, by a step of zeros, as all steps but the first find
-        it."""
+        """Has a followed optimizer make its state, by a step with gradients of zero: all steps of a
+        run but the first begin with that state."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -125,7 +125,7 @@ class Rehearsal:
         self.log.enter(OTHER)
 
     def keeps(self, kv_cache: Iterable[Any], weights: Iterable[Any]) -> None:
-        """Says what the rollout engine keeps until an update has ended."""
+        """Records the tensors that the rollout engine keeps until an update has ended."""
         self.phantoms.is_kind(kv_cache, KV_CACHE, since=ROLLOUT)
         self.phantoms.is_kind(weights, CASTS, since=ROLLOUT)
 
@@ -143,7 +143,7 @@ def rehearsal(device: str = "cpu") -> Iterator[Rehearsal]:
         rehearsed = Rehearsal(Path(folder), device)
         stack.enter_context(random_state_kept())
         stack.enter_context(_own_accelerate())
-        # The run itself will give warnings, and show bars.
+        # Warnings and progress bars are left to the run itself.
         for quiet in (load.quiet(), tables.quiet(), warnings.catch_warnings()):
             stack.enter_context(quiet)
         warnings.simplefilter("ignore")

@@ -30,9 +30,9 @@ class Plan:
     Attributes:
         title: the model and the method.
         device: the kind of device that memory is counted for, "cpu" or "cuda".
-        phases: peaks in the order in which phases begin.
-        settings: what it depends on, for the reader.
-        guesses: parts of it that are not known for certain.
+        phases: the peak of each phase, in the order of ``PHASES``.
+        settings: lengths and settings that the plan depends on.
+        guesses: in words, what is guessed or left out.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Plan:
 
     @classmethod
     def of(cls, title: str, device: str, rehearsed: Rehearsal, settings: Mapping[str, Any]) -> Plan:
-        # Phases in the order of an iteration.
+        # Phases in the order of a step.
         phases = {name: rehearsed.log.peaks[name] for name in PHASES if name in rehearsed.log.peaks}
         runs_in = phases.get(SCORING) or phases.get(UPDATE)
         if rehearsed.visiting and runs_in is not None:
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def widest(self) -> str:
-        """The phase that needs most."""
+        """The phase that needs most memory."""
         return max(self.phases, key=lambda name: self.phases[name].total)
 
     def fits(self, gpu_gib: float) -> bool:
@@ -96,7 +96,7 @@ class Plan:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes for a reader."""
+    """Bytes as a text in MiB or GiB."""
     if abs(nbytes) < 0.1 * GIB:
         return f"{nbytes / 2**20:.0f} MiB"
     return f"{nbytes / GIB:.2f} GiB" if nbytes < 100 * GIB else f"{nbytes / GIB:.0f} GiB"

@@ -1,4 +1,4 @@
-"""Methods under TRL's names that other programs call, and ``PPOTrainer.step`` does without."""
+"""Methods under TRL's names that programs call, and that ``PPOTrainer.step`` does not use."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fastrl.trainers.ppo.state import TrainerState
 
 
 class ClassicMethods:
-    """The parts of a step, one by one, and its log, of a ``PPOTrainer``, which makes what they
-    read."""
+    """A PPOTrainer's methods for the parts of a step, one by one, and for its log. The trainer sets
+    the attributes that they read."""
 
     config: PPOConfig
     tokenizer: Any
@@ -44,8 +44,8 @@ class ClassicMethods:
 
     @property
     def optional_peft_ctx(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Makes the context in which the policy's model is the reference, where that is the model
-        with its adapter switched off; else one in which nothing changes."""
+        """Makes a context in which the policy's adapter is switched off, where the policy without
+        its adapter is the reference; else a context in which nothing changes."""
         switched = isinstance(self.reference, SwitchedAdapter)
         return self.reference.as_policy if switched else nullcontext
 
@@ -54,9 +54,9 @@ class ClassicMethods:
     ) -> dict[str, Tensor]:
         """Joins and pads queries and responses: input_ids and attention_mask, [B, T] int64.
 
-        The tokenizer's padding_side decides where the padding goes. For an encoder–decoder these
-        are the queries', and decoder_input_ids and decoder_attention_mask those of the responses,
-        behind the decoder's start token; padding goes to the end.
+        The tokenizer's padding_side decides where the padding goes. For an encoder–decoder, these
+        hold the queries, and decoder_input_ids and decoder_attention_mask the responses, behind the
+        decoder's start token; padding goes to the end.
         """
         inputs = self.batches.model_inputs(queries, self.batches.own(responses)[0])
         return {name: tensor.to(self.current_device) for name, tensor in inputs.items()}
@@ -104,10 +104,10 @@ class ClassicMethods:
         ``PPOConfig.temperature``.
 
         Each of the two losses has its own gradient. ``step()`` computes both in one pass, to the
-        same numbers. A KL term (``kl_in="loss"``) and what entropies do are not part of them.
+        same numbers. Neither has the KL term of ``kl_in="loss"``, or a term of entropies.
 
         Raises:
-            ValueError: a critic of its own learns the values.
+            ValueError: a separate critic learns the values.
         """
         if self.update.critic is not None:
             raise ValueError(
@@ -132,9 +132,9 @@ class ClassicMethods:
         if logits is not None:
             entropies = flat(entropy_from_logits(logits, update.temperature)).detach()
         scores = TokenScores(new, entropies, flat(vpreds), None, policy_loss, policy_stats)
-        value_loss, named = update.value_loss(scores, objective, flat(values), flat(returns))
-        named["ppo/loss/total"] = (policy_loss + value_loss).detach()
-        statistics = {name.removeprefix("ppo/"): value for name, value in named.items()}
+        value_loss, numbers = update.value_loss(scores, objective, flat(values), flat(returns))
+        numbers["ppo/loss/total"] = (policy_loss + value_loss).detach()
+        statistics = {name.removeprefix("ppo/"): value for name, value in numbers.items()}
         return policy_loss, value_loss, statistics
 
     def train_minibatch(
@@ -148,9 +148,9 @@ class ClassicMethods:
         advantages: Tensor,
         returns: Tensor,
     ) -> dict[str, Tensor]:
-        """One optimizer step on :meth:`loss`; returns its statistics.
+        """Takes an optimizer step on :meth:`loss`; returns the statistics of that.
 
-        It is left out, with a warning, where the loss or its gradient is not finite.
+        The step is left out, with a warning, where the loss or its gradient is not finite.
         """
         policy_loss, value_loss, statistics = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns

@@ -59,7 +59,7 @@ from fastrl.user_code import exits_are_errors
 
 @dataclass
 class Numbers:
-    """The numbers that :meth:`fastrl.PPOTrainer.train` is given, checked.
+    """The arguments of :meth:`fastrl.PPOTrainer.train` that are numbers, checked.
 
     Raises:
         TypeError, ValueError: as :func:`fastrl.settings.check_types` and ``check_ranges``.
@@ -79,11 +79,7 @@ class Numbers:
 
 
 class Loop:
-    """One run of :meth:`fastrl.PPOTrainer.train`, whose arguments these are.
-
-    Raises:
-        ValueError: as it does.
-    """
+    """One run of :meth:`fastrl.PPOTrainer.train`; arguments and errors are those of that method."""
 
     resumes_by = "resume=True"
 
@@ -143,11 +139,11 @@ class Loop:
             on_nonfinite=config.on_nonfinite,
             shared=self.processes.count > 1,
         )
-        named: list[tuple[str, Any]]
-        named = list(zip(self.rewards.names, self.rewards.functions, strict=True))
-        named += [(f"tool {tool.__name__}", tool) for tool in interaction.tools]
-        named += [] if rollout_func is None else [("rollout_func", rollout_func)]
-        self._code_of_users = identities_of(named)
+        functions: list[tuple[str, Any]]
+        functions = list(zip(self.rewards.names, self.rewards.functions, strict=True))
+        functions += [(f"tool {tool.__name__}", tool) for tool in interaction.tools]
+        functions += [] if rollout_func is None else [("rollout_func", rollout_func)]
+        self._code_of_users = identities_of(functions)
         rounds = config.dynamic_sampling_rounds
         self.resampling = DynamicSampling(config.group_size, rounds, self.processes)
         steps, self.eval_every = numbers.steps, numbers.eval_every
@@ -167,20 +163,20 @@ class Loop:
             rollouts.ready if rollout_func is None else contextlib.nullcontext,
             trainer.nonfinite,
         )
-        # max_length in its place counts the prompt.
+        # With max_length instead, which counts the prompt, too, a response needs room for a token.
         new_tokens = self.generation_kwargs.get("max_new_tokens") or 1
         room = (rollouts.layout, new_tokens, long_prompts)
         closed = isinstance(rollouts.layout, EncoderDecoder)
         with self.processes.one_first():
-            given = (
+            all_prompts = (
                 Prompts.from_dataset(dataset, prompt_column, tokenizer, closed=closed)
                 if prompts is None
                 else Prompts.from_list(prompts, tokenizer, closed=closed)
             )
         policy = trainer.accelerator.unwrap_model(trainer.model)
-        check_vocabulary(policy, tokenizer, [[given.largest_id]])
-        interaction.check(given)
-        self.prompts = given.fitting(*room)
+        check_vocabulary(policy, tokenizer, [[all_prompts.largest_id]])
+        interaction.check(all_prompts)
+        self.prompts = all_prompts.fitting(*room)
         self._check_tokens(self.prompts, new_tokens)
         self.prompts_per_step = config.prompts_per_step * self.processes.count
         if len(self.prompts) < self.prompts_per_step:
@@ -192,23 +188,23 @@ class Loop:
                 f"{len(self.prompts)} prompts{held_out} are fewer than {wanted}: lower batch_size "
                 "or bring more prompts"
             )
-        self.result = TrainResult(dropped_prompts=len(given) - len(self.prompts))
-        self._name_of = self.prompts.name_of  # of prompts that are being answered
+        self.result = TrainResult(dropped_prompts=len(all_prompts) - len(self.prompts))
+        self._name_of = self.prompts.name_of  # names a prompt that is being answered
         self.eval_prompts: Prompts | None = None
         if eval_prompts is not None:
-            given = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
-            check_vocabulary(policy, tokenizer, [[given.largest_id]])
-            interaction.check(given)
-            self.eval_prompts = given.fitting(*room)
+            all_prompts = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
+            check_vocabulary(policy, tokenizer, [[all_prompts.largest_id]])
+            interaction.check(all_prompts)
+            self.eval_prompts = all_prompts.fitting(*room)
             self._check_tokens(self.eval_prompts, new_tokens)
             if len(self.eval_prompts) < self.processes.count:
                 raise ValueError(
                     f"{len(self.eval_prompts)} eval_prompts are fewer than "
                     f"{self.processes.count} processes: bring more, or start fewer"
                 )
-            self.result.dropped_eval_prompts = len(given) - len(self.eval_prompts)
-        every = [*self.prompts.lengths, *(self.eval_prompts.lengths if self.eval_prompts else ())]
-        rollouts.expect(max(every) + new_tokens)
+            self.result.dropped_eval_prompts = len(all_prompts) - len(self.eval_prompts)
+        lengths = [*self.prompts.lengths, *(self.eval_prompts.lengths if self.eval_prompts else ())]
+        rollouts.expect(max(lengths) + new_tokens)
         self.saving = saving
         self.ledger = open_ledger(
             ledger if self.processes.is_main else False,
@@ -224,7 +220,7 @@ class Loop:
                 f"{config.critic_warmup_steps} is for the critic alone, lower it or train longer",
                 stacklevel=4,
             )
-        self._began = time.perf_counter()  # less what earlier processes of the run took
+        self._began = time.perf_counter()  # less the seconds of the run's earlier processes
         self.callbacks: list[TrainCallback] = [
             *([ProgressCallback(config.title)] if progress and self.processes.is_main else []),
             *([] if config.log_with is None else [TrackerCallback()]),
@@ -234,7 +230,7 @@ class Loop:
     def _respond_by(
         self, function: Any, interaction: Interaction, most_turns: int | None
     ) -> Respond:
-        """What answers prompts: a ``rollout_func``, or the policy."""
+        """Returns what answers prompts: a ``rollout_func``, or the policy."""
         trainer, rollouts = self.trainer, self.trainer.rollouts
         config, tokenizer, kwargs = trainer.config, trainer.tokenizer, self.generation_kwargs
         policy = trainer.accelerator.unwrap_model(trainer.model)
@@ -270,17 +266,17 @@ class Loop:
         )
 
     def _encoded(self, prompts: Samples) -> Samples:
-        """Prompts with what environments have said."""
-        said, rows = prompts.prompts, prompts.prompt_rows
-        templates = templates_of(said, prompts.columns, rows, {})
-        found = Prompts.from_list(said, self.trainer.tokenizer, self._name_of, rows, templates)
-        ids = found.samples.prompt_ids
-        return replace(prompts, prompt_texts=found.samples.prompt_texts, prompt_ids=ids)
+        """Encodes prompts to which environments have added messages."""
+        chats, rows = prompts.prompts, prompts.prompt_rows
+        templates = templates_of(chats, prompts.columns, rows, {})
+        encoded = Prompts.from_list(chats, self.trainer.tokenizer, self._name_of, rows, templates)
+        ids = encoded.samples.prompt_ids
+        return replace(prompts, prompt_texts=encoded.samples.prompt_texts, prompt_ids=ids)
 
     def _check_tokens(self, prompts: Prompts, new_tokens: int) -> None:
         """
         Raises:
-            ValueError: with as many new tokens as it may get, a prompt does not fit into a forward.
+            ValueError: a prompt and its new tokens do not fit into a forward pass.
         """
         check_tokens(
             self.trainer.config.micro_batch_tokens,
@@ -319,10 +315,10 @@ class Loop:
             self._call("on_train_end", self.result)
         return self.result
 
-    # The steps of a run, as the driver has them.
+    # The steps of a run, see fastrl.trainers.driver.Driven.
 
     def learn(self, batch: int) -> bool:
-        """Takes the step of that number, on the next prompts."""
+        """Takes step number ``batch`` on the next prompts."""
         self.saving.mark()
         weights_version = self.trainer.weights_version
         metrics, samples = self._next_step()
@@ -372,15 +368,16 @@ class Loop:
         return step == self.last_step or (every > 0 and step % every == 0)
 
     def _lacks_evaluation(self, step: int) -> bool:
-        """Whether a run was interrupted in the evaluation after this step, or none of those before
-        is of its rewards and held-out prompts."""
+        """Whether the evaluation after this step is missing: the run was interrupted in it, or all
+        evaluations so far were of other rewards or held-out prompts."""
         if self.eval_prompts is None:
             return False
         done = self.result.evaluations
         return not done or (self._is_evaluated(step) and done[-1].step < step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What of the run is not the trainer's: where it began, its settings and evaluations."""
+        """The state of the run beside the trainer's: its first step, prompts, settings, evaluations
+        and seconds."""
         return {
             "begun_at": self.begun_at,
             "prompts": self.prompts.fingerprint,
@@ -405,7 +402,7 @@ class Loop:
         return {**self._code_of_users, **self.trainer.own_code}
 
     def _settings(self) -> dict[str, Any]:
-        """Settings of the run that may differ in the one that resumes it, as JSON has them."""
+        """The run's settings that may differ when it is resumed, as JSON."""
         held_out = None if self.eval_prompts is None else self.eval_prompts.fingerprint
         return {
             "reward": self.rewards.weights,
@@ -421,7 +418,7 @@ class Loop:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """
         Raises:
-            BadCheckpoint: the state of a run on other prompts.
+            BadCheckpoint: the state is of a run on other prompts, or was not written by one.
         """
         if "loop" not in state:
             raise BadCheckpoint(
@@ -435,15 +432,15 @@ class Loop:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues another loop. Its evaluations are dropped where their settings were others,
-        with a warning: they cannot be compared with those to come."""
+        """Goes on from another loop's state. Where settings differ, its evaluations are dropped,
+        with a warning, because later ones cannot be compared with them."""
         self.begun_at = state["begun_at"]
         self._began -= state["seconds"]
         both = state["settings"], self._settings()
-        # The trainer's own setting, which has been compared.
+        # The trainer has compared its temperature itself.
         before, now = ({k: v for k, v in x.items() if k != "temperature"} for x in both)
         changed = warn_of_changed_settings(before, now)
-        changed = [k for k in changed if not k.startswith(OF_CODE)]  # may have been mended
+        changed = [k for k in changed if not k.startswith(OF_CODE)]  # a mended bug, perhaps
         if set(changed) - {"missing_eos_penalty"}:
             return
         prompts = [] if self.eval_prompts is None else self.eval_prompts.samples.prompt_texts
@@ -451,7 +448,7 @@ class Loop:
             self.result.add_evaluation(evaluation)
 
     def _next_step(self) -> tuple[dict[str, float], Samples]:
-        """A step on the next prompts of the trainer's stream of them."""
+        """Takes a step on the next prompts of the trainer's stream; see :meth:`_step`."""
         streams, prompts = self.trainer.streams, self.prompts
         new = PromptStream(len(prompts), self.trainer.config.seed)
         stream = streams.setdefault(prompts.fingerprint, new)
@@ -459,15 +456,16 @@ class Loop:
             return self._step(stream.take(self.prompts_per_step), stream)
 
     def _step(self, chosen: list[int], stream: PromptStream) -> tuple[dict[str, float], Samples]:
-        """A step on the prompts of all processes; each samples and scores its share.
+        """Takes a step on the prompts of all processes, each of which samples and scores its share;
+        returns metrics, and the samples of all.
 
         Args:
-            chosen: their numbers.
-            stream: has further ones.
+            chosen: the numbers of the prompts.
+            stream: gives the numbers of further prompts.
         """
         size = self.trainer.config.group_size
         seed = seed_at(self.trainer.config.seed, "responses", self.trainer.current_step)
-        own, replaced, resampled = self.collector.resampled(
+        share, replaced, resampled = self.collector.resampled(
             self._sampled(self.prompts, chosen, size, seed),
             self.resampling,
             len(chosen),
@@ -475,22 +473,22 @@ class Loop:
             lambda more: self.prompts.samples.select(more).repeated(size),
             seed,
         )
-        own = replace(own, token_scores=self._scores_of_tokens(own))
+        share = replace(share, token_scores=self._scores_of_tokens(share))
         stats = self.trainer.step(
-            list(own.prompt_ids),
-            own.sequences,
-            own.token_scores or list(own.scores),
-            rollout=own,
-            **({} if own.masks is None else {"response_masks": own.masks}),
+            list(share.prompt_ids),
+            share.sequences,
+            share.token_scores or list(share.scores),
+            rollout=share,
+            **({} if share.masks is None else {"response_masks": share.masks}),
         )
         chosen = [replaced.get(place, prompt) for place, prompt in enumerate(chosen)]
         prompts = self.prompts.samples.select(chosen).repeated(size)
-        samples = self._of_all(own.recorded(), prompts)
-        of_samples = samples.stats
-        seconds = of_samples["time/rollout"] + of_samples["time/reward"] + stats["time/ppo/total"]
+        samples = self._of_all(share.recorded(), prompts)
+        collected = samples.stats
+        seconds = collected["time/rollout"] + collected["time/reward"] + stats["time/ppo/total"]
         metrics = {
             **scalars(stats),
-            **of_samples,
+            **collected,
             **tool_statistics(samples),
             **reward_statistics(samples.rewards, samples.rewards_by_function),
             **resampled,
@@ -499,7 +497,7 @@ class Loop:
         return metrics, samples
 
     def _scores_of_tokens(self, samples: Samples) -> list[Tensor] | None:
-        """None where no reward is of tokens, in any process."""
+        """The scores of each response's tokens; None where no process has rewards of tokens."""
         if not self.trainer.advantages.per_token:
             return None
         dense = self.processes.any(any(x is not None for x in samples.token_rewards))
@@ -509,21 +507,21 @@ class Loop:
         """This process's share of a batch of prompts, each with ``size`` responses, rewarded.
 
         Args:
-            chosen: the places of the batch's prompts.
+            chosen: the indices in ``prompts`` of the batch's prompts.
         """
         self._name_of = prompts.name_of
-        own = self.processes.shares(range(len(chosen)))[self.processes.index]
-        asked = prompts.samples.select([chosen[i] for i in own]).repeated(size)
-        found = self.collector(Asked(asked, size, own, seed))
-        assert found is not None
-        return found
+        share = self.processes.shares(range(len(chosen)))[self.processes.index]
+        asked = prompts.samples.select([chosen[i] for i in share]).repeated(size)
+        samples = self.collector(Asked(asked, size, share, seed))
+        assert samples is not None
+        return samples
 
-    def _of_all(self, own: Samples, prompts: Samples, *, tokens: bool = False) -> Samples:
-        """The responses of all processes; to these prompts, unless they answer others. What their
-        rewards were computed from is not exchanged."""
+    def _of_all(self, share: Samples, prompts: Samples, *, tokens: bool = False) -> Samples:
+        """The responses of all processes from each one's share; to ``prompts``, unless responding
+        changes the prompts. Columns that only rewards are computed from are not exchanged."""
         known = prompts if self.collector.respond.keeps_prompts else None
-        told = own.without("columns", "completions", "noted")
-        return told.gathered(self.processes, known, tokens=tokens)
+        exchanged = share.without("columns", "completions", "noted")
+        return exchanged.gathered(self.processes, known, tokens=tokens)
 
     def _evaluate(self, step: int) -> None:
         """Evaluates with the same seed each time; the run's own random numbers do not change."""
@@ -532,26 +530,26 @@ class Loop:
         with random_state_kept():
             torch.manual_seed(self.trainer.config.seed)  # for rewards that draw
             seed = seed_at(self.trainer.config.seed, "evaluation")
-            own = self._sampled(self.eval_prompts, range(len(self.eval_prompts)), 1, seed)
-        told = own.recorded().without("logprobs", "logprobs_t1", "values")
-        samples = self._of_all(told, self.eval_prompts.samples, tokens=True)
+            share = self._sampled(self.eval_prompts, range(len(self.eval_prompts)), 1, seed)
+        shown = share.recorded().without("logprobs", "logprobs_t1", "values")
+        samples = self._of_all(shown, self.eval_prompts.samples, tokens=True)
         rewards, masks, nan = samples.rewards, samples.masks, sum(samples.left_out)
-        sound = (~rewards.isnan()).nonzero()[:, 0].tolist()
+        judged = (~rewards.isnan()).nonzero()[:, 0].tolist()
         check_a_sample_is_left(nan, len(samples))
-        if not sound:
+        if not judged:
             raise ValueError(
                 "no reward of the evaluation is finite: mend what computes them (reward functions, "
                 "or prompts for which they have no answer)"
             )
-        known = rewards[sound]
+        known = rewards[judged]
         evaluation = Evaluation(
             step=step,
             mean=float(known.mean()),
             sem=float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else 0.0,
             kl=self.trainer.sequence_kl(
-                [samples.prompt_ids[i] for i in sound],
-                [samples.sequences[i] for i in sound],
-                None if masks is None else [masks[i] for i in sound],
+                [samples.prompt_ids[i] for i in judged],
+                [samples.sequences[i] for i in judged],
+                None if masks is None else [masks[i] for i in judged],
             ),
             rewards=rewards.tolist(),
             prompts=samples.prompt_texts,

@@ -44,7 +44,7 @@ def advantages_of(config: PPOConfig) -> Advantages:
 
 
 def has_kl_in_loss(config: PPOConfig) -> bool:
-    # A coefficient that is 0 stays 0, and there need not be a reference.
+    # A KL coefficient of 0 stays 0, and then there need not be a reference.
     return config.kl_in == "loss" and config.init_kl_coef > 0
 
 
@@ -72,12 +72,12 @@ def old_logprobs_of(config: PPOConfig, *, needs_logits: bool, recomputes: bool) 
 
     Args:
         needs_logits: whether the policy's logits are needed, for the KL over the vocabulary.
-        recomputes: a sampler's log-probs are compared with the policy's own.
+        recomputes: whether a sampler's log-probs are compared with the policy's.
     """
-    # Without values the KL in rewards is all that groups of equal rewards learn.
-    rounds = config.old_logprobs == "auto" and config.kl_in == "reward"
-    rounds &= bool(config.init_kl_coef) and not config.needs_values
-    return "recompute" if needs_logits or recomputes or rounds else config.old_logprobs
+    # Without values, groups of equal rewards learn the KL alone, and its rounding errors.
+    learns_kl = config.old_logprobs == "auto" and config.kl_in == "reward"
+    learns_kl &= bool(config.init_kl_coef) and not config.needs_values
+    return "recompute" if needs_logits or recomputes or learns_kl else config.old_logprobs
 
 
 def loss_of(config: PPOConfig, *, values: bool | None = None, routes: bool = False) -> UpdateLoss:
@@ -88,7 +88,7 @@ def loss_of(config: PPOConfig, *, values: bool | None = None, routes: bool = Fal
         routes: whether the policy is a mixture of experts.
     """
     high = config.cliprange if config.cliprange_high is None else config.cliprange_high
-    kind = config.loss_denominator  # "auto" is TRL's for GAE
+    kind = config.loss_denominator  # "auto": the mini-batch with values, as in TRL, else the step
     return UpdateLoss(
         TokenObjective.of(config, config.policy_loss, config.ratio_level, (config.cliprange, high)),
         Aggregate(config.loss_aggregate, config.loss_norm_length),
@@ -115,7 +115,7 @@ def gradient_of(
     """The gradient step of a loss, by the settings.
 
     Args:
-        decode: an argument of :class:`NonFiniteNumbers`, or one that is made.
+        decode: what handles non-finite numbers, or the ``decode`` to make a handler with.
     """
     nonfinite = decode
     if not isinstance(nonfinite, NonFiniteNumbers):
@@ -133,7 +133,7 @@ def gradient_of(
 
 
 def epochs_of(config: PPOConfig, processes: int) -> Epochs:
-    """Sizes of a configuration are those of each process."""
+    """The epochs of an update, whose sizes are the configuration's times the processes."""
     return Epochs(
         config.ppo_epochs,
         config.batch_size * processes,

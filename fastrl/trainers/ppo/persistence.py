@@ -48,10 +48,10 @@ def load_checkpoint(
     processes: Processes,
     products: Products,
 ) -> None:
-    """Hands a checkpoint's state, or that of the newest good one in a folder, to a function.
+    """Calls ``load`` with the state of a checkpoint, or of the newest good one in a folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no checkpoint.
     """
     checkpoint = find_checkpoint(path, Checkpoints(Path(path)), processes=processes)
     assert checkpoint is not None
@@ -84,13 +84,13 @@ class ModelFiles:
         weights = gathered_state_dict(state.policy, keep=is_main)
         if weights is None:
             weights = accelerator.get_state_dict(self.model)
-        of_critic = None if state.critic is None else state.critic.gathered(keep=is_main)
+        critic_weights = None if state.critic is None else state.critic.gathered(keep=is_main)
         if not accelerator.is_main_process:
             return
         with card_beside(folder, lambda: write_card(folder)):
             state.policy.save_pretrained(folder, state_dict=weights)
             if state.critic is not None:
-                state.critic.save_pretrained(folder, of_critic, state.tokenizer)
+                state.critic.save_pretrained(folder, critic_weights, state.tokenizer)
             state.tokenizer.save_pretrained(folder)
 
     def write_card(self, folder: str | Path, name: str | None = None) -> None:
@@ -99,7 +99,7 @@ class ModelFiles:
         unset = PPOConfig.__dataclass_fields__["model_name"].default
         base = None if config.model_name == unset else config.model_name
         settings = card_settings(config)
-        settings.pop("steps", None)  # a plan of samples, which no run goes by
+        settings.pop("steps", None)  # TRL's number of samples, which no run reads
         training = Training(policy_gradient(config.method), base, settings)
         write_model_card(folder, name or Path(folder).absolute().name, self.state.policy, training)
 
@@ -108,13 +108,13 @@ class ModelFiles:
         step's scores is the highest so far.
 
         Args:
-            push: uploads it.
+            push: uploads the model; called with the arguments of that setting.
         """
         state = self.state
-        where = json_object(state.config.push_to_hub_if_best_kwargs)
-        if not where or state.step % state.config.compare_steps:
+        arguments = json_object(state.config.push_to_hub_if_best_kwargs)
+        if not arguments or state.step % state.config.compare_steps:
             return
         mean = float(scores.nanmean())
         if mean > state.best_mean_score:
-            push(**where)
+            push(**arguments)
             state.best_mean_score = mean

@@ -1,4 +1,4 @@
-"""Samples of a PPO run's past, drawn again: its updates are done by the ledger."""
+"""The samples of a PPO run's earlier step, drawn again after updates on the ledger's samples."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def replay(
     generation_kwargs: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> Replayed:
-    """Draws the samples of a step of a run again.
+    """Draws the samples of a run's step again, and compares them with the recorded ones.
 
     Loads the newest good checkpoint from before the step, or begins with the trainer's own weights;
-    does the updates from there on as the ledger has their samples and scores, without rollouts and
-    rewards; and draws the step's samples by what keyed their draws. On the machine, threads and
-    versions of the run they are the recorded ones bit for bit; a warning says what differs. Of a
-    run of several processes one process does the updates of all, but for the rounding of sums:
-    log-probs and values are the recorded ones within √ε of their dtype, or bit for bit where no
-    update lies between checkpoint and step. Afterwards the trainer is as it was when the run drew
-    them. Nothing is pushed to the Hub.
+    does the updates from there on with the samples and scores of the ledger, without rollouts and
+    rewards; and draws the step's samples by the seed and ids that keyed their draws. On the
+    machine, threads and versions of the run they are the recorded ones bit for bit; a warning says
+    what differs. For a run of several processes one process does the updates of all, equal but for
+    the rounding of sums: log-probs and values are the recorded ones within √ε of their dtype, or
+    bit for bit where no update lies between checkpoint and step. Afterwards the trainer is as the
+    run's trainer was when it drew the samples. Nothing is pushed to the Hub.
 
     Args:
         trainer: made as for the run, from the same model, in one process; ``batch_size`` and
@@ -68,7 +68,7 @@ def replay(
         progress: show a progress bar of the updates.
 
     Raises:
-        ValueError: a step that the ledger does not have, or one between it and the checkpoint;
+        ValueError: the ledger lacks the step, or a step between it and the checkpoint;
             a trainer of other settings or of several processes; a damaged file of the ledger.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
@@ -83,7 +83,7 @@ class _StepWalk(Walk):
 
     def __init__(self, trainer: PPOTrainer, output: str | Path | RunFolder, last: int):
         super().__init__(trainer, output, last)
-        # Within which numbers are the same that batches of other sizes computed.
+        # The tolerance of numbers that were computed in batches of other sizes.
         self.rounding = rounding(precision_of(trainer.model, trainer.accelerator))
         self.tolerance = 0.0
         settings, count = self.facts["settings"], process_count_of(self.facts)
@@ -128,7 +128,7 @@ class _StepWalk(Walk):
         number of steps.
 
         Raises:
-            ValueError: there is none, and the trainer is no new one or the ledger begins later.
+            ValueError: there is none, and the trainer is not new or the ledger begins later.
         """
         trainer, folder = self.trainer, self.folder.checkpoints
         checkpoint = Checkpoints(folder).newest_good(before=self.last)
@@ -136,7 +136,7 @@ class _StepWalk(Walk):
             with warnings.catch_warnings():
                 # What is random in reward functions does not matter: they are not called.
                 warnings.filterwarnings("ignore", r"resume: the run had \d+ process")
-                warnings.filterwarnings("ignore", CODE_DIFFERS)  # the ledger says it of each step
+                warnings.filterwarnings("ignore", CODE_DIFFERS)  # the ledger has each step's code
                 trainer.load_checkpoint(checkpoint)
             return step_of(checkpoint)
         none = f"{folder} has no checkpoint from before step {self.last}, and"
@@ -152,7 +152,7 @@ class _StepWalk(Walk):
         return 0
 
     def _update(self, step: int) -> None:
-        """Does the update of a step, and notes how it differed from the run's."""
+        """Does the update of a step, and notes its first difference from the run's."""
         trainer = self.trainer
         rows = self.rows(step, _COLUMNS)
         rollout = recorded_rollout(rows, trainer.config.temperature)
@@ -168,7 +168,7 @@ class _StepWalk(Walk):
             self.strayed = f"step {step}: {strayed[0]}" if strayed else None
 
     def _drawn(self, processes: int, generation_kwargs: dict[str, Any]) -> list[ReplayedSample]:
-        """Draws the samples of the step, the share of each of the run's processes as it did."""
+        """Draws the samples of the step, each share as that process of the run drew it."""
         trainer, outputs = self.trainer, []
         rows = read_ledger(self.ledger, None, self.last, self.last).to_pylist()
         share, size = len(rows) // processes, trainer.config.group_size
@@ -181,7 +181,7 @@ class _StepWalk(Walk):
             trainer.rollouts.load_state_dict({"rooms": room})
             prompts = [torch.tensor(row["prompt_ids"]) for row in part[::size]]
             ids = [row["sample_id"] for row in part[::size]]
-            # GenerateBackend seeds so: it does not key the draws by the sample.
+            # GenerateBackend seeds processes so: it does not key draws by the sample.
             seed = seed if slots else seed ^ process
             outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))
         return compared(rows, Samples.joined(outputs), trainer.config.temperature, tolerance)

@@ -36,11 +36,11 @@ from fastrl.rollout.generation_kwargs import (
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
 
-REMEMBERED = 1 << 14  # samples, the latest
+REMEMBERED = 1 << 14  # the most samples, the latest, that a memory keeps
 
 
 class Rollouts:
-    """Responses of the policy and of the reference, and the policy's log-probs of its own.
+    """Samples responses of policy and reference, and keeps the policy's log-probs of its responses.
 
     Args:
         config: names the temperature T of the policy softmax(logits / T), and the backend.
@@ -76,8 +76,8 @@ class Rollouts:
         )
         self.arguments = SamplingArguments(policy, config.temperature)
         self.memory = RolloutMemory(policy, optimizer, config.temperature)
-        # States of torch's generator as generate() began to draw, first since the last update, and
-        # since the one before; b"": it has not.
+        # Hashes of torch's generator as generate() first drew since the last update, and since the
+        # update before that; b"": it has not drawn.
         self._drew_from = self._earlier_drew_from = b""
         self._warned_of_seeds = False
 
@@ -128,8 +128,8 @@ class Rollouts:
         return tuple(results) if generate_ref_response else results[0]
 
     def _look_at_the_generator(self) -> None:
-        """Warns where torch's generator is as it was before the last update: what seeds it there, a
-        reward function, say, makes every step draw the same random numbers."""
+        """Warns where torch's generator is as it was before the last update: something, such as a
+        reward function, seeds it in every step, and all steps draw the same random numbers."""
         if self._drew_from:
             return
         self._drew_from = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
@@ -180,35 +180,36 @@ class Rollouts:
     def known(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: Samples | None
     ) -> Samples:
-        """What the policy has said of responses, from the ``rollout`` that generated them, else
-        from the memory: old log-probs and values, unless those of one response are not known, and
-        the experts' choices where they are replayed.
+        """The known columns of responses, from the ``rollout`` that generated them, else from the
+        memory: old log-probs and values, where they are known of all responses, and the experts'
+        choices where they are replayed.
 
         Raises:
             ValueError: the responses are not the rollout's sequences; choices that are to be
                 replayed are not known.
+            TypeError: no :class:`Samples`, or a column of other things than tensors.
         """
         if rollout is None:
-            logprobs = self.memory.find(queries, responses)
+            known = self.memory.find(queries, responses)
         else:
             _check_sequences(rollout, responses)
-            logprobs = known_of(rollout, self.memory.policy, self.config.temperature)
+            known = known_of(rollout, self.memory.policy, self.config.temperature)
         if not self.replays:
-            return logprobs.without("experts")
-        if logprobs.experts is None:
+            return known.without("experts")
+        if known.experts is None:
             raise ValueError(
                 "replay_routing: the experts' choices of these responses are not known: pass the "
                 "rollout= of an engine that keeps them (RolloutEngine(keep_experts=True)), let "
                 "this trainer generate, or leave it out"
             )
-        return logprobs
+        return known
 
     def ready(self) -> AbstractContextManager[None]:
         """Context in which sampling from the policy does not wait for other processes."""
         return whole_weights(self.model)
 
     def expect(self, tokens: int) -> None:
-        """Says how many tokens a prompt with its response will have at most, of all to come."""
+        """Announces the most tokens that a prompt with its response will have from now on."""
         self.backend.expect(tokens)
 
     def before_update(self) -> None:
@@ -217,7 +218,7 @@ class Rollouts:
         self.backend.before_update()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the bits of later samples depend on besides weights, as JSON can hold it."""
+        """The state beside weights on which the bits of later samples depend, as JSON."""
         return {"rooms": self.backend.rooms()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -306,9 +307,8 @@ class SamplingArguments:
         return kwargs
 
     def of_generate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments for the classic ``generate()``, as ``model.generate`` reads them: those not
-        given come from the model's generation_config. A policy temperature other than 1 comes
-        before that."""
+        """Arguments for the classic ``generate()``, as ``model.generate`` reads them: those left
+        out come from the model's generation_config, but for a policy temperature other than 1."""
         kwargs = unpacked(arguments)
         if self.temperature != 1 and is_sampled(kwargs, self.model):
             kwargs.setdefault("temperature", self.temperature)
@@ -316,7 +316,7 @@ class SamplingArguments:
         return kwargs
 
     def _warn(self, where: str, changes: Iterable[Change], stacklevel: int = 4) -> None:
-        """Warns once of each field."""
+        """Warns of changes, once of each argument."""
         new = [change for change in changes if change.name not in self._warned]
         if not new:
             return
@@ -341,21 +341,21 @@ def _shown(change: Change) -> str:
 
 
 class RolloutMemory:
-    """Log-probs and values of responses of the policy, softmax(logits / temperature), and experts'
-    choices, until its weights change."""
+    """Keeps log-probs, values and experts' choices of the responses of the policy
+    softmax(logits / temperature) until its weights change."""
 
     def __init__(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, temperature: float = 1.0
     ):
         self.policy, self.temperature = policy, temperature
-        # Fused steps change no version counter. A step may fail halfway: so the hook comes before.
+        # Fused optimizers change no version counter. A step may fail halfway: the hook is before.
         optimizer.register_step_pre_hook(lambda *_: self._forget())
         self._version: tuple[int, int] | None = None
-        # Samples, and the place of each response among them.
+        # By prompt and response: the samples that have the response, and its index in them.
         self._known: dict[tuple[bytes, bytes], tuple[Samples, int]] = {}
 
     def keep(self, prompts: Sequence[Tensor], output: Samples) -> None:
-        """Keeps those of samples, one per prompt."""
+        """Keeps what is known of the samples of a rollout, one per prompt."""
         logprobs = known_of(output, self.policy, self.temperature)
         if logprobs.old_logprobs is None:
             return
@@ -366,8 +366,8 @@ class RolloutMemory:
             del self._known[oldest]
 
     def find(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> Samples:
-        """What was known of all responses as they were generated; without columns unless all were
-        generated here, token for token, with the current weights."""
+        """The columns that were kept of all responses; no column unless all were generated here,
+        token for token, with the current weights."""
         self._forget_other_weights()
         remembered = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
         rows = [x for x in remembered if x is not None]
@@ -387,8 +387,8 @@ class RolloutMemory:
 
 
 def weights_version(model: nn.Module) -> tuple[int, int]:
-    """A number that changes when a parameter is written to or replaced, but not by fused
-    optimizers."""
+    """Two numbers, one of which changes when a parameter is replaced or written to, except by a
+    fused optimizer."""
     parameters = list(model.parameters())
     places = hash(tuple(p.data_ptr() for p in parameters))
     return sum(p._version for p in parameters), places

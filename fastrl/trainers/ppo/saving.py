@@ -27,22 +27,22 @@ class Saving(Protocol):
 
     @property
     def ledger_folder(self) -> Path | None:
-        """Where its output keeps the ledger."""
+        """The folder of the ledger in the run's output; None without an output."""
 
     def opened(self, loop: Run) -> AbstractContextManager[bool]:
-        """Context of the run, which gives whether it goes on from a checkpoint."""
+        """Context of the run; yields whether the run goes on from a checkpoint."""
 
     def mark(self) -> None:
-        """Keeps what the next step changes before it updates the weights."""
+        """Keeps the random states and counts that the next step changes before its update."""
 
     def save_if_due(self, step: int, *, last: bool, stops: bool) -> bool:
-        """Saves the state behind a step where it is time to, or the run stops; returns whether."""
+        """Saves the state after a step where that is due or the run stops; returns if it did."""
 
     def save_to_stop(self) -> None:
-        """Saves the state behind the latest step, if that is not there."""
+        """Saves the state after the latest step, unless it is saved already."""
 
     def stopped(self) -> Stopped:
-        """What a run raises that was asked to stop."""
+        """The exception that a run raises when it was asked to stop."""
 
     def save_before(self, error: BaseException) -> Path | None:
         """See :class:`fastrl.trainers.driver.Driven`."""
@@ -90,7 +90,7 @@ class SavedInFolder:
     to stop; and after an exception, with the state before the step that failed.
 
     Args:
-        save_every: 0: only when the run is stopped, or fails.
+        save_every: steps between two checkpoints; 0: only when the run is stopped, or fails.
         keep_last: number of checkpoints to keep; 0 keeps all.
         resume: True or "latest": the newest good checkpoint of the folder, or the beginning where
             there is none; or the folder of a checkpoint or a run.
@@ -116,7 +116,7 @@ class SavedInFolder:
         self.ledger_folder: Path | None = folder.ledger
         self._loop: Any = None
         self._random: list[dict[str, Any]] = []  # states of all processes before the next step
-        self._begun = (-1, -1)  # steps of the trainer and of its optimizers before that
+        self._begun = (-1, -1)  # steps of the trainer and its optimizers before the next step
 
     @contextlib.contextmanager
     def opened(self, loop: Run) -> Iterator[bool]:
@@ -125,7 +125,7 @@ class SavedInFolder:
         is_main = self.processes.is_main
         with contextlib.ExitStack() as stack:
             with self.processes.together():
-                # A command has claimed it before it loads a model.
+                # A command has claimed the folder before it loaded a model.
                 if is_main and not self.folder.lock.held:
                     claim = self.folder.claim(resume=self.resume, overwrite=self.overwrite)
                     stack.enter_context(claim)
@@ -152,19 +152,19 @@ class SavedInFolder:
     def _resume(self, loop: Run, checkpoint: Path | None, rows: int | None) -> None:
         """Makes the folder's records those of the run up to its checkpoint."""
         done = self.trainer.current_step
-        if checkpoint is not None and done >= loop.last_step:  # the run keeps its settings
+        if checkpoint is not None and done >= loop.last_step:  # no step is left for new settings
             self.folder.keep_config()
         owned = self.folder.owns(checkpoint)
         self.folder.resume(checkpoint, rows)
         if loop.ledger is not None:
-            in_it = loop.ledger.ledger.folder == self.folder.ledger
-            loop.ledger.ledger.supersede(done if owned or not in_it else 0)
+            in_folder = loop.ledger.ledger.folder == self.folder.ledger
+            loop.ledger.ledger.supersede(done if owned or not in_folder else 0)
 
     def mark(self) -> None:
         now, before = random_state(), self._random[self.processes.index]
-        # What is drawn by keys moves no generator: then there is nothing to tell.
-        news = self.processes.objects(None if same_state(now, before) else now)
-        self._random = [new or old for new, old in zip(news, self._random, strict=True)]
+        # Draws by keys move no generator: then the processes exchange no state.
+        changed = self.processes.objects(None if same_state(now, before) else now)
+        self._random = [new or old for new, old in zip(changed, self._random, strict=True)]
         self._begun = self.trainer.current_step, self.trainer.steps_begun
 
     def save_if_due(self, step: int, *, last: bool, stops: bool) -> bool:
@@ -197,10 +197,10 @@ class SavedInFolder:
             save_tree(state, folder, processes)
 
     def save_before(self, error: BaseException) -> Path | None:
-        """See :class:`fastrl.trainers.driver.Driven`; other processes may have ended, so that it is
-        not asked for anything from them."""
+        """See :class:`fastrl.trainers.driver.Driven`. Other processes may have ended, so that only
+        a run whose weights are spread over them needs anything from them."""
         step, updates = self.trainer.current_step, self.trainer.steps_begun
-        random = [random_state()]  # behind a step, that of other processes is not known
+        random = [random_state()]  # after a step, other processes' states are not known
         if (step, updates) == self._begun:
             random = self._random
             restore_random_state(random[self.processes.index])
@@ -243,7 +243,7 @@ def make_saving(
     resume: bool | str | Path,
     overwrite: bool,
 ) -> Saving:
-    """Saves as the arguments of ``PPOTrainer.train`` say."""
+    """Makes the saving that arguments of ``PPOTrainer.train`` name; ValueError if they disagree."""
     if output is None:
         if resume or overwrite:
             name = "resume" if resume else "overwrite"
@@ -260,7 +260,7 @@ def make_saving(
 
 
 def evaluations_as_tree(evaluations: list[Evaluation]) -> list[dict[str, Any]]:
-    """Evaluations for a checkpoint, without their prompts, which are the run's own."""
+    """Evaluations for a checkpoint, without their prompts, which the resumed run has itself."""
     return [
         {k: v for k, v in dataclasses.asdict(one).items() if k != "prompts"} for one in evaluations
     ]

@@ -111,14 +111,14 @@ def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
 
 
 def _mean_norm(record: UpdateRecord) -> float:
-    """NaN where none is known."""
+    """The mean norm of the gradients; NaN where no norm is known."""
     norms = [norm for norm in record.norms if not math.isnan(norm)]
     return sum(norms) / len(norms) if norms else math.nan
 
 
 def finish_stats(batch: TokenBatch, finish_reasons: Sequence[str] | None) -> dict[str, float]:
     """Shares of responses that ended by EOS or a stop, and that were cut by their length, of
-    samples of which a token counts; none where no rollout says so."""
+    samples of which a token counts; nothing where the finish reasons are not known."""
     if finish_reasons is None:
         return {}
     reasons = [finish_reasons[i] for i in batch.counting()]

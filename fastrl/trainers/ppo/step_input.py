@@ -1,4 +1,4 @@
-"""What ``PPOTrainer.step`` is given, as the samples of all processes."""
+"""The arguments of ``PPOTrainer.step`` of all processes, as samples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def placed_scores(
     of tokens [B, T-1].
 
     Args:
-        scores: [B], transformed; ``moments`` are those that they come with.
+        scores: [B], which ``transform`` returned together with ``moments``.
     """
     if samples.token_scores is None:
         return scores.nan_to_num()
@@ -68,16 +68,16 @@ def sampled_tokens(samples: Samples, batch: TokenBatch) -> Tensor | None:
 
 
 class StepInputs:
-    """Checks and completes what a trainer's ``step`` is given.
+    """Checks the arguments of a trainer's ``step``, and makes samples of them.
 
     Args:
-        size: samples of a step and process.
-        masks_truncated: whether responses that were cut do not learn.
+        size: the number of samples that each process has in a step.
+        masks_truncated: whether responses that were cut get the weight 0.
         per_token: whether it matters which tokens scores are of.
-        rollouts: may know the responses.
+        rollouts: keeps log-probs of responses that it has generated.
         temperature: the policy's.
-        reads_sampler: whether the log-probs are wanted with which the responses were sampled.
-        name_in: names a query by its index, for messages.
+        reads_sampler: whether the sampler's log-probs are needed.
+        name_in: returns, for queries, what names one of them by its index, for messages.
         device: the device of the samples' weights.
     """
 
@@ -120,18 +120,18 @@ class StepInputs:
         with self.processes.together():
             data.check_batch_size(queries, responses, self.size)
             queries, responses, masks = data.on_host(queries, responses, masks)
-            logprobs = self.rollouts.known(queries, responses, rollout)
+            known = self.rollouts.known(queries, responses, rollout)
             starts = self.batches.starts(responses)
             totals, of_tokens = data.check_scores(scores, self.size, responses, masks, starts)
             of_tokens = of_tokens if self.per_token else None
             self.scores.check(of_tokens is not None)
             sampled = None
             if self.reads_sampler:
-                sampled = sampler_logprobs(rollout, logprobs.old_logprobs, self.temperature)
+                sampled = sampler_logprobs(rollout, known.old_logprobs, self.temperature)
             reasons: Any = None if rollout is None else rollout.finish_reasons
             nan = self._nan_samples(queries, rollout)
             with_scores = replace(
-                logprobs,
+                known,
                 prompt_ids=queries,
                 sequences=responses,
                 rewards=totals,

@@ -106,27 +106,28 @@ class PPOTrainer(ClassicMethods):
         dataset: samples for ``dataloader``, shuffled, in whole batches.
         optimizer: in place of the configuration's ``optim``. Where weights are bfloat16 or float16
             it steps float32 masters of them (``PPOConfig.master_weights``).
-        data_collator: makes the dataloader's batches; by default dicts of lists, or of tuples and
-            tensors what torch's ``default_collate`` makes.
+        data_collator: makes the dataloader's batches; by default dicts become a dict of lists, and
+            torch's ``default_collate`` takes tuples and tensors.
         num_shared_layers: bottom layers that policy and reference share, frozen; in place of the
             configuration's. Ignored, with a warning, where a ``ref_model`` is given.
-        lr_scheduler: stepped once per step(); wrapped by accelerate afterwards. Or what makes it of
-            the optimizer.
+        lr_scheduler: stepped once per step(), and wrapped by accelerate; or a function that makes
+            it of the optimizer.
         training_data_collator: pads model inputs in place of the trainer; gets dicts of
             ``input_ids`` and ``attention_mask``.
-        critic: a model of its own that learns the values, by an optimizer of its own, so that the
+        critic: a separate model that learns the values, with a separate optimizer, so that the
             policy needs no value head; in place of ``PPOConfig.critic``: a sequence classifier with
             one label (a reward model, say) or its path.
 
     Attributes:
-        autocast_by_default: the mixed precision, where nobody has said any; None: accelerate's own.
+        autocast_by_default: the mixed precision, where no setting named it; None: accelerate's.
         rollouts: generates responses, and keeps their log-probs.
-        reference: the reference policy, of which ``ref_model`` is the model.
+        reference: the reference policy; ``ref_model`` is its model.
         scorer: runs policy and reference over a batch.
         update: minimises the clipped loss over a batch's experience.
         critic: learns the values where the policy's value head does not; else None.
         experience: what the last step learned from; None before the first.
-        kl_ctl: the KL coefficient; ``running``: the moments of all scores so far.
+        kl_ctl: the controller of the KL coefficient.
+        running: the moments of all scores so far.
 
     Raises:
         TypeError: config, model, ref_model, tokenizer or lr_scheduler of a wrong type.
@@ -150,7 +151,7 @@ class PPOTrainer(ClassicMethods):
         training_data_collator: Callable | None = None,
         critic: Critic | PreTrainedModel | str | Path | None = None,
     ):
-        self._estimates = "compute_advantages" in overridden(self)  # by a method of a subclass
+        self._estimates = "compute_advantages" in overridden(self)  # a subclass's method does
         config = config or PPOConfig()
         has_critic = critic is not None
         if isinstance(config, PPOConfig):
@@ -179,7 +180,7 @@ class PPOTrainer(ClassicMethods):
             self.dataloader = self.prepare_dataloader(dataset, data_collator)
         self.training_data_collator = training_data_collator
 
-        if not loads_once(self.accelerator):  # else the main process alone has weights
+        if not loads_once(self.accelerator):  # if so, the main process alone has weights
             share_new_weights(self.processes, model, ref_model)
         # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
@@ -205,10 +206,10 @@ class PPOTrainer(ClassicMethods):
         critic_model: Critic | None,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Makes what a step is done by, once models and optimizer are where they stay.
+        """Makes the parts of a step, once models and optimizer are on their devices.
 
         Args:
-            model, critic_model, optimizer: without what several processes need around them.
+            model, critic_model, optimizer: without the wrappers of several processes.
         """
         config, tokenizer = self.config, self.tokenizer
         self.kl_ctl = method.kl_controller_of(config)
@@ -216,8 +217,8 @@ class PPOTrainer(ClassicMethods):
         self.transform_scores = ScoreTransform(
             config.use_score_scaling, config.use_score_norm, config.score_clip, self.running
         )
-        # TRL's name, called with log-probs.
         self.products = Products(self.processes)
+        # TRL's name, called with log-probs.
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_in_loss = method.has_kl_in_loss(config)
         self.advantages = method.advantages_of(config)
@@ -337,15 +338,15 @@ class PPOTrainer(ClassicMethods):
                 responses to a query lie one after the other, each with that query.
             scores: ``batch_size`` tensors of one number each, which is added to the reward of the
                 last token that counts; or 1-D tensors with a number for each token of a response,
-                added to the rewards of these. What is said of a sample's score below is said of
-                their sum, which is all that a group's baseline reads.
+                added to that token's reward. A sample's score, below and for a group's baseline, is
+                then their sum.
             response_masks: for each response, which of its tokens count; others get no reward, no
                 loss, and are skipped by the advantages.
-            rollout: the output that the responses come from; its log-probs and values may serve as
-                the old ones (``PPOConfig.old_logprobs``). Responses that this trainer's own
-                generate() returned with the current weights are recognised without it. Of another
-                engine: a :class:`Samples` with its log-probs, at the policy's temperature,
-                by which ``PPOConfig.sampler_correction`` weights the loss.
+            rollout: the samples that the responses come from; their log-probs and values may serve
+                as the old ones (``PPOConfig.old_logprobs``). Responses that this trainer's
+                generate() returned with the current weights are recognised without it. For another
+                engine, pass a :class:`Samples` with that engine's log-probs at the policy's
+                temperature, by which ``PPOConfig.sampler_correction`` weights the loss.
             weights: ``batch_size`` numbers of 0 or more that multiply each sample's part of the
                 loss: 2 counts like the sample twice, 0 like none. None: 1.
 
@@ -361,7 +362,7 @@ class PPOTrainer(ClassicMethods):
             ValueError: names the argument and the element; nothing has changed then. With
                 ``on_nonfinite="raise"`` that includes a score that is not finite.
             FloatingPointError: numbers of all samples are not finite; with ``on_nonfinite="raise"``
-                those of one, or a loss or a gradient is not.
+                numbers of a sample, a loss or a gradient.
             torch.OutOfMemoryError: a single sample does not fit into memory.
 
         The trainer can be used after any exception: no gradient is left, and the running
@@ -378,19 +379,19 @@ class PPOTrainer(ClassicMethods):
                 with self.computing():
                     result = self._step(without(samples, left_out))
                 break
-            except NonFiniteExperience as found:  # nothing has changed yet
-                nonfinite = [*nonfinite, *found.samples]
+            except NonFiniteExperience as error:  # nothing has changed yet
+                nonfinite = [*nonfinite, *error.samples]
         result["ppo/nan_samples"] = float(len(nan))
         result["ppo/nonfinite_samples"] += float(len(nonfinite))
         return result
 
     def _step(self, samples: Samples) -> dict[str, Any]:
-        """The algorithm of :meth:`step`, on the samples of all processes. What is computed from
-        them is the same in each; policy and reference run on its share of them.
+        """The algorithm of :meth:`step`, on the samples of all processes. Each process computes the
+        same from them, but runs policy and reference on its share alone.
 
         Raises:
-            NonFiniteExperience: numbers of the samples that it names are not finite; nothing has
-                changed.
+            NonFiniteExperience: numbers of some samples, which the exception names, are not finite;
+                nothing has changed.
         """
         for count in self._positions:
             count.taken()  # forgets what a failed step has counted
@@ -490,13 +491,13 @@ class PPOTrainer(ClassicMethods):
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """-β·KL per token, the score added at each row's last counted token, or scores of tokens
-        added to each.
+        """The rewards of tokens: -β·KL, plus the score at each row's last counted token, or plus
+        each token's score.
 
         With ``kl_in="loss"`` β is 0 here.
 
         Args:
-            scores: [B], or those of tokens [B, T-1], on any device.
+            scores: of samples [B], or of tokens [B, T-1], on any device.
             logprobs, ref_logprobs: [B, T-1]; with ``kl_penalty="full"`` log-probs of the whole
                 vocabulary [B, T-1, V], or the KL itself and zeros.
             masks: [B, T-1].
@@ -517,10 +518,10 @@ class PPOTrainer(ClassicMethods):
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes advantages by ``PPOConfig.advantage``: generalised advantage estimates, whitened
-        over the batch, or differences from a group's baseline. A subclass's is learned from.
+        over the batch, or differences from a group's baseline. A subclass may override it.
 
-        All are [B, T-1] fp32: column t is of token t + 1 of a row, and rows are the samples of all
-        processes in their order, with a ``group_size`` those of a prompt one after the other.
+        Tensors are [B, T-1] fp32: column t is of token t + 1 of a row, and rows are the samples of
+        all processes in order, with a ``group_size`` the samples of a prompt one after the other.
 
         Args:
             values: V before the update; zeros where no value function is learned.
@@ -543,10 +544,10 @@ class PPOTrainer(ClassicMethods):
     ) -> Any:
         """Responses to one query or several; keyword arguments as in ``model.generate``.
 
-        As there, arguments that are left out come from the model's generation_config: a warning
-        names each field because of which responses are not drawn from softmax(logits / T) with T
-        ``PPOConfig.temperature``, the policy that ``step()`` scores. Where that temperature is not
-        1 it is the default here. ``stop``, which is ours, ends responses at token sequences.
+        As there, arguments that are left out come from the model's generation_config, except for a
+        ``PPOConfig.temperature`` T other than 1, which is then the default. A warning names each
+        argument because of which responses are not drawn from softmax(logits / T), the policy that
+        ``step()`` scores. ``stop``, which is ours, ends responses at token sequences.
 
         Args:
             query_tensor: 1-D token ids, or a list of such.
@@ -603,9 +604,9 @@ class PPOTrainer(ClassicMethods):
         """Trains: samples prompts, generates, scores, steps, evaluates.
 
         A further call continues: steps are counted over all calls (``current_step``, the number
-        that callbacks and ``eval_every`` get), and of the same prompts (the same token ids in the
-        same order) it takes the next ones: two runs of 10 steps see the same as one of 20. Prompts
-        of a step that failed come again. Other prompts have an order of their own.
+        that callbacks and ``eval_every`` get), and with the same prompts (the same token ids in the
+        same order) it goes on in their order: two runs of 10 steps see what one of 20 sees. Prompts
+        of a step that failed come again. Other prompts begin an order of their own.
 
         Args:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
@@ -622,15 +623,15 @@ class PPOTrainer(ClassicMethods):
             reward_retries: how often a call is repeated that raised an exception or took too long.
             reward_batch_size: completions per call of a function; None: all of a step in one. A
                 :class:`ClassifierReward` has a batch size of its own.
-            steps: number of step() calls, each on ``batch_size / group_size`` prompts; of a resumed
-                run together with those before.
+            steps: number of step() calls, each on ``batch_size / group_size`` prompts; a resumed
+                run counts those before the checkpoint, too.
             prompts: texts, chats (lists of messages with a role and a content, put through the
-                tokenizer's chat template) or 1-D token ids; or
-            dataset: a data set with a column of them, ``prompt_column`` (default: prompt, query or
-                input_ids). Without either, the trainer's own dataset.
+                tokenizer's chat template) or 1-D token ids.
+            dataset: in place of ``prompts``: a data set whose ``prompt_column`` has them (default:
+                prompt, query or input_ids). Without either, the trainer's own dataset.
             tools: functions that the policy may call, with type hints and docstrings in Google's
-                format; ``async def`` too. Prompts are chats then, and what tools say is read, not
-                learned. See :class:`fastrl.collect.tools.ToolLoop`.
+                format; ``async def`` too. Prompts are chats then, and the policy reads what tools
+                return, but does not learn it. See :class:`fastrl.collect.tools.ToolLoop`.
             environment_factory: makes objects whose methods are tools, and whose ``get_reward``, if
                 they have one, is a reward of weight 1, so that ``reward_fn`` may be None. See
                 :class:`fastrl.collect.environments.Environments`.
@@ -663,8 +664,8 @@ class PPOTrainer(ClassicMethods):
                 on one machine. The result has all evaluations, its history the new steps.
             overwrite: remove an earlier run in ``output``.
             ledger: keep a row for each sample, with prompt, tokens, log-probs, rewards, advantages
-                and what its draws depend on: True, in ``output``, if there is one; or in another
-                folder, or a :class:`fastrl.run.ledger.Ledger`; False: not.
+                and what its draws depend on. True: in ``output``, if there is one; a path: in that
+                folder; or a :class:`fastrl.run.ledger.Ledger`; False: keep none.
 
         With ``PPOConfig.log_with`` every step's numbers and samples also go to the trackers, which
         stay open: ``accelerator.end_training()`` closes them.
@@ -672,11 +673,11 @@ class PPOTrainer(ClassicMethods):
         Raises:
             ValueError: fewer prompts than a step takes, an empty or over-long prompt, one that with
                  its new tokens exceeds ``PPOConfig.micro_batch_tokens``, chats without a chat
-                 template, a missing column, steps < 1, more than one process, another
-                 temperature than the configuration's in ``generation_kwargs``, a setting of the
-                 rewards that is out of range, rewards that are not one number per completion; with
-                 ``on_nonfinite="raise"``, or where no sample has another, one that is not finite;
-                 an ``output`` that holds a run, without ``resume`` or ``overwrite``.
+                 template, a missing column, steps < 1, another temperature than the configuration's
+                 in ``generation_kwargs``, a setting of the rewards that is out of range, rewards
+                 that are not one number per completion; a reward that is not finite, with
+                 ``on_nonfinite="raise"`` or where no sample has a finite one; an ``output`` that
+                 holds a run, without ``resume`` or ``overwrite``.
             BadCheckpoint: a ValueError: a checkpoint that is damaged, or of another run.
             FolderInUse: an OSError: another process writes to ``output``.
             TimeoutError: a reward function took longer than ``reward_timeout``.
@@ -740,8 +741,8 @@ class PPOTrainer(ClassicMethods):
     def record_step_stats(
         self, kl_coef: float, sampler: Mapping[str, Tensor] | None = None, **step: Any
     ) -> dict[str, Any]:
-        """Statistics of a step, those of the ``sampler`` [] among them, fetched from the device in
-        one transfer."""
+        """Statistics of a step, fetched from the device in one transfer: those of ``step``, the
+        arguments of :func:`fastrl.trainers.ppo.stats.device_stats`, and the scalars ``sampler``."""
         batch, record = step["batch"], step["record"]
         of_groups = self.advantages.statistics(step["scores"])
         of_update = stats.device_stats(**step, vf_coef=self.config.vf_coef)
@@ -790,7 +791,7 @@ class PPOTrainer(ClassicMethods):
         return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
 
     def tokens_of(self, *lengths: int) -> tuple[int, int]:
-        """Tokens of a mini-batch of texts of these lengths, and of what a pass does not split."""
+        """Tokens of a mini-batch of samples, each of all of these lengths, and of one sample."""
         return rehearse.tokens_of(self, lengths)
 
     def limit_passes(self, passes: PassSize) -> None:
@@ -806,7 +807,7 @@ class PPOTrainer(ClassicMethods):
 
     @property
     def current_step(self) -> int:
-        """Steps that are complete."""
+        """The number of complete steps."""
         return self._state.step
 
     @property
@@ -816,17 +817,16 @@ class PPOTrainer(ClassicMethods):
 
     @property
     def own_code(self) -> dict[str, str]:
-        """Hashes of users' functions by which it learns, as they were when it was made."""
+        """Hashes of the users' functions by which the trainer learns, as of its construction."""
         return self._state.own_code
 
     def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """All that later steps depend on, after the last complete one: trained weights, optimizer,
         schedule, KL coefficient, moments of scores, orders of prompts and samples, random states.
-        Tensors are the trainer's own, not copies, and spread over processes as it has them.
+        Tensors are the trainer's, not copies, and spread over processes where the trainer's are.
 
         Args:
-            random: the random states of the processes, as far as they are known, where these cannot
-                be asked for theirs.
+            random: the random states of the processes that are known; None: gathers all of them.
         """
         return self._state.tree(random)
 
@@ -860,8 +860,8 @@ class PPOTrainer(ClassicMethods):
         load_checkpoint(self.load_state_dict, path, self.processes, self.products)
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Saves model with value head, tokenizer, and a model card where there is none; a critic of
-        its own in ``critic/``.
+        """Saves model with value head, tokenizer, and a model card where there is none; a separate
+        critic in ``critic/``.
 
         Raises:
             ValueError: layers that are shared with the reference have changed.
@@ -877,7 +877,7 @@ class PPOTrainer(ClassicMethods):
         self._files.write_card(path, model_name)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Uploads model, tokenizer and model card, in one commit.
+        """Uploads model, tokenizer and model card, in one commit, which the main process returns.
 
         Args:
             kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
@@ -898,11 +898,11 @@ class PPOTrainer(ClassicMethods):
 
     @property
     def weights_version(self) -> int:
-        """Steps of the optimizer so far."""
+        """The number of optimizer steps so far."""
         return self.update.gradient.engine.steps
 
     def computing(self) -> AbstractContextManager[None]:
-        """Context in which the run's libraries compute its models' products on a CPU."""
+        """Context in which the libraries of this run compute matrix products on a CPU."""
         critic = None if self.critic is None else self.critic.model
         return self.products.on(self.model, self.ref_model, critic)
 
