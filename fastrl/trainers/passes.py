@@ -58,7 +58,7 @@ def check_sizes(sizes: Iterable[int], most: int, name: str, data: str = "trainin
 
 def on_all_processes(parts: list[T], processes: Processes) -> list[tuple[T, bool]]:
     """The parts of a batch, each with whether it counts. All processes get as many, because they
-    wait for each other in each: one with fewer parts repeats its first, which does not count."""
+    wait for each other in every part: one with fewer repeats its first, which does not count."""
     most = max(processes.objects(len(parts)))
     return [(part, True) for part in parts] + [(parts[0], False)] * (most - len(parts))
 

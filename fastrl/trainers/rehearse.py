@@ -217,7 +217,7 @@ def plan_of(
 
 
 def tokens_of(trainer: Any, lengths: Sequence[int]) -> tuple[int, int]:
-    """Tokens of a mini-batch of texts with all of these lengths, and of the texts no pass splits."""
+    """Tokens of a mini-batch of texts of ``sum(lengths)`` tokens, and of texts no pass splits."""
     whole, unsplit = trainer.rehearsed_as.samples(trainer)
     return whole * sum(lengths), unsplit * sum(lengths)
 

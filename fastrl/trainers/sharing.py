@@ -46,12 +46,12 @@ class SharedBatches(BatchSampler):
             yield [batch[k] for k in share] or batch[:1]
 
     def part(self, number: int) -> float:
-        """The fraction of a batch's examples that this process has, by its number in the epoch."""
+        """The fraction that this process has of the examples of batch ``number`` of the epoch."""
         size = self.size(number)
         return len(self._own([0] * size)) / size
 
     def size(self, number: int) -> int:
-        """The number of examples that all processes have in a batch, by its number in the epoch."""
+        """How many examples batch ``number`` of the epoch has on all processes together."""
         return min(self.batch_size, len(self.sampler) - number * self.batch_size)  # type: ignore[arg-type]
 
     def _own(self, sizes: Sequence[int]) -> Sequence[int]:

@@ -373,7 +373,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         return {**super().own_state(), "last": self._last}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs ``logs`` and the metrics of training since the last log, or else the last metrics."""
+        """Logs ``logs`` and the metrics of training since the last log, else those of that log."""
         if "loss" in logs or "train_loss" in logs:
             metrics: Any = self._metrics["train"]
             self._last |= metrics.take(self.processes)

@@ -1,4 +1,4 @@
-"""The order of prompts: each is repeated for its responses, and again for each use of these."""
+"""The order of prompts: each is repeated for its responses, and again for each use of them."""
 
 from __future__ import annotations
 

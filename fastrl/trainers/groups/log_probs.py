@@ -56,7 +56,7 @@ class ResponseScorer:
         self, model: nn.Module, tokens: TokenBatch, aux: bool = False, **options: Any
     ) -> ScoredPass:
         """Scores tokens in one forward pass over the samples that have learned tokens. If none has
-        any, the pass is over the first sample, as other processes wait for this one.
+        any, the pass is over the first sample, because other processes wait for a pass.
 
         Args:
             aux: whether a mixture of experts computes its load-balancing loss, too.
@@ -77,7 +77,7 @@ class ResponseScorer:
         them agree with the policy's, else the policy's.
 
         Args:
-            sampled: the rollout's log-probs of each response's tokens, [n], if it returned any.
+            sampled: the rollout's log-probs [n] of each response; None if it returned none.
             limit: the most samples and tokens of a forward pass.
         """
         if sampled is None or self.reuses is False:

@@ -261,7 +261,7 @@ class OnlineTrainer(
         self.loss_is_scaled_for_ga = None
         if self.has_own_loss and self.divides_loss:
             self.loss_is_scaled_for_ga = True
-            self.compute_loss_func = self._compute_loss  # older versions look at this one instead
+            self.compute_loss_func = self._compute_loss  # older transformers look at this instead
         if self._reference is not None:
             self._reference.place(self._policy, self.accelerator)
         self._follow = Follow(self._reference, args)
@@ -352,7 +352,7 @@ class OnlineTrainer(
 
     @property
     def environments(self) -> list[Any] | None:
-        """The environments of the latest responses; None before these, or without a factory."""
+        """The environments of the latest responses; None before any, or without a factory."""
         environments = self._interaction.environments
         return None if environments is None else environments.current
 
@@ -370,7 +370,7 @@ class OnlineTrainer(
         rewards, [B] or [B / group] bool.
 
         Args:
-            kl: Σ_t (log π_old - log π_ref) of each response, [B]; None if it was not computed.
+            kl: Σ_t (log π_old - log π_ref) of each response, [B]; None where one is unknown.
         """
 
     def _coefficient(self) -> float:

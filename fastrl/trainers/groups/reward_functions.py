@@ -125,8 +125,8 @@ class RewardFunctions:
         columns: Mapping[str, Sequence[Any]],
         **options: Any,
     ) -> RewardBatch:
-        """Rewards of B samples, see :class:`fastrl.rewards.weighted.Rewards`. Columns that have the
-        name of an argument of the response are left out."""
+        """Rewards of B samples, see :class:`fastrl.rewards.weighted.Rewards`; without the columns
+        completion and completion_ids, which would be taken for the responses."""
         columns = {name: x for name, x in columns.items() if name not in _NOT_COLUMNS}
         return self._rewards(prompts, completions, completion_ids, columns, **options)
 

@@ -440,7 +440,7 @@ class Loop:
         # The trainer has compared its temperature itself.
         before, now = ({k: v for k, v in x.items() if k != "temperature"} for x in both)
         changed = warn_of_changed_settings(before, now)
-        changed = [k for k in changed if not k.startswith(OF_CODE)]  # a mended bug, perhaps
+        changed = [k for k in changed if not k.startswith(OF_CODE)]  # it may have been mended
         if set(changed) - {"missing_eos_penalty"}:
             return
         prompts = [] if self.eval_prompts is None else self.eval_prompts.samples.prompt_texts

@@ -187,7 +187,7 @@ class Rollouts:
         Raises:
             ValueError: the responses are not the rollout's sequences; choices that are to be
                 replayed are not known.
-            TypeError: no :class:`Samples`, or a column of other things than tensors.
+            TypeError: ``rollout`` is no :class:`Samples`, or has log-probs that are no tensors.
         """
         if rollout is None:
             known = self.memory.find(queries, responses)
@@ -348,7 +348,7 @@ class RolloutMemory:
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, temperature: float = 1.0
     ):
         self.policy, self.temperature = policy, temperature
-        # Fused optimizers change no version counter. A step may fail halfway: the hook is before.
+        # Fused steps change no version counter. A step may fail halfway: the hook runs before it.
         optimizer.register_step_pre_hook(lambda *_: self._forget())
         self._version: tuple[int, int] | None = None
         # By prompt and response: the samples that have the response, and its index in them.

@@ -243,7 +243,7 @@ def make_saving(
     resume: bool | str | Path,
     overwrite: bool,
 ) -> Saving:
-    """Makes the saving that arguments of ``PPOTrainer.train`` name; ValueError if they disagree."""
+    """Makes the saving for arguments of ``PPOTrainer.train``; ValueError for those that clash."""
     if output is None:
         if resume or overwrite:
             name = "resume" if resume else "overwrite"

@@ -151,7 +151,7 @@ class PPOTrainer(ClassicMethods):
         training_data_collator: Callable | None = None,
         critic: Critic | PreTrainedModel | str | Path | None = None,
     ):
-        self._estimates = "compute_advantages" in overridden(self)  # a subclass's method does
+        self._estimates = "compute_advantages" in overridden(self)  # a subclass's method computes
         config = config or PPOConfig()
         has_critic = critic is not None
         if isinstance(config, PPOConfig):
@@ -362,7 +362,7 @@ class PPOTrainer(ClassicMethods):
             ValueError: names the argument and the element; nothing has changed then. With
                 ``on_nonfinite="raise"`` that includes a score that is not finite.
             FloatingPointError: numbers of all samples are not finite; with ``on_nonfinite="raise"``
-                numbers of a sample, a loss or a gradient.
+                numbers of a sample, a loss or a gradient are not.
             torch.OutOfMemoryError: a single sample does not fit into memory.
 
         The trainer can be used after any exception: no gradient is left, and the running
@@ -791,7 +791,7 @@ class PPOTrainer(ClassicMethods):
         return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
 
     def tokens_of(self, *lengths: int) -> tuple[int, int]:
-        """Tokens of a mini-batch of samples, each of all of these lengths, and of one sample."""
+        """Tokens of a mini-batch of samples of ``sum(lengths)`` tokens, and of one sample."""
         return rehearse.tokens_of(self, lengths)
 
     def limit_passes(self, passes: PassSize) -> None:
