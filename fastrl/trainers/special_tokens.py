@@ -72,7 +72,7 @@ def settle_model(model: Any, tokenizer: Any, args: Any, adapts: bool) -> None:
     """
     config = model.config.get_text_config()
     other_template = args.chat_template_path is not None
-    # Embeddings may be padded: only tokens that have none need one.
+    # Embeddings may be padded, and then have room for new tokens.
     if other_template and len(tokenizer) > embedding_rows(model):
         if adapts:
             raise ValueError(

@@ -522,12 +522,12 @@ class SupervisedTrainer(BaseTrainer, ABC):
     def counting(self, count: int) -> Tensor:
         """Which of a batch's examples count, [count] bool: where several processes share the last
         batch of an epoch or of an evaluation, some have examples that others have, too."""
-        places = self.processes.index * count + torch.arange(count, device=self.args.device)
+        numbers = self.processes.index * count + torch.arange(count, device=self.args.device)
         if self.model.training:
-            return torch.full_like(places, bool(self.share), dtype=torch.bool)
+            return torch.full_like(numbers, bool(self.share), dtype=torch.bool)
         if self._losses_so_far is None or self.processes.count == 1:
-            return torch.ones_like(places, dtype=torch.bool)
-        return torch.isin(places, self.accelerator.gather_for_metrics(places))
+            return torch.ones_like(numbers, dtype=torch.bool)
+        return torch.isin(numbers, self.accelerator.gather_for_metrics(numbers))
 
     def prepare_eval_data(self, dataset: Any) -> Any:
         """A data set for evaluation, prepared unless it is already."""

@@ -32,7 +32,7 @@ class RewardFunctions:
     Args:
         reward_funcs: a function, a classifier, a classifier's path or Hub id, the name of a ready
             reward ("math"; see :func:`fastrl.rewards.functions.load_ready`), or a list of these.
-        processing_classes: tokenizers of the classifiers, in that order; None: their own.
+        processing_classes: tokenizers in the order of ``reward_funcs``; None: the classifiers' own.
         load: keyword arguments to load a classifier with.
         further: functions of weight 1, behind ``reward_funcs``.
         args: has ``reward_weights``, ``chat_template_kwargs`` of classifiers, ``on_nonfinite``, and

@@ -481,7 +481,7 @@ class Loop:
             rollout=share,
             **({} if share.masks is None else {"response_masks": share.masks}),
         )
-        chosen = [replaced.get(place, prompt) for place, prompt in enumerate(chosen)]
+        chosen = [replaced.get(i, prompt) for i, prompt in enumerate(chosen)]
         prompts = self.prompts.samples.select(chosen).repeated(size)
         samples = self._of_all(share.recorded(), prompts)
         collected = samples.stats

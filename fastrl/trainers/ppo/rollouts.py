@@ -390,8 +390,8 @@ def weights_version(model: nn.Module) -> tuple[int, int]:
     """Two numbers, one of which changes when a parameter is replaced or written to, except by a
     fused optimizer."""
     parameters = list(model.parameters())
-    places = hash(tuple(p.data_ptr() for p in parameters))
-    return sum(p._version for p in parameters), places
+    addresses = hash(tuple(p.data_ptr() for p in parameters))
+    return sum(p._version for p in parameters), addresses
 
 
 def _key(*sequences: Any) -> tuple[bytes, bytes]:

@@ -525,7 +525,7 @@ class PPOTrainer(ClassicMethods):
 
         Args:
             values: V before the update; zeros where no value function is learned.
-            rewards: -β·KL of each token, and the score at the last one that counts.
+            rewards: -β·KL of each token, plus scores, as :meth:`compute_rewards` returns them.
             mask: bool, the tokens of responses that count. Others are not read.
 
         Returns:
