@@ -257,8 +257,8 @@ class BaseTrainer(OpenTrainer):
 
         Raises:
             FileNotFoundError: there is no such folder, or no checkpoint in it.
-            ValueError: offload_optimizer with FSDP2, or with an optimizer that does not step in
-                host memory.
+            ValueError: offload_optimizer with FSDP2 or DeepSpeed, or with an optimizer that does
+                not step in host memory.
             BadCheckpoint: a ValueError: a checkpoint that is damaged, or that another trainer,
                 model or data set made; nothing has changed then.
             KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved;
@@ -489,10 +489,17 @@ class BaseTrainer(OpenTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         # accelerate finds an optimizer's weights by their addresses: before they are spread, those
         # without memory have none.
+        name = "DeepSpeed" if self.is_deepspeed_enabled else optimizer_name(self.args)
+        # DeepSpeed has masters of its own; some optimizers step weights in the backward pass.
+        keeps_state = self.is_deepspeed_enabled or steps_in_backward(name)
+        if keeps_state and self.args.offload_optimizer:
+            raise ValueError(
+                f"offload_optimizer is not for {name}, which keeps its state itself: leave it out "
+                "(DeepSpeed's own file has an offload_optimizer, too)"
+            )
         self.prepare_weights()
         self.optimizer = super().create_optimizer(model)
-        # DeepSpeed has masters of its own; some optimizers step weights in the backward pass.
-        if not (self.is_deepspeed_enabled or steps_in_backward(optimizer_name(self.args))):
+        if not keeps_state:
             says = not self.of_a_command and self.is_world_process_zero()
             spread_over = self.is_fsdp_enabled
             self.optimizer = with_kept_state(

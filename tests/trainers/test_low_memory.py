@@ -386,3 +386,13 @@ def test_offloading_an_optimizer_of_bitsandbytes_is_refused() -> None:
         assert keep_state(plain, master_weights=True, on_host=True, device=CPU) is plain
     with pytest.raises(ValueError, match="FSDP2 spreads weights over processes"):
         keep_state(optimizer, master_weights=True, on_host=False, device=CPU, spread=True)
+
+
+def test_an_optimizer_that_keeps_its_state_itself_is_not_offloaded(make_sft: Make) -> None:
+    trainer = make_sft(start(), texts(8), max_steps=2, offload_optimizer=True)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ValueError, match="offload_optimizer is not for DeepSpeed"):
+        trainer.create_optimizer()
+    trainer.is_deepspeed_enabled, trainer.args.optim = False, "adalomo"
+    with pytest.raises(ValueError, match="offload_optimizer is not for adalomo"):
+        trainer.create_optimizer()
