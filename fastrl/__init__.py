@@ -123,9 +123,9 @@ def _is_not_about(what: str, record: logging.LogRecord) -> bool:
     return what not in str(record.msg)
 
 
-# At its import on some CPUs bitsandbytes looks for a faster forward on the Hub and warns that it is
-# not there, or cannot be trusted; that forward has no gradient and is never taken here. Only this
-# file comes before it, as transformers imports PEFT, and that bitsandbytes, where neither is used.
+# On some CPUs bitsandbytes, at its import, looks on the Hub for a faster forward, and warns if that
+# is missing or cannot be trusted; it has no gradient, and fastrl never runs it. The filters are set
+# here, before transformers is imported, which imports PEFT, which imports bitsandbytes.
 for _name, _said in (
     ("bitsandbytes.backends.cpu.ops", "gemm_4bit_forward"),
     ("kernels.hf_hub", "kernels-community/quantization-bitsandbytes"),

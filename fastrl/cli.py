@@ -62,9 +62,9 @@ stopped by Ctrl-C, SIGTERM
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
-# Bars of libraries, not of runs: of little use in a file.
+# Progress bars of libraries are of little use in a file; those of runs stay.
 _NO_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-# Variables of all processes but the main one.
+# Environment variables of all processes but the main one.
 _QUIET = {**_NO_BARS, "TRANSFORMERS_VERBOSITY": "error"}
 # Errors are known by name, since torch may not be imported.
 _ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "PeerFailed")
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         the exit status: 0, 1 if a goal was missed or a run is ill, 2 after an error of the user,
-        130 after Ctrl-C, 143 after SIGTERM. A bug in fastrl is raised.
+        130 after Ctrl-C, 141 if a pager closed the output, 143 after SIGTERM. A bug is raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not is_main_process():
         _leave_messages_to_the_main_process()
     forget_files()  # an earlier command in this process may have run files
-    with_place = warnings.formatwarning
+    format_before = warnings.formatwarning
     warnings.formatwarning = _warning_line
     try:
         if command not in COMMANDS:
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = fault.message if fault else _message(error)
         shown, status = f"{fault.where if fault else ''}{_name()}: error: {message}", 2
     finally:
-        warnings.formatwarning = with_place
+        warnings.formatwarning = format_before
     # Objects in the error's frames are freed now, and may print; the message comes last.
     drop_bars()
     gc.collect()
@@ -165,8 +165,8 @@ def _warning_line(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """A warning as a line of its own; one for programmers, of another category, has file and
-    line."""
+    """Formats a warning as a line; a warning of another category than UserWarning, for
+    programmers, gets its file and line."""
     text, start = visible(" ".join(str(message).split())), line_start(sys.stderr)
     if category is UserWarning:
         return f"{start}fastrl: warning: {text}\n"
@@ -199,7 +199,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     return status if command == "demo" else 0
 
 
-# Methods that are no command of their own, and what learns by them.
+# Names of methods that are no commands, with the command that learns by each method.
 _METHODS = {
     **{name: f"align --loss {name}" for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
     **dict.fromkeys(("rm", "reward_model"), "reward"),

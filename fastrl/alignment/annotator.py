@@ -14,13 +14,14 @@ from fastrl.rewards.judges import Counts
 from fastrl.rewards.weighted import RewardFunctions, Rewards
 from fastrl.user_code import own_copy
 
-# What annotators and the reward functions behind them get by keyword.
+# Names of the arguments of annotators and of their reward functions.
 RESERVED = (*REWARD_ARGUMENTS, "responses", "firsts", "seconds", "finished")
 
 
 @runtime_checkable
 class Annotator(Protocol):
-    """Judges responses; ``columns`` are the data's other columns, a list of B values each.
+    """Judges responses. ``columns`` are the data's columns beside prompts and responses, a list of
+    B values each.
 
     Prompts and responses are texts; where the data's prompts are chats, both are lists of messages.
     """
@@ -37,11 +38,11 @@ class Annotator(Protocol):
         seconds: list[TextOrMessages],
         **columns: Any,
     ) -> list[float | None]:
-        """Which response is better, B numbers: 1.0 the first, 0.0 the second, 0.5 neither, or
-        anything between; None leaves the pair out."""
+        """Returns B numbers: 1.0 where the first response is better, 0.0 where the second is, 0.5
+        for a tie, or anything between; None leaves the pair out."""
 
     def statistics(self) -> dict[str, float]:
-        """Counts since the last call, under names such as "annotator/ties"."""
+        """Returns counts since the last call, under names such as "annotator/ties"."""
 
 
 def ask_scores(
@@ -51,20 +52,19 @@ def ask_scores(
     columns: Mapping[str, list[Any]] | None = None,
     finished: list[bool] | None = None,
 ) -> list[float]:
-    """An annotator's scores of responses, checked.
+    """Asks an annotator for its scores of B responses, and checks them.
 
     Args:
         finished: False for responses that were cut by a length limit; passed to annotators with
             ``wants_finished``.
 
     Raises:
-        ValueError: not B finite numbers, named by their index; a column with the name of what the
-            annotator or a reward function gets.
+        ValueError: not B finite numbers, named by their index; a column of a name in ``RESERVED``.
     """
-    others = _others(columns)
+    keywords = _checked_copy(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
-        others["finished"] = finished
-    scores = annotator.score(own_copy(prompts), own_copy(responses), **others)
+        keywords["finished"] = finished
+    scores = annotator.score(own_copy(prompts), own_copy(responses), **keywords)
     return check_rewards(scores, len(prompts), f"{name_of(annotator)}.score")
 
 
@@ -76,20 +76,20 @@ def ask_preferences(
     columns: Mapping[str, list[Any]] | None = None,
     finished: tuple[list[bool], list[bool]] | None = None,
 ) -> list[float | None]:
-    """An annotator's preferences between pairs of responses, checked.
+    """Asks an annotator for its preferences between B pairs of responses, and checks them.
 
     Args:
         finished: whether each first and each second response has ended, as in :func:`ask_scores`.
 
     Raises:
-        ValueError: not B numbers in [0, 1] or None, named by their index; a column with the name of
-            what the annotator or a reward function gets.
+        ValueError: not B numbers in [0, 1] or None, named by their index; a column of a name in
+            ``RESERVED``.
     """
-    others = _others(columns)
+    keywords = _checked_copy(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
-        others["finished"] = finished
-    answer = annotator.compare(*map(own_copy, (prompts, firsts, seconds)), **others)
-    return check_preferences(answer, len(prompts), f"{name_of(annotator)}.compare")
+        keywords["finished"] = finished
+    preferences = annotator.compare(*map(own_copy, (prompts, firsts, seconds)), **keywords)
+    return check_preferences(preferences, len(prompts), f"{name_of(annotator)}.compare")
 
 
 def name_of(annotator: Any) -> str:
@@ -101,14 +101,14 @@ class RewardAnnotator:
     """Judges by reward functions, and compares two responses by their rewards.
 
     Args:
-        reward: called as ``reward(prompts=, completions=, completion_ids=, **columns)``, a
-            :class:`fastrl.rewards.classifier.ClassifierReward` or any other; see
-            :mod:`fastrl.rewards.functions`. Or several, or a
+        reward: a function, called as ``reward(prompts=, completions=, completion_ids=,
+            **columns)``, see :mod:`fastrl.rewards.functions`, such as a
+            :class:`fastrl.rewards.classifier.ClassifierReward`; a list or dict of functions; or a
             :class:`fastrl.rewards.weighted.Rewards`, which has weights, a time limit and retries.
         tokenizer: makes ``completion_ids``; needed only by reward functions that take them.
 
     Attributes:
-        last_scores: the rewards of the first and of the second responses of the last comparison.
+        last_scores: the last comparison's rewards of first and of second responses; None before.
     """
 
     def __init__(self, reward: RewardFunctions | Rewards, tokenizer: Any = None):
@@ -132,9 +132,9 @@ class RewardAnnotator:
         """Rewards of B responses.
 
         Raises:
-            ValueError: the reward function does not return B finite numbers, or needs
-                ``completion_ids``, and there are none.
-            TimeoutError: it takes longer than the time limit of its ``Rewards``.
+            ValueError: a reward function does not return B finite numbers, or needs
+                ``completion_ids``, and the annotator has no tokenizer.
+            TimeoutError: a reward function takes longer than the time limit of ``reward``.
         """
         ids, finished = None, columns.pop("finished", None)
         if self.tokenizer is not None and responses:
@@ -152,7 +152,7 @@ class RewardAnnotator:
         seconds: list[TextOrMessages],
         **columns: Any,
     ) -> list[float | None]:
-        """Compares by the rewards of both; equal ones are a tie."""
+        """Returns 1.0 where the first response has the higher reward, 0.5 for a tie, else 0.0."""
         finished = columns.pop("finished", None)
         scores = []
         for i, side in enumerate((firsts, seconds)):
@@ -169,18 +169,17 @@ class RewardAnnotator:
 
 
 def preferences_of(firsts: Sequence[float], seconds: Sequence[float]) -> list[float | None]:
-    """1.0 where the first score is higher, 0.0 where the second is, 0.5 where they are equal."""
+    """Returns 1.0 where the first score is higher, 0.0 where the second is, 0.5 for equal ones."""
     return [0.5 if a == b else float(a > b) for a, b in zip(firsts, seconds, strict=True)]
 
 
 def load_annotator(
     name: str, *, label: int | str | None = None, batch_size: int = 64, tokenizer: Any = None
 ) -> Annotator:
-    """The annotator that a command line names.
+    """Returns the annotator for the reward function that a command line names.
 
     Args:
-        name, label, batch_size: a reward function's, see
-            :func:`fastrl.rewards.functions.load_reward`, which says what is raised.
+        name, label, batch_size: passed to :func:`fastrl.rewards.functions.load_reward`.
         tokenizer: for functions that take ``completion_ids``.
     """
     return RewardAnnotator(load_reward(name, label=label, batch_size=batch_size), tokenizer)
@@ -194,6 +193,6 @@ def _needs(function: Any, argument: str) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def _others(columns: Mapping[str, list[Any]] | None) -> dict[str, Any]:
+def _checked_copy(columns: Mapping[str, list[Any]] | None) -> dict[str, Any]:
     check_reserved(columns or (), "the data", RESERVED)
     return own_copy(dict(columns or {}))

@@ -26,8 +26,8 @@ class AlignmentConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     of samples.
 
     Raises:
-        ValueError: an unknown reference, or layers to share without it; a setting of transformers
-            that would not act, with what to use.
+        ValueError: an unknown ``reference``; a setting of transformers that would not act, with
+            what to use in its place.
     """
 
     max_length: int | None = setting(

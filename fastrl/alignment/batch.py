@@ -39,10 +39,10 @@ class Batch(dict[str, Any]):
         tokens: the padded model inputs, once they have been made.
         experience: log-probs, values and advantages for a policy-gradient update, once they have
             been computed.
-        places: where its samples are among those of all processes; none for the batch of a process
-            that only takes part because the others wait for it.
+        places: the indices of the batch's samples among the samples of all processes; empty for a
+            process without samples, which takes part only because the other processes wait for it.
         total: how many samples all processes have.
-        weight_in_step: what its mean loss is multiplied by beside the other batches of a step.
+        weight_in_step: the factor of the batch's mean loss in an optimizer step of several batches.
         seed: seeds what a loss draws for the batch, the same in all processes.
     """
 
@@ -77,15 +77,15 @@ class Batch(dict[str, Any]):
 
     @property
     def fraction(self) -> float:
-        """Its part of the samples of all processes: 1 with one process."""
+        """The batch's share of the samples of all processes: 1 with one process."""
         return len(self.places) / self.total
 
     @property
     def whole(self) -> Batch:
-        """The batch of all processes, the same in each; with one process this one.
+        """The batch of all processes, the same in each; with one process this batch itself.
 
         Raises:
-            ValueError: it was not gathered, because the loss does not say that it reads it.
+            ValueError: it was not gathered, because the loss's ``reads_all`` is False.
         """
         if self._whole is not None:
             return self._whole
@@ -97,23 +97,23 @@ class Batch(dict[str, Any]):
         return self
 
     def gather(self, processes: Processes) -> None:
-        """Makes :attr:`whole` that of all processes."""
+        """Joins the batches of all processes into :attr:`whole`; every process calls it."""
         if processes.count == 1:
             return
-        more: dict[str, Any] = {x: getattr(self, x) for x in ("rollout_logprobs", "scores")}
-        parts = [x for x in processes.objects((self.places, self.examples, more)) if x[0]]
+        sampled: dict[str, Any] = {x: getattr(self, x) for x in ("rollout_logprobs", "scores")}
+        parts = [x for x in processes.objects((self.places, self.examples, sampled)) if x[0]]
         where = {place: (part, i) for part in parts for i, place in enumerate(part[0])}
         rows = [where[place] for place in range(self.total)]
         whole = Batch([part[1][i] for part, i in rows], self.pad_token_id)
         whole.seed = self.seed
-        for name in more:
+        for name in sampled:
             if all(part[2][name] is not None for part in parts):
                 sides = range(self.generations)
                 setattr(whole, name, [[part[2][name][s][i] for part, i in rows] for s in sides])
         self._whole = whole
 
     def take_weights(self) -> None:
-        """Makes its weights those of the batch of all processes."""
+        """Copies this batch's weights from :attr:`whole`."""
         for i in range(1, self.generations + 1):
             weights = self.whole[f"generation{i}_weight"][list(self.places)]
             self.weigh(i, weights if self.places else torch.zeros(self.size))
@@ -125,7 +125,7 @@ class Batch(dict[str, Any]):
 
     @property
     def columns(self) -> dict[str, list[Any]]:
-        """The data's other columns; None where a row has none of that name."""
+        """The data's columns, see :func:`columns_of`."""
         return columns_of(self.examples)
 
     def prompts(self) -> list[Tensor]:
@@ -152,8 +152,8 @@ class Batch(dict[str, Any]):
         return rewards
 
     def given_scores(self) -> Tensor:
-        """The annotator's scores of all responses, fp32; none of pairs of equal responses, which
-        it was not asked about, and none if it only compares."""
+        """The annotator's scores of all responses, 1-D fp32, generation after generation, without
+        pairs of equal responses, which it does not judge; empty if it only compares."""
         if self.generations == 1:
             return self.rewards(1)
         texts = zip(*(self[f"generation{i}"] for i in (1, 2)), strict=True)
@@ -192,8 +192,8 @@ class Batch(dict[str, Any]):
         return part
 
     def mismatched(self) -> Batch:
-        """Every prompt with the first response of the next one, among those of all processes; the
-        last with that of the first."""
+        """Returns every prompt with the first response to the next prompt, over all processes'
+        samples; the last prompt with the first response to the first prompt."""
         examples = self.whole.examples
         following = [examples[(i + 1) % len(examples)] for i in self.places] or self.examples
         return Batch(
@@ -205,7 +205,7 @@ class Batch(dict[str, Any]):
         )
 
     def _generation(self, i: int) -> dict[str, Any]:
-        """The entries of one generation, counted from 0."""
+        """The entries of generation ``i`` + 1."""
         joined = [torch.cat(both) for both in zip(self._prompts, self._responses[i], strict=True)]
         padded = pad(joined, self.pad_token_id, "right")
         rewards = [None if e.rewards is None else e.rewards[i] for e in self.examples]
@@ -222,6 +222,6 @@ class Batch(dict[str, Any]):
 
 
 def columns_of(examples: Sequence[Example]) -> dict[str, list[Any]]:
-    """The data's other columns; None where a row has none of that name."""
+    """The data's columns beside prompts, responses and labels; None where a row lacks one."""
     names = dict.fromkeys(name for example in examples for name in example.columns)
     return {name: [example.columns.get(name) for example in examples] for name in names}

@@ -28,27 +28,27 @@ class BatchFactory:
     Offline tasks use the responses in the data, and their labels. Online tasks use the prompts
     alone: the policy generates the responses, and an annotator judges them.
 
-    ``for batch in factory`` yields all batches, of ``epochs`` passes over the data or of
-    ``examples`` examples. Every pass has its own seeded order. An offline factory starts anew with
-    each loop, and its last batch may be smaller; an online one continues through its prompts, pass
-    after pass.
+    ``for batch in factory`` yields the batches of ``epochs`` epochs, or of ``examples`` samples.
+    Every epoch has another seeded order. An offline factory starts anew with each loop, and its
+    last batch may be smaller; an online one continues through its prompts, epoch after epoch.
 
     Args:
         task: a name in ``fastrl.alignment.TASKS``.
-        data: a loader of the examples that the task needs, or of richer ones.
+        data: a :class:`DatasLoader` of the examples that the task needs, or of richer ones.
         batch_size: samples per batch and process.
-        epochs: passes over the data.
+        epochs: how many times all examples are used.
         examples: in place of ``epochs``, how many samples to make, over all processes.
         annotator: judges the responses of online tasks, see :mod:`fastrl.alignment.annotator`.
         params: how the policy samples; the task sets ``n``.
-        engine: generates, such as :class:`fastrl.RolloutEngine`; a trainer makes its own.
+        engine: generates the responses of online tasks, such as :class:`fastrl.RolloutEngine`;
+            None: a trainer makes one.
         seed: seeds the order.
         shuffle: False keeps the data's order.
 
     Raises:
         ValueError: an unknown task; an online task without an annotator, or an offline one with
-            one; sizes below 1; data that the task cannot use; online, a column with the name of
-            what annotators get.
+            one; sizes below 1; data that the task cannot use; online, a column with the name of an
+            annotator's argument.
         TypeError: a size, seed or truth value of another type.
     """
 
@@ -100,7 +100,7 @@ class BatchFactory:
         self.draws: int | None = None  # seed of the next responses; None leaves it to the engine
         self.taken = 0  # batches made so far
         self.sampler: ResponseSampler | None = None
-        # Online, what answers prompts and judges the responses; a replay puts itself there.
+        # Answers prompts and judges the responses, online; a replay of a run sets another function.
         self.answer = self._sampled_and_judged
         if engine is not None and self.task.online:
             self.sample_with(engine)
@@ -112,9 +112,9 @@ class BatchFactory:
             self.data.warn_of_cuts()
 
     def limit(self, max_length: int) -> None:
-        """Has prompts with their responses be ``max_length`` tokens long at most, as a loader with
-        that limit would: longer ones are cut, or left out for reward models, and counted in a
-        warning; online, prompts leave room for responses of full length.
+        """Limits prompts with their responses to ``max_length`` tokens, as a loader with that limit
+        would: longer examples are cut, or left out for reward models, and counted in a warning;
+        online, prompts leave room for responses of full length.
 
         Raises:
             ValueError: no example left, or no room for prompts.
@@ -136,14 +136,14 @@ class BatchFactory:
         self.sampler = ResponseSampler(engine, self.tokenizer, self.params, self.rank)
 
     def share(self, rank: int, world: int) -> None:
-        """Makes this factory that of process ``rank`` of ``world``: together they make the batches,
-        of ``world`` × ``batch_size`` samples, that one process would make."""
+        """Makes this factory yield the shares of process ``rank`` of ``world``: together the
+        processes make the batches, of ``world`` × ``batch_size`` samples, that one would make."""
         self.rank, self.world = rank, world
         if self.sampler is not None:
             self.sampler.process = rank
 
     def skip(self, batches: int) -> None:
-        """Lets the next :meth:`take` begin behind so many batches, to resume a run."""
+        """Lets the next :meth:`take` begin behind the run's first ``batches`` batches."""
         self.taken = batches
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ class BatchFactory:
         return self.take(len(self))
 
     def take(self, count: int) -> Iterator[Batch]:
-        """Yields the next ``count`` batches, pass after pass, or as many as ``examples`` allows.
+        """Yields the next ``count`` batches; fewer where an offline factory has made ``examples``.
 
         Raises:
             ValueError: an online task without an engine.
@@ -175,12 +175,12 @@ class BatchFactory:
         yield from map(self.share_of, itertools.islice(self._chunks(), len(self)))
 
     def sizes(self, *, together: bool) -> Iterator[int]:
-        """Tokens of each example's prompt with the longest of its responses, or with all; online
-        ones are as long as they may become."""
-        most = self.params.longest if self.task.online else 0
+        """Yields the tokens of each example's prompt with the longest of its responses, or
+        ``together`` with all; responses of online tasks count as long as they may become."""
+        longest = self.params.longest if self.task.online else 0
         for example in self.data:
             if self.task.online:
-                lengths = [most] * self.task.generations
+                lengths = [longest] * self.task.generations
             else:
                 lengths = [len(each.ids) for each in example.responses]
             yield len(example.prompt_ids) + (sum(lengths) if together else max(lengths))
@@ -191,13 +191,13 @@ class BatchFactory:
         return _pieces(range(len(self.data)), self._step)
 
     def own(self, chunk: Sequence[int]) -> range:
-        """The places in a list of examples of those that are this process's; the last list may be
-        shorter than there are processes, and some of them then have none."""
+        """The places of this process's examples in ``chunk``, a batch of all processes; none where
+        the last chunk has fewer examples than there are processes."""
         return range(len(chunk))[self.rank :: self.world]
 
     def share_of(self, chunk: Sequence[int]) -> Batch:
-        """This process's share of a batch of all processes, from the indices of its examples. A
-        process without an example takes part with one that does not count."""
+        """Makes this process's share of a batch of all processes, which has the examples of the
+        indices ``chunk``. A process without an example gets one of weight 0."""
         share = self.own(chunk)
         batch = self.batch([self.data[chunk[i]] for i in share or [0]], share or [0])
         batch.places, batch.total = share, len(chunk)
@@ -210,7 +210,7 @@ class BatchFactory:
         """Makes a batch of the task from examples; online, with responses that are sampled now.
 
         Args:
-            ids: the examples' numbers, which with the seed determine the draws. None: 0, 1, ….
+            ids: the examples' numbers, which with the seed determine the draws; None: 0, 1, 2, ….
 
         Raises:
             ValueError: an online task without an engine.
@@ -250,19 +250,19 @@ class BatchFactory:
         return (float(bool(example.desired)),) if self.task.data == FEEDBACK else (1.0, 0.0)
 
     def _chunks(self) -> Iterator[list[int]]:
-        """Indices of examples, a list per batch, over all processes. A batch may span two passes,
-        unless a run is a number of whole passes over data."""
-        rows = itertools.chain.from_iterable(self._passes())
+        """Yields the indices of the examples of each batch of all processes. A batch may span two
+        epochs, unless the task is offline and ``examples`` is None."""
+        rows = itertools.chain.from_iterable(self._orders())
         if self.task.online:
             yield from _pieces(rows, self._step)
         if self.examples is not None:
             yield from _pieces(itertools.islice(rows, self.examples), self._step)
             return
-        for order in self._passes():
+        for order in self._orders():
             yield from itertools.islice(_pieces(order, self._step), self._count(len(order)))
 
-    def _passes(self) -> Iterator[list[int]]:
-        """The indices of all examples, in another order for every pass."""
+    def _orders(self) -> Iterator[list[int]]:
+        """Yields the indices of all examples, once per epoch, each time in another order."""
         rng, count = np.random.RandomState(self.seed), len(self.data)
         while True:
             yield rng.permutation(count).tolist() if self.shuffle else list(range(count))
@@ -273,7 +273,7 @@ class BatchFactory:
         return self.batch_size * self.world
 
     def _count(self, samples: int) -> int:
-        """How many batches so many samples make."""
+        """How many batches ``samples`` samples make."""
         return -(-samples // self._step)
 
 

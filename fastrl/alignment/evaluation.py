@@ -48,13 +48,13 @@ class OfflineEvaluation:
 
 
 def taken(means: MetricMeans, processes: Processes, sem_of: Sequence[str] = ()) -> dict[str, float]:
-    """The means that are known, by name."""
+    """Takes the means from ``means``; returns by name those that have a number."""
     measured = means.take(processes, sem_of)
     return {name: value for name, value in sorted(measured.items()) if value is not None}
 
 
 def that_count(metrics: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The metrics of a batch; without their elements for one whose samples do not count."""
+    """Returns the metrics of a batch; empty tensors where the process has no samples in it."""
     return metrics if batch.places else {name: x.flatten()[:0] for name, x in metrics.items()}
 
 
@@ -66,15 +66,15 @@ class OnlineEvaluation:
 
     factory: BatchFactory
     processes: Processes
-    # Statistics of the first evaluation and the last, over all processes.
+    # Samples of the first evaluation and of the last, of all processes.
     judged: list[ShownSamples] = field(default_factory=list)
 
     def __call__(self, policy: Any, reference: Any) -> dict[str, float]:
         with self.processes.shared_work():
-            of_process = self._judge()
-            # Read here, or they would be counted among those of the next batch to learn from.
+            judged_here = self._judge()
+            # Read here, else the next batch that is learned from would have these counts, too.
             counts = self.factory.annotator.statistics()
-        parts = self.processes.objects((of_process, counts))
+        parts = self.processes.objects((judged_here, counts))
         judged = sorted(row for rows, _ in parts for row in rows)
         _, prompts, completions, rewards = map(list, zip(*judged, strict=True))
         self.judged[1:] = [ShownSamples(prompts, completions, rewards)]
@@ -93,7 +93,7 @@ class OnlineEvaluation:
         return self.factory.task.generations == 1 or hasattr(self.factory.annotator, "last_scores")
 
     def _judge(self) -> list[tuple[int, str, str, float]]:
-        """Index, prompt, response and reward of this process's examples."""
+        """Judges responses to this process's examples: index, prompt, response and reward."""
         judged: list[tuple[int, str, str, float]] = []
         sampler, annotator = self.factory.sampler, self.factory.annotator
         assert sampler is not None

@@ -103,7 +103,7 @@ class RewardLearner:
         return RewardModel(model, device, self._padding_free, self._padded_on, passes, most), None
 
     def limit_passes(self, most: int | None) -> None:
-        """It is read in each call of :meth:`views`."""
+        """Does nothing: each call of :meth:`views` reads ``micro_batch_tokens``."""
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
         """Records in the model whether it reads EOS, see :mod:`fastrl.data.reads_eos`."""
@@ -140,12 +140,12 @@ class PolicyLearner:
         self.args, self.loss, self.task, self.tokenizer = args, loss, task, tokenizer
         self.reference: RefModel
         self._model: Any = None
-        self._identity: str | None = None  # kept, as the policy is trained
+        self._identity: str | None = None  # computed once, as training changes the policy
         self._scored_reference: ReferencePolicy | CachedReference
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
-        """The model to train, from a model or its path, as the reference model may be, too; called
-        before there is an optimizer."""
+        """Returns the wrapped model to train, and chooses the reference; ``model`` and
+        ``ref_model`` may be paths. Called before there is an optimizer."""
         model = load_if_path(model, load_language_model, self.args, trainable=True)
         if not isinstance(model, PreTrainedModelWrapper):
             values = self.loss.learns == "policy with values"
@@ -217,14 +217,14 @@ class PolicyLearner:
                 "reference='cached' keeps log-probs of a reference that sync_ref_model changes: "
                 "choose reference='copy', or leave sync_ref_model out"
             )
-        chosen_for = self.args.num_shared_layers is not None or ref_model is not None
-        chosen_for = chosen_for or self.args.sync_ref_model
-        if mode != "auto" or model.is_peft_model or chosen_for or self.task.online:
+        needs_model = self.args.num_shared_layers is not None or ref_model is not None
+        needs_model = needs_model or self.args.sync_ref_model
+        if mode != "auto" or model.is_peft_model or needs_model or self.task.online:
             return mode
         return "cached"
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
-        """Called once the model is on its device."""
+        """Makes what scores policy and reference, once the model is on its device."""
         self.accelerator = accelerator
         self.reference.place(model, accelerator)
         self._model = unwrapped = accelerator.unwrap_model(model)
@@ -256,12 +256,12 @@ class PolicyLearner:
         return policy, self._scored_reference if self.loss.compares else None
 
     def limit_passes(self, most: int | None) -> None:
-        """Called where the arguments' ``micro_batch_tokens`` has changed since :meth:`place`."""
+        """Limits passes to ``most`` tokens, where that has changed since :meth:`place`."""
         self._tokens.most = most
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
-        """Called with batches while the model is still as training begins; ``last`` says that no
-        more will come."""
+        """Computes the log-probs of a cached reference for ``batches``, before training changes the
+        model; ``last`` says that no more batches will come."""
         if not isinstance(self._scored_reference, CachedReference) or self._scored_reference.closed:
             return
         for batch in batches:
@@ -271,7 +271,7 @@ class PolicyLearner:
             self._scored_reference.close()
 
     def reference_identity(self) -> str:
-        """The reference's mode and a checksum of its weights, before training."""
+        """The reference's mode and a checksum of its weights before training, or "none"."""
         if self._identity is None:
             # Cached log-probs of a model without an adapter are those of the policy as it begins.
             start = self._cached and not self._model.is_peft_model
@@ -293,7 +293,7 @@ Learner = RewardLearner | PolicyLearner
 
 
 def make_learner(args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any) -> Learner:
-    """The learner of what ``loss.learns``."""
+    """Makes the learner of the kind of model that the loss trains."""
     if loss.learns == "reward model":
         return RewardLearner(args, loss, tokenizer)
     return PolicyLearner(args, loss, task, tokenizer)

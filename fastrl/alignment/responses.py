@@ -21,7 +21,7 @@ class ResponseSampler:
     """Samples responses of the policy, as text and tokens.
 
     Args:
-        engine: generates, such as :class:`fastrl.RolloutEngine`.
+        engine: generates the responses, such as :class:`fastrl.RolloutEngine`.
         tokenizer: the policy's tokenizer.
         params: how to sample.
         process: the number of this process.
@@ -40,8 +40,8 @@ class ResponseSampler:
         seed: int | None = None,
         ids: Sequence[int] | None = None,
     ) -> tuple[list[Example], Samples]:
-        """The examples with n sampled responses each, and the engine's output, whose sequences
-        follow the examples' order.
+        """Returns the examples with ``n`` sampled responses each, and the engine's output, whose
+        sequences follow the examples' order.
 
         Args:
             seed: seeds the draws; None takes a seed from torch's generator.
@@ -52,7 +52,7 @@ class ResponseSampler:
         if seed is not None:
             params = replace(params, seed=seed)
         if self.process and params.seed is not None and isinstance(self.engine, GenerateEngine):
-            params = replace(params, seed=params.seed ^ self.process)  # generate() reads no ids
+            params = replace(params, seed=params.seed ^ self.process)  # its draws ignore the ids
         output = self.engine.generate(prompts, params, ids)
         self.stats = output.stats
         responses = [
@@ -75,7 +75,7 @@ class ResponseSampler:
 def score_responses(
     annotator: Any, examples: Sequence[Example]
 ) -> tuple[list[Example], list[list[float]]]:
-    """Examples of one response each with the annotator's scores as rewards; and the scores."""
+    """Returns the examples, of one response each, with scores as rewards; and [the scores]."""
     scores = ask_scores(
         annotator,
         prompts_of(examples),
@@ -89,8 +89,8 @@ def score_responses(
 def compare_responses(
     annotator: Any, examples: Sequence[Example]
 ) -> tuple[list[Example], list[list[float]] | None]:
-    """Examples of two responses each with the annotator's preferences as rewards; and, where it
-    compares by scores, those of the first and of the second responses.
+    """Returns the examples, of two responses each, with the annotator's preferences as rewards; and
+    its scores of the first and of the second responses, or None if it compares without scores.
 
     The preferred response has reward 1.0, the other 0.0; both have 0.5 in a tie, and where the
     annotator has no opinion, which also sets their weights to 0.
@@ -109,21 +109,22 @@ def compare_responses(
         columns_of(chosen),
         (finished_of(chosen, 0), finished_of(chosen, 1)),
     )
-    for i, first in zip(asked, preferences, strict=True):
-        if first is None:
+    for i, preference in zip(asked, preferences, strict=True):
+        if preference is None:
             judged[i] = replace(judged[i], weights=(0.0, 0.0))
         else:
-            judged[i] = replace(judged[i], rewards=(first, 1.0 - first))
-    of_asked = getattr(annotator, "last_scores", None)
-    if of_asked is None:
+            judged[i] = replace(judged[i], rewards=(preference, 1.0 - preference))
+    asked_scores = getattr(annotator, "last_scores", None)
+    if asked_scores is None:
         return judged, None
     scores = [[0.0] * len(examples) for _ in range(2)]
-    for i, *both in zip(asked, *of_asked, strict=True):
+    for i, *both in zip(asked, *asked_scores, strict=True):
         scores[0][i], scores[1][i] = both
     return judged, scores
 
 
 def prompts_of(examples: Sequence[Example]) -> list[TextOrMessages]:
+    """The examples' prompts as annotators get them: texts, or lists of messages."""
     return [example.said for example in examples]
 
 

@@ -41,7 +41,7 @@ TASKS = {
 
 
 def find_task(task: str | Task) -> Task:
-    """The task of that name; hyphens and underscores are the same.
+    """Returns the task of a name, where hyphens and underscores are the same.
 
     Raises:
         ValueError: an unknown task.

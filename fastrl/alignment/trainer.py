@@ -60,10 +60,10 @@ from fastrl.trainers.supervised import is_path, length_limit, settings_of, train
 class Trainer(BaseTrainer):
     """Trains a model by a loss on the batches of a factory.
 
-    transformers' Trainer does the rest: optimizer and schedule, accumulation, precision, processes,
-    callbacks, trackers, checkpoints. Each batch is made by the factory (online, from responses of
-    the current policy), weighted by the reweighter, and given to the loss. Several processes share
-    each batch, of processes × ``batch_size`` samples, and learn what one process would from it.
+    Each batch is made by the factory (online, from responses of the current policy), weighted by
+    the reweighter, and passed to the loss; transformers' Trainer has optimizer, precision,
+    callbacks, trackers and checkpoints. Several processes share each batch, of processes ×
+    ``batch_size`` samples, and learn from it what one process would.
 
     Evaluation: offline, the mean loss and metrics of held-out examples; online, the annotator's
     judgement of responses to held-out prompts, always sampled with the same random numbers.
@@ -125,8 +125,8 @@ class Trainer(BaseTrainer):
             self._check_passes(args.micro_batch_tokens)
         self.method = Method.aligned(factory.task.name, self.loss.name)
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
-        before, model = model, self.learner.ready(model, ref_model, peft_config)
-        if is_path(before):
+        model_or_path, model = model, self.learner.ready(model, ref_model, peft_config)
+        if is_path(model_or_path):
             self._limit(args, model)
         for each in (factory, eval_factory):
             if each is not None:
@@ -134,7 +134,7 @@ class Trainer(BaseTrainer):
         args.remove_unused_columns = False
         args.ignore_data_skip = False
         args.per_device_train_batch_size = factory.batch_size
-        # torch warns of it without a GPU.
+        # torch warns of pinned memory without a GPU.
         args.dataloader_pin_memory = False
         super().__init__(
             model=model,
@@ -175,7 +175,7 @@ class Trainer(BaseTrainer):
         self._deferred: DeferredGradients
 
     def _limit(self, args: AlignmentConfig, model: Any) -> None:
-        """Has no example be longer than ``max_length``, and than model and tokenizer take."""
+        """Limits examples to ``max_length``, and to what model and tokenizer take."""
         for factory in self._factories:
             limit = length_limit(args, model, factory.tokenizer)
             if limit is not None:
@@ -215,7 +215,7 @@ class Trainer(BaseTrainer):
 
     def _made(self, count: int) -> Iterator[Batch]:
         """Yields this process's share of the next ``count`` batches, which all processes make
-        together; the draws do not depend on their number."""
+        together; the draws do not depend on the number of processes."""
         batches = self.factory.take(count)
         for _ in range(count):
             self.factory.draws = seed_at(self.args.seed, "responses", self.factory.taken)
@@ -228,7 +228,7 @@ class Trainer(BaseTrainer):
             yield batch
 
     def _record(self, batch: Batch) -> None:
-        """Enters the responses of all processes into the ledger and the table of the latest."""
+        """Enters the responses of all processes into the ledger and the table of completions."""
         samples = samples_of(batch, self.factory.annotator) if batch.places else None
         joined = joined_at_main(samples, self.processes)
         if joined is None:
@@ -246,11 +246,11 @@ class Trainer(BaseTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The loss of one batch; keeps its metrics for the next log."""
+        """Returns the loss of a mini-batch, and keeps its metrics for the next log."""
         policy, reference = self.learner.views(model)
         loss, metrics = output_of(self.loss, inputs, policy, reference)
         self._deferred = policy.passes
-        # Gradients are averaged over the processes, whose parts of the last batch may differ.
+        # Gradients are averaged over the processes, whose shares of a batch may differ in size.
         loss = loss * (self.processes.count * inputs.fraction * inputs.weight_in_step)
         self._metrics["train"].pool_values(that_count(metrics, inputs))
         return (loss, metrics) if return_outputs else loss
@@ -258,8 +258,8 @@ class Trainer(BaseTrainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """The gradient of one batch; of a loss with ``backward``, that of all mini-batches of an
-        optimizer step, with the last of them."""
+        """Computes the gradient of a mini-batch, and returns its loss; a loss with ``backward``
+        computes that of all mini-batches of an optimizer step, at the last, and is 0 before."""
         if self.loss.backward is None:
             loss = super().training_step(model, inputs, num_items_in_batch)
             if self._deferred.pending:
@@ -303,7 +303,7 @@ class Trainer(BaseTrainer):
         if self.args.ledger and self.processes.is_main:
             self._ledger = GenerationLedger(
                 self._own_folder,
-                1.0,  # at which responses are scored, see Batch.rollout_logprobs
+                1.0,  # the temperature at which responses are scored
                 {
                     **self.args.to_dict(),
                     **deciding(self.factory, self.loss),
@@ -325,10 +325,10 @@ class Trainer(BaseTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Metrics of the evaluation factory's examples, under ``eval_``.
+        """Returns the metrics of the evaluation factory's examples, with the prefix in their names.
 
         Raises:
-            ValueError: there is no evaluation factory; another data set.
+            ValueError: there is no evaluation factory, or ``eval_dataset`` is not None.
         """
         if self.evaluation is None or eval_dataset is not None:
             raise ValueError(
@@ -349,7 +349,7 @@ class Trainer(BaseTrainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the means of the metrics since the last log."""
+        """Logs ``logs`` with the metrics' means since the last log, and the completions' table."""
         if "loss" in logs:
             logs |= taken(self._metrics["train"], self.processes)
         super().log(logs, start_time)
@@ -357,8 +357,8 @@ class Trainer(BaseTrainer):
             self._table.log(self.args, self._own_folder.path, self.state.global_step)
 
     def get_train_dataloader(self) -> DataLoader:
-        """The mini-batches of one epoch, made when they are asked for."""
-        # A loader without a generator draws from torch's, and so would change what follows.
+        """Returns a loader of the mini-batches of one epoch, each made when it is taken."""
+        # A loader without a generator draws from torch's, which would change all later draws.
         return DataLoader(
             _Epoch(self._epoch, self._epoch_length()),
             batch_size=None,
@@ -367,11 +367,11 @@ class Trainer(BaseTrainer):
         )
 
     def _epoch(self) -> Iterator[Batch | None]:
-        """Yields the mini-batches of an epoch. In the one in which a run is resumed, transformers
-        skips those that are behind: they are not made again, it gets None."""
+        """Yields the mini-batches of an epoch; in the epoch in which a run is resumed, None for
+        each mini-batch that was learned before, which transformers skips."""
         place = self._place
         if self._run.epoch > place.resumed_in:
-            place.behind = 0  # where all of that epoch was behind, nothing was asked of it
+            place.behind = 0  # not yet 0 where that epoch had no mini-batch left
         if place.behind:
             yield from itertools.repeat(None, place.behind)
             assert self._run.resumed is not None
@@ -385,9 +385,9 @@ class Trainer(BaseTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         weights = weights_of([batch.total for batch in batches])
-        for batch, weight in zip(batches, weights, strict=False):  # none where they are as large
+        for batch, weight in zip(batches, weights, strict=False):  # no weights for equal sizes
             batch.weight_in_step = weight
-        if self._run.random is not None:  # restored behind the first batch, which draws here
+        if self._run.random is not None:  # to be restored behind the first batch, drawn just now
             self._run.random = random_state()
         return batches, items
 
@@ -413,7 +413,7 @@ class Trainer(BaseTrainer):
         }
 
     def samples_of_all(self) -> tuple[int, str]:
-        # KTO, PPO and reweighters look at a batch as a whole, however many there are in a step.
+        # KTO, PPO and reweighters look at a batch as a whole, however many an optimizer step has.
         return self.factory.batch_size * self.factory.world, "batch_size × processes"
 
     def own_settings(self) -> dict[str, Any]:
@@ -442,7 +442,7 @@ class Trainer(BaseTrainer):
 
     def own_state(self) -> dict[str, Any]:
         judged = getattr(self.evaluation, "judged", ())
-        if self._ledger is not None:  # what it holds is not drawn again
+        if self._ledger is not None:  # a resumed run does not draw its rows again
             self._ledger.flush()
         return {
             **super().own_state(),
@@ -525,7 +525,7 @@ class Trainer(BaseTrainer):
 
     @property
     def _own_folder(self) -> RunFolder:
-        """Where ledger and tables lie: a command's, or ``output_dir``."""
+        """The folder of ledger and tables: a command's run folder, or ``output_dir``."""
         return self.run_folder or RunFolder(str(self.args.output_dir))
 
     def _room(self) -> dict[str, int] | None:
@@ -575,16 +575,16 @@ class Trainer(BaseTrainer):
 
 @dataclass
 class _Place:
-    """Where in its batches a run is."""
+    """How far a run has come in its batches."""
 
-    epoch_began_at: int = 0  # batches that the factory had made
-    left: int = 0  # mini-batches of the current batch
-    behind: int = 0  # mini-batches of the epoch in which a run is resumed,
-    resumed_in: int = 0  # the epoch in which it was resumed
+    epoch_began_at: int = 0  # batches that the factory had made before the epoch
+    left: int = 0  # mini-batches of the current batch that are still to come
+    behind: int = 0  # mini-batches that were learned before the run was resumed in their epoch
+    resumed_in: int = 0  # the epoch in which the run was resumed
 
 
 class _Epoch(IterableDataset):
-    """A data set of what a function yields, and its length."""
+    """A data set of the mini-batches that a function yields, with their number."""
 
     def __init__(self, make: Callable[[], Iterator[Batch | None]], length: int):
         self._make, self._length = make, length

@@ -16,8 +16,8 @@ from fastrl.alignment.tasks import Task
 from fastrl.rollout import SamplingParams
 from fastrl.settings import is_number
 
-LOSSES: dict[str, type[Loss]] = {}  # by name; of a task's losses the first is its default
-_TRAINERS = ("loss", "grad_norm", "learning_rate", "epoch")  # names of logs
+LOSSES: dict[str, type[Loss]] = {}  # by name; the first loss that fits a task is its default
+_TRAINERS = ("loss", "grad_norm", "learning_rate", "epoch")  # metrics that the trainer logs itself
 SomeLoss = TypeVar("SomeLoss", bound="type[Loss]")
 
 
@@ -36,11 +36,10 @@ class Loss(ABC):
     it where a command should know it by its name.
 
     Attributes:
-        name: in commands.
-        tasks: names of tasks that it fits.
-        compares: whether it reads the reference model.
-        reads_all: whether it reads ``batch.whole``, the batch of all processes, of which it is
-            called with this process's share.
+        name: the loss's name in commands.
+        tasks: the names of the tasks that the loss fits.
+        compares: whether the loss reads the reference model.
+        reads_all: whether the loss reads ``batch.whole``, the batch of all processes, too.
         learns: what is trained: "policy", "policy with values" or "reward model".
         backward: ``backward(minibatches, model, accelerator, optimizer)`` leaves the gradient of a
             whole optimizer step in the weights, or none if the step should be skipped; returns the
@@ -67,7 +66,7 @@ class Loss(ABC):
 
     @abstractmethod
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
-        """The loss of a batch, and metrics.
+        """Returns the loss of a batch, and metrics.
 
         Args:
             batch: a batch of one of the loss's tasks.
@@ -81,7 +80,7 @@ class Loss(ABC):
 
     @property
     def minibatches_per_batch(self) -> int:
-        """How many batches :meth:`minibatches` yields."""
+        """How many mini-batches :meth:`minibatches` yields."""
         return 1
 
     def reference_batches(self, batch: Batch) -> tuple[Batch, ...]:
@@ -106,10 +105,10 @@ class Loss(ABC):
 
 
 def output_of(loss: Loss, batch: Batch, policy: Any, reference: Any) -> LossOutput:
-    """What a loss returns for a batch, checked.
+    """Calls a loss with a batch, and checks what it returns.
 
     Raises:
-        TypeError: it is not a number with its metrics, all of them tensors.
+        TypeError: not a 0-d tensor and a dict of tensors; a metric of a name that the trainer logs.
     """
     output = loss(batch, policy, reference)
     must = "it must return LossOutput(loss, metrics), a tensor of one number and a dict of tensors"
@@ -140,7 +139,7 @@ def register(loss: SomeLoss) -> SomeLoss:
 
 
 def weighted_mean(losses: Tensor, batch: Batch) -> Tensor:
-    """Σ w·ℓ / B; a sample of weight 0 has no gradient, even where its loss is not finite."""
+    """Returns Σ w·ℓ / B; a sample of weight 0 has no gradient, even if its loss is not finite."""
     weights = batch.weights().to(losses.device)
     return torch.where(weights > 0, weights * losses, 0.0).sum() / len(losses)
 

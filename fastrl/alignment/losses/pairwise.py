@@ -25,17 +25,17 @@ from fastrl.learn.preferences import (
 class PairwiseLoss(Loss):
     """A loss ℓ(preferred, other) of each pair of responses.
 
-    A pair's rewards say which is preferred: with p that of the first, the loss is
+    A pair's rewards say which response is preferred: with p the reward of the first, the loss is
     p·ℓ(first, second) + (1-p)·ℓ(second, first), and p is 1, 0, or ½ for a tie.
     """
 
     tasks: ClassVar[tuple[str, ...]] = ("offline-pairwise", "online-pairwise")
 
     def __post_init__(self) -> None:
-        """Checks the coefficients, by the op that takes them.
+        """Checks the coefficients, by computing the loss of a few pairs.
 
         Raises:
-            ValueError: a coefficient out of range; nothing would be learned.
+            ValueError: a coefficient out of range; a loss without a gradient.
         """
         super().__post_init__()
         try_on_a_pair(self.name, self.losses)
@@ -89,10 +89,10 @@ class RowLoss(PairwiseLoss):
 
 
 def loss_of_row(row: PairObjective, class_name: str | None = None) -> Any:
-    """A class of losses, a dataclass as :class:`RowLoss`, of a row.
+    """Makes the subclass of :class:`RowLoss` for a row: a dataclass whose fields are its options.
 
     Raises:
-        ValueError: the row gives no pair a loss of its own, which a sample's weight would multiply.
+        ValueError: the row compares the pairs of a batch, so that weights cannot multiply losses.
     """
     if row.reads == "batch":
         raise ValueError(
