@@ -9,7 +9,7 @@ from fastrl.settings import setting
 
 @dataclass
 class RecordArguments:
-    """A ledger of the responses, and a table of the latest."""
+    """Settings of the ledger of responses, and of the table of the latest ones."""
 
     log_completions: bool = setting("Print and save prompts with their responses.", False)
     num_completions_to_print: int | None = setting(

@@ -1,4 +1,4 @@
-"""Collects rewarded responses to prompts, and others in the place of groups without spread."""
+"""Collects responses with their rewards, and replaces groups that have no spread of scores."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Judge = Callable[..., RewardBatch]  # as fastrl.rewards.weighted.Rewards is call
 
 
 class Collector:
-    """Has prompts answered and the responses judged.
+    """Gets responses to prompts, and their rewards.
 
     Args:
-        respond: answers.
-        rewards: judges; responses that ended in NaN logits are not shown to it.
+        respond: writes the responses.
+        rewards: judges the responses, except those that ended in NaN logits.
         ready: makes the context in which sampling does not wait for other processes.
         nonfinite: handles NaN logits.
-        also: what reward functions get beside a data set's columns.
-        noted: takes the columns that reward functions noted.
+        also: returns what reward functions get beside a data set's columns.
+        noted: returns the columns that reward functions noted since its last call.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Collector:
         self.also, self.noted = also, noted
 
     def __call__(self, asked: Asked) -> Samples | None:
-        """This process's responses; None where it has no prompt. All processes call it."""
-        # What waits for all processes comes first: work that is broken off must not be within it.
+        """Returns this process's rewarded responses; None without prompts. All processes call it."""
+        # ready() waits for all processes: it comes first, as shared work may be broken off.
         with self.ready(), self.processes.shared_work():
             if not len(asked.prompts):
                 return None
@@ -109,13 +109,13 @@ class Collector:
         prompts_of: Callable[[list[int]], Samples],
         seed: int,
     ) -> tuple[Samples, dict[int, int], dict[str, float]]:
-        """Returns the results of :class:`fastrl.learn.dynamic_sampling.DynamicSampling`: samples
-        with groups of new prompts in the place of those without a spread of scores.
+        """Replaces groups without a spread of scores by groups of new prompts; returns what
+        :class:`fastrl.learn.dynamic_sampling.DynamicSampling` does.
 
         Args:
-            groups: the groups of all processes.
-            take: gives the numbers of so many new prompts.
-            prompts_of: makes one prompt for each response of such numbers.
+            groups: the number of groups of all processes.
+            take: returns the numbers of the next N prompts.
+            prompts_of: makes prompts from their numbers, one for each response.
             seed: seeds the draws.
         """
         size = resampling.group_size
@@ -127,8 +127,8 @@ class Collector:
 
 
 def tool_statistics(samples: Samples) -> dict[str, float]:
-    """How often samples called tools, per sample, and which share of the calls failed; nothing
-    where they had none to call."""
+    """Returns the tool calls per sample, and the share of the calls that failed; empty where the
+    samples had no tools."""
     if samples.tool_calls is None:
         return {}
     calls, failures = map(sum, zip(*samples.tool_calls, strict=True))

@@ -29,13 +29,13 @@ class Environments:
     ``async def``.
 
     Args:
-        factory: makes one; or a dict of these, by the names in the column ``environment``.
-        tools: further ones, of all environments.
+        factory: makes an environment; or a dict of factories, by names in column ``environment``.
+        tools: further tools, which all environments have.
 
     Attributes:
-        boxes: the tools by name of the environment; None is the name of a single factory's.
-        pool: the environments that were made, likewise.
-        methods: their names, likewise.
+        boxes: the tools by the environment's name, which is None for a single factory.
+        pool: the environments that were made, by the same names.
+        methods: the names of the environments' methods that are tools, by the same names.
         rewards: the reward functions of the environments' classes.
         current: the environment of each response of the latest batch; None before the first.
 
@@ -55,7 +55,7 @@ class Environments:
         self.boxes: dict[Any, Toolbox] = {}
         self.rewards: list[Callable[..., Any]] = []
         self.current: list[Any] | None = None
-        self._names: list[Any] = []  # the names of the current ones
+        self._names: list[Any] = []  # the names of the current environments
         rewarding: list[type] = []
         for name, make in self.factories.items():
             if not callable(make):
@@ -90,7 +90,7 @@ class Environments:
         return tools
 
     def placeholder(self, args: Any | None) -> Dataset:
-        """Rows of empty prompts, where environments say what is asked.
+        """Makes rows of empty prompts, for environments whose ``reset`` returns the task.
 
         Args:
             args: a :class:`fastrl.trainers.groups.online_config.OnlineConfig`; None: the defaults.
@@ -113,7 +113,7 @@ class Environments:
     def begin(
         self, rows: Sequence[Mapping[str, Any]], loop: Callable[[], EventLoop]
     ) -> list[list[dict[str, Any]]]:
-        """Resets an environment for each row, and returns the prompts with what they say.
+        """Resets an environment for each row; returns the prompts with the texts of ``reset``.
 
         Args:
             loop: makes the event loop for an ``async def reset``.
@@ -158,20 +158,20 @@ class Environments:
         ]
 
     def _taken(self, names: Sequence[Any]) -> list[Any]:
-        """An environment for each name, from the pool as far as it goes."""
+        """Returns an environment for each name, from the pool as far as it goes."""
         used = dict.fromkeys(self.factories, 0)
-        boxes = []
+        environments = []
         for name in names:
             pool = self.pool[name]
             if used[name] == len(pool):
                 pool.append(self.factories[name]())
-            boxes.append(pool[used[name]])
+            environments.append(pool[used[name]])
             used[name] += 1
-        return boxes
+        return environments
 
 
 def _with(prompt: Sequence[dict[str, Any]], observation: Any, kind: str) -> list[dict[str, Any]]:
-    """A prompt with what an environment says behind its last message."""
+    """Returns a prompt with what ``reset`` returned behind its last message."""
     last = dict(prompt[-1])
     content = last.get("content")
     content = "" if content is None else content
@@ -188,17 +188,17 @@ def _with(prompt: Sequence[dict[str, Any]], observation: Any, kind: str) -> list
 
 
 def _reward_of(kind: type) -> Callable[..., Any]:
-    """The reward function of a class of environments, None where a response's is of another."""
+    """Makes the reward function of a class of environments; None for responses in others."""
     method: Callable[..., Any] = kind.get_reward  # type: ignore[attr-defined]
 
-    def own(environments: Sequence[Any]) -> list[int]:
+    def places_of_kind(environments: Sequence[Any]) -> list[int]:
         return [i for i, environment in enumerate(environments) if type(environment) is kind]
 
     reward: Callable[..., Any]
     if is_async(method):
 
         async def reward(environments: Sequence[Any], **_: Any) -> list[Any]:
-            places = own(environments)
+            places = places_of_kind(environments)
             answers = await asyncio.gather(*(environments[i].get_reward() for i in places))
             rewards = dict(zip(places, answers, strict=True))
             return [rewards.get(i) for i in range(len(environments))]
@@ -206,7 +206,7 @@ def _reward_of(kind: type) -> Callable[..., Any]:
     else:
 
         def reward(environments: Sequence[Any], **_: Any) -> list[Any]:
-            places = set(own(environments))
+            places = set(places_of_kind(environments))
             return [e.get_reward() if i in places else None for i, e in enumerate(environments)]
 
     reward.__name__ = reward.__qualname__ = kind.__name__

@@ -23,8 +23,8 @@ class Interaction:
         environment_factory: see :class:`Environments`; None: there are none.
 
     Attributes:
-        tools: all of them, those of environments too.
-        loop: runs them; None where there are none, or until :meth:`respond` is called.
+        tools: all tools, the environments' methods too.
+        loop: runs the tools; None where there are none, or until :meth:`respond` is called.
 
     Raises:
         TypeError, ValueError: see :class:`Toolbox` and :class:`Environments`.
@@ -61,10 +61,10 @@ class Interaction:
             self._reader = find_reader(tokenizer, template)
 
     def check(self, prompts: Prompts) -> None:
-        """Warns of a column ``tools``, see :func:`check_chats`.
+        """Warns of a column ``tools``, and checks that prompts are chats.
 
         Raises:
-            ValueError: a prompt that is no chat, named.
+            ValueError: a prompt that is no chat; names it.
         """
         if self:
             warn_of_schemas(prompts.samples.columns)
@@ -86,13 +86,13 @@ class Interaction:
         temperature: float,
         longest: int | None = None,
     ) -> Respond:
-        """What answers prompts.
+        """Makes what answers prompts.
 
         Args:
-            sampled: writes.
+            sampled: writes the policy's turns.
             template: further arguments of the chat template.
             ends: ids of the tokens that end a turn.
-            event_loop: makes the one that coroutines run on.
+            event_loop: makes the event loop that coroutines run on.
             most_turns, most_tokens, context, temperature, longest: see :class:`ToolLoop`.
         """
         respond: Respond = sampled

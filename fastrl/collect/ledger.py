@@ -23,7 +23,7 @@ class GenerationLedger:
 
     Args:
         folder: the run's folder.
-        temperature: the policy's.
+        temperature: the temperature of the log-probs in the rows.
         settings, generation_kwargs, code: see :func:`note_settings`.
     """
 
@@ -39,7 +39,7 @@ class GenerationLedger:
         note_settings(self.ledger, settings, generation_kwargs, code)
 
     def begin(self, generations: int) -> None:
-        """Goes on behind so many generations; what lies behind them is put aside."""
+        """Goes on behind the first ``generations`` generations; later rows are put aside."""
         self.ledger.supersede(generations)
 
     def add(
@@ -49,19 +49,19 @@ class GenerationLedger:
         weights_version: int,
         advantages: Lists | None = None,
     ) -> None:
-        """Adds the responses of a generation, from 1.
+        """Adds the responses of a generation, counted from 1.
 
         Args:
             samples: samples of all processes.
-            weights_version: steps of the optimizer before they were drawn.
+            weights_version: optimizer steps before the samples were drawn.
             advantages: advantages of the tokens that are learned.
         """
         columns = ledger_columns(samples, weights_version, advantages, self.temperature)
-        del columns["prompt_row"]  # rows come from a loader, without their number
+        del columns["prompt_row"]  # a loader yields rows without their number
         self.ledger.add(generation, columns)
 
     def flush(self) -> None:
-        """Has the disk hold all rows."""
+        """Writes all rows to the disk."""
         self.ledger.flush(sync=True)
 
 
@@ -71,7 +71,7 @@ def note_settings(
     generation_kwargs: Mapping[str, Any],
     code: Mapping[str, str],
 ) -> None:
-    """Has a ledger say what its samples depend on.
+    """Records in a ledger what its samples depend on.
 
     Args:
         code: hashes of users' functions by which the run learns.
@@ -88,13 +88,13 @@ def note_settings(
 def ledger_columns(
     samples: Samples, weights_version: int, advantages: Lists | None, temperature: float
 ) -> dict[str, Any]:
-    """The columns of a step, of :func:`fastrl.run.ledger.fields` and of reward functions.
+    """Returns the columns of a step's rows by name, of which each reward function has one.
 
     Args:
         samples: samples of all processes.
-        weights_version: steps of the optimizer before they were drawn.
+        weights_version: optimizer steps before the samples were drawn.
         advantages: advantages of the tokens that are learned; None: there are none.
-        temperature: the policy's.
+        temperature: the temperature of the log-probs in the rows.
     """
     count = len(samples)
     return {

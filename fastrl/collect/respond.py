@@ -25,7 +25,7 @@ class Asked(NamedTuple):
 
     prompts: Samples  # the prompt of each response
     size: int  # responses to a prompt, one after the other
-    keys: Sequence[int]  # key each prompt's draws, by its number in the batch of all processes
+    keys: Sequence[int]  # each group's number in the batch of all processes, which keys its draws
     seed: int
 
 
@@ -33,13 +33,13 @@ class Respond(Protocol):
     """Answers prompts.
 
     Attributes:
-        keeps_prompts: whether the responses' prompts are those that were asked.
+        keeps_prompts: whether the samples have the prompts of the call, unchanged.
     """
 
     keeps_prompts: bool
 
     def __call__(self, asked: Asked) -> Samples:
-        """A response to each prompt."""
+        """Returns a response to each prompt."""
 
 
 def as_texts(
@@ -48,11 +48,11 @@ def as_texts(
     prompts: Sequence[Tensor],
     responses: Sequence[Tensor],
 ) -> list[str]:
-    """Responses as texts: as they continue a text; as they stand alone behind a chat, whose
-    template writes what is between messages.
+    """Decodes responses: behind a text, as its continuation; behind a chat, whose template writes
+    what is between messages, as a text of its own.
 
     Args:
-        decode: a response's text behind its prompt.
+        decode: returns a response's text, from prompt and response ids.
         said, prompts: the prompts, and their token ids.
     """
     pairs = zip(said, prompts, strict=True)
@@ -62,13 +62,13 @@ def as_texts(
 
 @dataclass(frozen=True)
 class Sampled:
-    """Responses that the policy writes; those to a prompt share its prefill.
+    """Answers prompts by the policy; the responses to a prompt share its prefill.
 
     Args:
-        run: samples.
+        run: samples the responses of a request.
         arguments: keyword arguments of ``model.generate``.
-        decode: the text of a response.
-        encode: gives prompts their token ids, where they come without.
+        decode: see :func:`as_texts`.
+        encode: adds token ids to prompts that come without.
     """
 
     run: Callable[[Request], Samples]
@@ -97,7 +97,7 @@ class Sampled:
     def sample(
         self, prompts: Sequence[Tensor], size: int, keys: Sequence[int], seed: int
     ) -> Samples:
-        """A response to each prompt; arguments are those of :class:`Asked`."""
+        """Samples a response to each prompt; the arguments are fields of :class:`Asked`."""
         samples = samples_per_prompt(prompts, size)
         ids = keys if samples == size else [k * size + j for k in keys for j in range(size)]
         return self._run(prompts[::samples], ids, seed, samples=samples)
@@ -105,15 +105,15 @@ class Sampled:
     def further(
         self, prompts: Sequence[Tensor], numbers: Sequence[int], limits: Sequence[int], seed: int
     ) -> Samples:
-        """What responses go on with, each behind a prompt of its own.
+        """Samples further turns of responses, each behind a prompt of its own.
 
         Args:
             numbers: the responses' numbers in the batch of all processes.
-            limits: most tokens of each.
-            seed: another one than of earlier turns, so that no draw comes twice.
+            limits: the most tokens of each turn.
+            seed: a seed that no earlier turn had, so that no draw comes twice.
         """
-        most = self.arguments.get("max_new_tokens")
-        limits = [limit if most is None else min(limit, most) for limit in limits]
+        longest = self.arguments.get("max_new_tokens")
+        limits = [limit if longest is None else min(limit, longest) for limit in limits]
         return self._run(prompts, numbers, seed, limits=limits)
 
     def _run(
@@ -127,14 +127,14 @@ class Sampled:
 
 @dataclass(frozen=True)
 class RolloutFunction:
-    """Responses of a ``rollout_func``.
+    """Answers prompts by a ``rollout_func``.
 
     Args:
-        function: gets the prompts, and what the trainer hands on.
+        function: the ``rollout_func``, called with prompts and trainer.
         trainer: the trainer that the function gets.
-        model: the model that is trained on its responses.
-        decode: see :class:`Sampled`.
-        ends: token ids of which the last of a response that ends by itself is one.
+        model: the model that is trained on the function's responses.
+        decode: see :func:`as_texts`.
+        ends: ids of the tokens that end a response.
         stops: token sequences at which responses end, too.
         reserved: names of what reward functions get by keyword, which no column may have.
         temperature: the temperature of the log-probs that the function may return.
@@ -178,10 +178,10 @@ class RolloutFunction:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Responses with the results of the tools that they call.
+    """Answers prompts by the policy's turns and the results of the tools that it calls.
 
     Args:
-        sampled: writes.
+        sampled: writes the policy's turns.
         loop: runs the tools.
         box: the tools, where there are no environments.
         environments: the environments whose methods are the tools.
@@ -219,11 +219,11 @@ class Conversations:
 
 @dataclass(frozen=True)
 class InEnvironments:
-    """Responses to prompts with what an environment of each says behind them.
+    """Answers prompts, each with what the ``reset`` of its environment returned behind it.
 
     Args:
-        respond: answers these.
-        event_loop: makes the one of an ``async def reset``.
+        respond: answers the prompts that end with these texts.
+        event_loop: makes the event loop for an ``async def reset``.
     """
 
     respond: Respond
@@ -248,8 +248,8 @@ class InEnvironments:
 
 
 def samples_per_prompt(prompts: Sequence[Tensor], group: int) -> int:
-    """``group`` where that many prompts in a row are always the same, so that their responses can
-    share a prefill; else 1."""
+    """Returns ``group`` where each ``group`` prompts in a row are the same, so that their responses
+    can share a prefill; else 1."""
     same = len(prompts) % group == 0 and all(
         torch.equal(prompts[i], prompts[i - i % group]) for i in range(len(prompts))
     )

@@ -21,8 +21,8 @@ _ROUNDING = 0.01  # by which engines' log-probs may lie above 0
 def rolled_out(
     output: dict[str, Any], count: int, model: Any, reserved: Sequence[str] = REWARD_ARGUMENTS
 ) -> Samples:
-    """What a ``rollout_func`` has returned for some prompts; its columns are those that it returned
-    for reward functions.
+    """Checks what a ``rollout_func`` returned, and makes samples of it; their columns are what it
+    returned for reward functions.
 
     Args:
         count: the number of prompts.
@@ -32,7 +32,7 @@ def rolled_out(
     Raises:
         ValueError: a key is missing, or is the name of what reward functions get; a list has
             another length than the prompts or responses; token ids that the model does not know,
-            or more than its context; masks or log-probs that are none.
+            or more than its context; masks of other numbers than 0 and 1; log-probs above 0.
     """
     output = dict(output)
     missing = sorted({*_OF_ROLLOUTS} - output.keys())
@@ -41,16 +41,16 @@ def rolled_out(
     prompt_ids, completion_ids, logprobs = (output.pop(name) for name in _OF_ROLLOUTS)
     masks = output.pop("env_mask", None)
     lists = {k: x for k, x in output.items() if isinstance(x, list)}
-    for name, given in {
+    for name, values in {
         "prompt_ids": prompt_ids,
         "completion_ids": completion_ids,
         **lists,
     }.items():
-        if not hasattr(given, "__len__"):
-            raise ValueError(f"rollout_func: {name} must be a list, got {given!r:.80}")
-        if len(given) != count:
+        if not hasattr(values, "__len__"):
+            raise ValueError(f"rollout_func: {name} must be a list, got {values!r:.80}")
+        if len(values) != count:
             raise ValueError(
-                f"rollout_func returned {len(given)} {name} for {count} prompts: return one for "
+                f"rollout_func returned {len(values)} {name} for {count} prompts: return one for "
                 "each; every prompt is there as often as it has responses"
             )
     rows, exceeded = embedding_rows(model), layout_of(model).exceeded
