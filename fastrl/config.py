@@ -547,7 +547,7 @@ class PPOConfig:
         unset = self.mini_batch_size is None
         if unset:
             self.mini_batch_size = 1
-        check_types(self, PPOConfig, but=("log_with",))  # which may be a tracker
+        check_types(self, PPOConfig, but=("log_with",))  # log_with may be a tracker object
         check_ranges(self, PPOConfig)
         if unset:
             self.mini_batch_size = min(128, self.batch_size)
@@ -570,7 +570,7 @@ class PPOConfig:
 
     @property
     def compares_groups(self) -> bool:
-        """Whether responses are compared with the others to their prompt."""
+        """Whether responses are compared with the other responses to their prompt."""
         return self.advantage in GROUP_ADVANTAGES
 
     @property
@@ -687,54 +687,54 @@ class PPOConfig:
         kind = self.sampler_correction
         if kind == "off":
             return
-        asked = f"sampler_correction={kind!r}"
+        shown = f"sampler_correction={kind!r}"
         least, most = self.sampler_correction_min, self.sampler_correction_max
         if least is not None and most is not None and not least < most:
             raise ValueError(
                 f"sampler_correction_min ({least}) must be below sampler_correction_max ({most})"
             )
         if least is None and most is None and kind.endswith("truncate"):
-            raise ValueError(f"{asked} without a bound: set sampler_correction_max (3 is usual)")
+            raise ValueError(f"{shown} without a bound: set sampler_correction_max (3 is usual)")
         if self.old_logprobs == "rollout":
             raise ValueError(
-                f"{asked} with old_logprobs='rollout', which takes the sampler's log-probs for the "
+                f"{shown} with old_logprobs='rollout', which takes the sampler's log-probs for the "
                 "policy's own: set old_logprobs to 'auto' or 'recompute'"
             )
         if kind.startswith("sequence") and policy_loss(self.policy_loss).of_response:
             raise ValueError(
-                f"{asked} with policy_loss={self.policy_loss!r}, whose ratio of whole responses "
+                f"{shown} with policy_loss={self.policy_loss!r}, whose ratio of whole responses "
                 "takes the weights of its tokens: choose token-truncate or token-mask"
             )
 
     def _check_groups(self) -> None:
-        size, asked = self.group_size, f"advantage={self.advantage!r}"
+        size, shown = self.group_size, f"advantage={self.advantage!r}"
         if self.dynamic_sampling_rounds and not self.compares_groups:
             raise ValueError(
-                f"dynamic_sampling_rounds replaces groups without spread, but {asked} has no "
+                f"dynamic_sampling_rounds replaces groups without spread, but {shown} has no "
                 "groups: choose another advantage (grpo, dr_grpo, rloo), or set it to 0"
             )
         if self.off_policy_mask_threshold is not None and not self.compares_groups:
             raise ValueError(
-                f"off_policy_mask_threshold leaves out whole responses, whose tokens {asked} gives "
+                f"off_policy_mask_threshold leaves out whole responses, whose tokens {shown} gives "
                 "advantages of their own: choose another advantage (grpo, dr_grpo, rloo), or leave "
                 "it out"
             )
         if self.needs_values:
             if size != 1:
                 raise ValueError(
-                    f"group_size={size}, but {asked} compares no responses: set it to 1, or choose "
+                    f"group_size={size}, but {shown} compares no responses: set it to 1, or choose "
                     f"another advantage ({', '.join(name for name in ADVANTAGES if name != 'gae')})"
                 )
             return
         for name in ("lam_value", "lam_length_alpha", "critic_warmup_steps", "critic"):
             if getattr(self, name) != PPOConfig.__dataclass_fields__[name].default:
                 raise ValueError(
-                    f"{name} is of a value function, and {asked} learns none: leave it out, or "
+                    f"{name} is of a value function, and {shown} learns none: leave it out, or "
                     "choose advantage='gae'"
                 )
         if size < 2 and self.compares_groups:
             raise ValueError(
-                f"{asked} with group_size={size}: a group of one has nothing to be compared with; "
+                f"{shown} with group_size={size}: a group of one has nothing to be compared with; "
                 "set group_size to 2 or more (8 is usual)"
             )
         if self.batch_size % size:
@@ -743,9 +743,9 @@ class PPOConfig:
                 "one of the two"
             )
         if self.gamma != 1 and self.compares_groups:
-            raise ValueError(f"gamma={self.gamma}, but {asked} takes plain sums of rewards: set 1")
+            raise ValueError(f"gamma={self.gamma}, but {shown} takes plain sums of rewards: set 1")
         if self.whiten_rewards:
-            raise ValueError(f"whiten_rewards is for advantage='gae', not {asked}: turn it off")
+            raise ValueError(f"whiten_rewards is for advantage='gae', not {shown}: turn it off")
 
 
 def json_object(value: dict | str | None) -> dict[str, Any]:
@@ -755,7 +755,7 @@ def json_object(value: dict | str | None) -> dict[str, Any]:
 
 
 def parse_json(name: str, value: dict | str | None) -> dict[str, Any]:
-    """The setting ``name``, a dict or JSON text, as a dict; {} of None.
+    """Returns the setting ``name``, a dict or JSON text, as a dict; {} for None.
 
     Raises:
         ValueError: text that is not JSON.

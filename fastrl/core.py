@@ -30,7 +30,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor | None, gather: bool = T
 
     Args:
         logits: [..., V], fp32, bf16 or fp16.
-        labels: [...], int64; not read when ``gather`` is False.
+        labels: [...], int64; may be None when ``gather`` is False, else None raises ValueError.
         gather: False returns the whole log_softmax [..., V] instead, in the logits' dtype.
     """
     if not gather:
@@ -57,7 +57,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the elements under the mask, with Bessel's correction; 0 for fewer than two."""
+    """Variance of the elements under the mask, ``unbiased`` or not; 0 for fewer than two."""
     return fastrl_kernels.masked_var(values, mask.bool(), unbiased=unbiased)
 
 

@@ -47,7 +47,7 @@ class Collector:
         self.also, self.noted = also, noted
 
     def __call__(self, asked: Asked) -> Samples | None:
-        """Returns this process's rewarded responses; None without prompts. All processes call it."""
+        """Returns this process's rewarded responses; None without prompts; all processes call."""
         # ready() waits for all processes: it comes first, as shared work may be broken off.
         with self.ready(), self.processes.shared_work():
             if not len(asked.prompts):

@@ -17,7 +17,7 @@ from fastrl.rollout.self_check import UnsupportedModel
 from fastrl.run.processes import Processes, processes_of
 from fastrl.run.random_state import seed_at
 
-# What is read of a trainer, by its names in TRL 1.16.
+# The attributes of a trainer that are read, by their names in TRL 1.16.
 _READ = (
     *("accelerator", "args", "model", "model_wrapped", "state", "processing_class"),
     *("generation_kwargs", "temperature", "num_generations", "num_generations_eval"),
@@ -33,8 +33,8 @@ class TRLRollouts:
 
     Prompts, settings of sampling and tokens that end a response are the trainer's, and log-probs
     are log softmax(logits / T) of the tokens at its temperature T. The responses to a prompt share
-    its prefill. Draws hang on the trainer's seed, its step and the sample: a resumed run draws what
-    it would have drawn.
+    its prefill. Draws depend on the trainer's seed, its step and the sample: a resumed run draws
+    what it would have drawn.
 
     Args:
         slots: responses that are generated at a time, at most.
@@ -54,11 +54,11 @@ class TRLRollouts:
         self._trainer: Any = None
         self._processes: Processes | None = None
         self._engine: RolloutEngine | None = None
-        self._room: dict[str, int] | None = None  # as the trainer's state has it
-        self._calls: Counter[tuple[str, int]] = Counter()  # at each step; of the latest alone
+        self._room: dict[str, int] | None = None  # the KV cache's size, as in the trainer's state
+        self._calls: Counter[tuple[str, int]] = Counter()  # calls at the latest step alone
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """A response to each prompt, as TRL 1.16 calls its ``rollout_func``.
+        """Returns a response to each prompt, as TRL 1.16 calls its ``rollout_func``.
 
         Args:
             prompts: texts or chats of this process, each as often as it has responses.
@@ -72,7 +72,7 @@ class TRLRollouts:
             TypeError: another kind of trainer.
             ValueError: another trainer than before; something that the engine does not do: vLLM,
                 tools, environments, images, arguments of ``generate`` or models that it does not
-                know; weights that something else than FSDP2 spreads. Names it.
+                know; weights that something else than FSDP2 spreads.
             PeerFailed: another process raised an exception; names both.
         """
         _check_kind(trainer)
@@ -94,12 +94,12 @@ class TRLRollouts:
         templates = [trainer.chat_template_kwargs] * len(prompts)
         ids = ids_of_prompts(prompts, trainer.processing_class, templates)
         size = samples_per_prompt(ids, group)
-        # Draws differ by the number of a prompt, which no other process has, however many it has.
+        # A prompt's number keys its draws: it differs between processes with unequal prompts, too.
         processes, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
         numbers = [index + processes * i for i in range(len(ids) // size)]
-        place = ("train" if model.training else "eval", trainer.state.global_step)
-        self._calls = Counter({place: self._calls[place] + 1})
-        seed = seed_at(trainer.args.seed, *place, self._calls[place])
+        moment = ("train" if model.training else "eval", trainer.state.global_step)
+        self._calls = Counter({moment: self._calls[moment] + 1})
+        seed = seed_at(trainer.args.seed, *moment, self._calls[moment])
         engine = self._engine or self._begin(trainer, model)
         self._adopt(trainer.state, engine)
         output = engine.generate(ids[::size], replace(params, n=size, seed=seed), numbers)

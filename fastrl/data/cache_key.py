@@ -1,7 +1,7 @@
 """The key of prepared rows in the cache of ``datasets``.
 
 ``datasets`` knows a function that stands in a module by its name alone: an edited function, or
-another version of fastrl, would read the rows that the one before it wrote.
+another version of fastrl, would read the rows that the earlier code wrote.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fastrl.user_code import is_users
 
 
 def keyed(dataset: Any, *code: Any) -> Any:
-    """The data set with a fingerprint that depends on fastrl's and the user's code, for all that is
-    made of it from here on.
+    """Returns the data set with a fingerprint that depends on fastrl's and the user's code, as then
+    do the fingerprints of all that ``datasets`` makes of it.
 
     Args:
         dataset: a ``datasets.Dataset``.
-        code: functions, objects and tokenizers that take part; None is passed over.
+        code: the functions, objects and tokenizers that will make rows; None is passed over.
     """
     keys = [dataset._fingerprint, own_code(), user_code(*code)]
     key = hashlib.sha256("\n".join(keys).encode()).hexdigest()[:16]
@@ -34,7 +34,7 @@ def keyed(dataset: Any, *code: Any) -> Any:
 
 @functools.cache
 def own_code() -> str:
-    """A hash of what reads rows and writes token ids: this room, transformers and tokenizers."""
+    """A hash of fastrl/data, and of the versions of transformers and tokenizers."""
     import tokenizers
     import transformers
 
@@ -45,9 +45,9 @@ def own_code() -> str:
 
 
 def user_code(*code: Any) -> str:
-    """A hash of the user's files that hold functions and objects, and of those that these import.
-    A function of the program or notebook itself counts by the files of what it names: ``datasets``
-    pickles the function."""
+    """A hash of the user's files that hold the functions and objects ``code``, and of the user's
+    files that they import. For a function of the program or notebook itself, which ``datasets``
+    pickles, it takes the files of what the function names."""
     files: dict[str, bytes] = {}
     seen: set[int] = set()
     for each in code:
@@ -97,7 +97,7 @@ def _parts(x: Any) -> Iterator[Any]:
 
 
 def _add(file: str | None, files: dict[str, bytes]) -> None:
-    """Adds a user's file, and those of the user's that it imports."""
+    """Adds a user's file, and the user's files that it imports."""
     if file is None or file in files or not is_users(file) or not os.path.isfile(file):
         return
     files[file] = Path(file).read_bytes()
@@ -112,10 +112,8 @@ def _imports(importer: str, source: bytes, folders: tuple[str, ...]) -> tuple[st
         nodes = list(ast.walk(ast.parse(source)))
     except SyntaxError:
         return ()
-    places = dict.fromkeys(place for node in nodes for place in _imported(node, importer, folders))
-    names = [
-        name for place in places for name in (f"{place}.py", os.path.join(place, "__init__.py"))
-    ]
+    paths = dict.fromkeys(path for node in nodes for path in _imported(node, importer, folders))
+    names = [name for path in paths for name in (f"{path}.py", os.path.join(path, "__init__.py"))]
     return tuple(name for name in names if os.path.isfile(name) and is_users(name))
 
 

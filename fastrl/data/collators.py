@@ -33,7 +33,7 @@ class DataCollatorForCompletionOnlyLM:
 
     Args:
         response_template: text or token ids in front of what is learned.
-        instruction_template: text or token ids in front of what is not; for dialogues.
+        instruction_template: text or token ids in front of what is not learned; for dialogues.
         tokenizer: the texts' tokenizer.
         mlm: only False.
         ignore_index: label of tokens that are not learned, when this is called as a collator.
@@ -79,7 +79,7 @@ class DataCollatorForCompletionOnlyLM:
         ids = list(input_ids)
         starts = [at + len(self._response) for at in _positions_of(ids, self._response)]
         if self._instruction is None:
-            spans = [(start, len(ids)) for start in starts[-1:]]  # the prompt may quote it
+            spans = [(start, len(ids)) for start in starts[-1:]]  # a prompt may quote the template
         else:
             instructions = _positions_of(ids, self._instruction)
             turns = [*instructions, len(ids)]
@@ -89,12 +89,12 @@ class DataCollatorForCompletionOnlyLM:
         return [any(start <= i < stop for start, stop in spans) for i in range(len(ids))]
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Tensor]:
-        """A padded batch with labels, of token ids or of dicts with ``input_ids``; with
+        """Makes a padded batch with labels, from token ids or from dicts with ``input_ids``; with
         ``padding_free`` one row [1, T] and its ``position_ids``."""
         rows = [f["input_ids"] if isinstance(f, Mapping) else f for f in features]
         rows = [[int(token) for token in row] for row in rows]
         self._warn_of_missing_templates(rows)
-        learned = [
+        targets = [
             [
                 t if counts else self.ignore_index
                 for t, counts in zip(row, self.learned(row), strict=True)
@@ -102,7 +102,7 @@ class DataCollatorForCompletionOnlyLM:
             for row in rows
         ]
         if self.padding_free:
-            labels = [(self.ignore_index, *row[1:]) for row in learned]
+            labels = [(self.ignore_index, *row[1:]) for row in targets]
             positions = [range(len(row)) for row in rows]
             return {
                 name: torch.tensor([[x for row in parts for x in row]])
@@ -112,12 +112,12 @@ class DataCollatorForCompletionOnlyLM:
                     ("position_ids", positions),
                 )
             }
-        return _batch(rows, learned, self.tokenizer, self.ignore_index)
+        return _batch(rows, targets, self.tokenizer, self.ignore_index)
 
     torch_call = __call__  # transformers' collators have this name
 
     def templates(self) -> dict[str, tuple[Any, list[int]]]:
-        """The templates by name: as they were given, and as token ids."""
+        """The templates by name, each as it was passed, and as token ids."""
         by_name: dict[str, tuple[Any, list[int]]] = {
             "response_template": (self.response_template, self._response)
         }
@@ -155,7 +155,7 @@ class TextCollator:
         ids = [f["input_ids"] for f in features]
         labels = [f.get("labels", f["input_ids"]) for f in features]
         batch = _batch(ids, labels, self.tokenizer, multiple=self.pad_to_multiple_of)
-        batch["labels"][:, 0] = IGNORED  # nothing predicts it
+        batch["labels"][:, 0] = IGNORED  # no position predicts a first token
         return batch | targets_of(batch["labels"])
 
 
@@ -202,11 +202,11 @@ class RewardDataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """``input_ids_*`` and ``attention_mask_*`` [B, T] for both sides, and ``margin`` if given:
-        [B] fp32, or [B, 1] if the rows hold lists of one number.
+        """Returns ``input_ids_*`` and ``attention_mask_*`` [B, T] for both sides, and ``margin`` if
+        the rows have it: [B] fp32, or [B, 1] if they hold lists of one number.
 
         Raises:
-            ValueError: a row without one of the columns.
+            ValueError: the first row lacks one of the columns.
         """
         missing = [name for name in TOKEN_COLUMNS if name not in features[0]]
         if all(name in features[0] for name in ID_COLUMNS):
@@ -243,7 +243,7 @@ class RewardDataCollatorWithPadding:
 
 
 def _with_masks(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of ``chosen_ids`` and ``rejected_ids`` by the names of the batch."""
+    """A row of ``chosen_ids`` and ``rejected_ids`` by the batch's names, and with masks."""
     sides: dict[str, Any] = {name: row[name] for name in ("margin",) if name in row}
     for side, name in zip(SIDES, ID_COLUMNS, strict=True):
         sides |= {f"input_ids_{side}": row[name], f"attention_mask_{side}": [1] * len(row[name])}
@@ -251,8 +251,8 @@ def _with_masks(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _used_width(mask: Tensor, multiple: int) -> int:
-    """The number of columns up to the last one used; padding on the left stays, because positions
-    may count from there."""
+    """The number of columns up to the last that a row uses; padding on the left stays, because
+    positions may count from there."""
     counted = mask.any(0).nonzero()
     last = int(counted[-1]) + 1 if len(counted) else mask.shape[1]
     return min(-(-last // multiple) * multiple, mask.shape[1])

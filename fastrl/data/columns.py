@@ -38,7 +38,7 @@ NEEDS = {
 }
 
 
-# What reward functions get by keyword, beside a data set's other columns.
+# What reward functions get by keyword, beside a data set's columns.
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
@@ -93,7 +93,7 @@ class Roles:
 
     @classmethod
     def find(cls, columns: Sequence[str], named: Mapping[str, str | None]) -> Roles:
-        """Finds the columns by the names given, or else by usual ones.
+        """Finds the columns by their names in ``named``, or else by usual names.
 
         Raises:
             ValueError: a name that is not a column.
@@ -113,7 +113,7 @@ class Roles:
         return cls(**names)
 
     def kind(self) -> str | None:
-        """The richest kind of examples that the columns give."""
+        """The richest kind of examples that the columns give; None if they give none."""
         if self.chosen and self.rejected:
             return PAIRS
         if self.response:
@@ -121,7 +121,7 @@ class Roles:
         return PROMPTS if self.prompt else None
 
     def read(self, kind: str) -> set[str]:
-        """The columns that are read as parts of an example; the others are kept beside it.
+        """The columns that are read as parts of an example, which keeps all other columns.
 
         Args:
             kind: the kind of examples that rows are read as.
@@ -143,8 +143,8 @@ def read_row(
             content is not a text.
 
     Raises:
-        ValueError: neither text nor chat messages, an empty prompt, a dialogue without one; names
-            the row and the column.
+        ValueError: neither text nor chat messages, an empty prompt, a dialogue without a prompt;
+            names the row and the column.
     """
     sides = (roles.chosen, roles.rejected) if kind == PAIRS else (roles.response,)
     columns = [] if kind == PROMPTS else [column for column in sides if column is not None]
@@ -191,7 +191,7 @@ def read_text_or_chat(
     """The text or the chat messages in a column of row ``i``; "" for None.
 
     Args:
-        texts: contents of messages must be texts.
+        texts: whether contents of messages must be texts.
 
     Raises:
         ValueError: something else, or messages that :func:`fastrl.data.chat.check_messages`

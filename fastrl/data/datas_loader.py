@@ -34,7 +34,7 @@ _READABLE_AS = {
     FEEDBACK: (FEEDBACK, ANSWERS, PROMPTS),
     PAIRS: (PAIRS, FEEDBACK, ANSWERS, PROMPTS),
 }
-_LOOKED_AT = 1000  # examples, for a warning
+_LOOKED_AT = 1000  # the examples of which a warning says how many are cut
 _REASONS = {"empty": "have an empty response", "equal": "have equal sides"}
 
 
@@ -60,7 +60,7 @@ class DatasLoader(Sequence[Example]):
         source: a file, a folder or a Hub id, see :func:`fastrl.data.tables.load_table`; a Hugging
             Face data set; a list of rows.
         tokenizer: the tokenizer of the model to train.
-        kind: "prompts", "answers", "feedback" or "pairs"; None takes the richest that the columns
+        kind: "prompts", "answers", "feedback" or "pairs"; None: the richest kind that the columns
             give.
         split: the split to read, of a data set with several.
         max_length, max_prompt_length, truncation, add_eos: see
@@ -113,7 +113,7 @@ class DatasLoader(Sequence[Example]):
                 f"the data set has columns {', '.join(self.columns)}: it needs {NEEDS[PROMPTS]} at "
                 "least; name its columns, with prompt_column say"
             )
-        self._given: str = richest
+        self._richest: str = richest
         self._take(kind or richest)
 
     def as_kind(self, kind: str) -> DatasLoader:
@@ -129,8 +129,8 @@ class DatasLoader(Sequence[Example]):
         return other
 
     def limited(self, max_length: int, of_prompt: int | None = None) -> DatasLoader:
-        """The same examples with prompts and responses of at most ``max_length`` tokens, and
-        prompts of ``of_prompt``."""
+        """The same examples, where a prompt with a response has at most ``max_length`` tokens, and
+        a prompt at most ``of_prompt``."""
         old = self.encoder
         whole = min(max_length, old.max_length or max_length)
         prompt = min((x for x in (of_prompt, old.max_prompt_length) if x is not None), default=None)
@@ -174,10 +174,10 @@ class DatasLoader(Sequence[Example]):
         seen = min(len(self), _LOOKED_AT)
         cuts = sum(not self._fits(whole[i]) for i in range(seen))
         if cuts:
-            of = f"{seen}" if seen == len(self) else f"the first {seen}"
+            counted = f"{seen}" if seen == len(self) else f"the first {seen}"
             names = ", ".join(f"{k}={limit}" for k, limit in limits.items())
             warnings.warn(
-                f"{cuts} of {of} examples are longer than {names} tokens and are cut: raise "
+                f"{cuts} of {counted} examples are longer than {names} tokens and are cut: raise "
                 f"{' or '.join(limits)} if the model takes more, or bring shorter ones",
                 stacklevel=3,
             )
@@ -191,10 +191,10 @@ class DatasLoader(Sequence[Example]):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the rows, and how they are read."""
-        of, limits = self.encoder, (self.encoder.max_length, self.encoder.max_prompt_length)
-        read = [self.kind, self._roles, *limits, of.truncation, of.add_eos, *self._picks]
-        return f"{fingerprint(self._rows, [ROW])}, read as {hash_of(read)}"
+        """A hash of the rows, and of how they are read."""
+        encoder, limits = self.encoder, (self.encoder.max_length, self.encoder.max_prompt_length)
+        how = [self.kind, self._roles, *limits, encoder.truncation, encoder.add_eos, *self._picks]
+        return f"{fingerprint(self._rows, [ROW])}, read as {hash_of(how)}"
 
     def __len__(self) -> int:
         return len(self._picks)
@@ -209,25 +209,25 @@ class DatasLoader(Sequence[Example]):
         pick = self._picks[index]
         row = self._rows[pick.row]
         number = row_number(row, pick.row)
-        prompt, answers = read_row(row, number, self._roles, self._given)
-        read = {ROW, *self._roles.read(PROMPTS if self.kind == PROMPTS else self._given)}
-        others = {k: v for k, v in row.items() if k not in read}
+        prompt, answers = read_row(row, number, self._roles, self._richest)
+        parts = {ROW, *self._roles.read(PROMPTS if self.kind == PROMPTS else self._richest)}
+        columns = {k: v for k, v in row.items() if k not in parts}
         chosen = [answers[side] for side in pick.sides]
         encoder = self.encoder
         if not isinstance(prompt, str):
             encoder = encoder.with_template(template_arguments(row, number))
         try:
-            return encoder(prompt, chosen, desired=pick.desired, columns=others)
+            return encoder(prompt, chosen, desired=pick.desired, columns=columns)
         except ValueError as error:
             raise ValueError(f"row {number} of the data set: {error}") from error
 
     def _take(self, kind: str) -> None:
         if kind not in KINDS:
             raise ValueError(f"unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
-        if kind not in _READABLE_AS[self._given]:
+        if kind not in _READABLE_AS[self._richest]:
             raise ValueError(
                 f"{kind} are needed, which are read from {NEEDS[kind]}; the data set's columns "
-                f"give {self._given} only: {', '.join(self.columns)}"
+                f"give {self._richest} only: {', '.join(self.columns)}"
             )
         self.kind = kind
         self._picks, dropped = self._picked()
@@ -245,15 +245,15 @@ class DatasLoader(Sequence[Example]):
         picks, dropped = [], Counter[str]()
         for i, row in enumerate(each_row(self._rows)):
             number = row_number(row, i)
-            texts = read_row(row, number, self._roles, self._given)
+            texts = read_row(row, number, self._roles, self._richest)
             useless = _why_useless(texts, self.kind)
             if useless:
                 dropped[useless] += 1
             elif self.kind == PROMPTS:
                 picks.append(_Pick(i))
-            elif self._given == PAIRS:
+            elif self._richest == PAIRS:
                 picks += _FROM_PAIRS[self.kind](i)
-            elif self._given == FEEDBACK:
+            elif self._richest == FEEDBACK:
                 assert self._roles.label is not None
                 desired = read_label(row, number, self._roles.label)
                 if desired or self.kind == FEEDBACK:

@@ -40,27 +40,26 @@ class PPOv2Trainer:
     ``ppo``.
 
     Each batch of prompts is answered, scored by the reward model, and learned from in
-    ``num_ppo_epochs`` passes; rewards are -β·KL of each token, and the score at the last one.
+    ``num_ppo_epochs`` epochs; a token's reward is -β·KL, plus the score for the last token.
     Responses end at EOS; TRL went on behind it where there was no ``stop_token``.
 
     Args:
         args: a :class:`PPOv2Config`.
         processing_class: the tokenizer.
         model: the policy, a causal language model.
-        ref_model: what the KL is measured against; None: the model as it is now, of an adapter the
-            model without it.
+        ref_model: the reference; None: the model as it is now, without its adapter if it has one.
         reward_model, value_model: sequence classifiers with one label.
         train_dataset: with a column ``input_ids`` of prompts, not padded.
         eval_dataset: prompts, as in ``train_dataset``; responses to them are shown
             ``num_sample_generations`` times.
-        optimizers: an optimizer of the policy and its scheduler, each or None. Beside an optimizer
-            that is given the value model's is torch's Adam.
+        optimizers: an optimizer of the policy and its scheduler, or None for either; if there is an
+            optimizer, the value model's is torch's Adam.
         callbacks: transformers' TrainerCallback objects.
         peft_config: an adapter, which alone is trained.
 
     Raises:
-        TypeError: arguments by unknown names; models that cannot be what they are for.
-        ValueError: a column that is missing; sizes that do not divide.
+        TypeError: arguments by unknown names; a model that is missing or has no use.
+        ValueError: one model for values and rewards; a missing column; sizes that do not divide.
     """
 
     has_values: ClassVar[bool] = True
@@ -116,7 +115,7 @@ class PPOv2Trainer:
         policy = CausalLMPolicy(with_adapter(model, peft_config))
         config = self.args.classic()
         optimizer, scheduler = optimizers
-        if optimizer is not None:  # which has settings of its own
+        if optimizer is not None:  # the config's optimizer would not act
             config = dataclasses.replace(config, optim="adam", optim_args=None)
         self.num_total_batches = self._batches(len(prompts))
         schedule = functools.partial(
@@ -171,9 +170,9 @@ class PPOv2Trainer:
 
     def train(self) -> Any:
         """Trains on ``total_episodes`` samples, or until a callback sets
-        ``control.should_training_stop``. Metrics and checkpoints are in ``output_dir``, see
-        :class:`fastrl.run.folder.RunFolder`, or where that has files already in a new folder
-        within, ``run-1`` or a later one."""
+        ``control.should_training_stop``; returns a :class:`fastrl.TrainResult`. Metrics and
+        checkpoints are in ``output_dir``, see :class:`fastrl.run.folder.RunFolder`, or if that has
+        files already in a new folder within it, ``run-1`` or a later one."""
         args = self.args
         held_out = self.eval_prompts
         shown = args.num_sample_generations if held_out is not None else 0
@@ -199,7 +198,7 @@ class PPOv2Trainer:
         return {"command": type(self).__name__, "settings": self.args.to_dict()}
 
     def _free_folder(self) -> Path:
-        """``output_dir``, or where it has files a new folder within."""
+        """``output_dir``, or a new folder within it if it has files."""
         folder = Path(self.args.output_dir)
         taken = folder.is_dir() and any(not x.name.startswith(".") for x in folder.iterdir())
         further = (folder / f"run-{number}" for number in itertools.count(1))
@@ -208,7 +207,7 @@ class PPOv2Trainer:
 
     @property
     def _ends(self) -> dict[str, Any]:
-        """What ends responses beside EOS."""
+        """The argument of ``generate`` for the token that ends responses beside EOS."""
         stop = self.args.stop_token_id
         return {} if stop is None else {"eos_token_id": stop}
 
@@ -221,8 +220,8 @@ class PPOv2Trainer:
         query_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float]:
-        """The reward model's score of prompts and responses, by their token ids: with EOS behind
-        responses that ended, or without, as a model that records it was trained."""
+        """Returns the reward model's score of each prompt with its response. A response that ended
+        has EOS behind it or not, as the model records that it was trained."""
         model, size = self.reward_model, self.args.local_rollout_forward_batch_size
         pairs = zip(query_ids, map(self._as_trained, completion_ids), strict=True)
         rows = [torch.tensor([*query, *response]) for query, response in pairs]
@@ -243,7 +242,7 @@ class PPOv2Trainer:
         return [*text, eos] if reads else text
 
     def generate_completions(self, sampling: bool = False) -> None:
-        """Shows responses to held-out prompts, of the first batch alone with ``sampling``."""
+        """Shows responses to held-out prompts; with ``sampling`` to the first batch alone."""
         if self.eval_prompts is None:
             raise ValueError("generate_completions needs an eval_dataset")
         ids = list(map(torch.tensor, self.eval_prompts[_IDS]))
@@ -264,7 +263,7 @@ class PPOv2Trainer:
         run_console().print(table)
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Saves policy and tokenizer, and with ``push_to_hub`` uploads them, as transformers."""
+        """Saves policy and tokenizer; if ``args.push_to_hub`` is set, uploads them."""
         self.ppo.save_pretrained(Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub:
             self.push_to_hub()
@@ -279,7 +278,7 @@ class PPOv2Trainer:
 
 
 def _prompts(dataset: Any, name: str) -> Dataset:
-    """The prompts of a data set, twice: the second for the reward."""
+    """Returns a data set of the prompts' ids in two columns, for the policy and for the reward."""
     columns = getattr(dataset, "column_names", None) or ()
     if _IDS not in columns:
         raise ValueError(
@@ -293,35 +292,35 @@ class _Transformers(TrainCallback):
     """Calls transformers' callbacks, and has the value model follow the schedule."""
 
     def __init__(self, trainer: PPOv2Trainer):
-        self.of = trainer
+        self.older = trainer
 
     def on_train_begin(self, trainer: Any, total_steps: int) -> None:
-        self.of.state.max_steps = total_steps
-        self.of.state.compute_steps(self.of.args, total_steps)
+        self.older.state.max_steps = total_steps
+        self.older.state.compute_steps(self.older.args, total_steps)
         self._call("on_train_begin")
 
     def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> bool:
         if trainer.critic is not None:
             set_learning_rate(trainer.critic.optimizer, learning_rate_of(trainer.optimizer))
-        state, args = self.of.state, self.of.args
+        state, args = self.older.state, self.older.args
         state.global_step = step
-        state.epoch = step * args.batch_size * args.world_size / len(self.of.prompts)
+        state.epoch = step * args.batch_size * args.world_size / len(self.older.prompts)
         self._call("on_step_end")
-        if self.of.control.should_log:
-            self.of.control.should_log = False
+        if self.older.control.should_log:
+            self.older.control.should_log = False
             logs = {**metrics, "episode": step * args.batch_size * args.world_size, "step": step}
             state.log_history.append(logs)
             self._call("on_log", logs=logs)
-        return self.of.control.should_training_stop
+        return self.older.control.should_training_stop
 
     def on_eval(self, trainer: Any, step: int, evaluation: Evaluation) -> None:
         if trainer.processes.is_main:
-            self.of._show(evaluation.prompts, evaluation.completions, evaluation.rewards)
+            self.older._show(evaluation.prompts, evaluation.completions, evaluation.rewards)
 
     def on_train_end(self, trainer: Any, result: Any) -> None:
         self._call("on_train_end")
 
     def _call(self, event: str, **arguments: Any) -> None:
-        of = self.of
-        handler = of.callback_handler
-        of.control = handler.call_event(event, of.args, of.state, of.control, **arguments)
+        older = self.older
+        hooks = older.callback_handler
+        older.control = hooks.call_event(event, older.args, older.state, older.control, **arguments)

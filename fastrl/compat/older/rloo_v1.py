@@ -47,8 +47,8 @@ class RLOOv1Trainer(PPOv2Trainer):
     reward model: the RLOOTrainer of TRL 0.10 to 0.21, run as :class:`PPOv2Trainer` is, without a
     value model.
 
-    A is the score less β times the KL of the whole response, less the mean of that of the other
-    responses to the prompt; the loss is the mean over responses of
+    A response's return is its score less β times the KL of the whole response; A is the return less
+    the mean return of the other responses to the prompt. The loss is the mean over responses of
     -min(ρ·A, clip(ρ, 1 - ε, 1 + ε)·A), ρ = Π_t π(y_t)/π_old(y_t).
     """
 

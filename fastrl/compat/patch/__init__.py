@@ -64,24 +64,24 @@ def patch_trl(*, device: torch.device | str | None = None) -> TRLPatch:
 
     TRL 1.16: the fused head of its SFT, DPO, KTO, GRPO and RLOO trainers, and the log-probs and
     entropies of its experimental ones. TRL 0.11.4: what its classic PPO computes from logits, its
-    masked statistics and its advantages. Each is first compared with TRL's own, by signature and on
-    a small input with gradients; a difference raises, and nothing is changed then. Every module of
-    TRL that has a name for the replaced object gets ours, modules imported later too. Patching
+    masked statistics and its advantages. Each op is first compared with TRL's own, by signature and
+    on small inputs with gradients; a difference raises, and nothing is changed then. Every module
+    of TRL that has a name for a replaced object gets ours, modules imported later too. Patching
     twice is patching once.
 
     Calls that an op does not cover (float64, several indices per row, a sharded head, …) go to
     TRL's own function and are counted apart. Where no element counts or no deviation exists,
-    TRL 0.11.4's statistics raise or are NaN; these are 0.
+    TRL 0.11.4's statistics raise or are NaN; ours are 0.
 
     Args:
         device: where the comparison runs; by default a GPU if torch sees one.
 
     Returns:
-        What was replaced; ``print`` it. ``with patch_trl(): ...`` undoes it at the end.
+        What was replaced, which can be printed. ``with patch_trl():`` undoes the patch at its end.
 
     Raises:
         ImportError: TRL is not installed.
-        RuntimeError: another version of TRL, or one that differs from what its number promises.
+        RuntimeError: another version of TRL, or a TRL whose objects are not those of its version.
     """
     global _active
     if _active is not None:
@@ -114,10 +114,9 @@ def patch_trl(*, device: torch.device | str | None = None) -> TRLPatch:
 
 
 def unpatch_trl() -> None:
-    """Binds TRL's own objects again, under every name that has one of ours; else does nothing.
-
-    That includes modules of TRL imported since. Names that have been rebound to other objects since
-    then stay.
+    """Binds TRL's own objects again, under every name that has one of ours, in modules of TRL that
+    were imported since, too. Names that were rebound to other objects stay; without a patch it does
+    nothing.
     """
     global _active
     if _active is not None:
@@ -163,26 +162,26 @@ def rebind(
 ) -> list[list[str]]:
     """Replaces each old object by the new, in the package's modules and in ``owners`` (classes).
 
-    Module dictionaries keep their order; attributes that a lazy module has not loaded stay so.
+    Module dictionaries keep their order; a lazy module loads no attribute.
 
     Args:
-        package: all loaded modules of it are searched.
-        owners: further places to search.
+        package: a package whose loaded modules are all searched.
+        owners: classes that are searched, too.
         swaps: (old, new), compared by identity.
 
     Returns:
         For each swap, the bindings that were changed: "module.name".
     """
     changed: list[list[str]] = [[] for _ in swaps]
-    place_of = {id(old): i for i, (old, _) in enumerate(swaps)}
-    places = [
+    index_of = {id(old): i for i, (old, _) in enumerate(swaps)}
+    searched = [
         *_modules(package),
         *((f"{owner.__module__}.{owner.__qualname__}", owner) for owner in owners),
     ]
-    for where, owner in places:
+    for where, owner in searched:
         for name, value in list(vars(owner).items()):
-            place = place_of.get(id(value))
-            if place is not None:
-                setattr(owner, name, swaps[place][1])
-                changed[place].append(f"{where}.{name}")
+            index = index_of.get(id(value))
+            if index is not None:
+                setattr(owner, name, swaps[index][1])
+                changed[index].append(f"{where}.{name}")
     return changed

@@ -39,10 +39,10 @@ class Replacement:
     cases: Callable[[torch.device], Sequence[tuple[Any, ...]]]  # small arguments to compare on
 
     def owner(self) -> tuple[Any, str]:
-        """The module or class that defines it, and its name there.
+        """The module or class that defines TRL's object, and the object's name there.
 
         Raises:
-            RuntimeError: TRL has no such thing.
+            RuntimeError: TRL has no such object.
         """
         owner: Any = importlib.import_module(self.module)
         *parents, attribute = self.name.split(".")
@@ -65,10 +65,10 @@ class Replacement:
         )
 
     def check(self, original: Any, device: torch.device) -> None:
-        """Compares signatures, and results and gradients on small inputs.
+        """Compares ours with TRL's: signatures, and results and gradients on small inputs.
 
         Raises:
-            RuntimeError: they differ; the message names the difference.
+            RuntimeError: ours differs; the message names the difference.
         """
         calls = Calls()
         ours = self.build(original, calls)
@@ -86,7 +86,7 @@ class Replacement:
 
 
 def delegating(covers: Callable[..., bool]) -> Callable[[Callable[..., Any]], Build]:
-    """Decorates a replacement of TRL's function: calls that it does not cover go to TRL's own."""
+    """Decorates a replacement of TRL's function: where ``covers`` is False, TRL's own is called."""
 
     def decorate(ours: Callable[..., Any]) -> Build:
         def build(original: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def small(*shape: int, device: torch.device, step: int = 7, requires_grad: bool 
 
 
 def _entry(x: Any) -> Callable[..., Any]:
-    """The callable: ``apply`` of an autograd function, or the function itself."""
+    """What is called: ``apply`` of an autograd function, or the function itself."""
     return getattr(x, "apply", x)
 
 

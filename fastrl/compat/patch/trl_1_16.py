@@ -22,7 +22,7 @@ _OUTPUTS = ("entropy", *_EXTRAS)
 
 
 class _ChunkedLogProb:
-    """Has the ``apply`` of TRL's autograd function of that name."""
+    """Has the ``apply`` of TRL's autograd function ``_ChunkedLogProbFunction``."""
 
     def __init__(self, original: Any, calls: Calls) -> None:
         self._original, self._calls = original, calls
@@ -39,8 +39,8 @@ class _ChunkedLogProb:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = _OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
-        """Log-probs, entropies, log Σ p², mean logits and is-top-1 of [N], None where not asked
-        for. The first two have gradients. ``chunk_size`` has no meaning here."""
+        """Returns log-probs, entropies, log Σ p², mean logits and is-top-1, [N] each; all but the
+        log-probs are None unless in ``outputs``. The first two have gradients."""
         softcap = final_logit_softcapping
         if not _covers_head(hidden, weight, bias, temperature, softcap, logit_scale):
             self._calls.delegated += 1

@@ -19,7 +19,7 @@ from fastrl.compat.programs.calls import calls_of, only_named
 
 API = "1.16.0"  # what trl.__version__ says: the names that are looked up first
 _FASTRL: list[str] = importlib.import_module("fastrl").__all__
-# TRL's names, by their homes in fastrl; its modules re-export them from each other.
+# fastrl's module for each of TRL's names, which TRL's modules re-export from each other.
 HOMES: dict[str, str] = {
     **{name: "fastrl" for name in _FASTRL if name not in ("__version__", "patch")},
     **dict.fromkeys(
@@ -40,7 +40,7 @@ HOMES: dict[str, str] = {
         "fastrl.compat.scripts.helpers",
     ),
 }
-# What does the work of trainers that fastrl has not.
+# What to use in place of TRL's trainers that fastrl lacks, by their methods.
 INSTEAD = {
     "ORPO": "fastrl align --loss orpo",
     "CPO": "fastrl align --loss simpo or orpo, which know no reference either",
@@ -65,11 +65,11 @@ MODULES = (
         for method in ("dpo", "grpo", "kto", "ppo", "ppov2", "reward", "rloo", "sft")
         for kind in ("trainer", "config")
     ),
-    # Modules of trainers that fastrl has not, for programs that only name them.
+    # Modules of trainers that fastrl lacks, for programs that only name these trainers.
     *(f"trl.trainer.{x.lower()}_{kind}" for x in INSTEAD for kind in ("trainer", "config")),
 )
-# What names meant at other times: PPO's from TRL 0.12 on, RLOO's until 0.21; and keywords of their
-# trainers that tell them from the others.
+# What names meant in other versions of TRL: PPO's from 0.12 on, RLOO's until 0.21. A program that
+# passes one of the keywords in _TOLD_BY to a trainer means these.
 SECOND_PPO = {"PPOConfig": "PPOv2Config", "PPOTrainer": "PPOv2Trainer"}
 FIRST_RLOO = {"RLOOConfig": "RLOOv1Config", "RLOOTrainer": "RLOOv1Trainer"}
 _TOLD_BY: dict[str, tuple[set[str], dict[str, str]]] = {
@@ -82,10 +82,11 @@ _AVAILABLE = re.compile(r"is_(\w+)_available")
 
 
 def of_its_time(source: str) -> dict[str, str]:
-    """Names of a program that meant another thing than they do now, by how it calls trainers."""
+    """Maps names whose meaning has changed to what a program means by them, which is told from the
+    keywords that it passes to trainers."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # which running it will say
+    except SyntaxError:  # the program raises it when it runs
         return {}
     origins: dict[str, str] = {}
     names = {**dict(zip(_TOLD_BY, _TOLD_BY, strict=True)), **imported_names(tree)}
@@ -97,20 +98,19 @@ def of_its_time(source: str) -> dict[str, str]:
 
 
 def is_trl(module: str | None) -> bool:
-    """Whether a module's name is TRL's, or of one in it."""
+    """Whether a module is ``trl``, or within it."""
     return module is not None and module.partition(".")[0] == "trl"
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
-    """The names that a program imports from TRL, by what it calls them."""
+    """The names that a program imports from TRL, by the names that it uses for them."""
     imports = (x for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) and is_trl(x.module))
     return {alias.asname or alias.name: alias.name for x in imports for alias in x.names}
 
 
 def only_named_in(source: str) -> set[str]:
-    """The names of TRL in a program that fastrl lacks, and without which the program runs, see
-    :func:`fastrl.compat.programs.calls.only_named`. What is nearly a name of fastrl's is none of
-    them."""
+    """Returns TRL's names in a program that fastrl lacks, and without which the program runs, see
+    :func:`fastrl.compat.programs.calls.only_named`; but for names that may be misspelt."""
     tree = ast.parse(source)
     nodes = [*ast.walk(tree)]
     aliases = (alias for x in nodes if isinstance(x, ast.Import) for alias in x.names)
@@ -122,7 +122,7 @@ def only_named_in(source: str) -> set[str]:
 
 @cache
 def only_named_by(path: str) -> set[str]:
-    """:func:`only_named_in` of a file; of what is none, nothing."""
+    """Returns :func:`only_named_in` of a file; nothing for what is no Python file."""
     try:
         return only_named_in(read_source(Path(path)))
     except (OSError, SyntaxError, UnicodeDecodeError):
@@ -133,15 +133,15 @@ def read_source(path: Path) -> str:
     """A Python file's text, by the encoding that it declares.
 
     Raises:
-        SyntaxError: it declares an unknown one.
-        UnicodeDecodeError: it is not in that encoding.
+        SyntaxError: the file declares an unknown encoding.
+        UnicodeDecodeError: the file is not in its encoding.
     """
     with tokenize.open(path) as file:
         return file.read()
 
 
 def stand_in(name: str) -> type:
-    """A class in the place of one that fastrl lacks, which cannot be made."""
+    """Makes a class for a name that fastrl lacks; to make an object of it raises ImportError."""
     message = missing(name)
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -152,13 +152,13 @@ def stand_in(name: str) -> type:
 
 
 def find(name: str, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """What a name of TRL's is in fastrl.
+    """Returns fastrl's object for a name of TRL's.
 
     Args:
-        renamed: names that mean another.
+        renamed: maps a name to the one that is looked up in its place.
 
     Raises:
-        AttributeError: fastrl has none of that name, and which is nearest.
+        AttributeError: fastrl has no such name; the message has the nearest.
     """
     name = renamed.get(name, name)
     if name == "__version__":
@@ -167,22 +167,22 @@ def find(name: str, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
         home = HOMES[name]
         module = importlib.import_module(home)
         return module if home == f"fastrl.{name}" else getattr(module, name)
-    if asked := _AVAILABLE.fullmatch(name):
-        return _availability(asked[1])
+    if availability := _AVAILABLE.fullmatch(name):
+        return _availability(availability[1])
     raise AttributeError(missing(name))
 
 
 def home_of(name: str) -> tuple[str, str] | None:
-    """The module that has a name of TRL's, and its name there; None: it is under run-trl alone."""
+    """The module that has a name of TRL's, and its name there; None where only run-trl has it."""
     if name in HOMES:
         return HOMES[name], name
-    asked = _AVAILABLE.fullmatch(name)
-    answer = _asked_of_transformers(asked[1]) if asked else None
+    availability = _AVAILABLE.fullmatch(name)
+    answer = _transformers_check(availability[1]) if availability else None
     return None if answer is None else ("transformers.utils", answer)
 
 
-def _asked_of_transformers(package: str) -> str | None:
-    """The name by which transformers says whether a package is there."""
+def _transformers_check(package: str) -> str | None:
+    """The name of transformers' function that says whether a package is there, or None."""
     from transformers import utils
 
     names = (f"is_{package}_available", f"is_torch_{package}_available")
@@ -202,10 +202,10 @@ def missing(name: str, where: str = "trl") -> str:
 
 
 def _availability(package: str) -> Callable[..., bool]:
-    """transformers' answer, or whether a package of that name can be imported."""
+    """A function that says whether a package can be imported: transformers' own, if it has one."""
     from transformers import utils
 
-    is_available = _asked_of_transformers(package)
+    is_available = _transformers_check(package)
     if is_available is not None:
         return getattr(utils, is_available)
     return lambda *_: importlib.util.find_spec(package) is not None

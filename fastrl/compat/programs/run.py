@@ -20,7 +20,7 @@ def run_program(script: str, arguments: Sequence[str]) -> int:
     """Runs a script as ``python SCRIPT arguments`` would, with ``trl`` resolved to fastrl.
 
     Returns:
-        its exit status: 1 behind an exception, whose traceback is printed as Python prints it.
+        the script's exit status: 1 after an exception, whose traceback is printed as by Python.
 
     Raises:
         FileNotFoundError: no such script.
@@ -32,11 +32,11 @@ def run_program(script: str, arguments: Sequence[str]) -> int:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        with ExitStack() as then:
+        with ExitStack() as contexts:
             renamed = of_its_time(read_source(path))
-            then.enter_context(importing_fastrl(renamed))
-            then.enter_context(served_as_then())
-            then.enter_context(with_defaults_of_trl([SFTConfig, RewardConfig]))
+            contexts.enter_context(importing_fastrl(renamed))
+            contexts.enter_context(served_as_then())
+            contexts.enter_context(with_defaults_of_trl([SFTConfig, RewardConfig]))
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -52,7 +52,7 @@ def run_program(script: str, arguments: Sequence[str]) -> int:
 
 
 def _print(error: BaseException, script: str) -> None:
-    """The traceback from where the script begins."""
+    """Prints an error's traceback from where the script begins."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next

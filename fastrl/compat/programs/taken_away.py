@@ -23,7 +23,7 @@ from fastrl.eras import (
     settings_taken,
 )
 
-_GONE: set[str] = set()  # names that a warning was given of
+_GONE: set[str] = set()  # names of which a warning was shown
 _TEMPORARY = "nothing: a temporary folder is always used"
 _SAFE = "nothing: weights are saved as safetensors"
 _ALL_SCORES = "top_k=None, which sorts by score: pick what is meant by its label, not by its place"
@@ -34,7 +34,7 @@ class Served(NamedTuple):
 
     Attributes:
         owner: what has the attribute: a module, or "module:Class".
-        attribute: its name.
+        attribute: the attribute's name.
         made: makes what was there then from what is there now, or from None.
     """
 
@@ -54,7 +54,7 @@ def _say_once(about: str, text: str) -> None:
 
 
 def _wrapped(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], Any]:
-    """Wraps a function, so that ``change`` is applied to the keywords of each call."""
+    """Makes a wrapper of functions, which applies ``change`` to the keywords of each call."""
 
     def made(now: Any) -> Any:
         @functools.wraps(now)
@@ -117,7 +117,7 @@ def _data(keywords: dict[str, Any]) -> None:
 
 
 def _encode(name: str) -> Callable[[Any], Any]:
-    """A method of tokenizers that is gone, and now calls the tokenizer."""
+    """Makes a method of tokenizers that is gone; it calls the tokenizer."""
 
     def then(self: Any, *args: Any, **keywords: Any) -> Any:
         _say(f"tokenizer.{name}", "tokenizer(...)")
@@ -145,21 +145,21 @@ def _trainer(now: Any) -> Any:
 
 
 def _bits(keywords: dict[str, Any]) -> None:
-    """Translates ``use_auth_token=``, ``load_in_8bit=`` and ``load_in_4bit=`` of from_pretrained; a
-    ``quantization_config=`` beside the last two wins, as it did."""
+    """Translates ``use_auth_token``, ``use_flash_attention_2``, ``load_in_8bit`` and
+    ``load_in_4bit`` of from_pretrained; a ``quantization_config`` beside the last two wins."""
     _token(keywords)
     if keywords.pop("use_flash_attention_2", None):
         _say("from_pretrained(use_flash_attention_2=)", "attn_implementation='flash_attention_2'")
         keywords.setdefault("attn_implementation", "flash_attention_2")
     named = [name for name in ("load_in_8bit", "load_in_4bit") if name in keywords]
-    asked = {name: True for name in named if keywords.pop(name)}
-    if asked:
+    bits = {name: True for name in named if keywords.pop(name)}
+    if bits:
         from transformers import BitsAndBytesConfig
 
-        flags = ", ".join(f"{name}=True" for name in asked)
+        flags = ", ".join(f"{name}=True" for name in bits)
         _say(f"from_pretrained({flags})", f"quantization_config=BitsAndBytesConfig({flags})")
         if keywords.get("quantization_config") is None:
-            keywords["quantization_config"] = BitsAndBytesConfig(**asked)
+            keywords["quantization_config"] = BitsAndBytesConfig(**bits)
 
 
 def _from_pretrained(now: Any) -> Any:
@@ -192,7 +192,7 @@ def _dataclass(now: Any) -> Any:
 
 
 class _Shown:
-    """A dataclass as a parser of flags sees it: without settings that are another's flags."""
+    """A dataclass as a parser of flags sees it: without the settings ``but``."""
 
     def __init__(self, kind: type, but: set[str]):
         self.kind = kind
@@ -204,18 +204,18 @@ class _Shown:
 
 
 def _shown(kinds: Sequence[type]) -> list[Any]:
-    """Dataclasses without the settings of fastrl's and transformers' which the program's own
-    declare: when it was written, nothing else had these names."""
+    """The dataclasses, each without settings that another dataclass, of the program's own,
+    declares: when the program was written, nothing else had these names."""
     programs = {kind: fields_added_to(kind) for kind in kinds if not _is_ours(kind)}
     shown: list[Any] = []
     for kind in kinds:
         others = {x for other, names in programs.items() if other is not kind for x in names}
         fields = {x.name for x in dataclasses.fields(kind) if x.init}
-        both = others & (fields - programs.get(kind, set()))
-        for name in sorted(both):
+        shadowed = others & (fields - programs.get(kind, set()))
+        for name in sorted(shadowed):
             warning = f"--{name} is the program's own: {kind.__name__}.{name} keeps its default"
             _say_once(warning, warning)
-        shown.append(_Shown(kind, both) if both else kind)
+        shown.append(_Shown(kind, shadowed) if shadowed else kind)
     return shown
 
 
@@ -262,8 +262,8 @@ def _alias(home: str, name: str, old: str, but: tuple[str, ...] = ()) -> Callabl
     """A function or class in the place of one that is gone; keywords ``but`` are dropped."""
 
     def then(*args: Any, **keywords: Any) -> Any:
-        left = {key: keywords.pop(key) for key in but if key in keywords}
-        without = f", which has no {', '.join(left)}" if left else ""
+        dropped = {key: keywords.pop(key) for key in but if key in keywords}
+        without = f", which has no {', '.join(dropped)}" if dropped else ""
         _say(old, f"{home}.{name}{without}")
         return getattr(importlib.import_module(home), name)(*args, **keywords)
 

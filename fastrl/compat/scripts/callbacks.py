@@ -20,7 +20,7 @@ from fastrl.run.terminal import plain, run_console
 
 
 class RichProgressCallback(TrainerCallback):
-    """A table of each log, by rich, beside the trainer's own bar."""
+    """Prints a table of each log, by rich, beside the trainer's own bar."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -64,14 +64,14 @@ class SyncRefModelCallback(TrainerCallback):
 
 
 class LogCompletionsCallback(TrainerCallback):
-    """Completions of held-out prompts, every ``freq`` steps: to the console's trackers wandb and
-    trackio, and as ``completions/completions_STEP.parquet`` beside the checkpoints.
+    """Logs completions of held-out prompts every ``freq`` steps: to the trackers wandb and trackio,
+    and as ``completions/completions_STEP.parquet`` beside the checkpoints.
 
     Args:
         trainer: a trainer whose ``eval_dataset`` has a column ``prompt``.
         generation_config: generation settings for ``model.generate``; None: the model's.
-        num_prompts: the first so many; None: all.
-        freq: steps; None: ``eval_steps``.
+        num_prompts: how many of the first prompts are completed; None: all.
+        freq: optimizer steps; None: ``eval_steps``.
 
     Raises:
         ValueError: there is no such data, or no number of steps.
@@ -104,8 +104,8 @@ class LogCompletionsCallback(TrainerCallback):
         if state.global_step % self.freq:
             return
         trainer = self.trainer
-        asked = list(zip(self.prompts, self._templates, strict=True))
-        with trainer.accelerator.split_between_processes(asked) as share:
+        examples = list(zip(self.prompts, self._templates, strict=True))
+        with trainer.accelerator.split_between_processes(examples) as share:
             completions = self._complete(share, args.per_device_eval_batch_size)
         completions = gather_object(completions)
         if not state.is_world_process_zero:

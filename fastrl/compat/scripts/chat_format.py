@@ -23,7 +23,7 @@ def setup_chat_format(
     model: Any, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Any, Any]:
     """Gives a tokenizer ChatML, with ``<|im_start|>`` as BOS and ``<|im_end|>`` as EOS and pad
-    token, and the model embeddings for them; returns both.
+    token, and the model embeddings for these; returns model and tokenizer.
 
     Args:
         resize_to_multiple_of: a number that the embedding's rows are to be a multiple of.
@@ -58,18 +58,18 @@ def setup_chat_format(
 def clone_chat_template(
     model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
 ) -> tuple[Any, Any, list[Any]]:
-    """Gives a tokenizer the chat template of another, its EOS, and the tokens that only that one
-    has, and the model embeddings for them.
+    """Gives a tokenizer the chat template of a source tokenizer, its EOS, and the tokens that only
+    the source has, and the model embeddings for these.
 
     Args:
-        resize_to_multiple_of: a number that the embedding's rows are to be a multiple of; rows that
-            no token has get one each, ``<extra_id_N>``.
+        resize_to_multiple_of: a number that the embedding's rows are to be a multiple of; each row
+            that no token has gets a token ``<extra_id_N>``.
 
     Returns:
         model, tokenizer, and the tokens that were added.
 
     Raises:
-        ValueError: the other tokenizer has no chat template.
+        ValueError: the source tokenizer has no chat template.
     """
     from transformers import AddedToken, AutoTokenizer
 

@@ -21,7 +21,7 @@ def selective_log_softmax(
 
     Args:
         logits: [..., V].
-        index: [...], or [..., K] for several tokens of each place.
+        index: [...], or [..., K] for several tokens of each position.
         temperature: T > 0.
         row_mask: a mask of the shape of ``index``; 0 where the result is to be 0.
     """
@@ -43,7 +43,7 @@ def pad(
     """Tensors [T_i, ...] as one, [B, T, ...], filled up to the largest of each dimension.
 
     Args:
-        padding_side: "left" or "right", of the first dimension; others are filled on the right.
+        padding_side: "left" or "right", of T; other dimensions are filled on the right.
         pad_to_multiple_of: a number that T is to be a multiple of.
 
     Raises:
@@ -87,7 +87,7 @@ def unwrap_model_for_generation(
 
 
 def profiling_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, under a name for torch's profiler; where time goes is in a run's metrics."""
+    """Returns the function, which torch's profiler then records by its name."""
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -98,5 +98,5 @@ def profiling_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def profiling_context(trainer: Any, name: str) -> Any:
-    """A context under a name for torch's profiler, as :func:`profiling_decorator`."""
+    """A context that torch's profiler records by the trainer's class and ``name``."""
     return torch.profiler.record_function(f"{type(trainer).__name__}.{name}")

@@ -20,7 +20,7 @@ class ModelConfig(metaclass=OfEveryEra):
     earlier versions are taken, too, see :mod:`fastrl.eras`.
 
     Raises:
-        ValueError: four and eight bits at once, an unknown dtype or code, or
+        ValueError: four and eight bits at once, an unknown dtype or code of four bits, or
             ``trust_remote_code=True`` without ``FASTRL_TRUST_REMOTE_CODE=1`` in the environment.
     """
 
@@ -90,8 +90,8 @@ def get_peft_config(model_args: Any) -> Any:
 
 
 def get_quantization_config(model_args: Any) -> Any:
-    """A :class:`ModelConfig`'s ``quantization_config`` of from_pretrained; None for whole
-    weights."""
+    """The ``quantization_config`` of from_pretrained for a :class:`ModelConfig`; None without
+    quantised weights."""
     if model_args.load_in_4bit:
         config = four_bit_config(
             model_args.dtype or "auto",
@@ -111,5 +111,5 @@ def get_quantization_config(model_args: Any) -> Any:
 
 
 def get_kbit_device_map() -> dict[str, Any] | None:
-    """The ``device_map`` of quantised weights, to this process's GPU; None without one."""
+    """The ``device_map`` of quantised weights, to this process's GPU; None without a GPU."""
     return device_map()

@@ -24,11 +24,11 @@ class TextHistory:
     """An episode, of segments that the environment and the model wrote in turn.
 
     Attributes:
-        text: all of it; ``text_spans`` has the segments' places there.
-        tokens: [T] int64; ``token_spans`` has the segments' places there.
+        text: the episode's text; ``text_spans`` has each segment's begin and end in it.
+        tokens: [T] int64; ``token_spans`` has each segment's begin and end in it.
         token_masks: [T] int64, 1 where the model wrote.
         system_spans: whether the environment wrote each segment.
-        completed, truncated: whether it is over, and because it was too long.
+        completed, truncated: whether the episode is over, and whether it ended as too long.
         reward: the reward of the whole episode.
     """
 
@@ -42,7 +42,7 @@ class TextHistory:
         self.append_segment(text, tokens, system=system)
 
     def append_segment(self, text: str, tokens: Tensor, system: bool = True) -> None:
-        """Appends what one side wrote; raises ValueError where that is empty."""
+        """Appends a segment; raises ValueError where it is empty."""
         if not text or not len(tokens):
             raise ValueError("a segment of a history needs text and tokens: this one is empty")
         self.text_spans.append((len(self.text), len(self.text) + len(text)))
@@ -62,7 +62,7 @@ class TextHistory:
         return self.text[begin:end]
 
     def split_query_response_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The first segment's tokens, those behind it, and the mask of these."""
+        """The first segment's tokens, all tokens behind it, and the mask of these."""
         begin = self.token_spans[0][1]
         return self.tokens[:begin], self.tokens[begin:], self.token_masks[begin:]
 
@@ -103,7 +103,7 @@ class TextHistory:
 class TextEnvironment:
     """Lets a model answer tasks in turns. When it writes ``<request><TOOL>QUERY<call>``, the tool's
     answer is appended, with ``<response>`` behind it; an episode ends at ``<submit>``, EOS, a turn
-    that does neither, or a limit. For tools with types and chats see ``tools=`` of the trainers.
+    without a call, or a limit. For tools with types and chats see ``tools=`` of the trainers.
 
     Args:
         model: a value-head model of ours, or a model of transformers, with ``generate``.
@@ -150,8 +150,8 @@ class TextEnvironment:
         return getattr(self.model, "module", self.model)
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> tuple[list[Any], ...]:
-        """Queries, responses and their masks (what the model wrote), as ``PPOTrainer.step`` takes
-        them; rewards; and the histories."""
+        """Returns queries, responses and their masks (1: the model wrote it), as
+        ``PPOTrainer.step`` takes them; rewards; and the histories."""
         texts = [self.prompt + query for query in queries]
         histories = [
             TextHistory(text, self._on_device(encode_text(text, self.tokenizer))) for text in texts
@@ -191,7 +191,7 @@ class TextEnvironment:
         return history
 
     def parse_tool_call(self, text: str) -> tuple[Any, Any]:
-        """A tool's name and what it is asked; None and None where no tool is called."""
+        """A tool's name and the query to it; None and None where no tool is called."""
         match = _TOOL.search(text)
         return (None, None) if match is None else (match[1], match[2])
 
@@ -244,11 +244,11 @@ class TextEnvironment:
         with evaluating(self._unwrapped):
             batch_size = together(self._unwrapped, query_tensors, batch_size)
             for i in range(0, len(query_tensors), batch_size):
-                some = query_tensors[i : i + batch_size]
-                inputs = pad(some, eos if pad_token is None else pad_token, "left")
+                part = query_tensors[i : i + batch_size]
+                inputs = pad(part, eos if pad_token is None else pad_token, "left")
                 padded = {name: x.to(self.current_device) for name, x in inputs.items()}
-                made = self._unwrapped.generate(**padded, **options)
-                generated = made[:, padded["input_ids"].shape[1] :]
+                sequences = self._unwrapped.generate(**padded, **options)
+                generated = sequences[:, padded["input_ids"].shape[1] :]
                 responses += map(self._until_stop, generated)
         return responses
 
