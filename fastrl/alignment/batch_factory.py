@@ -262,7 +262,7 @@ class BatchFactory:
             yield from itertools.islice(_pieces(order, self._step), self._count(len(order)))
 
     def _orders(self) -> Iterator[list[int]]:
-        """Yields the indices of all examples, once per epoch, each time in another order."""
+        """Yields the indices of all examples, once per epoch, in a new order if ``shuffle``."""
         rng, count = np.random.RandomState(self.seed), len(self.data)
         while True:
             yield rng.permutation(count).tolist() if self.shuffle else list(range(count))

@@ -85,6 +85,7 @@ class OnlineEvaluation:
 
     @property
     def name(self) -> str:
+        """The name of the metric that the evaluation computes."""
         return "reward" if self._scores else "win_rate"
 
     @property

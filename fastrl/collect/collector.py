@@ -47,7 +47,7 @@ class Collector:
         self.also, self.noted = also, noted
 
     def __call__(self, asked: Asked) -> Samples | None:
-        """Returns this process's rewarded responses; None without prompts; all processes call."""
+        """Returns this process's responses and rewards, None without prompts; all take part."""
         # ready() waits for all processes: it comes first, as shared work may be broken off.
         with self.ready(), self.processes.shared_work():
             if not len(asked.prompts):
@@ -114,7 +114,7 @@ class Collector:
 
         Args:
             groups: the number of groups of all processes.
-            take: returns the numbers of the next N prompts.
+            take: gets a count, and returns the numbers of as many new prompts.
             prompts_of: makes prompts from their numbers, one for each response.
             seed: seeds the draws.
         """

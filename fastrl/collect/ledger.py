@@ -88,7 +88,7 @@ def note_settings(
 def ledger_columns(
     samples: Samples, weights_version: int, advantages: Lists | None, temperature: float
 ) -> dict[str, Any]:
-    """Returns the columns of a step's rows by name, of which each reward function has one.
+    """Returns a step's columns of :func:`fastrl.run.ledger.fields`, and one per reward function.
 
     Args:
         samples: samples of all processes.

@@ -141,8 +141,8 @@ class DataCollatorForCompletionOnlyLM:
 @dataclass
 class TextCollator:
     """Pads ``input_ids`` and ``labels`` on the right, and lists the tokens to learn: ``rows`` [N]
-    are the flat positions b·T + t that predict them, ``targets`` [N] the tokens at t+1. Rows
-    without labels learn all their tokens.
+    are the flat positions b·T + t that predict them, ``targets`` [N] the tokens at t+1. Of a text
+    without labels all tokens are learned.
 
     Args:
         pad_to_multiple_of: a number that the width T is to be a multiple of.

@@ -89,7 +89,7 @@ class RowLoss(PairwiseLoss):
 
 
 def loss_of_row(row: PairObjective, class_name: str | None = None) -> Any:
-    """Makes the subclass of :class:`RowLoss` for a row: a dataclass whose fields are its options.
+    """Makes a row's subclass of :class:`RowLoss`: a dataclass whose fields are the row's options.
 
     Raises:
         ValueError: the row compares the pairs of a batch, so that weights cannot multiply losses.

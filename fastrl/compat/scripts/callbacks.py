@@ -59,8 +59,9 @@ class SyncRefModelCallback(TrainerCallback):
     @staticmethod
     @torch.no_grad()
     def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
-        for ours, theirs in zip(target_model.parameters(), model.parameters(), strict=True):
-            ours.mul_(1 - alpha).add_(theirs, alpha=alpha)
+        """target ← (1 - α) target + α model, in place."""
+        for target, source in zip(target_model.parameters(), model.parameters(), strict=True):
+            target.mul_(1 - alpha).add_(source, alpha=alpha)
 
 
 class LogCompletionsCallback(TrainerCallback):

@@ -196,6 +196,7 @@ class TextEnvironment:
         return (None, None) if match is None else (match[1], match[2])
 
     def compute_reward(self, histories: list[TextHistory], **kwargs: Any) -> list[TextHistory]:
+        """Sets the histories' rewards, by their last segments' texts."""
         assert self.reward_fn is not None
         rewards = self.reward_fn([history.last_text_segment for history in histories], **kwargs)
         for history, reward in zip(histories, rewards, strict=True):
