@@ -59,7 +59,7 @@ _SETTINGS_OF_LOSSES = {
     "vespo_decays": ("vespo_lambda_pos", "vespo_lambda_neg"),
     "cliprange": ("cliprange_high",),
 }
-# Settings that are read only beside another one; the name of that setting, and its values.
+# Settings that are read only with some values of another setting; its name, and these values.
 _READ_WITH = (
     (("lam", "vf_coef", "cliprange_value"), "advantage", ("gae",)),
     (

@@ -105,18 +105,18 @@ class OnlineEvaluation:
             examples = [self.factory.data[i] for i in ids]
             # Keyed by index, an example's random numbers are the same however many processes run.
             sampled, _ = sampler(examples, 1, self.factory.seed, ids)
-            asked, answers = prompts_of(examples), answers_of(sampled)
+            prompts, answers = prompts_of(examples), answers_of(sampled)
             columns = columns_of(examples)
             if self._scores:
-                rewards = ask_scores(annotator, asked, answers, columns, finished_of(sampled))
+                rewards = ask_scores(annotator, prompts, answers, columns, finished_of(sampled))
             elif not self.judged:
                 rewards = [0.5] * len(answers)
             else:
-                texts = [self.judged[0].completions[i] for i in ids]
-                first = list(map(as_answer, asked, texts))
-                verdicts = ask_preferences(annotator, asked, answers, first, columns)
+                first_texts = [self.judged[0].completions[i] for i in ids]
+                first = list(map(as_answer, prompts, first_texts))
+                verdicts = ask_preferences(annotator, prompts, answers, first, columns)
                 rewards = [0.5 if verdict is None else verdict for verdict in verdicts]
-            prompts = [example.prompt for example in examples]
+            texts = [example.prompt for example in examples]
             responses = [example.responses[0].text for example in sampled]
-            judged += zip(ids, prompts, responses, rewards, strict=True)
+            judged += zip(ids, texts, responses, rewards, strict=True)
         return judged

@@ -171,9 +171,9 @@ class PolicyLearner:
             init_kl_coef=0.0 if mode == "none" else 1.0,
             micro_batch_tokens=self.args.micro_batch_tokens,
         )
-        other = self._wrapped(ref_model, model)
-        share_new_weights(processes_of(self.args.distributed_state), model, other)
-        self.reference = choose_ref_model(settings, model, other)
+        reference = self._wrapped(ref_model, model)
+        share_new_weights(processes_of(self.args.distributed_state), model, reference)
+        self.reference = choose_ref_model(settings, model, reference)
         return model
 
     def _wrapped(self, ref_model: Any, policy: PreTrainedModelWrapper) -> Any:

@@ -71,10 +71,10 @@ def rolled_out(
         tensors = _tensors("env_mask", masks)
         _check_lengths("env_mask", tensors, lengths)
         for i, mask in enumerate(tensors):
-            other = mask[(mask != 0) & (mask != 1)]
-            if len(other):
+            wrong = mask[(mask != 0) & (mask != 1)]
+            if len(wrong):
                 raise ValueError(
-                    f"rollout_func: env_mask[{i}] holds {other[0].item()}: 1 is a token that the "
+                    f"rollout_func: env_mask[{i}] holds {wrong[0].item()}: 1 is a token that the "
                     "policy wrote, 0 one of an environment"
                 )
         written = [mask.bool() for mask in tensors]

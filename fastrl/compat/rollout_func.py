@@ -185,12 +185,12 @@ def _check_settings(trainer: Any) -> None:
             f"TRLRollouts read texts, and {type(trainer.processing_class).__name__} is a processor "
             f"of images too: train a language model with its tokenizer, {_INSTEAD}"
         )
-    asked = trainer.generation_kwargs["temperature"]
-    if asked != trainer.temperature:
+    sampled_at = trainer.generation_kwargs["temperature"]
+    if sampled_at != trainer.temperature:
         raise ValueError(
-            f"generation_kwargs has temperature={asked}, the policy that is trained has "
-            f"{trainer.temperature}: leave it out and set GRPOConfig(temperature={asked}), so that "
-            "log-probs are of the policy that is sampled"
+            f"generation_kwargs has temperature={sampled_at}, the policy that is trained has "
+            f"{trainer.temperature}: leave it out and set GRPOConfig(temperature={sampled_at}), so "
+            "that log-probs are of the policy that is sampled"
         )
 
 

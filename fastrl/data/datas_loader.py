@@ -124,21 +124,21 @@ class DatasLoader(Sequence[Example]):
         """
         if kind == self.kind:
             return self
-        other = copy.copy(self)
-        other._take(kind)
-        return other
+        loader = copy.copy(self)
+        loader._take(kind)
+        return loader
 
     def limited(self, max_length: int, of_prompt: int | None = None) -> DatasLoader:
         """The same examples, where a prompt with a response has at most ``max_length`` tokens, and
         a prompt at most ``of_prompt``."""
         old = self.encoder
-        whole = min(max_length, old.max_length or max_length)
+        longest = min(max_length, old.max_length or max_length)
         prompt = min((x for x in (of_prompt, old.max_prompt_length) if x is not None), default=None)
-        if (whole, prompt) == (old.max_length, old.max_prompt_length):
+        if (longest, prompt) == (old.max_length, old.max_prompt_length):
             return self
-        other = copy.copy(self)
-        other.encoder = replace(old, max_length=whole, max_prompt_length=prompt)
-        return other
+        loader = copy.copy(self)
+        loader.encoder = replace(old, max_length=longest, max_prompt_length=prompt)
+        return loader
 
     def uncut(self) -> DatasLoader:
         """The same examples without those that a length limit would cut, counted in a warning.
@@ -148,10 +148,10 @@ class DatasLoader(Sequence[Example]):
         """
         if self.encoder.max_length is None and self.encoder.max_prompt_length is None:
             return self
-        other = copy.copy(self)
-        other.encoder = Encoder(self.tokenizer, add_eos=self.encoder.add_eos)
-        kept = [i for i, whole in enumerate(other) if self._fits(whole)]
-        other.encoder, other._picks = self.encoder, [self._picks[i] for i in kept]
+        loader = copy.copy(self)
+        loader.encoder = Encoder(self.tokenizer, add_eos=self.encoder.add_eos)
+        kept = [i for i, example in enumerate(loader) if self._fits(example)]
+        loader.encoder, loader._picks = self.encoder, [self._picks[i] for i in kept]
         dropped = len(self) - len(kept)
         if dropped:
             rows = (
@@ -161,7 +161,7 @@ class DatasLoader(Sequence[Example]):
             if not kept:
                 raise ValueError(f"no example is left: {rows}")
             warnings.warn(f"{rows}: dropped", stacklevel=3)
-        return other
+        return loader
 
     def warn_of_cuts(self) -> None:
         """Warns once of how many of the first 1000 examples a length limit cuts."""
@@ -169,10 +169,10 @@ class DatasLoader(Sequence[Example]):
         limits = {k: limit for k, limit in limits.items() if limit is not None}
         if not limits:
             return
-        whole = copy.copy(self)
-        whole.encoder = Encoder(self.tokenizer, add_eos=self.encoder.add_eos)
+        unlimited = copy.copy(self)
+        unlimited.encoder = Encoder(self.tokenizer, add_eos=self.encoder.add_eos)
         seen = min(len(self), _LOOKED_AT)
-        cuts = sum(not self._fits(whole[i]) for i in range(seen))
+        cuts = sum(not self._fits(unlimited[i]) for i in range(seen))
         if cuts:
             counted = f"{seen}" if seen == len(self) else f"the first {seen}"
             names = ", ".join(f"{k}={limit}" for k, limit in limits.items())

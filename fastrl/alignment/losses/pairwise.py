@@ -102,8 +102,8 @@ def loss_of_row(row: PairObjective, class_name: str | None = None) -> Any:
     fields = [(name, type(default), default) for name, default in row.options.items()]
     body = {"row": row, "name": row.name, "compares": row.reads != "p", "__module__": __name__}
     body["__doc__"] = f"{row.formula}: {row.source}."
-    made = class_name or row.name
-    return dataclasses.make_dataclass(made, fields, bases=(RowLoss,), namespace=body, frozen=True)
+    name = class_name or row.name
+    return dataclasses.make_dataclass(name, fields, bases=(RowLoss,), namespace=body, frozen=True)
 
 
 DPO = register(loss_of_row(PAIR_LOSSES["dpo"], "DPO"))

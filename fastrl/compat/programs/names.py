@@ -77,7 +77,7 @@ _TOLD_BY: dict[str, tuple[set[str], dict[str, str]]] = {
     "RLOOTrainer": ({"policy", "ref_policy", "reward_model"}, FIRST_RLOO),
 }
 _NEAREST = ": the nearest is "
-_NEAR = 0.75  # below it, letters in common mean little
+_NEAR = 0.75  # closeness below which letters in common mean little
 _AVAILABLE = re.compile(r"is_(\w+)_available")
 
 
@@ -115,8 +115,8 @@ def only_named_in(source: str) -> set[str]:
     nodes = [*ast.walk(tree)]
     aliases = (alias for x in nodes if isinstance(x, ast.Import) for alias in x.names)
     modules = {alias.asname or alias.name for alias in aliases if is_trl(alias.name)}
-    asked = (x for x in nodes if isinstance(x, ast.Attribute) and ast.unparse(x.value) in modules)
-    without = only_named(tree, {**{x.attr: x.attr for x in asked}, **imported_names(tree)})
+    reads = (x for x in nodes if isinstance(x, ast.Attribute) and ast.unparse(x.value) in modules)
+    without = only_named(tree, {**{x.attr: x.attr for x in reads}, **imported_names(tree)})
     return {name for name in without if name not in HOMES and _NEAREST not in missing(name)}
 
 

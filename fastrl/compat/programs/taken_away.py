@@ -209,9 +209,9 @@ def _shown(kinds: Sequence[type]) -> list[Any]:
     programs = {kind: fields_added_to(kind) for kind in kinds if not _is_ours(kind)}
     shown: list[Any] = []
     for kind in kinds:
-        others = {x for other, names in programs.items() if other is not kind for x in names}
+        declared = {x for other, names in programs.items() if other is not kind for x in names}
         fields = {x.name for x in dataclasses.fields(kind) if x.init}
-        shadowed = others & (fields - programs.get(kind, set()))
+        shadowed = declared & (fields - programs.get(kind, set()))
         for name in sorted(shadowed):
             warning = f"--{name} is the program's own: {kind.__name__}.{name} keeps its default"
             _say_once(warning, warning)
