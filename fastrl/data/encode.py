@@ -49,12 +49,12 @@ class Encoder:
         truncation: "keep_end" or "keep_start" of prompts that are too long.
         add_eos: end responses that are texts with EOS. Chat templates write their own; blanks
             behind it are left out, because no policy generates them.
-        add_special: begin (and end) texts as the tokenizer does.
+        add_special: add the special tokens that the tokenizer puts around texts.
         template: further arguments of the chat template, such as ``tools``.
 
     Raises:
         ValueError: limits that leave no room, another truncation.
-        TypeError: something else than numbers and truth values.
+        TypeError: an argument of another type.
     """
 
     tokenizer: Any
@@ -96,29 +96,29 @@ class Encoder:
         Args:
             finished: False for responses that a length limit cut: they get no EOS, and lose that of
                 a chat template.
-            others: fields of the example.
+            others: further fields of the example.
 
         Raises:
             ValueError: a chat template that does not put the prompt in front of the response; a
                 prompt without tokens.
         """
         text = prompt if isinstance(prompt, str) else self._rendered(prompt, answered=False)
-        made = [self._response(prompt, text, answer, finished) for answer in answers]
+        encoded = [self._response(prompt, text, answer, finished) for answer in answers]
         front, ids, spans = self._prompt(text, not (self.add_special and isinstance(prompt, str)))
         if not front and not ids:
             raise ValueError(f"the tokenizer makes no token of the prompt {text!r}")
-        limit = self._prompt_limit(max((len(response) for _, response, _ in made), default=0))
+        limit = self._prompt_limit(max((len(response) for _, response, _ in encoded), default=0))
         if limit is not None and len(front) + len(ids) > limit:
             room = max(limit - len(front), 0)
             begin = len(ids) - room if self.truncation == "keep_end" else 0
             text, ids = self._cut(text, ids, spans, begin, begin + room)
         prompt_ids = (*front, *ids)
         responses = []
-        for answer, tokens, where in made:
+        for answer, tokens, answer_spans in encoded:
             room = len(tokens)
             if self.max_length is not None:
                 room = min(room, max(self.max_length - len(prompt_ids), 0))
-            cut, kept = self._cut(answer, tokens, where, 0, room)
+            cut, kept = self._cut(answer, tokens, answer_spans, 0, room)
             responses.append(Response(cut, tuple(kept), finished and room == len(tokens)))
         messages = None if isinstance(prompt, str) else list(prompt)
         return Example(text, prompt_ids, tuple(responses), messages=messages, **others)
@@ -129,7 +129,7 @@ class Encoder:
             return self
         other = copy.copy(self)
         object.__setattr__(other, "template", {**self.template, **template})
-        object.__setattr__(other, "_base", self)  # the base keeps what is known of the tokenizer
+        object.__setattr__(other, "_base", self)  # the base caches what the tokenizer shows
         return other
 
     def joined(
@@ -166,14 +166,14 @@ class Encoder:
         return ids[: self.max_length], learned[: self.max_length]
 
     def behind(self, prompt: list[dict[str, Any]], whole: list[dict[str, Any]]) -> list[bool]:
-        """Which tokens of a whole conversation lie behind the prompt that it begins with."""
+        """Says of each token of a whole conversation whether it lies behind the prompt in front."""
         begin = len(self._rendered(prompt, answered=False))
         return self._within(whole, [(begin, len(self._rendered(whole)))])
 
     def _within(
         self, conversation: list[dict[str, Any]], parts: Sequence[tuple[int, int]]
     ) -> list[bool]:
-        """Which tokens of a conversation begin within parts of its text."""
+        """Says of each token of a conversation whether it begins within ``parts`` of its text."""
         _, _, spans = _tokens(self._exact_tokenizer, self._rendered(conversation))
         if spans is None:
             raise ValueError(
@@ -198,8 +198,8 @@ class Encoder:
         return ids[:begin], ids[begin:end], spans and spans[begin:end]
 
     def _between(self, ids: Sequence[int], added: Sequence[int]) -> tuple[int, int]:
-        """The places at which a text's tokens begin and end, between the special tokens that were
-        added or that the text begins with."""
+        """The positions at which a text's tokens begin and end, between the special tokens that
+        were added or that the text begins with."""
         begin = next((i for i, special in enumerate(added) if not special), len(added))
         if begin == len(ids):  # an empty text
             begin -= begin > 0 and ids[-1] == end_token(self.tokenizer)
@@ -208,7 +208,7 @@ class Encoder:
         return begin, next((i for i in range(begin, len(added)) if added[i]), len(added))
 
     def _opening(self, ids: Sequence[int]) -> int:
-        """How many of a text's tokens are those that the tokenizer puts in front of texts."""
+        """Counts the special tokens at a text's beginning that the tokenizer puts there."""
         front = self._front
         if front and list(ids[: len(front)]) == front:
             return len(front)
@@ -244,9 +244,9 @@ class Encoder:
 
         Args:
             name_of: the name of a prompt by its index, for messages.
-            templates: further arguments of the chat template for each; by default the encoder's.
-            closed: add the special tokens at the end, too, which encoders read.
-            plain: see :func:`fastrl.data.chat.prompt_text`, which has the errors, too.
+            templates: each prompt's arguments of the chat template; by default the encoder's.
+            closed: add the special tokens at the end, too, for models whose encoder reads prompts.
+            plain: see :func:`fastrl.data.chat.prompt_text`, whose errors are raised.
         """
         texts = [
             prompt_text(
@@ -264,16 +264,16 @@ class Encoder:
         ]
         ids_by_prompt: dict[int, list[int]] = {}
         for special in (True, False):
-            some = [i for i, done in enumerate(complete) if done != special]
-            if not some:
+            indices = [i for i, done in enumerate(complete) if done != special]
+            if not indices:
                 continue
-            made = self.tokenizer(
-                [texts[i] for i in some],
+            encoded = self.tokenizer(
+                [texts[i] for i in indices],
                 add_special_tokens=special,
                 return_special_tokens_mask=True,
                 return_attention_mask=False,
             )
-            rows = zip(some, made["input_ids"], made["special_tokens_mask"], strict=True)
+            rows = zip(indices, encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
             for i, ids, added in rows:
                 ids_by_prompt[i] = list(ids) if closed else ids[: self._between(ids, added)[1]]
         return texts, [self.cut_prompt(ids_by_prompt[i]) for i in range(len(texts))]
@@ -292,9 +292,9 @@ class Encoder:
     def together(
         self, prompt: TextOrMessages, answers: Sequence[TextOrMessages]
     ) -> tuple[list[int], list[list[int]]]:
-        """The token ids of a prompt, and of each answer behind it, where both are tokenised as one
-        text, by TRL's rule: the prompt's tokens are those that it has in front of the answers. No
-        limit cuts them. Warns where the prompt has other tokens alone."""
+        """The token ids of a prompt, and of each answer behind it, both tokenised as one text, by
+        TRL's rule: the prompt's tokens are those that it has in front of the answers. No limit cuts
+        them. Warns where the prompt has other tokens alone."""
         if isinstance(prompt, str):
             alone = self._opened(prompt)
             whole = [self._opened(prompt + answer) for answer in answers]  # type: ignore[operator]
@@ -372,17 +372,17 @@ class Encoder:
         if self._continuation_tokenizer is self.tokenizer:
             return ids, spans
         special = self.tokenizer.added_tokens_decoder
-        first, _, where = _tokens(self._continuation_tokenizer, text)
+        front, _, front_spans = _tokens(self._continuation_tokenizer, text)
         begin, end = (
             next((i for i, token in enumerate(row) if token in special), len(row))
-            for row in (ids, first)
+            for row in (ids, front)
         )
-        return [*first[:end], *ids[begin:]], [*(where or ())[:end], *(spans or ())[begin:]]
+        return [*front[:end], *ids[begin:]], [*(front_spans or ())[:end], *(spans or ())[begin:]]
 
     @cached_property
     def _exact_tokenizer(self) -> Any:
-        """The tokenizer without special tokens around texts, whose spans have the blanks in front
-        of words, which ``trim_offsets`` leaves out."""
+        """The tokenizer without its post-processor: texts get no special tokens, and spans include
+        the blanks in front of words, which ``trim_offsets`` would leave out."""
         if self._base is not None:
             return self._base._exact_tokenizer
         if not self.tokenizer.is_fast or self.tokenizer.backend_tokenizer.post_processor is None:
@@ -426,7 +426,7 @@ def encode_prompt(
 
     Args:
         name: the prompt's name, for messages.
-        closed: add the special tokens at the end, too, which encoders read.
+        closed: add the special tokens at the end, too, for models whose encoder reads prompts.
     """
     (text,), (ids,) = Encoder(tokenizer).prompts([prompt], lambda _: name, closed=closed)
     return text, ids
@@ -481,7 +481,7 @@ def _without_end(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
-    """Whether a text has its special tokens: from a chat template, or as it begins with BOS."""
+    """Whether a text has its special tokens: by a chat template, or since it begins with BOS."""
     start = tokenizer.bos_token or tokenizer.cls_token
     return chat or bool(start and text.startswith(start))
 
@@ -491,15 +491,15 @@ def _tokens(
 ) -> tuple[list[int], Sequence[int], Spans]:
     """A text's token ids, which of them the tokenizer added, and their spans."""
     fast = tokenizer.is_fast
-    made = tokenizer(
+    encoded = tokenizer(
         check_unicode(text),
         add_special_tokens=special,
         return_special_tokens_mask=True,
         return_offsets_mapping=fast,
         return_attention_mask=False,
     )
-    spans = made["offset_mapping"] if fast else None
-    return list(made["input_ids"]), made["special_tokens_mask"], spans
+    spans = encoded["offset_mapping"] if fast else None
+    return list(encoded["input_ids"]), encoded["special_tokens_mask"], spans
 
 
 def _without_prefix(state: Any) -> Any:

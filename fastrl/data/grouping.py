@@ -15,9 +15,9 @@ def passes_that_fit(
     and begins another otherwise, even where it does not fit alone.
 
     Args:
-        joined: returns what a pass comes to with a further item; with None in the pass's place,
-            what the item does alone.
-        fits: whether that fits.
+        joined: returns the size of a pass with a further item, from the pass's size before; None
+            instead of that asks for the size of the item alone.
+        fits: whether a pass of that size fits.
     """
     passes: list[list[int]] = []
     so_far: T | None = None
@@ -32,10 +32,10 @@ def passes_that_fit(
 
 
 def passes_by_size(items: Iterable[int], sizes: Callable[[int], int], most: int) -> list[list[int]]:
-    """Puts items into passes of at most so many tokens together, see :func:`passes_that_fit`.
+    """Puts items into passes of at most ``most`` tokens each, see :func:`passes_that_fit`.
 
     Args:
-        sizes: returns the tokens of an item.
+        sizes: returns the number of tokens of an item.
     """
     return passes_that_fit(
         items, lambda total, i: (total or 0) + sizes(i), lambda total: total <= most

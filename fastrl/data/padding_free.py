@@ -1,4 +1,4 @@
-"""Forwards without padding: all tokens in one row, and what sequences begin with there once."""
+"""Forward passes without padding: all tokens in one row, where shared beginnings stand once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PackedTokens:
 
     Attributes:
         layout: the row's layout.
-        groups: the samples of each group; a prompt's tokens are those of the first.
+        groups: the samples of each group; a prompt's tokens are its first sample's.
         sources: [T] int64, the flat position of each token in the padded batch.
         places: [Σ L] int64, the place of each sample's tokens, sample after sample.
         rows: [N] int64, the places that predict the response tokens that count, sample by sample.
@@ -81,15 +81,15 @@ class PackedTokens:
 def join_texts(
     input_ids: Tensor, rows: Tensor, lengths: Sequence[Sequence[int]]
 ) -> tuple[ModelPass, Tensor]:
-    """A forward over texts without padding.
+    """Makes a forward pass over texts without padding.
 
     Args:
         input_ids: [B, T] padded on the right; a row may hold several texts, one after the other.
-        rows: [N] flat positions b·T + t.
+        rows: [N] flat positions b·T + t to score.
         lengths: the lengths of the texts in each row.
 
     Returns:
-        the forward, whose rows are those; and the flat position of each of its tokens, [T'].
+        the pass, whose rows are ``rows`` there; and its tokens' flat positions in the batch, [T'].
     """
     device, width = input_ids.device, input_ids.shape[1]
     layout = PackedLayout([Group(n) for row in lengths for n in row], device)
@@ -105,15 +105,16 @@ def join_texts(
 def join_sides(
     sides: Sequence[Sequence[Tensor]], device: torch.device | str, padding: int | None = None
 ) -> ModelPass:
-    """A forward over sequences, such as both sides of pairs, which shares what they begin with.
+    """Makes a forward pass over sequences, such as both sides of pairs, without padding. What all
+    sides of an example begin with is run once.
 
     Args:
         sides: 1-D token ids on the CPU, of each side's examples.
         padding: the token that transformers' classifiers take for padding, wherever it stands: they
-            read a sequence's reward from the last token that is another.
+            read a sequence's reward from the last other token.
 
     Returns:
-        the forward; its rows are those tokens, of all examples of the first side, of the second…
+        the pass; its rows are the tokens that rewards are read from, side after side.
     """
     groups: list[Group] = []
     prompts: list[Tensor] = []
@@ -123,7 +124,7 @@ def join_sides(
         same = torch.ones(shortest, dtype=torch.bool)
         for other in others:
             same &= first[:shortest] == other[:shortest]
-        # A token is left to each side.
+        # Each side keeps a token to read its reward from.
         prompt = min(int(same.cumprod(0).sum()), shortest - 1) if others else 0
         if prompt:
             groups.append(Group(prompt, tuple(len(x) - prompt for x in (first, *others))))
@@ -139,19 +140,19 @@ def join_sides(
         places = np.arange(begin, begin + group.prompt)
         begin += group.prompt
         for n in group.responses:
-            behind_it = np.arange(behind, behind + n)
-            ends.append(_read(row, np.concatenate([places, behind_it]), padding))
+            response_places = np.arange(behind, behind + n)
+            ends.append(_read(row, np.concatenate([places, response_places]), padding))
             behind += n
         if not group.responses:
             ends.append(_read(row, places, padding))
     ids = to_device(row, device)
-    # Example after example, [B, sides].
+    # The ends lie example after example, the rows side after side.
     rows = to_device(torch.tensor(ends).view(-1, len(sides)).t().flatten(), device)
     return ModelPass(_inputs(ids, layout), rows, torch.arange(layout.tokens))
 
 
 def _read(row: Tensor, places: np.ndarray, padding: int | None) -> int:
-    """The place, among a sequence's ``places``, from which a classifier reads its reward."""
+    """The one of a sequence's ``places`` in a row from which a classifier reads its reward."""
     if padding is None:
         return int(places[-1])
     real = np.flatnonzero(row.numpy()[places] != padding)
@@ -159,7 +160,7 @@ def _read(row: Tensor, places: np.ndarray, padding: int | None) -> int:
 
 
 def right_padded(attention_mask: Tensor) -> list[int] | None:
-    """Tokens of each row of a batch that is padded on the right; None for another one."""
+    """Lengths of the rows of a batch that is padded on the right; None if it is not."""
     mask = attention_mask.cpu()
     lengths = mask.sum(-1)
     real = torch.arange(mask.shape[1]) < lengths[:, None]

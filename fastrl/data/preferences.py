@@ -1,7 +1,7 @@
 """Rows of preferences as token ids, by the rules of TRL 1.x: a prompt's tokens are those that it
 has in front of the completions.
 
-Pairs have ``chosen`` and ``rejected``, with a ``prompt`` or behind one that both begin with;
+Pairs have ``chosen`` and ``rejected``, and ``prompt``, unless both begin with their prompt;
 unpaired rows have ``prompt``, ``completion`` and ``label``. All are texts, or lists of messages.
 Where the rows have them, ``tools`` (a list, or JSON) and ``chat_template_kwargs`` go to the chat
 template.
@@ -51,9 +51,9 @@ def prepare_pairs_of_ids(
 
     Args:
         dataset: a ``Dataset`` or an ``IterableDataset`` of pairs.
-        num_proc: processes; of a stream none.
-        longest_prompt: tokens; rows with a longer prompt are dropped, and counted in a warning,
-            but for those of a stream, which is prepared as it is read.
+        num_proc: the number of processes; a stream takes none.
+        longest_prompt: the most tokens of a prompt; rows with a longer one are dropped, and counted
+            in a warning, unless in a stream, which is prepared as it is read.
         cuts: longer prompts keep BOS and their last tokens, longer completions their first ones.
 
     Raises:
@@ -86,8 +86,8 @@ def prepare_completions_of_ids(
     each.
 
     Args:
-        mismatched: also ``KL_completion_ids``, the completion of the row before among so many
-            neighbours, the first row's that of the last.
+        mismatched: add ``KL_completion_ids`` to groups of so many rows: the completion of the row
+            before; to a group's first row, that of its last.
 
     Further arguments and errors are those of :func:`prepare_pairs_of_ids`.
     """
@@ -112,7 +112,7 @@ def prepare_completions_of_ids(
 
 
 def _warn_of_equal_sides(dataset: Any) -> None:
-    """Warns of pairs that say nothing; of a stream, which is prepared as it is read, not."""
+    """Warns of pairs with equal sides, unless in a stream, which is prepared as it is read."""
     if is_stream(dataset):
         return
     sides = OF_A_PAIR[1:]
@@ -140,8 +140,8 @@ def _warn_of_no_prompt(row: Mapping[str, Any]) -> None:
 
 
 def split_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Prompt and completions of a pair whose sides begin with the prompt: what both begin with, but
-    for a blank in front of where they part, which is the completions'."""
+    """Splits a pair whose sides begin with the prompt into ``prompt``, ``chosen`` and ``rejected``.
+    The prompt is what both begin with, but for a blank at its end, which goes to both sides."""
     chosen, rejected = row["chosen"], row["rejected"]
     same = min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if isinstance(chosen, str) and chosen[same - 1 : same] == " ":
@@ -193,8 +193,8 @@ class PairCollator:
 @dataclass
 class CompletionCollator(PairCollator):
     """Makes batches of single completions, padded on the right: ``input_ids``, ``attention_mask``
-    and ``completion_mask`` [B, T], and ``label`` [B] bool; the same of mismatched completions with
-    ``KL_`` in front, and the reference's log-probs, where the rows have them."""
+    and ``completion_mask`` [B, T], and ``label`` [B] bool. Where rows have them, also those of
+    mismatched completions, with ``KL_`` in front of the names, and the reference's log-probs."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch = self._padded([(row["prompt_ids"], row["completion_ids"]) for row in rows])
@@ -215,9 +215,9 @@ def completions_of(batch: Mapping[str, Any], packed: bool = False, prefix: str =
 
     Args:
         batch: ``input_ids``, ``attention_mask`` and ``completion_mask`` [B, T].
-        packed: run it without padding, and once what several completions begin with, unless a row
-            has padding in front or tokens behind its completion, as a user's collator may.
-        prefix: what these names begin with.
+        packed: run the batch without padding, and shared prompts once, unless a row has padding
+            in front or tokens behind its completion, as a user's collator may make it.
+        prefix: what the three columns' names in the batch begin with.
     """
     names = ("input_ids", "attention_mask", "completion_mask")
     columns = [batch[f"{prefix}{name}"] for name in names]
@@ -287,7 +287,7 @@ def _fits(row: Mapping[str, Any], longest: int) -> bool:
 
 
 def _split_row(row: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """:func:`split_prompt` of a row that is fit for it; nothing of one that has a prompt."""
+    """:func:`split_prompt` of a row, which is checked first; {} where the row has a prompt."""
     if "prompt" in row:
         return {}
     _check_parts(row, PAIR, i)
@@ -327,10 +327,10 @@ def _encode_unpaired(
 
 
 def _mismatched(dataset: Any, size: int, options: Mapping[str, Any]) -> Any:
-    """Gives each row the completion of another one of its ``size`` rows, as KL_completion_ids.
+    """Gives each row of a group of ``size`` the completion of another one, as KL_completion_ids.
 
-    A row that is left over belongs to those before it; in a stream, where these have gone by, it is
-    dropped.
+    A single row that is left over joins the last group; in a stream, where that group has gone by,
+    it is dropped.
 
     Raises:
         ValueError: there is one row alone.
@@ -350,7 +350,7 @@ def _mismatched(dataset: Any, size: int, options: Mapping[str, Any]) -> Any:
     last = size + 1 if count % size == 1 else 0
     parts = [(dataset.select(range(count - last)), size)] if count > last else []
     parts += [(dataset.select(range(count - last, count)), last)] if last else []
-    rotated = [x.map(_rotate, batched=True, batch_size=of, **options) for x, of in parts]
+    rotated = [part.map(_rotate, batched=True, batch_size=n, **options) for part, n in parts]
     return rotated[0] if len(rotated) == 1 else datasets.concatenate_datasets(rotated)
 
 
@@ -378,8 +378,8 @@ def _encode(
 
 
 def _as_one_kind(row: Mapping[str, Any], sides: Sequence[str]) -> Mapping[str, Any]:
-    """A row whose completions are chats: with a prompt that is text as a chat, and without the
-    prompt where all completions begin with it."""
+    """A row in which completions that are chats follow a chat: a prompt that is a text becomes a
+    chat, and the prompt is taken off completions that all begin with it. Other rows stay."""
     answers = [row[side] for side in sides]
     if not all(is_chat(answer) for answer in answers):
         return row

@@ -34,7 +34,7 @@ from fastrl.data.tables import (
 
 _FORMATTED, _USEFUL, _CUT = "_text", "_useful", "_cut"  # columns that are dropped again
 _DEFAULT_FIELD = "text"
-_MASKS = ("completion_mask", "assistant_masks")  # columns beside input_ids: 1 where it is learned
+_MASKS = ("completion_mask", "assistant_masks")  # columns beside input_ids: 1 for what is learned
 _SHAREGPT = "conversations"
 _OLDER_ID_COLUMNS = ("chosen_input_ids", "rejected_input_ids")  # pairs' ids in older TRL
 KEEP_START, KEEP_END = "keep_start", "keep_end"
@@ -115,9 +115,9 @@ def prepare_texts(
         useful = any(label != IGNORED for label in labels[1:])
         return {"input_ids": ids, "labels": labels, _USEFUL: useful, _CUT: cut}
 
-    gone = columns if streams else dataset.column_names
+    removed = columns if streams else dataset.column_names
     options = map_options(dataset, num_proc, "tokenising")
-    prepared = dataset.map(prepare, with_indices=True, remove_columns=gone, **options)
+    prepared = dataset.map(prepare, with_indices=True, remove_columns=removed, **options)
     if streams:
         return prepared.filter(lambda row: row[_USEFUL]).remove_columns([_USEFUL, _CUT])
     kept = [i for i, useful in enumerate(prepared[_USEFUL]) if useful]
@@ -149,8 +149,8 @@ def prepare_texts(
 
 
 def check_ready(dataset: Any) -> None:
-    """Raises ValueError for rows that ``skip_prepare_dataset`` takes as they are and that have no
-    ``input_ids``, or masks but not the labels that would be made of these."""
+    """Raises ValueError for rows that ``skip_prepare_dataset`` would take as they are, without
+    ``input_ids``, or with masks and without the labels that preparing makes of masks."""
     columns = stream_columns(dataset) if is_stream(dataset) else list(dataset[0])
     if "input_ids" not in columns:
         raise ValueError(
@@ -192,7 +192,7 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
 
 
 def _check_numbers(ids: Any, name: str, also: int = 0) -> None:
-    """Raises ValueError for anything but whole numbers that are token ids, or -100 in labels."""
+    """Raises ValueError for anything but a list of token ids, or of those and ``also``."""
     numbers = np.asarray([] if ids is None else ids)
     whole = numbers.dtype.kind in "iu" or (ids is not None and not numbers.size)
     if numbers.ndim != 1 or not whole or not ((numbers >= 0) | (numbers == also)).all():
@@ -377,7 +377,7 @@ def prepare_pairs(
 
 
 def with_new_names(dataset: Any) -> Any:
-    """A data set of pairs whose token ids have TRL's older names with the newer ones."""
+    """Gives the token columns of pairs TRL's newer names for older ones, and warns of those."""
     if not set(_pair_columns(dataset)) >= set(_OLDER_ID_COLUMNS):
         return dataset
     warnings.warn(

@@ -54,9 +54,9 @@ def packed(texts: Any, room: int, strategy: str) -> Any:
         texts: a data set or a stream with ``input_ids`` and ``labels``. A stream is packed in
             groups of 1000 texts.
         room: tokens in a row.
-        strategy: "bfd" (best fit, the longest text first), "bfd_split" (the same, of pieces of
-            texts that are longer than a row), or "wrapped" (all texts one after the other, cut
-            where a row is full: a row is one text, in which what comes later sees what was before).
+        strategy: "bfd" (best fit, the longest text first), "bfd_split" (the same, with texts that
+            are longer than a row cut into pieces), or "wrapped" (all texts one after the other, cut
+            where a row is full: a row is one text, whose tokens attend to all texts before them).
     """
     if strategy in (BFD_SPLIT, WRAPPED) and not is_stream(texts):
         texts = keyed(texts)
@@ -86,7 +86,7 @@ def _packed_group(texts: dict[str, list[Any]], room: int) -> dict[str, list[Any]
 
 
 class _Columns(dict):
-    """Columns in memory, of which a list of indices takes rows."""
+    """Columns in memory by name; a list of indices in place of a name takes rows of all."""
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, list):
@@ -248,7 +248,7 @@ def _isolates(model: Any, collator: PackedCollator) -> bool:
         packed = model(**inputs, use_cache=False).logits
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # whatever a family says of a mask, or of positions, that it cannot take
+    except Exception:  # models raise anything for a mask, or positions, that they do not take
         return False
     for ids, logits, lengths in zip(inputs["input_ids"], packed, rows, strict=True):
         used = sum(lengths)

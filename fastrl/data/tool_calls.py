@@ -18,13 +18,13 @@ _NAME, _KEY, _VALUE, _RESULT = "toolnamefkq", "toolkeywzx", "toolvaluevjq", "too
 
 
 class Syntax(NamedTuple):
-    """How calls of tools are written, by a family of models.
+    """How a family of models writes calls of tools.
 
     Attributes:
         written: a pattern of a call of the tool NAME with KEY=VALUE.
         fields: the fields of a response template of transformers, without the token that ends a
             turn.
-        thinks: what begins a thought, which some templates write in front of the response.
+        thinks: what begins and what ends a thought; some templates begin it before the response.
     """
 
     written: str
@@ -46,7 +46,7 @@ def _tagged(opening: str, argument: str) -> dict[str, Any]:
     return {"reasoning_content": _THOUGHT, "tool_calls": calls, "content": _REST}
 
 
-# By the names of the families.
+# Known syntaxes, by the names of the families.
 _KNOWN = {
     "Hermes, Qwen 2.5 and 3": Syntax(
         r'<tool_call>\s*{\s*"name":\s*"NAME",\s*"arguments":\s*{"KEY": "VALUE"',
@@ -138,8 +138,8 @@ _KNOWN = {
 }
 
 
-# A way of reading an assistant's message out of a response: of the prompt, of the response without
-# its last token if that ends turns, and of the schemas of the tools that the prompt names.
+# Reads an assistant's message out of the prompt, the response without its last token if that ends
+# turns, and the schemas of the tools that the prompt names.
 Reader = Callable[[str, str, Sequence[Any]], dict[str, Any]]
 
 
@@ -241,7 +241,7 @@ _TOOL = {"type": "function", "function": {"name": _NAME, "parameters": _ARGUMENT
 
 
 def _calls(names: Sequence[str]) -> dict[str, Any]:
-    """An assistant's message that calls those tools."""
+    """An assistant's message that calls the tools of these names."""
     calls = [
         {"type": "function", "function": {"name": name, "arguments": {_KEY: _VALUE}}}
         for name in names
@@ -250,7 +250,7 @@ def _calls(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _tried(tokenizer: Any, template: Mapping[str, Any]) -> tuple[str, str]:
-    """A chat that ends with a call, and the same with the call's result."""
+    """The text of a chat that ends with a call, and of the same chat with the call's result."""
     chat = [_ASKS, _calls([_NAME])]
     result = {"role": "tool", "name": _NAME, "content": _RESULT}
     try:
@@ -268,7 +268,7 @@ def as_message(parsed: Any) -> dict[str, Any]:
     """A parsed response as a message: with a text, and calls with type, name and arguments.
 
     Raises:
-        ValueError: the message has neither a text nor such calls.
+        ValueError: the response is no mapping, its calls no list, or a call names no tool.
     """
     if not isinstance(parsed, Mapping):
         raise ValueError(f"a response was parsed to {parsed!r:.80}")
@@ -295,8 +295,8 @@ def _as_call(call: Any) -> dict[str, Any]:
 
 
 class ToolChat:
-    """Conversations in which an assistant calls tools, as tokens. What was sampled stays as it is:
-    only results are rendered, behind it.
+    """Conversations in which an assistant calls tools, as tokens. Sampled tokens stay as they are:
+    only results are rendered, behind them.
 
     Args:
         ends: ids of tokens that end a response.
@@ -312,10 +312,11 @@ class ToolChat:
     def read(
         self, prompt: Sequence[int], response: Sequence[int], tools: Sequence[Any]
     ) -> tuple[dict[str, Any], bool]:
-        """An assistant's message, and whether it could be read; if not, the message is its text,
-        such as calls that are no JSON.
+        """The message in an assistant's response, and whether it could be read; if not, as with
+        calls that are no JSON, the message is the response's text.
 
         Args:
+            prompt, response: token ids.
             tools: the schemas of the tools that the prompt names.
         """
         ids = list(response)
@@ -323,7 +324,7 @@ class ToolChat:
         try:
             decode: Callable[..., str] = self.tokenizer.decode
             return as_message(self.reader(decode(list(prompt)), decode(message_ids), tools)), True
-        except Exception:  # whatever a policy writes, and a pattern or a parser makes of it
+        except Exception:  # a policy may write anything, and a parser fail at it in any way
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             return {"role": "assistant", "content": text}, False
 
@@ -333,12 +334,12 @@ class ToolChat:
         results: Sequence[dict[str, Any]],
         template: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """The tokens between a response that calls tools and the next: the results, up to where
-        the assistant is to go on.
+        """The tokens between a response that calls tools and the next response: the results, up to
+        where the assistant is to go on.
 
         Args:
             results: a message of the role tool for each call.
-            template: arguments of the chat template, in the place of those of the same names.
+            template: arguments of the chat template, which replace the object's of the same names.
 
         Raises:
             ValueError: a chat template that changes the end of a turn with what follows.
@@ -369,7 +370,7 @@ class ToolChat:
         return ids[1:] if ids and ids[0] == response[-1] and end is None else ids
 
     def _behind(self, front: str, text: str) -> list[int]:
-        """The tokens of a text as they are behind another one."""
+        """The tokens that ``text`` has behind ``front``."""
         before = self._encode(front)
         both = self._encode(front + text)
         if both[: len(before)] == before:

@@ -31,15 +31,15 @@ def apply_chat_template(
     processing_class: Any = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
-    """A row's messages as texts: ``messages`` as ``text``; a prompt up to where the answer begins,
-    and what follows it in a chat that is whole.
+    """Renders a row's messages: ``messages`` as ``text``; a prompt up to where the answer begins,
+    and an answer as what follows the prompt when both are rendered as one chat.
 
     Args:
         tokenizer, processing_class: a tokenizer or a processor with a chat template, by its older
             or its newer name.
         tools: an argument of the template, as are further ones and those in the row's column
-            ``chat_template_kwargs``. The template gets no keys that are None: tables fill in those
-            that other rows have, and a row does not tell where it is from.
+            ``chat_template_kwargs``. Of ``tools``, column and messages the template gets no keys
+            that are None: tables fill these in for keys that only other rows have.
 
     Raises:
         TypeError: no tokenizer.
@@ -84,7 +84,7 @@ def apply_chat_template(
 def maybe_apply_chat_template(
     example: Mapping[str, Any], tokenizer: Any = None, tools: Any = None, **template_kwargs: Any
 ) -> Any:
-    """:func:`apply_chat_template` of a row with messages; another one as it is."""
+    """:func:`apply_chat_template` of a row with messages; another row stays as it is."""
     if not is_conversational(example):
         return example
     return apply_chat_template(example, tokenizer, tools, **template_kwargs)
@@ -96,8 +96,7 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Any:
-    """:func:`extract_prompt` of preferences whose sides begin with the prompt; another row as it
-    is."""
+    """:func:`extract_prompt` of a pair whose sides begin with the prompt; other rows stay."""
     if "chosen" not in example or "rejected" not in example:
         return example
     if "prompt" in example and is_chat(example["prompt"]) == is_chat(example["chosen"]):
@@ -134,8 +133,8 @@ def _unpaired(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
-    """A row in ShareGPT's words in those of ChatML: ``role`` and ``content`` for ``from`` and
-    ``value``, ``messages`` for ``conversations``."""
+    """Renames ShareGPT's keys in a row to ChatML's: ``from`` to ``role``, ``value`` to ``content``,
+    ``conversations`` to ``messages``."""
     row = dict(example)
     for name in (*_SAID, "conversations"):
         if is_chat(row.get(name)):
@@ -146,7 +145,7 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd") -> Any:
-    """Rows of ``input_ids`` in rows of ``seq_length`` tokens, see
+    """Packs rows of ``input_ids`` into rows of ``seq_length`` tokens, see
     :func:`fastrl.data.sft_packing.packed`."""
     return packed(dataset, seq_length, strategy)
 
@@ -154,8 +153,8 @@ def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd") -> Any:
 def conversations_formatting_function(
     tokenizer: Any, messages_field: str, tools: Any = None
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """A ``formatting_func`` that writes a column of messages by the chat template, of a row or of
-    a batch of rows."""
+    """Makes a ``formatting_func`` that renders a column of messages by the chat template, for a row
+    or a batch of rows."""
 
     def format_rows(rows: Mapping[str, Any]) -> Any:
         texts = [
@@ -173,10 +172,10 @@ class ConstantLengthDataset(IterableDataset):
 
     Args:
         dataset_text_field: the column of the texts.
-        formatting_func: returns a row's text, in the place of that.
+        formatting_func: returns a row's text, in place of that column.
         infinite: begin again at the end.
-        num_of_sequences, chars_per_token: so many characters are read at a time, times
-            ``seq_length``, and shuffled among themselves.
+        num_of_sequences, chars_per_token: texts of num_of_sequences·chars_per_token·seq_length
+            characters are read and shuffled at a time.
         eos_token_id: the token between texts, if the tokenizer has no EOS.
         shuffle: texts, and rows, by Python's generator.
         append_concat_token, add_special_tokens: end texts with EOS; begin them as the tokenizer
@@ -213,7 +212,7 @@ class ConstantLengthDataset(IterableDataset):
         return len(self.dataset)
 
     def rows(self) -> Any:
-        """The rows as a data set of ``datasets``: a stream where they never end, or come of one."""
+        """The rows as a data set of ``datasets``; a stream if they are endless, or of a stream."""
         import datasets
 
         if self.infinite or not hasattr(type(self.dataset), "__len__"):

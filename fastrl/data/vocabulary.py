@@ -46,7 +46,7 @@ def check_vocabulary(model: Any, tokenizer: Any, ids: Iterable[Sequence[int]]) -
 
 
 def check_table(model: Any, tokenizer: Any, dataset: Any) -> None:
-    """:func:`check_vocabulary` of a data set with token columns; others are not read."""
+    """:func:`check_vocabulary` of a data set's token columns; other columns are not read."""
     import pyarrow.compute as pc
 
     # A stream may not know its columns, nor can it be read here.
@@ -60,8 +60,8 @@ def check_table(model: Any, tokenizer: Any, dataset: Any) -> None:
 
 
 def check_examples(model: Any, tokenizer: Any, examples: Iterable[Example]) -> None:
-    """:func:`check_vocabulary` of examples, which are encoded for it only where the tokenizer has
-    tokens that the model has not."""
+    """:func:`check_vocabulary` of examples. They are iterated, and so encoded, only where the
+    tokenizer has tokens that the model lacks."""
     if max(tokenizer.get_vocab().values(), default=0) < embedding_rows(model):
         return
     ids = (part for x in examples for part in (x.prompt_ids, *(r.ids for r in x.responses)))
