@@ -13,8 +13,8 @@ from fastrl.samples import Samples
 
 
 class DynamicSampling:
-    """Groups without spread are replaced by groups of new prompts, and what of these has no spread
-    again, in at most ``rounds`` rounds; what is left then stays."""
+    """Replaces groups without spread by groups of new prompts, in at most ``rounds`` rounds: a
+    round replaces new groups of the round before that have no spread; the last round's stay."""
 
     def __init__(self, group_size: int, rounds: int, processes: Processes):
         self.group_size, self.rounds, self.processes = group_size, rounds, processes
@@ -27,14 +27,14 @@ class DynamicSampling:
         draw: Callable[[list[int], list[int]], Samples | None],
     ) -> tuple[Samples, dict[int, int], dict[str, float]]:
         """This process's samples; the new prompts by the numbers of the groups, of all processes,
-        that they replaced; and statistics, none without a round.
+        that they replaced; and statistics, {} where ``rounds`` is 0.
 
         Args:
-            samples: this process's.
-            groups: how many all processes have.
-            take: gives the numbers of so many new prompts.
-            draw: samples this process's responses to the prompts of such numbers, and rewards them;
-                with the keys of their draws. None where there are no prompts.
+            samples: this process's samples.
+            groups: the number of groups of all processes.
+            take: returns the numbers of as many new prompts as it is called with.
+            draw: samples and rewards this process's responses, by the numbers of prompts and the
+                keys of their draws; None where there are no prompts.
         """
         if not self.rounds:
             return samples, {}, {}
@@ -60,7 +60,7 @@ class DynamicSampling:
 
 
 def without_spread(scores: Tensor, size: int) -> list[int]:
-    """The groups of ``size`` scores [B] each that are all equal, but for those that are NaN."""
+    """The numbers of groups of ``size`` among scores [B] that are all equal, NaN left out."""
     groups = scores.view(-1, size)
     high = groups.nan_to_num(nan=-torch.inf).amax(-1)
     low = groups.nan_to_num(nan=torch.inf).amin(-1)
@@ -68,7 +68,7 @@ def without_spread(scores: Tensor, size: int) -> list[int]:
 
 
 def in_their_places(count: int, groups: Sequence[int], size: int) -> list[int]:
-    """The order that puts what is behind ``count`` samples in the places of some groups."""
+    """The indices that put the samples behind the first ``count`` in the places of ``groups``."""
     order = list(range(count))
     for i, group in enumerate(groups):
         for j in range(size):

@@ -1,5 +1,4 @@
-"""The one place where the spine reaches accelerate: a model and its optimizer, as it has prepared
-them."""
+"""Gradients and optimizer steps of a model and its optimizer, as accelerate has prepared them."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ class Engine:
 
     Args:
         model, optimizer: as accelerate has wrapped them.
-        max_norm: clips gradients; None leaves that to the owner of the optimizer.
-        processes: each of which computes its share of every mini-batch.
+        max_norm: the norm to which gradients are clipped; None: the optimizer's owner clips them.
+        processes: the run's processes, each of which computes its share of every mini-batch.
 
     Attributes:
         steps: the number of optimizer steps begun so far.
@@ -44,7 +43,7 @@ class Engine:
 
     @property
     def unwrapped(self) -> Any:
-        """The model itself."""
+        """The model without accelerate's wrappers."""
         return self.accelerator.unwrap_model(self.model)
 
     @property
@@ -65,32 +64,32 @@ class Engine:
             yield
 
     def add(self, loss: Tensor, of: int) -> None:
-        """Adds the gradient of loss / of, of which each process has its part; accelerate divides by
-        a fixed number of mini-batches, and by that of the processes."""
+        """Adds the gradient of loss / of, where ``loss`` is this process's part of it. Accelerate's
+        division by a fixed number of mini-batches, and by that of processes, is undone."""
         scale = self.accelerator.gradient_accumulation_steps * self.processes.count / of
         self.accelerator.backward(loss if scale == 1 else loss * scale)
 
     def norm(self) -> Tensor:
-        """Clips the gradient to ``max_norm``; returns its norm before that, [] fp32: 0 where it
-        :attr:`is_scaled`."""
-        nothing = torch.zeros((), device=self.device)
+        """Clips the gradient to ``max_norm``; returns its norm before that, [] fp32: 0 where
+        :attr:`is_scaled` holds or no weight has a gradient."""
+        zero = torch.zeros((), device=self.device)
         if self.is_scaled:
-            return nothing
+            return zero
         if self.max_norm is not None:
             clipped = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)
-            return nothing if clipped is None else clipped.float()
+            return zero if clipped is None else clipped.float()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if not gradients:
-            return nothing
+            return zero
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         # On CPUs foreach takes twice as long as one norm after the other.
-        foreach = False if nothing.device.type == "cpu" else None
+        foreach = False if zero.device.type == "cpu" else None
         norm: Any = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # if sharded
-        return norm.float().to(nothing.device)
+        return norm.float().to(zero.device)
 
     def step(self) -> bool:
-        """A step of the optimizer; False where a GradScaler left it out."""
+        """Takes an optimizer step; returns False where a GradScaler left it out."""
         if self.is_scaled and self.max_norm is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.steps += 1

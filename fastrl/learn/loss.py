@@ -25,13 +25,13 @@ class MinibatchLoss(NamedTuple):
 
     loss: Tensor  # []
     stats: dict[str, Tensor]  # [] each, by their classic names
-    mean_ratio: Tensor  # [], 0 of a critic
-    ratios: Tensor  # [N], of the response tokens; [0] of a critic
+    mean_ratio: Tensor  # [], 0 for a critic
+    ratios: Tensor  # [N], of the response tokens; [0] for a critic
     advantages: Tensor  # [N]
 
     @property
     def policy_kl(self) -> Tensor:
-        """Mean of old - new log-prob, []; 0 of a critic."""
+        """Mean of old - new log-prob, []; 0 for a critic."""
         return self.stats.get("ppo/policy/policykl", torch.zeros_like(self.mean_ratio))
 
     @staticmethod
@@ -68,7 +68,7 @@ class MinibatchLoss(NamedTuple):
 
         Args:
             old, whole: experience of the part, and of the mini-batch.
-            counts: 1; 0 where the part is only there for others to wait for.
+            counts: 1; 0 for a part that runs only because other processes wait for it.
         """
         part = counts * len(old.logprobs) / len(whole.logprobs)
         stats = {k: x * (counts if k in _SUMS else part) for k, x in self.stats.items()}
@@ -130,7 +130,7 @@ class ClippedValues(NamedTuple):
 
         Args:
             values, old_values, returns: [N].
-            objective: has w and the denominator, a tensor, where 0 gives 0.
+            objective: has w and the denominator, a tensor; a denominator of 0 makes the term 0.
         """
         weights, denominator = objective.token_weights, objective.denominator
         assert isinstance(values, Tensor)
@@ -158,37 +158,36 @@ class RouterTerm(NamedTuple):
     """coef times the load-balancing loss of a mixture's routers, and their statistics."""
 
     coef: float
-    replays: bool  # the experts' choices of rollouts
+    replays: bool  # whether experts that rollouts chose are chosen again
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the statistics."""
-        found = ("load", "aux_loss", *(("changed_choices",) if self.replays else ()))
-        return tuple(f"ppo/router/{name}" for name in found)
+        names = ("load", "aux_loss", *(("changed_choices",) if self.replays else ()))
+        return tuple(f"ppo/router/{name}" for name in names)
 
     def added(
         self, own: MinibatchLoss, routing: Routing, share: float, policy_coef: float
     ) -> MinibatchLoss:
         """A part's loss with its share of the mini-batch's term."""
         stats = {f"ppo/router/{name}": x for name, x in routing.statistics().items()}
-        found = own._replace(stats={**own.stats, **stats})
+        added = own._replace(stats={**own.stats, **stats})
         if not self.coef:
-            return found
+            return added
         term = self.coef * policy_coef * share * routing.aux_loss()
-        found.stats["ppo/loss/total"] = own.stats["ppo/loss/total"] + term.detach()
-        return found._replace(loss=own.loss + term)
+        added.stats["ppo/loss/total"] = own.stats["ppo/loss/total"] + term.detach()
+        return added._replace(loss=own.loss + term)
 
 
 class UpdateLoss(TokenLoss):
-    """The loss of a mini-batch, and its statistics.
-
-    That of tokens, which the LM head's kernel computes, and the value term.
+    """The loss of a mini-batch, and its statistics: the tokens' loss, which the LM head's kernel
+    computes, and the value term.
 
     Args:
         values: the value term; None: the policy learns no values.
         has_kl: whether experience has a KL term.
-        router: what a mixture's routers add; None of dense models.
-        options: those of :class:`TokenLoss`.
+        router: the term of a mixture's routers; None for dense models.
+        options: further arguments of :class:`TokenLoss`.
 
     Attributes:
         names: the classic names of its statistics.
@@ -218,9 +217,9 @@ class UpdateLoss(TokenLoss):
         """Denominators of the losses of an optimizer step's mini-batches, whose mean is the step's
         loss.
 
-        Each by its own tokens (or samples), as in TRL: tokens of a short mini-batch weigh more. Or,
-        ``per_step``, by those of all n mini-batches over n: Σ_j S_j / D is the mean of
-        S_j / (D / n), so that the step does not depend on how many mini-batches there are.
+        Each counts its own mini-batch's tokens (or samples), as in TRL: tokens of a short one weigh
+        more. With ``per_step`` each counts those of all n mini-batches, over n: Σ_j S_j / D is the
+        mean of S_j / (D / n), so that the step does not depend on the number of mini-batches.
         """
         lengths = [minibatch.counts for minibatch in minibatches]
         weights = [minibatch.old.of_samples for minibatch in minibatches]
@@ -231,37 +230,37 @@ class UpdateLoss(TokenLoss):
         return list(map(self.aggregate.denominator, lengths, weights))
 
     def chooses_by_scores(self, alone: bool) -> bool:
-        """Whether which tokens are learned is found by a forward of its own.
+        """Whether a forward pass of its own has to say which tokens are learned.
 
         Args:
-            alone: one forward sees the whole mini-batch, and so the highest entropies.
+            alone: whether one pass sees the whole mini-batch, and so its highest entropies.
         """
         return self.off_policy is not None or (self.top_entropy < 1 and not alone)
 
     def with_chosen(
         self, parts: Sequence[Minibatch], scores: Sequence[TokenScores], every: Tensor
     ) -> list[Minibatch]:
-        """Parts of a mini-batch that know which of their tokens are learned: those of the highest
-        entropies, of responses that are not off the policy.
+        """Parts of a mini-batch with ``old.chosen``: 1 for tokens that are learned, which have the
+        highest entropies and are of responses that are not off the policy; else 0.
 
         Args:
             scores: of each part's tokens.
             every: entropies of all tokens of the mini-batch, [N].
         """
         least = torch.nanquantile(every.float(), 1.0 - self.top_entropy)
-        found = []
-        for part, own in zip(parts, scores, strict=True):
-            assert own.entropies is not None
-            chosen = (own.entropies >= least).to(own.entropies.dtype)
+        marked = []
+        for part, scored in zip(parts, scores, strict=True):
+            assert scored.entropies is not None
+            chosen = (scored.entropies >= least).to(scored.entropies.dtype)
             if self.off_policy is not None:
-                chosen = chosen * on_policy(part, own.logprobs, self.off_policy)
-            found.append(part._replace(old=replace(part.old, chosen=chosen)))
-        return found
+                chosen = chosen * on_policy(part, scored.logprobs, self.off_policy)
+            marked.append(part._replace(old=replace(part.old, chosen=chosen)))
+        return marked
 
     def request(
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
     ) -> ScoringRequest:
-        """The model's request for the policy's part of the loss, log-probs and values."""
+        """Makes the request for the policy's part of the loss, log-probs and values."""
         return scoring_request(
             minibatch.tokens,
             model_pass,
@@ -281,10 +280,10 @@ class UpdateLoss(TokenLoss):
         """The loss of a mini-batch.
 
         Args:
-            old: its experience.
+            old: the mini-batch's experience.
             request: from :meth:`request`, for this mini-batch.
-            new: the model's scores for it.
-            policy_coef: of the policy's part.
+            new: the model's scores of that request.
+            policy_coef: the factor of the policy's part.
         """
         objective = request.objective
         assert isinstance(objective, PolicyObjective)
@@ -303,8 +302,8 @@ class UpdateLoss(TokenLoss):
         """The value term, 0 without a value function; and all statistics but the whole loss.
 
         Args:
-            new: with the policy's loss and its statistics.
-            objective: which that is of; its denominator is a tensor, where 0 gives 0.
+            new: scores with the policy's loss and its statistics.
+            objective: the objective of that loss; its denominator is a tensor, and 0 gives 0.
             old_values, returns: [N].
         """
         assert new.stats is not None
@@ -326,10 +325,10 @@ class UpdateLoss(TokenLoss):
 
 
 class ValueLoss:
-    """The loss of a critic of its own, and its statistics.
+    """The loss of a critic that is a model of its own, and its statistics.
 
     Args:
-        policy: of the policy, with the same denominators.
+        policy: the policy's loss, whose denominators this loss has, too.
         values: the value term.
     """
 
@@ -341,13 +340,13 @@ class ValueLoss:
         self.denominators = policy.denominators
 
     def chooses_by_scores(self, alone: bool) -> bool:
-        """Values are of all tokens."""
+        """Returns False: values are learned at all tokens."""
         return False
 
     def request(
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
     ) -> ScoringRequest:
-        """The critic's request for values; the objective has weights and denominator alone."""
+        """Makes the request for values; only weights and denominator of its objective are read."""
         return self.policy.request(minibatch, model_pass, denominator)._replace(values=True)
 
     def __call__(
@@ -357,8 +356,8 @@ class ValueLoss:
         new: TokenScores,
         policy_coef: float = 1.0,
     ) -> MinibatchLoss:
-        """The loss of a mini-batch; arguments are those of :class:`UpdateLoss`, of whose ratios it
-        has none."""
+        """The loss of a mini-batch, without ratios. Arguments are those of :class:`UpdateLoss`, of
+        which ``policy_coef`` is not read."""
         objective = request.objective
         assert isinstance(objective, PolicyObjective)
         loss, stats = self.values(new.values, objective, old.values, old.returns)

@@ -36,11 +36,11 @@ class MicroBatches:
         self.size: int | None = None
 
     def __call__(self, samples: int, undo: Callable[[], None] = lambda: None) -> Iterator[_Attempt]:
-        """Yields a context of each attempt, which gives the samples that are run at a time; another
-        one follows where memory has run out.
+        """Yields a context of each attempt, which gives the number of samples to run at a time;
+        another attempt follows where memory has run out.
 
         Args:
-            samples: the number of samples that are there to be run at a time.
+            samples: the most samples to run at a time.
             undo: called after an attempt that failed.
 
         Raises:
@@ -64,8 +64,8 @@ class MicroBatches:
 
 
 class _Attempt:
-    """Ends without an error where memory has run out and fewer samples may fit; behind it the error
-    is gone, and with it the frames that hold tensors."""
+    """Context that ends without an error where memory has run out and fewer samples may fit; behind
+    it the error is gone, and with it the frames that hold tensors."""
 
     def __init__(self, owner: MicroBatches, size: int):
         self.owner, self.size, self.failed = owner, size, False
@@ -129,7 +129,7 @@ class PositionCount:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    # accelerate's function does not take arguments that are no text
+    # accelerate's function fails at errors whose arguments are no text
     is_known = should_reduce_batch_size(RuntimeError(str(error)))
     return is_known or isinstance(error, torch.OutOfMemoryError)
 

@@ -45,8 +45,8 @@ class NonFiniteNumbers:
 
     Args:
         on_nonfinite: the setting of that name of ``PPOConfig``.
-        decode: the text of a prompt's token ids; None: the samples that make a loss or gradient
-            not finite are not looked for.
+        decode: returns the text of a prompt's token ids; None: the samples that make a loss or
+            gradient not finite are not looked for.
         counts: whether there are statistics ``ppo/nan_samples`` and ``ppo/nonfinite_samples``.
     """
 
@@ -99,7 +99,7 @@ class NonFiniteNumbers:
         return which
 
     def scores_are_named(self) -> None:
-        """Their source has warned of scores that are not finite; :meth:`scores` need not."""
+        """Notes that scores that are not finite were warned of, so that :meth:`scores` is quiet."""
         self._warned.add("scores")
 
     def experience(self, batch: TokenBatch, scored: Scored, rewards: Tensor) -> list[int]:
@@ -109,8 +109,8 @@ class NonFiniteNumbers:
             rewards: [B, T-1], before they are whitened.
 
         Raises:
-            FloatingPointError: with "raise"; all samples of which a token counts have such; or none
-                has, and what is computed from them is not finite.
+            FloatingPointError: with "raise"; all samples of which a token counts have such numbers;
+                or none has, and so advantages or returns are what is not finite.
         """
         numbers = (scored.logprobs, scored.values, rewards)
         sound = torch.stack([x.isfinite().all(-1) for x in numbers], 1).cpu()
@@ -143,18 +143,19 @@ class NonFiniteNumbers:
 
     @property
     def leaves_out_causes(self) -> bool:
-        """Whether these samples alone are left out, not the whole mini-batch or step."""
+        """Whether samples that make a loss or gradient not finite are left out alone, not with
+        their whole mini-batch or step."""
         return self._kind == "zero-sample"
 
     def update(self, what: str, causes: Sequence[Minibatch] = ()) -> str:
         """Handles an optimizer step with a loss or gradient that is not finite, before it is taken.
 
         Args:
-            what: is not finite.
+            what: names what is not finite.
             causes: the samples that make it so, where they are known, each as a mini-batch.
 
         Returns:
-            their names, for a warning that the update is to give; or "".
+            the samples' names, for a warning that the update is to give; or "".
 
         Raises:
             FloatingPointError: with "raise".
@@ -202,7 +203,7 @@ def samples_left_out(
     """Indices of samples that ended in NaN logits, whose continuation is not known.
 
     Raises:
-        FloatingPointError: one did, where ``nonfinite`` raises; or all did, of the only process.
+        FloatingPointError: one did, and ``nonfinite`` raises; or all did, of the only process.
     """
     which = [i for i, reason in enumerate(rollout.finish_reasons) if reason == "nan"]
     if processes.count == 1:  # other processes may have samples left
@@ -226,7 +227,7 @@ def check_a_sample_is_left(left_out: int, count: int) -> None:
 
 
 def _shown(named: Sequence[tuple[int, str]], count: int) -> str:
-    """Samples' indices with what is said of them, of ``count`` samples."""
+    """Lists samples' indices, each with its text, and how many more of ``count`` there are."""
     shown = ", ".join(f"{i} ({what})" for i, what in named)
     return shown + (f" and {count - len(named)} more" if count > len(named) else "")
 

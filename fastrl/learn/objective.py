@@ -2,9 +2,9 @@
 
     L = Σ_t v_t·(u_t·ℓ_t + β·KL_t - c·H_t) / D
 
-ℓ_t is a row of :data:`fastrl_kernels.POLICY_LOSSES` of the ratio ρ_t = π/π_old, times u_t, an
-importance weight (of another sampler; 1 or 0 of tokens that are chosen or not). v_t and D are the
-aggregate's, see :mod:`fastrl.learn.aggregate`.
+ℓ_t is a row of :data:`fastrl_kernels.POLICY_LOSSES`, a function of the ratio ρ_t = π/π_old; u_t is
+its weight: 1 or 0 for tokens that are chosen or not, times the importance weight of another
+sampler. H_t is the entropy. v_t and D are the aggregate's, see :mod:`fastrl.learn.aggregate`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastrl.registry import policy_loss, try_policy_loss
 from fastrl_kernels.kl import kl_value
 from fastrl_kernels.sequence_ratios import log_gamma_weights
 
-_LEAST_WEIGHT = 1e-8  # of another sampler, in a ratio; as in TRL
+_LEAST_WEIGHT = 1e-8  # the least importance weight in a ratio, as in TRL
 
 
 class TokenObjective(NamedTuple):
@@ -40,11 +40,11 @@ class TokenObjective(NamedTuple):
     def of(
         cls, settings: Any, kind: str, level: str, cliprange: tuple[float, float]
     ) -> TokenObjective:
-        """Makes the objective with the numbers that all configurations call alike.
+        """Makes the objective from settings that all configurations call alike.
 
         Args:
             kind, level: rows of ``POLICY_LOSSES`` and ``RATIO_LEVELS``.
-            cliprange: of a kind whose ratio is bounded above alone, the upper one counts.
+            cliprange: low and high; low is not read for a ratio that is bounded above alone.
 
         Raises:
             ValueError: a ``delta``, temperatures, powers or decays out of range, or of another
@@ -70,12 +70,13 @@ class Pass:
     """A part of a batch that a forward and backward pass runs.
 
     Attributes:
+        part, whole: the samples of the pass, and those of the batch.
         denominator: D of the whole batch.
         counts: False where it is run for other processes, which wait for it.
-        scores: of its tokens that are learned, once the forward has run.
+        scores: scores of its tokens that are learned, once the forward has run.
         loss: L without the entropies' bonus.
         aux_loss: the load-balancing loss of a mixture's experts.
-        routing: of the forward, of a mixture of experts.
+        routing: the forward's routing in a mixture of experts.
     """
 
     part: Minibatch
@@ -92,13 +93,13 @@ class Pass:
 
     @property
     def logprobs(self) -> Tensor:
-        """The policy's, [N], without their gradient."""
+        """Log-probs by the policy, [N], without gradient."""
         assert self.scores is not None
         return self.scores.logprobs.detach()
 
     @property
     def entropies(self) -> Tensor:
-        """The policy's, [N], without their gradient."""
+        """Entropies of the policy, [N], without gradient."""
         assert self.scores is not None
         assert self.scores.entropies is not None
         return self.scores.entropies.detach()
@@ -138,11 +139,11 @@ class Ratios(NamedTuple):
 
 
 class TokenLoss:
-    """L over the tokens of a mini-batch, or of a pass of one; its coefficients.
+    """Computes L over the tokens of a mini-batch, or of a part of it.
 
-    KL_t is that of the experience's KL term, times ρ_t where ``corrects_kl`` says so
-    (DeepSeek-V3.2), the token's own ratio also beside ratios of sequences: by another one its
-    gradient would be no KL's.
+    KL_t is that of the experience's KL term; with ``corrects_kl`` it is multiplied by ρ_t
+    (DeepSeek-V3.2), the token's own even where ℓ_t reads a sequence's: a sequence's would make the
+    gradient no KL's.
 
     Args:
         objective: ℓ, and the bounds of its ratio.
@@ -151,8 +152,8 @@ class TokenLoss:
         temperature: T of the policy softmax(logits / T).
         per_step: whether all mini-batches of an optimizer step have one D.
         off_policy: leaves out responses by :func:`fastrl.learn.correction.on_policy`; None: none.
-        is_scaled: whether a GradScaler multiplies the loss before its gradient is computed, which
-            the head's gradients would be rounded before.
+        is_scaled: whether a GradScaler scales the loss before its backward pass: the LM head, which
+            computes gradients in its forward, would round them unscaled.
     """
 
     def __init__(
@@ -210,7 +211,8 @@ class TokenLoss:
     def _beside_sampler(self, old: Experience) -> tuple[Tensor | None, Tensor | None]:
         """Log-probs that ratios are taken to, and weights u of ℓ, each [N].
 
-        A ratio that is always of whole responses is to the sampler, w·Π_t u_t: weights are in it.
+        Where a loss always has the ratio of whole responses, that ratio is taken to the sampler,
+        w·Π_t u_t: the log-probs then hold the weights, and None is returned for u.
         """
         weights = old.sampler_weights
         if weights is None or not self.row.of_response:
@@ -222,7 +224,7 @@ class TokenLoss:
         """D of a batch of responses.
 
         Args:
-            generated: tokens of a batch, in the mean over those that were generated together.
+            generated: the mean number of tokens of the batches that were generated together.
         """
         if self.per_step:
             return max(generated, 1e-9)
@@ -232,16 +234,16 @@ class TokenLoss:
         self, given: Pass, entropy_coef: float, processes: int
     ) -> PolicyObjective | None:
         """The loss of a pass as the LM head computes it with its gradient, less c·mean_t H_t; None
-        where it needs something else.
+        where the head cannot.
 
-        That is a KL times a ratio other than 1, which the kernels do not have; the mask of
-        responses that are off the policy, and thresholds of entropy over several processes, which
-        are known behind all log-probs; a mean of entropies that weighs tokens otherwise than the
-        loss; and a loss that is scaled.
+        It cannot where there is a KL times a ratio other than 1, which the kernels do not have; a
+        mask of responses that are off the policy, or thresholds of entropy over several processes,
+        which need all log-probs first; a mean of entropies that weighs tokens otherwise than the
+        loss; a loss that is scaled; or no token.
 
         Args:
             entropy_coef: c, as it is now.
-            processes: how many there are.
+            processes: the number of processes.
         """
         part, denominator, count = given.part, given.denominator, len(given.whole.old.advantages)
         is_same, kl = part.old.logprobs is None, part.old.kl
@@ -271,13 +273,13 @@ class TokenLoss:
     def of_logprobs(
         self, part: Minibatch, logprobs: Tensor, chosen: Tensor | None, denominator: float
     ) -> Tensor:
-        """The same from log-probs [N], without entropies.
+        """L of a part of a batch from its log-probs [N], without the entropies' bonus.
 
         Args:
             chosen: [N] 1 or 0, the tokens that ℓ is of; None: all.
         """
-        given: Any = {"kl": None, "chosen": chosen, "entropy_coef": 0.0}
-        objective = self.policy_objective(part.old, part.counts, denominator, **given)
+        options: Any = {"kl": None, "chosen": chosen, "entropy_coef": 0.0}
+        objective = self.policy_objective(part.old, part.counts, denominator, **options)
         loss, _ = policy_loss_of(logprobs, None, objective)
         if part.old.kl is not None:
             kl, weights = self.kl(part, logprobs), objective.token_weights
@@ -288,10 +290,11 @@ class TokenLoss:
     def of_pass(
         self, given: Pass, entropy_coef: float, choose: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """The loss of a pass that has its scores, less c·mean_t H_t: the head's, or from log-probs.
+        """The loss of a pass that has its scores, less c·mean_t H_t: as the head computed it, else
+        from log-probs. Sets the pass's ``loss``.
 
         Args:
-            choose: of the entropies of a whole batch, [N], returns 1 for the highest, else 0.
+            choose: returns 1 for the highest of a whole batch's entropies, [N], else 0.
         """
         part, scores = given.part, given.scores
         assert scores is not None

@@ -26,8 +26,8 @@ class OldLogprobs:
 
     Args:
         kind: the setting ``PPOConfig.old_logprobs``: "recompute" always runs the policy; "rollout"
-            takes what the rollout returned; "auto" does where a few samples that are scored again
-            agree.
+            takes what the rollout returned; "auto" does so where a few samples that are scored
+            again agree.
         scorer: runs policy and reference.
     """
 
@@ -83,19 +83,19 @@ def audited(samples: Sequence[int]) -> list[int]:
 
 
 def agrees(largest: float, mean: float, precision: torch.dtype) -> bool:
-    """Whether a rollout's numbers are those of another forward, by the largest and the mean
-    difference from it; NaN is not.
+    """Whether a rollout's numbers agree with those of another forward, by the largest and the mean
+    difference; NaN does not.
 
     Args:
-        precision: the lowest in which the model computes.
+        precision: the lowest precision in which the model computes.
     """
     kind, tolerance = _TOLERANCES.get(precision, _LOW_PRECISION)
     return (largest if kind == "max" else mean) <= tolerance
 
 
 def known_of(rollout: Samples, policy: nn.Module, temperature: float) -> Samples:
-    """A rollout's columns that an update reads; with its log-probs and values as the old ones, or
-    neither, of a policy that is about to learn and drew the rollout."""
+    """A rollout's columns that an update of ``policy``, which drew it, reads: log-probs and values
+    become the old ones; where either is unknown, both are None."""
     logprobs, values = rollout.logprobs_at(temperature), rollout.values
     if values is None and logprobs is not None and getattr(policy, "v_head", None) is None:
         values = [torch.zeros_like(x) for x in logprobs]  # every value of such a policy

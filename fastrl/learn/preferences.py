@@ -1,5 +1,4 @@
-"""Losses of preferences, a row each, whoever trains by them: of pairs of responses, and of single
-ones.
+"""Losses of preferences, a row each: of pairs of responses, and of single responses.
 
 A row reads the log-probs of whole responses and returns one loss per example, whose mean is the
 trainer's. r = log π - log ref of a response; p̄ and r̄ are log π and r over its tokens; of a pair w
@@ -51,6 +50,7 @@ class Side(NamedTuple):
         return self.sums - self.ref_sums
 
     def with_ratio(self, ratio: Tensor) -> Side:
+        """This side with another r, [B]: sums become r, the reference's 0."""
         return self._replace(sums=ratio, ref_sums=torch.zeros_like(ratio))
 
     def where(self, condition: Tensor, other: Side) -> Side:
@@ -61,7 +61,7 @@ class Side(NamedTuple):
 
 
 def sides_of(count: int, *columns: Tensor) -> tuple[Side, ...]:
-    """Columns of so many sides, one side after the other in each, as the sides."""
+    """Splits columns, in which ``count`` sides stand one after the other, into the sides."""
     return tuple(Side(*each) for each in zip(*(x.chunk(count) for x in columns), strict=True))
 
 
@@ -89,7 +89,7 @@ class PairObjective:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a user's."""
+        """Whether a user's code declared the loss."""
         return self.name not in _OURS
 
     @property
@@ -99,7 +99,7 @@ class PairObjective:
         return {**self.defaults, **(divergence if self.reads == "h" else {})}
 
     def __call__(self, chosen: Side, rejected: Side, **options: Any) -> Tensor:
-        """The loss of each pair, [B]; of a batch's pairs together in another order."""
+        """The loss of each pair, [B]; where ``reads`` is "batch", no loss is one pair's."""
         kind, alpha = options.pop("divergence", "reverse_kl"), options.pop("divergence_alpha", 0.5)
         if kind != "reverse_kl":
             f = partial(fastrl_kernels.f_divergence_scores, divergence=kind, alpha=alpha)
@@ -114,7 +114,7 @@ class PairObjective:
         return losses
 
     def reward(self, side: Side, beta: float = 1.0, **_: Any) -> Tensor:
-        """What the log-probs of a side imply, [B]."""
+        """The reward that the log-probs of a side imply, [B]."""
         if self.implied is not None:
             return self.implied(side)
         return beta * (side.means if self.reads == "p" else side.ratio)
@@ -179,12 +179,12 @@ def _by_op(kind: str, *sides: Side, length_means: bool = False, **options: Any) 
 def _op(
     name: str, reads: str, formula: str, source: str, kind: str = "", **defaults: float
 ) -> None:
-    """Makes one of them a row, under its name there or another."""
+    """Makes a loss of the kernels' ``pair_loss`` a row, under its ``kind`` or another name."""
     function, options = partial(_by_op, kind or name), {"beta": 0.1, **defaults}
     _ROWS[name] = PairObjective(name, function, reads, formula, source, options)
 
 
-# Papers with their equations are in that function's documentation.
+# The documentation of fastrl_kernels.pair_loss has the papers with their equations.
 _SMOOTHED = "(1-ε)·ℓ(βh) + ε·ℓ(-βh)"
 _op("dpo", "h", _SMOOTHED, "Rafailov et al., 2023 (DPO)", "sigmoid", label_smoothing=0.0)
 _op("cdpo", "h", _SMOOTHED, "Mitchell, 2023 (conservative DPO)", "sigmoid", label_smoothing=0.1)
@@ -234,7 +234,7 @@ class UnpairedObjective(NamedTuple):
     has_kl: bool  # whether a KL is estimated, of mismatched pairs; else it is 0
 
     def __call__(self, side: Side, desirable: Tensor, kl: Tensor, **options: float) -> Tensor:
-        """[B]."""
+        """The loss of each response, [B]."""
         return fastrl_kernels.kto_loss(side.sums, side.ref_sums, desirable, kl, **options)
 
 
@@ -256,7 +256,7 @@ def mismatched_kl(side: Side, processes: Processes, share: float) -> Tensor:
 
 
 def try_on_a_pair(name: str, loss: Callable[[Side, Side], Tensor]) -> None:
-    """Computes a loss of a few pairs, so that what takes its options checks them.
+    """Computes a loss of a few pairs, so that its function checks its options.
 
     Raises:
         ValueError, TypeError: an option that it cannot have; a loss whose gradient by the log-probs
@@ -282,8 +282,8 @@ def try_on_a_pair(name: str, loss: Callable[[Side, Side], Tensor]) -> None:
 def losses_by_preference(
     loss: Callable[[Side, Side], Tensor], first: Side, second: Side, preferred: Tensor
 ) -> tuple[Tensor, Side, Side]:
-    """p·ℓ(first, second) + (1-p)·ℓ(second, first) of each pair, [B]; and its sides, the one that is
-    preferred and the other.
+    """p·ℓ(first, second) + (1-p)·ℓ(second, first) of each pair, [B]; then the preferred sides of
+    all pairs, and the other sides.
 
     Args:
         preferred: p, [B] on the host, where reading it does not wait for the device: 1, 0, or ½ for
@@ -305,6 +305,7 @@ def response_sums(logprobs: Tensor, mask: Tensor, alpha: float | None = None) ->
     """Log-probs of whole responses [2B], from those of tokens [2B, T], all chosen ones first.
 
     Args:
+        mask: [2B, T], 1 for response tokens; log-probs of other tokens are 0.
         alpha: weight of tokens behind the length of the pair's shorter response (LD-DPO, Liu et
             al., 2024, arXiv:2409.06411); None: 1.
     """

@@ -23,18 +23,18 @@ def learned_counts(samples: Samples) -> list[int]:
 
 
 def of_learned(samples: Samples, column: Sequence[Tensor]) -> Tensor:
-    """What a column of tokens says of those that are learned, [N]."""
+    """The numbers of a column of tokens at those that are learned, [N]."""
     return torch.cat([x[mask] for x, mask in zip(column, samples.learned, strict=True)])
 
 
 def to_column(samples: Samples, numbers: Tensor, elsewhere: float = 0.0) -> list[Tensor]:
-    """A column of tokens from numbers [N] of those that are learned."""
+    """A column of tokens: numbers [N] at those that are learned, else ``elsewhere``."""
     each = zip(samples.learned, numbers.split(learned_counts(samples)), strict=True)
     return [torch.full((len(mask),), elsewhere).masked_scatter(mask, part) for mask, part in each]
 
 
 def token_batch(samples: Samples, pad_token: int, padding: Padding | None = None) -> TokenBatch:
-    """The input of a model, on the host."""
+    """Prompts and responses as a model's input, on the host."""
     sequences = list(map(torch.cat, zip(samples.prompt_ids, samples.sequences, strict=True)))
     padded = pad(sequences, pad_token, "right")
     batch = TokenBatch.from_padded(
@@ -55,12 +55,12 @@ def minibatch_of(
     kl_coef: float,
     aggregate: Aggregate,
 ) -> Minibatch:
-    """Samples with what is known of their tokens, on a device: in one upload of numbers beside
-    those of ids.
+    """Samples with their tokens' log-probs, weights and advantages, on a device. All numbers are
+    uploaded at once, beside the token ids.
 
     Args:
-        kl_coef: β of the KL to the reference in the loss, where its log-probs are known; 0: there
-            is none.
+        kl_coef: β of the KL to the reference in the loss, where the reference's log-probs are
+            known; 0: the loss has no KL.
         aggregate: gives each sample's tokens their weight.
     """
     ref = samples.ref_logprobs if kl_coef else None
@@ -68,11 +68,11 @@ def minibatch_of(
     columns = [None if x is None else of_learned(samples, x) for x in of_tokens]
     tensors = [samples.advantages, *(x for x in columns if x is not None)]
     numbers = iter(to_device(torch.cat(tensors), device).split([len(x) for x in tensors]))
-    of_each = next(numbers)
+    of_samples = next(numbers)
     old, ref_logprobs, weights, sampled = (None if x is None else next(numbers) for x in columns)
     tokens = token_batch(samples, pad_token, padding).to(device)
     total = sum(learned_counts(samples))
-    advantages = of_each.repeat_interleave(tokens.mask.sum(-1), output_size=total)
+    advantages = of_samples.repeat_interleave(tokens.mask.sum(-1), output_size=total)
     kl = None if ref_logprobs is None else fastrl_kernels.KLTerm(ref_logprobs, kl_coef, "k3")
     experience = Experience(
         old,
@@ -83,6 +83,6 @@ def minibatch_of(
         weights=aggregate.weights(tokens.mask.sum(-1)),
         sampler_weights=weights,
         sampled=sampled,
-        of_responses=of_each,
+        of_responses=of_samples,
     )
     return Minibatch(tokens, experience, range(len(samples)))

@@ -49,9 +49,9 @@ class ScoreTransform:
 
     Args:
         scale: divide by the deviation of all scores so far.
-        shift: take off their mean first.
-        clip: to ± this; None: not.
-        running: their moments.
+        shift: take off the mean of all scores so far first.
+        clip: the bound ± of scores; None: there is none.
+        running: the moments of all scores so far.
     """
 
     def __init__(self, scale: bool, shift: bool, clip: float | None, running: RunningMoments):
@@ -69,10 +69,10 @@ class ScoreTransform:
             )
 
     def of_tokens(self, scores: Tensor, moments: RunningMoments) -> Tensor:
-        """Scales scores of tokens, [...] fp32, as their sums were.
+        """Scales scores of tokens, [...] fp32, as calling the object scaled their sums.
 
         Args:
-            moments: that come with the sums.
+            moments: those that the call returned with the sums.
         """
         return scores / _divisor(moments) if self.scale else scores
 
@@ -89,7 +89,7 @@ class ScoreTransform:
 
 
 def _divisor(moments: RunningMoments) -> float:
-    """std + ε, ε = 1.2e-7 of fp32; 1 where scores have differed by no more than rounding does, for
-    which what is left of their deviation says nothing."""
+    """std + ε, ε = 1.2e-7 of fp32; 1 where scores have differed by no more than rounding does, so
+    that their deviation says nothing."""
     eps = torch.finfo(torch.float32).eps
     return moments.std + eps if moments.std > eps * max(1.0, abs(moments.mean)) else 1.0

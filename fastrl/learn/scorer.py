@@ -1,4 +1,4 @@
-"""Forwards over batches for what models say of response tokens."""
+"""Forward passes over batches for the log-probs and values of response tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.run.processes import OneProcess, Processes
 
-# What a model says of the tokens of a request, from arguments of its forward.
+# Returns a model's scores of a request's tokens, from arguments of its forward.
 Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
-# What is said of a part's response tokens, [N] each, by name.
+# Returns scores of the response tokens of a part of a batch, [N] each, by name.
 ScorePart = Callable[[TokenBatch], dict[str, Tensor]]
 _OF_TOKENS = ("logprobs", "values", "logits")  # fields of TokenScores
 
@@ -67,12 +67,12 @@ class Scorer:
         known: tuple[Tensor, Tensor] | None = None,
         values: bool = True,
     ) -> Scored:
-        """What policy and reference say.
+        """Scores a batch's response tokens by policy and reference, and by a critic.
 
         Args:
-            known: log-probs and values of the response tokens, [N] each, with which the policy
+            known: log-probs and values of the response tokens, [N] each; with them the policy
                 itself is not run.
-            values: False where none are wanted, and a critic is not run.
+            values: False where no values are wanted: a critic is not run.
         """
         shares = shares_of(batch, batch.counting() or range(len(batch)), self.processes)
         score = partial(self._score, runs_policy=known is None, values=values)
@@ -92,7 +92,7 @@ class Scorer:
         return scored["logprobs"], scored["values"]
 
     def _score(self, part: TokenBatch, runs_policy: bool, values: bool) -> dict[str, Tensor]:
-        """What is said of a part's tokens, [N] each, by the names of :class:`Scored`."""
+        """Scores of a part's tokens, [N] each, by the names of :class:`Scored`."""
         model_pass, scored = part.model_pass, {}
         request = scoring_request(part, model_pass, temperature=self.temperature, values=values)
         if runs_policy:
@@ -122,28 +122,28 @@ def in_passes(
     shares: Sequence[Sequence[int]] | None = None,
     positions: PositionCount | None = None,
 ) -> dict[str, Tensor]:
-    """What ``score`` says of a batch's response tokens, [B, T-1] each, zero where masked.
+    """Scores of a batch's response tokens by ``score``, [B, T-1] each, zero where masked.
 
-    Processes run as many passes each, because weights may be gathered for each pass: one that has
-    fewer takes part with a sample that it leaves out.
+    All processes run the same number of passes, because weights may be gathered for each pass: one
+    that has fewer runs a sample whose scores it drops.
 
     Args:
-        limit: of a pass.
+        limit: the most samples and tokens of a pass.
         shares: the samples of each process, which all have the same batch, and get all of its
             columns; None: each has a batch of its own.
-        positions: counts those that are run.
+        positions: counts the positions that are run.
     """
     processes, counting = processes or OneProcess(), batch.counting()
-    of_each = [batch.parts(share, limit) for share in ([counting] if shares is None else shares)]
-    own = of_each[0 if shares is None else processes.index]
-    number = max(map(len, of_each))
+    all_parts = [batch.parts(share, limit) for share in ([counting] if shares is None else shares)]
+    own_parts = all_parts[0 if shares is None else processes.index]
+    number = max(map(len, all_parts))
     if shares is None:
-        number = max(1, *processes.objects(len(own)))
+        number = max(1, *processes.objects(len(own_parts)))
         batch = batch if counting else replace(batch, padding=Padded())
     columns: dict[str, list[Tensor]] = {}
     for k in range(number):
-        counts = k < len(own)
-        part = batch.select(own[k] if counts else (counting or [0])[:1])
+        counts = k < len(own_parts)
+        part = batch.select(own_parts[k] if counts else (counting or [0])[:1])
         if positions is not None:
             positions.add(part)
         for name, per_row in score(part).items():
@@ -151,19 +151,18 @@ def in_passes(
     of_tokens = {name: torch.cat(parts) for name, parts in columns.items()}
     if shares is not None and processes.count > 1:
         tokens = batch.response_mask.sum(-1).tolist()
-        counts_of = [sum(tokens[i] for part in parts for i in part) for parts in of_each]
+        counts_of = [sum(tokens[i] for part in parts for i in part) for parts in all_parts]
         every = processes.joined(torch.stack(list(of_tokens.values()), 1), counts_of)
         of_tokens = dict(zip(of_tokens, every.unbind(1), strict=True))
-    rows = batch.rows_of(i for parts in of_each for part in parts for i in part)
+    rows = batch.rows_of(i for parts in all_parts for part in parts for i in part)
     return {name: batch.scatter(x, rows) for name, x in of_tokens.items()}
 
 
 def scores_of(score: Score, **options: Any) -> ScorePart:
-    """Returns what runs a model over a part of a batch, and gives the numbers that it says of
-    tokens.
+    """Makes a function that runs a model over a part of a batch and returns its tokens' scores.
 
     Args:
-        options: of the :class:`ScoringRequest`.
+        options: further fields of the :class:`ScoringRequest`.
     """
 
     def score_part(part: TokenBatch) -> dict[str, Tensor]:
@@ -181,11 +180,12 @@ def check_tokens(
     responses: Sequence[int],
     name_of: Callable[[int], str] = "queries[{0}] and responses[{0}]".format,
 ) -> None:
-    """
+    """Checks that each sample fits into a forward.
+
     Args:
-        most: the tokens of a forward, ``micro_batch_tokens``.
-        prompts, responses: the tokens of each sample's, or as many as it may have.
-        name_of: names a sample.
+        most: the most tokens of a forward, ``micro_batch_tokens``; None: there is no limit.
+        prompts, responses: the number of tokens of each sample's, or the most that it may have.
+        name_of: names a sample, for messages.
 
     Raises:
         ValueError: a sample has more tokens than a forward may have.
@@ -203,8 +203,8 @@ def check_tokens(
 
 def shares_of(batch: TokenBatch, samples: Sequence[int], processes: Processes) -> list[list[int]]:
     """Each process's part of some samples, in ascending order, with about as many tokens: whole
-    groups that share a prompt, where there is a multiple of the processes of them, else as many
-    samples for each."""
+    groups that share a prompt where the number of processes divides the number of groups, else as
+    many samples for each."""
     groups = batch.groups(samples)
     units = [[i] for i in samples] if len(groups) % processes.count else groups
     sizes = [batch.padding.tokens(batch, unit) for unit in units]
@@ -212,7 +212,7 @@ def shares_of(batch: TokenBatch, samples: Sequence[int], processes: Processes) -
 
 
 def scoring_request(batch: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:
-    """The batch's response tokens, each predicted by the position before it."""
+    """Requests scores of the batch's response tokens, each predicted by the position before it."""
     labels = batch.input_ids.flatten()[batch.rows() + 1]
     return ScoringRequest(rows=model_pass.rows, labels=labels, **options)
 
@@ -221,20 +221,20 @@ def response_scores(
     score: Callable[[dict[str, Any], ScoringRequest], Any], batch: TokenBatch, **options: Any
 ) -> tuple[Tensor, Any]:
     """Log-probs of a batch's response tokens [B, T-1], 0 elsewhere, from one forward; and all that
-    was found there.
+    ``score`` returned.
 
     Args:
         score: such as :data:`Score`; what it returns has ``logprobs`` [N].
-        options: of the :class:`ScoringRequest`.
+        options: further fields of the :class:`ScoringRequest`.
     """
     model_pass = batch.model_pass
     request = scoring_request(batch, model_pass, values=False, **options)
-    found = score(dict(model_pass.inputs), request)
-    return batch.scatter(found.logprobs, batch.rows()), found
+    scores = score(dict(model_pass.inputs), request)
+    return batch.scatter(scores.logprobs, batch.rows()), scores
 
 
 def scored_by(model: nn.Module) -> Score:
-    """A model's log-probs in evaluation mode, without gradients."""
+    """Makes a function that scores by a model in evaluation mode, without gradients."""
 
     @torch.no_grad()
     def score(inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:

@@ -25,10 +25,10 @@ class Epochs:
     """The samples of each mini-batch of each optimizer step, epoch after epoch.
 
     Args:
-        samples, mini_batch, step: of a batch, a mini-batch and an optimizer step, how many samples
-            they have, of all processes.
-        group: samples that stay together, as they share a prompt, which is then paid once.
-        seed: of the order.
+        samples, mini_batch, step: the number of samples, of all processes, in a batch, a mini-batch
+            and an optimizer step.
+        group: how many samples stay together, since they share a prompt, which is then run once.
+        seed: the seed of the samples' order.
     """
 
     def __init__(
@@ -39,10 +39,11 @@ class Epochs:
         self.shuffle = np.random.RandomState(seed)
 
     def steps(self, counting: set[int], left_out: set[int]) -> Iterator[list[list[int]]]:
-        """Yields the steps without samples that do not count or are in ``left_out`` by then.
+        """Yields each optimizer step's mini-batches of samples, without those that are not in
+        ``counting``, or are in ``left_out`` by then.
 
         Raises:
-            FloatingPointError: none is left.
+            FloatingPointError: no sample is left.
         """
         for _ in range(self.epochs):
             groups = self.shuffle.permutation(self.samples // self.group).tolist()
@@ -96,7 +97,7 @@ class UpdateRecord:
             self.advantages.append(minibatch.advantages)
         if outcome.taken:
             self.norms.append(outcome.norm)
-        if not self.max_ratio >= outcome.max_ratio:  # nor where one of them is NaN
+        if not self.max_ratio >= outcome.max_ratio:  # also if one of them is NaN
             self.max_ratio = outcome.max_ratio
         self.left_out.update(outcome.blame.left_out)
         self.because = self.because or outcome.blame.because
@@ -111,7 +112,7 @@ class UpdateRecord:
             return
         self.minibatches = list(processes.sums(torch.stack(self.minibatches)))
         lengths = processes.objects([len(ratios) for ratios in self.ratios])
-        if not any(map(any, lengths)):  # of a critic
+        if not any(map(any, lengths)):  # a critic has no ratios
             return
         self.ratios = [
             processes.joined(own, list(of_each))
@@ -147,7 +148,7 @@ class UpdateRecord:
 
 
 class Update:
-    """Minimises the loss over a batch's experience, in several passes.
+    """Minimises the loss over a batch's experience, in several epochs.
 
     The model stays in evaluation mode: dropout would make the ratio differ from 1 where nothing
     changed. Samples without response tokens are not run. :class:`GradientStep` says which
@@ -157,8 +158,8 @@ class Update:
     optimizer steps that were taken stay.
 
     Args:
-        epochs: over a batch.
-        activations: how the backward pass gets at them.
+        epochs: the optimizer steps of all epochs over a batch.
+        activations: how the backward pass gets at the forward's activations.
         critic: learns the values, from the same mini-batches after the policy, by steps of its own.
     """
 
@@ -175,14 +176,15 @@ class Update:
     def __call__(
         self, batch: TokenBatch, experience: Experience, learning: Learning = ALL_LEARNS
     ) -> UpdateRecord:
-        """
+        """Learns from a batch and its experience; returns statistics.
+
         Args:
             learning: what learns in this step.
 
         Raises:
             NonFiniteExperience: a number of the experience is not finite; nothing has changed then.
-            FloatingPointError: with ``on_nonfinite="raise"``, a loss or gradient is not; with
-                "zero-sample" those of all samples are not.
+            FloatingPointError: a loss or gradient is not finite, with ``on_nonfinite="raise"``;
+                those of all samples are not, with "zero-sample".
         """
         order = self.epochs.shuffle.get_state()
         record = UpdateRecord(self.gradient.loss.names)
@@ -190,7 +192,7 @@ class Update:
         if self.critic is None:
             self.gradient.learning = learning
         else:
-            # Samples that either leaves out are left out by both.
+            # Samples that policy or critic leaves out are left out by both.
             names = self.critic.gradient.loss.names
             record.critic = UpdateRecord(names, left_out=record.left_out)
             learners = [*(learners if learning.policy_learns else []), (self.critic, record.critic)]
@@ -200,16 +202,16 @@ class Update:
             with self.activations(models):
                 for step in self.epochs.steps(set(batch.counting()), record.left_out):
                     minibatches = [Minibatch.of(batch, experience, indices) for indices in step]
-                    for learner, own in learners:
+                    for learner, learner_record in learners:
                         outcome = learner.gradient(minibatches, unread)
                         if not outcome.finite_experience:
                             raise NonFiniteExperience
                         unread = None
-                        own.add(outcome)
+                        learner_record.add(outcome)
                         if outcome.moved_too_far:
                             break
                         if outcome.taken:
-                            own.optimizer_steps += learner.gradient.engine.step()
+                            learner_record.optimizer_steps += learner.gradient.engine.step()
                     if record.stopped_early:
                         break
         except BaseException:
@@ -217,9 +219,9 @@ class Update:
             for each in self.learners:
                 each.gradient.engine.discard()
             raise
-        for learner, own in learners:
-            own.gather(learner.gradient.engine.processes)
-            own.warn(learner.gradient.rules.ratio_threshold)
+        for learner, learner_record in learners:
+            learner_record.gather(learner.gradient.engine.processes)
+            learner_record.warn(learner.gradient.rules.ratio_threshold)
         return record
 
     def minimise(self, loss: Tensor) -> bool:

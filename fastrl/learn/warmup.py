@@ -21,16 +21,16 @@ class Learning(Protocol):
 
 
 class AllLearns:
-    """Policy and value function."""
+    """Policy and value function learn."""
 
     policy_coef, policy_learns = 1.0, True
 
     def keep(self, model: Any) -> None:
-        """All of it stays."""
+        """Keeps all gradients."""
 
 
 class ValuesLearn:
-    """The value function alone: a critic of its own, or the value head of the policy.
+    """Only the value function learns: a critic of its own, or the value head of the policy.
 
     An optimizer leaves weights without a gradient as they are, and their moments too; a gradient of
     0 would not do for that, because of moments and weight decay.
@@ -49,7 +49,7 @@ ALL_LEARNS = AllLearns()
 
 
 class CriticWarmup:
-    """Which steps are the critic's: the first ``steps`` of a trainer."""
+    """Says in which steps the value function alone learns: the first ``steps`` of a trainer."""
 
     def __init__(self, steps: int):
         self.steps = steps

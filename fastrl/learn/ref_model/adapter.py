@@ -22,8 +22,7 @@ from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 
 _B = ("lora_B", "lora_embedding_B")  # LoRA's factors that begin at 0
-# Parts of the names of weights without a tuner's prefix that PEFT adds, and that act with an
-# adapter.
+# Parts of names of weights that PEFT adds without its tuner's prefix, and that act with an adapter.
 _ADDED = ("modules_to_save", "trainable_tokens_", "prompt_encoder")
 
 
@@ -132,9 +131,9 @@ class StartAdapterRefModel(SwitchedAdapter):
 
     def follow(self, weight: float) -> None:
         adapter = self.own_weights()
-        theirs = [name.replace(f".{REFERENCE_ADAPTER}.", f".{self._trained}.") for name in adapter]
+        trained = [name.replace(f".{REFERENCE_ADAPTER}.", f".{self._trained}.") for name in adapter]
         weights = dict(self._peft.named_parameters())
-        mix(list(adapter.values()), [weights[name].data for name in theirs], weight)
+        mix(list(adapter.values()), [weights[name].data for name in trained], weight)
 
     def own_weights(self) -> dict[str, Tensor]:
         spread(self._unwrapped)

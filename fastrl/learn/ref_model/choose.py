@@ -22,7 +22,7 @@ from fastrl.models.quantised import refuse_quantised
 from fastrl.models.value_head import PreTrainedModelWrapper
 
 _IN_PARTS = "the scales of such weights stay behind where they are shared or moved"
-# PPOConfig's settings by the names that trainers under TRL's names have for them.
+# PPOConfig's settings, and the names that trainers under TRL's names have for them.
 _TRLS = {"sync_ref_every": "sync_ref_model", "ref_ema": "ref_model_mixup_alpha"}
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 
@@ -34,7 +34,7 @@ class ReferenceSettings(NamedTuple):
     num_shared_layers: int | None = None
     reference_adapter: str = "off"
     reference_dtype: str = "auto"
-    init_kl_coef: float = 1.0  # 0: there need not be one
+    init_kl_coef: float = 1.0  # 0: no reference is needed
     sync_ref_every: int = 0
     ref_ema: float = 1.0
     trunk_cache_gib: float = 2.0
@@ -49,8 +49,8 @@ def create_reference_model(
     model: Model, num_shared_layers: int | None = None, pattern: str | None = None
 ) -> Model:
     """A frozen copy of ``model``, in evaluation mode. The copy of a model with an adapter shares
-    all weights that are not trained: the KL is measured against the adapter as it is now.
-    ``ref_model=None`` takes the base without the adapter, and no second forward's weights.
+    all weights that are not trained: the KL is measured against the adapter as it is now. A trainer
+    with ``ref_model=None`` takes the base without the adapter instead, and copies no weights.
 
     Args:
         model: a policy, or a plain transformers model.
@@ -101,8 +101,8 @@ def choose_ref_model(
     num_shared_layers: int | None = None,
 ) -> RefModel:
     """Chooses the reference by ``PPOConfig.reference``, before anything is prepared or an optimizer
-    made. Beside a ``ref_model`` of its own weights ``num_shared_layers`` is ignored, with a
-    warning.
+    made. Beside a ``ref_model`` that shares no layers with the policy ``num_shared_layers`` is
+    ignored, with a warning.
 
     Raises:
         ValueError: a mode that the model cannot serve, arguments that contradict it, a reference
@@ -179,7 +179,7 @@ def _mode(
     ref_model: PreTrainedModelWrapper | None,
     layers: int | None,
 ) -> tuple[str, str]:
-    """The mode, and why."""
+    """The reference's mode, and the reason for it in words."""
     if settings.reference != "auto":
         return settings.reference, "as configured"
     if ref_model is not None:

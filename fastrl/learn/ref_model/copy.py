@@ -30,22 +30,22 @@ def in_dtype(model: Copied, dtype: str) -> Copied:
     of rotary embeddings, keep theirs, as when a model is loaded in a dtype."""
     if dtype == "auto":
         return model
-    to = getattr(torch, dtype)
-    others = [p for p in model.parameters() if p.is_floating_point() and p.dtype != to]
+    target = getattr(torch, dtype)
+    others = [p for p in model.parameters() if p.is_floating_point() and p.dtype != target]
     if not others:
         return model
-    cast = {id(p): nn.Parameter(p.detach().to(to), requires_grad=False) for p in others}
+    cast = {id(p): nn.Parameter(p.detach().to(target), requires_grad=False) for p in others}
     return frozen_copy(model, cast)
 
 
 @torch.no_grad()
 def mix(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
     """target ← weight·source + (1 - weight)·target, on any devices; each process mixes its share of
-    targets that are spread."""
+    targets that are spread over processes."""
     for target, source in zip(targets, sources, strict=True):
         share = own_share(target)
-        same = own_share(source) if is_dtensor(target) else whole(source)
-        share.lerp_(same.to(share.device, share.dtype), weight)
+        source_share = own_share(source) if is_dtensor(target) else whole(source)
+        share.lerp_(source_share.to(share.device, share.dtype), weight)
 
 
 class SecondModel(RefModel):

@@ -18,7 +18,7 @@ from fastrl.models.utils import evaluating, is_empty
 from fastrl.models.value_head import PreTrainedModelWrapper
 
 _TOKENS = 8  # tokens of the self-check
-_TOLERANCE = 1e-4, 5e-2  # largest differences of logits: in fp32, and in less
+_TOLERANCE = 1e-4, 5e-2  # largest differences of logits: in fp32, and in lower precision
 
 WEIGHTS_ARE_COMPARED = (
     "num_shared_layers: shared layers are tried in every process, which needs their weights: start "
@@ -31,7 +31,7 @@ class Unshareable(Exception):
 
 
 def split_off(model: Any, layers: int) -> Trunk:
-    """Freezes a language model's bottom layers and the embeddings below them.
+    """Freezes a language model's trunk, its bottom layers and the embeddings, and returns it.
 
     Raises:
         ValueError: layers out of range; weights that another process has.
@@ -66,7 +66,7 @@ def shared_copy(model: Copied, trunk: Trunk) -> Copied:
 
 
 class TrunkRefModel(SecondModel):
-    """The bottom layers are the policy's own, frozen; both tops start at the same boundary.
+    """A reference whose bottom layers are the policy's, frozen; both tops start at their output.
 
     Where FSDP2 spreads weights, the reference has shares of the bottom layers as well.
 
