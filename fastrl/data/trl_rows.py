@@ -145,16 +145,14 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd") -> Any:
-    """Packs rows of ``input_ids`` into rows of ``seq_length`` tokens, see
-    :func:`fastrl.data.sft_packing.packed`."""
+    """Packs rows of ``input_ids`` into rows of ``seq_length`` tokens, see :func:`packed`."""
     return packed(dataset, seq_length, strategy)
 
 
 def conversations_formatting_function(
     tokenizer: Any, messages_field: str, tools: Any = None
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """Makes a ``formatting_func`` that renders a column of messages by the chat template, for a row
-    or a batch of rows."""
+    """Makes a ``formatting_func`` that renders the messages of a row, or of a batch of rows."""
 
     def format_rows(rows: Mapping[str, Any]) -> Any:
         texts = [

@@ -214,11 +214,8 @@ def samples_left_out(
 
 
 def check_a_sample_is_left(left_out: int, count: int) -> None:
-    """Raises FloatingPointError where all ``count`` samples of all processes ended in NaN logits.
-
-    Args:
-        left_out: how many of them did.
-    """
+    """Raises FloatingPointError where all ``count`` samples of all processes ended in NaN logits:
+    ``left_out`` is the number of those that did."""
     if left_out == count > 0:
         raise FloatingPointError(
             f"all {count} samples of a rollout ended in NaN logits: the model is broken. Load a "

@@ -180,15 +180,12 @@ def check_tokens(
     responses: Sequence[int],
     name_of: Callable[[int], str] = "queries[{0}] and responses[{0}]".format,
 ) -> None:
-    """Checks that each sample fits into a forward.
+    """Raises ValueError where a sample has more tokens than a forward may have.
 
     Args:
         most: the most tokens of a forward, ``micro_batch_tokens``; None: there is no limit.
         prompts, responses: the number of tokens of each sample's, or the most that it may have.
         name_of: names a sample, for messages.
-
-    Raises:
-        ValueError: a sample has more tokens than a forward may have.
     """
     lengths = [n + m for n, m in zip(prompts, responses, strict=True)]
     if most is None or not lengths:

@@ -1,7 +1,7 @@
 """Policies with value heads, references, and the path that scores tokens with them.
 
-Names are imported at their first use: command lines read settings of models without transformers'
-models.
+Names are imported at their first use: commands read settings of models without importing
+transformers' models.
 """
 
 from typing import TYPE_CHECKING

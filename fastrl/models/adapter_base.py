@@ -46,7 +46,7 @@ def task_of(model: Any) -> str | None:
 
 def with_task(model: Any, peft_config: Any) -> Any:
     """A new adapter's configuration with the model's task type, by which PEFT trains and saves a
-    classifier's head with the adapter, and whoever loads it finds its kind. Warns of another."""
+    classifier's head with the adapter, and a loader knows its kind. Warns where it had another."""
     task, named = task_of(model), getattr(peft_config, "task_type", None)
     if task is None or named == task:
         return peft_config
@@ -84,14 +84,14 @@ def resize_as_saved(base: Any, adapter_file: str) -> None:
 
 
 def settle_adapters(model: Any) -> None:
-    """Has a PEFT model's adapters load as what they are, see :func:`untie_adapted`; another model
-    stays as it is.
+    """Makes a PEFT model's adapters load, once saved, as what was trained, see
+    :func:`untie_adapted`; other models stay as they are.
 
     Raises:
         ValueError: a classifier's head is new, and its adapter does not save it; embedding and head
-            were resized, and it saves one of them; a LoRA adapter that is to stay tied; trained
-            tokens of a head with a bias; a model that cannot be saved with embedding and head
-            apart.
+            were resized, and the adapter saves one of them; a LoRA adapter that is to stay tied;
+            trained tokens of a head with a bias; embedding and head have to be apart, and the model
+            cannot be saved so.
     """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         _settle_task(model)
@@ -169,7 +169,7 @@ def warn_of_other_base(model: Any) -> None:
 
 def _refuse_half_resized(peft_model: Any) -> None:
     """Raises ValueError where embedding and head have other rows than in the base's files, and the
-    adapter is on one of them: PEFT saves the rows of that alone."""
+    adapter is on one of the two: PEFT saves only that one's rows."""
     base = peft_model.get_base_model()
     layers = base.get_input_embeddings(), base.get_output_embeddings()
     if sum(hasattr(layer, "base_layer") for layer in layers) != 1:
@@ -196,8 +196,8 @@ def _refuse_tied_lora(peft_model: Any) -> None:
     base = peft_model.get_base_model()
     layers = base.get_input_embeddings(), base.get_output_embeddings()
     configs = peft_model.peft_config.values()
-    asked = any(getattr(config, "ensure_weight_tying", False) for config in configs)
-    if asked and all(hasattr(layer, "base_layer") for layer in layers):
+    stays_tied = any(getattr(config, "ensure_weight_tying", False) for config in configs)
+    if stays_tied and all(hasattr(layer, "base_layer") for layer in layers):
         raise ValueError(
             "ensure_weight_tying beside embedding or head in target_modules: PEFT does not keep "
             "the two parts of such an adapter equal; leave ensure_weight_tying out to train them "
@@ -260,7 +260,7 @@ def _share_weight(one: Any, other: Any) -> bool:
 
 
 def _change_alike(embedding: Any, head: Any) -> bool:
-    """Whether an adapter of trained tokens, or of modules that are saved whole, keeps both tied."""
+    """Whether an adapter of trained tokens, or of whole modules, keeps embedding and head tied."""
     inner, outer = (getattr(x, "token_adapter", x) for x in (embedding, head))
     if getattr(outer, "tied_adapter", None) is inner:
         return True
@@ -335,9 +335,9 @@ def moves_base(config: Any) -> bool:
 
 
 def check_start(config: Any, made: bool) -> None:
-    """Refuses an adapter that would load as another model than was trained, because the base's
-    weights are changed as it begins and cannot be changed alike as it is loaded; where it is
-    ``made`` already, warns.
+    """Refuses an adapter that would load as another model than was trained, because it begins by
+    changing the base's weights in a way that PEFT does not repeat as it loads; where the adapter
+    is ``made`` already, warns.
 
     Raises:
         ValueError: such an adapter, unless it is made already.

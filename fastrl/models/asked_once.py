@@ -1,4 +1,4 @@
-"""Checks of models, asked once of each kind of model while a run is rehearsed again and again."""
+"""Checks of models, run once for each kind of model while a run is rehearsed again and again."""
 
 from __future__ import annotations
 

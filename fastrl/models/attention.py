@@ -59,7 +59,7 @@ def current_attention() -> Attention | None:
     return _active.get(None)
 
 
-# Arguments that change the scores, or choose the tokens that count.
+# Arguments that change the scores, or choose the tokens that count, in a way not supported here.
 _UNKNOWN = ("position_bias", "head_mask", "alibi", "indices", "block_indices")
 
 
@@ -100,7 +100,7 @@ def _attend(
 
 
 def _chunk(module: Any) -> int | None:
-    """The tokens of a chunk where a layer attends in chunks, which else only its mask shows."""
+    """The number of tokens in a chunk of a layer that attends in chunks; None in other layers."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
     if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
@@ -112,8 +112,8 @@ _TEMPERED = "attn_temperature_tuning"  # Llama 4's, of layers without RoPE
 
 
 def _tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Queries [B, H, T, D] times log(1 + ⌊(position + 1)/f⌋)·s + 1, in layers tuned so. These would
-    count positions from the row's beginning, so :func:`attached` switches their tuning off."""
+    """Queries [B, H, T, D] times log(1 + ⌊(position + 1)/f⌋)·s + 1, in layers tuned so. Such layers
+    count positions from the row's beginning, so :func:`attached` switches off their own tuning."""
     config = getattr(module, "config", None)
     if not getattr(config, _TEMPERED, False) or getattr(module, "use_rope", True):
         return query
@@ -136,7 +136,7 @@ def attached(model: nn.Module) -> AbstractContextManager[None]:
     swaps: list[tuple[Any, str, Any]] = []
     configs: dict[int, Any] = {}
     homes = set()
-    for module in model.modules():  # once: a tiny model's forward takes little longer
+    for module in model.modules():  # one walk: a tiny model's forward takes little longer
         attributes = vars(module)
         homes.add(type(module).__module__)
         if attributes.get(_TEMPERED):
@@ -151,9 +151,9 @@ def attached(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def replaced(model: nn.Module, attention: Attention | None) -> Iterator[None]:
-    """Context in which the model uses this attention, or its own where that is None; its layers do
-    so, too, where they run again in a backward pass behind the context, under
-    :func:`kept_for_recomputation` or transformers' own activation checkpointing."""
+    """Context in which the model uses ``attention``, or its own where that is None. So do layers
+    that run again in a backward pass behind the context, under :func:`kept_for_recomputation` or
+    transformers' activation checkpointing."""
     if attention is None and current_routes() is None:
         yield
         return
@@ -239,7 +239,7 @@ def hidden_window(model: Any, windows: Iterable[int | None]) -> str | None:
 
 
 def implementations(model: nn.Module) -> list[tuple[Any, str | None]]:
-    """The configurations of a model and its parts, each once, and the attention that it names."""
+    """The configurations of a model and its parts, each once, with the attention that it names."""
     by_config: dict[int, tuple[Any, str | None]] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)

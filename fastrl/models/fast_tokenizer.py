@@ -6,8 +6,8 @@ from typing import Any
 
 
 def as_fast(tokenizer: Any) -> Any:
-    """The tokenizer; for one of mistral-common, which AutoTokenizer returns where that package and
-    a tekken.json are there, one that shares its state and is read as transformers' own are.
+    """The tokenizer itself; around one of mistral-common, which AutoTokenizer returns where that
+    package and a tekken.json are there, a wrapper that has the fast ones' interface.
 
     Raises:
         ValueError: see :class:`fastrl.models.mistral_common.MistralCommonTokenizer`.

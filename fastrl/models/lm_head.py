@@ -25,7 +25,7 @@ from fastrl.models.utils import base_of
 from fastrl_kernels.types import LogitTransform
 
 Inputs = dict[str, Any]
-_TOLERANCE = 1e-3  # of heads that are compared
+_TOLERANCE = 1e-3  # of a head's results, compared with those of FullHead
 
 # From the model's output: scores without values, and the hidden states [N, H] that a value head
 # reads.
@@ -77,7 +77,7 @@ class FusedHead:
                         hidden, weight, labels, denominator=objective.denominator, **options
                     )
                     scores = TokenScores(logprobs, None, None, None)
-                    if request.entropy or request.extras:  # which the loss does not compute
+                    if request.entropy or request.extras:  # the loss computes neither
                         with torch.no_grad():
                             scores = _token_scores(hidden, weight, request, options)
                     scores = scores._replace(loss=loss)
@@ -103,7 +103,7 @@ class FusedHead:
             def show(_model: nn.Module, _args: Any, out: Any) -> Any:
                 scores = _only(seen, model)[0]
                 out["loss"] = scores.logprobs if scores.loss is None else scores.loss
-                return out  # with what has a gradient
+                return out  # FSDP2 sees in it a tensor with a gradient
 
             hooked = model.get_output_embeddings().register_forward_pre_hook(score)
             with hooked, seen_by_fsdp(model, show):
@@ -174,7 +174,7 @@ class FullHead:
 
         def results(out: Any) -> tuple[TokenScores, Tensor]:
             hidden, logits = last_hidden(out), out.logits
-            # Gemma 3n's are four streams, [4, B, T, H], which its head reads as one.
+            # Gemma 3n's are four streams, [4, B, T, H], which it joins into one for its head.
             if hidden.shape[:-1] != logits.shape[:-1] and inputs:
                 hidden = inputs[0]
             scores = score_logits(logits.flatten(0, 1)[request.rows], request)
@@ -261,7 +261,7 @@ def last_hidden(out: Any) -> Tensor:
 def _scale_of(model: Any, inputs: Inputs) -> float:
     """The factor s in x = s·h, with x the head's input and h the last hidden state, as T5 has one.
 
-    Returns 1 where x is no multiple of h, which the comparison of heads then finds.
+    Where x is no multiple of h, s means nothing, and the comparison of heads finds a difference.
     """
     head_inputs: list[Tensor] = []
 
@@ -309,8 +309,8 @@ def _why_not_linear(model: Any) -> str | None:
 
 
 def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) -> str | None:
-    """Why a model's logits are not ``transform`` of the head's output, which a ramp replaces to
-    see; None if they are."""
+    """Why a model's logits are not ``transform`` of the head's output; None if they are. A ramp in
+    place of the head's output shows it."""
     ramps: list[Tensor] = []
 
     def replace(_head: nn.Module, _args: Any, out: Tensor) -> Tensor:

@@ -131,9 +131,9 @@ def load_language_model(
 
 
 def loads_once() -> bool:
-    """Whether FSDP2 is to get all weights from the main process, and this is another one."""
-    asked = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-    wanted = all(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in asked)
+    """Whether FSDP2 is to get all weights from the main process, and this is another process."""
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    wanted = all(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in names)
     fsdp2 = os.environ.get("FSDP_VERSION") == "2"
     return wanted and fsdp2 and not is_main_process()
 
@@ -199,7 +199,7 @@ def load_saved(path: str | os.PathLike, **options: Any) -> Any:
             unless given.
 
     Raises:
-        FileNotFoundError, OSError, ValueError: see those.
+        FileNotFoundError, OSError, ValueError: see these two functions.
     """
     checkpoint = _Checkpoint(path, {"dtype": torch.float32} | _renamed(options))
     base = checkpoint.folder if checkpoint.adapter is None else checkpoint.base()
@@ -229,7 +229,7 @@ def load_tokenizer(
 
     Raises:
         FileNotFoundError: a folder without a model or without a tokenizer.
-        ValueError: one that cannot be read, or an unknown id.
+        ValueError: a tokenizer that cannot be read, or an unknown id.
     """
     options = {} if revision is None else {"revision": revision}
     checkpoint = _Checkpoint(path, options)
@@ -290,12 +290,12 @@ def base_folder(path: str | os.PathLike) -> str:
     return checkpoint.folder if checkpoint.adapter is None else checkpoint.base()
 
 
-def _warn_of_other_dtype(asked: Any, saved: torch.dtype) -> None:
+def _warn_of_other_dtype(dtype: Any, saved: torch.dtype) -> None:
     """Warns of a dtype, other than the commands' default, that a four-bit base does not get."""
-    asked = getattr(torch, asked, asked) if isinstance(asked, str) else asked
-    if asked not in (None, "auto", torch.float32, saved):
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype not in (None, "auto", torch.float32, saved):
         warnings.warn(
-            f"dtype={asked} is ignored: the adapter's four-bit base is loaded in {saved}, as "
+            f"dtype={dtype} is ignored: the adapter's four-bit base is loaded in {saved}, as "
             "the adapter was trained; to quantise the base anew pass quantization_config "
             "(commands: --load-in-4bit true)",
             stacklevel=6,
@@ -414,8 +414,8 @@ class _Checkpoint:
         return of_base
 
     def _loader_of(self, config: Any) -> Any:
-        """transformers' class for a language model of this configuration; an adapter on a text
-        model alone, as AutoModelForCausalLM loads it, gets that."""
+        """transformers' class for a language model of this configuration; AutoModelForCausalLM,
+        which loads the text model alone, for an adapter that was trained on that."""
         loader = loader_for(config, AutoModelForCausalLM)
         if self.adapter is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             return loader
@@ -519,8 +519,8 @@ class _Checkpoint:
 
 
 def _set_adapter(model: Any, file: str) -> str | None:
-    """Sets the weights of a PEFT model's adapter to those in a file; returns what of a LoRA
-    adapter's does not fit, in words. PEFT passes over it."""
+    """Sets the weights of a PEFT model's adapter to those in a file; returns in words which weights
+    of a LoRA adapter, that PEFT passes over, do not fit; else None."""
     from peft import set_peft_model_state_dict
 
     name = model.active_adapter
@@ -556,8 +556,8 @@ def check_causal(model: Any) -> None:
 
 
 def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
-    """Adds a new adapter to a model where a configuration is given; quantised weights are prepared
-    for training first.
+    """Returns the model, with a new adapter where ``peft_config`` is not None; quantised weights
+    are prepared for training first.
 
     Args:
         args: transformers' training arguments, whose gradient checkpointing quantised models need

@@ -15,12 +15,12 @@ from fastrl.models.sharding import own_share
 MASTER = "master_weight"  # the master's name in an optimizer's state, beside the moments
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _PART = 1 << 26  # weights whose gradients are float32 at a time: 256 MiB
-# Optimizers that treat each weight by itself, so that a step can be taken in parts.
 _OF_INNER = (  # methods of the optimizer that steps the masters
     *("zero_grad", "add_param_group", "register_step_pre_hook", "register_step_post_hook"),
     *("register_state_dict_pre_hook", "register_state_dict_post_hook"),
     *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
 )
+# Optimizers that treat each weight by itself, so that a step can be taken in parts.
 _BY_WEIGHT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop)
 
 
@@ -126,11 +126,11 @@ class MasterWeights(torch.optim.Optimizer):
             self.inner.load_state_dict({**state_dict, "state": kept})
 
     def train(self) -> None:
-        """Switches to the trained weights, in optimizers that evaluate other ones."""
+        """Switches to the trained weights, in optimizers that evaluate other weights."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Switches to the weights to evaluate, in optimizers that train other ones."""
+        """Switches to the weights to evaluate, in optimizers that train other weights."""
         self._switch("eval")
 
     def _weights(self) -> Iterator[Tensor]:
@@ -163,12 +163,12 @@ class MasterWeights(torch.optim.Optimizer):
         """Has masters take the values of weights that were written since the last step: those that
         are no longer their masters rounded.
 
-        Values are compared, as writes to ``weight.data`` leave no other trace; without asking for a
-        result, for which the host would wait.
+        Values are compared, as writes to ``weight.data`` leave no other trace; no result is read,
+        for which the host would wait.
         """
         for weight, master in self._masters.items():
-            for some, of_master in _in_parts(own_share(weight.detach()), own_share(master)):
-                moved = to_host(some) if self.on_host else some.to(of_master.device)
+            for values, of_master in _in_parts(own_share(weight.detach()), own_share(master)):
+                moved = to_host(values) if self.on_host else values.to(of_master.device)
                 same = of_master.to(moved.dtype) == moved
                 torch.where(same, of_master, moved, out=of_master)
 
@@ -220,8 +220,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     @contextmanager
     def _lent(self, part: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Context in which groups have masters in place of weights, or of those of ``part``
-        alone."""
+        """Context in which groups have masters in place of weights; with ``part`` they have only
+        the masters of its weights."""
         lent_weights = [group["params"] for group in self.param_groups]
         chosen = None if part is None else {id(weight) for weight in part}
         try:

@@ -26,7 +26,7 @@ _TOKENIZER_FILES_ON_THE_HUB = ("tokenizer_config.json", "tokenizer.json", "tekke
 
 
 def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
-    """The folder of a checkpoint or of an adapter; of a run's folder the ``model/`` in it.
+    """The folder of a checkpoint or of an adapter; for a run's folder, the ``model/`` in it.
 
     Hub ids are returned as they are.
 

@@ -32,7 +32,7 @@ def optimizer_groups(optimizer: Any, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def set_weights(optimizer: Any, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Puts a model's present weights into an optimizer's groups, by name; other groups stay."""
+    """Puts a model's present weights into an optimizer's groups, by name; other weights stay."""
     weights = dict(model.named_parameters())
     for group, named in zip(_inner(optimizer).param_groups, groups, strict=True):
         pairs = zip(group["params"], named["params"], strict=True)
@@ -41,7 +41,7 @@ def set_weights(optimizer: Any, model: nn.Module, groups: Sequence[Mapping[str, 
 
 def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     """Moments by the names of weights, and the groups' settings; tensors are the optimizer's own,
-    and spread over processes as it has them.
+    spread over processes as they are there.
 
     Args:
         optimizer: torch's optimizer, or accelerate's wrapper of it.
@@ -55,7 +55,7 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
 
 def load_optimizer_state(optimizer: Any, model: nn.Module, state: Mapping[str, Any]) -> None:
     """Makes an optimizer of the same weights continue from what :func:`optimizer_state` returned,
-    or what was read of it. Masters in the state are left out where the optimizer keeps none."""
+    or a file has of that. Masters in the state are left out where the optimizer keeps none."""
     inner = _inner(optimizer)
     index = {
         name: i
@@ -123,8 +123,8 @@ def _plain(value: Any) -> Any:
 
 
 def _copied(value: Any, weight: Tensor | None) -> Any:
-    """Moments of a weight that were saved. Tensors are copied, since those of a file are mapped
-    and lie where torch would not put them."""
+    """A weight's moments from a saved state, copied: a file's tensors are mapped, and lie where
+    torch would not put them."""
     if isinstance(value, (Tensor, SharedOut)):
         return like(value, weight).clone()
     if not isinstance(value, Mapping):
