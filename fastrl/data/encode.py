@@ -47,7 +47,7 @@ class Encoder:
         max_prompt_length: the most tokens of a prompt; None: what an example's longest response
             leaves of ``max_length``, but at least half of it.
         truncation: "keep_end" or "keep_start" of prompts that are too long.
-        add_eos: end responses that are texts with EOS. Chat templates write their own; blanks
+        add_eos: put EOS behind responses that are texts. Chat templates write their own; blanks
             behind it are left out, because no policy generates them.
         add_special: add the special tokens that the tokenizer puts around texts.
         template: further arguments of the chat template, such as ``tools``.

@@ -317,13 +317,13 @@ def _encode_unpaired(
 ) -> dict[str, list[Any]]:
     """Encodes pairs as rows of single completions: all chosen sides, then all rejected ones."""
     pairs = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    made = []
+    encoded = []
     for side, label in zip(PAIR, (True, False), strict=True):
         for pair, i in zip(pairs, numbers, strict=True):
             row = {**pair, **_split_row(pair, i)}
             row |= {"completion": row[side], "label": label}
-            made.append({**row, **_encode_completion(row, i, tokenizer)})
-    return {name: [row[name] for row in made] for name in made[0] if name not in PAIR}
+            encoded.append({**row, **_encode_completion(row, i, tokenizer)})
+    return {name: [row[name] for row in encoded] for name in encoded[0] if name not in PAIR}
 
 
 def _mismatched(dataset: Any, size: int, options: Mapping[str, Any]) -> Any:

@@ -173,12 +173,12 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
     several = {name: [value] for name, value in first.items()} if streams else dataset[:1]
     for batched, rows in ((False, first), (True, several)):
         try:
-            made = formatting_func(rows)
+            formatted = formatting_func(rows)
         except Exception as error:  # the other convention's arguments
             errors.append(error)
             continue
-        texts = made if isinstance(made, list) else [made]
-        if isinstance(made, list) == batched and all(isinstance(text, str) for text in texts):
+        texts = formatted if isinstance(formatted, list) else [formatted]
+        if isinstance(formatted, list) == batched and all(isinstance(text, str) for text in texts):
             return dataset.map(
                 lambda rows: {_FORMATTED: formatting_func(rows)},
                 batched=batched,
@@ -192,7 +192,7 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
 
 
 def _check_numbers(ids: Any, name: str, also: int = 0) -> None:
-    """Raises ValueError for anything but a list of token ids, or of those and ``also``."""
+    """Raises ValueError for anything but a list of numbers that are token ids or ``also``."""
     numbers = np.asarray([] if ids is None else ids)
     whole = numbers.dtype.kind in "iu" or (ids is not None and not numbers.size)
     if numbers.ndim != 1 or not whole or not ((numbers >= 0) | (numbers == also)).all():
@@ -368,16 +368,16 @@ def prepare_pairs(
                 for name, answer in zip(ID_COLUMNS, answers, strict=True)
             }
 
-        others = [c for c in columns if c not in margin]
+        removed = [c for c in columns if c not in margin]
         options = map_options(dataset, num_proc, "tokenising pairs")
-        dataset = dataset.map(tokenise, with_indices=True, remove_columns=others, **options)
+        dataset = dataset.map(tokenise, with_indices=True, remove_columns=removed, **options)
     if streams:
         return dataset.filter(lambda row: not _why_useless(row, max_length) and _has_margin(row))
     return _drop_useless(dataset, max_length, num_proc)
 
 
 def with_new_names(dataset: Any) -> Any:
-    """Gives the token columns of pairs TRL's newer names for older ones, and warns of those."""
+    """Renames token columns of pairs from TRL's older names to its newer ones, with a warning."""
     if not set(_pair_columns(dataset)) >= set(_OLDER_ID_COLUMNS):
         return dataset
     warnings.warn(

@@ -55,17 +55,17 @@ def apply_chat_template(
         written_out = [as_said(message) for message in messages]
         return writer.apply_chat_template(written_out, tokenize=False, **options, **more)
 
-    named = set(_SAID) & set(example)
-    if named == {"messages"}:
+    columns = set(_SAID) & set(example)
+    if columns == {"messages"}:
         return {"text": written(example["messages"])}
-    sides = [name for name in ("chosen", "rejected", "completion") if name in named]
-    if "messages" in named or not (sides or named == {"prompt"}):
+    sides = [name for name in ("chosen", "rejected", "completion") if name in columns]
+    if "messages" in columns or not (sides or columns == {"prompt"}):
         raise ValueError(
             f"a row has {', '.join(example)}: bring messages, or prompt, chosen and rejected, or "
             "prompt and completion"
         )
     label = {"label": example["label"]} if "label" in example else {}
-    if "prompt" not in named:
+    if "prompt" not in columns:
         return {**{name: written(example[name]) for name in sides}, **label}
     answered = example["prompt"][-1]["role"] == "assistant"  # the prompt begins the answer
     prompt = written(

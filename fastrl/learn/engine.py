@@ -48,8 +48,7 @@ class Engine:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a GradScaler scales gradients, which overflow now and then, and leaves out such
-        steps by itself."""
+        """Whether a GradScaler scales the loss, and leaves out steps whose gradients overflow."""
         return self.accelerator.scaler is not None
 
     @contextmanager

@@ -126,7 +126,7 @@ class ClippedValues(NamedTuple):
         old_values: Tensor,
         returns: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The term; and statistics, of which the loss is without ``coef``.
+        """The term; and statistics, whose "ppo/loss/value" is the term without ``coef``.
 
         Args:
             values, old_values, returns: [N].

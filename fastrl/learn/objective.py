@@ -47,8 +47,8 @@ class TokenObjective(NamedTuple):
             cliprange: low and high; low is not read for a ratio that is bounded above alone.
 
         Raises:
-            ValueError: a ``delta``, temperatures, powers or decays out of range, or of another
-                kind; as :func:`fastrl.registry.try_policy_loss`.
+            ValueError: a ``delta``, temperatures, powers or decays out of range; a ``level`` that
+                the kind does not have; what :func:`fastrl.registry.try_policy_loss` refuses.
         """
         row = policy_loss(kind)
         low = float("inf") if row.bounded_above else cliprange[0]

@@ -23,12 +23,12 @@ def learned_counts(samples: Samples) -> list[int]:
 
 
 def of_learned(samples: Samples, column: Sequence[Tensor]) -> Tensor:
-    """The numbers of a column of tokens at those that are learned, [N]."""
+    """A column's numbers at the tokens that are learned, [N]."""
     return torch.cat([x[mask] for x, mask in zip(column, samples.learned, strict=True)])
 
 
 def to_column(samples: Samples, numbers: Tensor, elsewhere: float = 0.0) -> list[Tensor]:
-    """A column of tokens: numbers [N] at those that are learned, else ``elsewhere``."""
+    """A column of numbers [N] at the tokens that are learned, and ``elsewhere`` at others."""
     each = zip(samples.learned, numbers.split(learned_counts(samples)), strict=True)
     return [torch.full((len(mask),), elsewhere).masked_scatter(mask, part) for mask, part in each]
 

@@ -115,8 +115,8 @@ class UpdateRecord:
         if not any(map(any, lengths)):  # a critic has no ratios
             return
         self.ratios = [
-            processes.joined(own, list(of_each))
-            for own, of_each in zip(self.ratios, zip(*lengths, strict=True), strict=True)
+            processes.joined(ratios, list(counts))
+            for ratios, counts in zip(self.ratios, zip(*lengths, strict=True), strict=True)
         ]
 
     def means(self, device: torch.device) -> dict[str, Tensor]:
@@ -225,8 +225,8 @@ class Update:
         return record
 
     def minimise(self, loss: Tensor) -> bool:
-        """One optimizer step on a loss; not taken, with a warning, where the loss or its gradient
-        is not finite."""
+        """Takes an optimizer step on a loss, or warns where the loss or its gradient is not finite;
+        returns whether the step was taken."""
         record, engine = UpdateRecord(), self.gradient.engine
         try:
             outcome = self.gradient.of_loss(loss)

@@ -239,14 +239,14 @@ def untie_adapted(model: Any) -> bool:
         return False
     configs = {id(x): x for x in (base.config, base.config.get_text_config())}
     before = {key: x.tie_word_embeddings for key, x in configs.items()}
-    others = base.get_expanded_tied_weights_keys(all_submodels=True)
+    tied_keys = base.get_expanded_tied_weights_keys(all_submodels=True)
     for config in configs.values():
         config.tie_word_embeddings = False
-    if len(others) != 1 or base.get_expanded_tied_weights_keys(all_submodels=True):
+    if len(tied_keys) != 1 or base.get_expanded_tied_weights_keys(all_submodels=True):
         for key, config in configs.items():
             config.tie_word_embeddings = before[key]
         raise ValueError(
-            f"the adapter changes one of the tied weights {', '.join(others)} of "
+            f"the adapter changes one of the tied weights {', '.join(tied_keys)} of "
             f"{type(base).__name__}, which has to be saved with them tied: leave embeddings and "
             "head out of target_modules and modules_to_save"
         )

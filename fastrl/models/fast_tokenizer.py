@@ -6,8 +6,8 @@ from typing import Any
 
 
 def as_fast(tokenizer: Any) -> Any:
-    """The tokenizer itself; around one of mistral-common, which AutoTokenizer returns where that
-    package and a tekken.json are there, a wrapper that has the fast ones' interface.
+    """The tokenizer itself; for one of mistral-common, which AutoTokenizer returns where that
+    package and a tekken.json are, a wrapper with the interface of transformers' fast tokenizers.
 
     Raises:
         ValueError: see :class:`fastrl.models.mistral_common.MistralCommonTokenizer`.

@@ -1,7 +1,7 @@
 """The kinds of layers that packed rows and slots of rollouts run: one table.
 
 A model runs packed, and in the rollout engine, if each of its layers is of a kind in this table and
-its results are those of plain forwards. Both are found out by running it, see
+its results are those of plain forwards. The results are compared by running it, see
 :mod:`fastrl.rollout.self_check` and :mod:`fastrl.data.choose_padding`.
 """
 
@@ -111,7 +111,7 @@ def unknown_layer(model: Any) -> str | None:
     if types is None:
         supported = interface or kinds_by_layer
         return None if supported else "it does not support transformers' attention interface"
-    others = set()
+    unknown = set()
     for i, kind in enumerate(types):
         of_layer = kinds_by_layer.get(i, set())
         attends = True in of_layer or interface
@@ -122,10 +122,10 @@ def unknown_layer(model: Any) -> str | None:
             or (kind in _BOTH and of_layer == {False, True})
         )
         if not supported:
-            others.add(f"{kind}{_class_of(model, i)}")
-    if not others:
+            unknown.add(f"{kind}{_class_of(model, i)}")
+    if not unknown:
         return None
-    return f"some of its layers are of another kind ({', '.join(sorted(others))})"
+    return f"some of its layers are of another kind ({', '.join(sorted(unknown))})"
 
 
 def _called_by(kind: type[nn.Module]) -> frozenset[str]:

@@ -204,9 +204,9 @@ def load_saved(path: str | os.PathLike, **options: Any) -> Any:
     checkpoint = _Checkpoint(path, {"dtype": torch.float32} | _renamed(options))
     base = checkpoint.folder if checkpoint.adapter is None else checkpoint.base()
     config = _config_of(base, {})
-    named = (getattr(config, "architectures", None) or [""])[0]
+    architecture = (getattr(config, "architectures", None) or [""])[0]
     if checkpoint.adapter is None:
-        classifies = named.endswith("ForSequenceClassification")
+        classifies = architecture.endswith("ForSequenceClassification")
     else:
         classifies = checkpoint.classifies()
     if classifies:
@@ -284,7 +284,7 @@ def base_folder(path: str | os.PathLike) -> str:
 
     Raises:
         FileNotFoundError: see :func:`model_folder`; also for the base.
-        ValueError: an adapter that names no base, or one that is an adapter itself.
+        ValueError: an adapter that names no base, or a base that is an adapter itself.
     """
     checkpoint = _Checkpoint(path, {})
     return checkpoint.folder if checkpoint.adapter is None else checkpoint.base()
@@ -471,8 +471,8 @@ class _Checkpoint:
         by the head that is saved with it."""
         if self.adapter.task_type:
             return self.adapter.task_type == "SEQ_CLS"
-        named = {*CLASSIFIER_HEADS} & {*(getattr(self.adapter, "modules_to_save", None) or ())}
-        return bool(named)
+        heads = {*CLASSIFIER_HEADS} & {*(getattr(self.adapter, "modules_to_save", None) or ())}
+        return bool(heads)
 
     def _saved_whole(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights that the adapter has whole (a classification head, and
@@ -611,8 +611,8 @@ def own_storage(model: Model) -> Model:
     """
     copies: dict[tuple, Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        ours = tensor.device.type == "cpu" and tensor.layout == torch.strided
-        if not ours or is_traceable_wrapper_subclass(tensor):
+        on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        if not on_host or is_traceable_wrapper_subclass(tensor):
             continue
         data = tensor.data
         place = (data.data_ptr(), data.dtype, tuple(data.shape), data.stride())

@@ -84,12 +84,12 @@ class SwitchedAdapter(RefModel):
             yield
             return
         spread(self._unwrapped)
-        named = dict(self._unwrapped.pretrained_model.named_parameters())
-        shares = [own_share(named[name].data) for name in self._begun]
+        parameters = dict(self._unwrapped.pretrained_model.named_parameters())
+        shares = [own_share(parameters[name].data) for name in self._begun]
         trained = [share.clone() for share in shares]
         try:
             for (name, begun), share in zip(self._begun.items(), shares, strict=True):
-                share.copy_(own_share(like(begun, named[name].data)))
+                share.copy_(own_share(like(begun, parameters[name].data)))
             yield
         finally:
             for share, now in zip(shares, trained, strict=True):

@@ -61,7 +61,7 @@ def create_reference_model(
 
     Raises:
         TypeError: another model.
-        ValueError: num_shared_layers out of range.
+        ValueError: num_shared_layers out of range, or for a quantised or encoder–decoder model.
     """
     language_model: Any = model
     if isinstance(model, PreTrainedModelWrapper):
