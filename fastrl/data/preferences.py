@@ -345,7 +345,7 @@ def _mismatched(dataset: Any, size: int, options: Mapping[str, Any]) -> Any:
         )
     import datasets
 
-    # Each process would have a row left over.
+    # Each of several processes could have a row left over.
     options = {name: x for name, x in options.items() if name != "num_proc"}
     last = size + 1 if count % size == 1 else 0
     parts = [(dataset.select(range(count - last)), size)] if count > last else []

@@ -174,7 +174,7 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
     for batched, rows in ((False, first), (True, several)):
         try:
             formatted = formatting_func(rows)
-        except Exception as error:  # the other convention's arguments
+        except Exception as error:  # it may take the other form, rows or batches
             errors.append(error)
             continue
         texts = formatted if isinstance(formatted, list) else [formatted]

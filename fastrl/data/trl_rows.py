@@ -72,7 +72,7 @@ def apply_chat_template(
         example["prompt"], add_generation_prompt=not answered, continue_final_message=answered
     )
     whole = {name: written([*example["prompt"], *example[name]]) for name in sides}
-    for text in whole.values():  # a template may end a prompt otherwise than it goes on
+    for text in whole.values():  # a template may end prompts otherwise in front of an answer
         prompt = prompt[: shared_length(prompt, text)]
     return {
         "prompt": prompt,

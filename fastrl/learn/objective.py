@@ -323,7 +323,7 @@ class TokenLoss:
         bonus = entropy_coef * entropies.sum() / count
         if not is_fused:
             return loss - bonus
-        given.loss = loss + bonus.detach()  # the head has taken it off
+        given.loss = loss + bonus.detach()  # the head's loss is less the bonus
         return loss
 
     def kl(self, part: Minibatch, logprobs: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def known_of(rollout: Samples, policy: nn.Module, temperature: float) -> Samples
     become the old ones; where either is unknown, both are None."""
     logprobs, values = rollout.logprobs_at(temperature), rollout.values
     if values is None and logprobs is not None and getattr(policy, "v_head", None) is None:
-        values = [torch.zeros_like(x) for x in logprobs]  # every value of such a policy
+        values = [torch.zeros_like(x) for x in logprobs]  # a policy without a value head
     if logprobs is None or values is None:
         logprobs = values = None
     return replace(rollout.to_learn(), old_logprobs=logprobs, values=values)

@@ -247,7 +247,7 @@ def corner_of(inputs: Mapping[str, Any]) -> Inputs:
     """A few tokens of a batch, for :func:`choose_head`."""
     names = ("input_ids", "position_ids", "decoder_input_ids")
     corner = {name: inputs[name][:1, :8] for name in names if inputs.get(name) is not None}
-    if "input_ids" in corner:  # transformers warns of padding tokens without one
+    if "input_ids" in corner:  # without a mask transformers warns of padding tokens
         corner["attention_mask"] = torch.ones_like(corner["input_ids"])
     return corner
 

@@ -487,7 +487,7 @@ class _Checkpoint:
         modules = {*CLASSIFIER_HEADS, *(getattr(self.adapter, "modules_to_save", None) or ())}
         shapes = {}
         for key, part in weights_in([file]):
-            # Prompt learning has the base under one name less.
+            # With prompt learning only "base_model." stands in front of the base's names.
             name = key.removeprefix("base_model.").removeprefix("model.")
             if "lora_" not in name and modules & set(name.split(".")):
                 shapes[name] = tuple(part.get_shape())
@@ -503,7 +503,7 @@ class _Checkpoint:
         unfit = f"the adapter in {self.folder} does not fit {named}: "
         try:
             with quantised.peft_hushed():
-                # Weights that it lacks would be those of a new adapter.
+                # Weights that the file lacks would be those of a new adapter.
                 warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
                 model = PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
         except (RuntimeError, KeyError, UserWarning) as error:  # weights of other shapes or names
@@ -617,7 +617,7 @@ def own_storage(model: Model) -> Model:
         data = tensor.data
         place = (data.data_ptr(), data.dtype, tuple(data.shape), data.stride())
         if data.numel() == 0:
-            continue  # all of them may have one address
+            continue  # all empty tensors may have one address
         if place not in copies:
             copies[place] = data.clone()
         tensor.data = copies[place]
