@@ -263,7 +263,7 @@ def load_tokenizer(
 
 
 def load_weights(model: Any, folder: str | os.PathLike) -> None:
-    """Loads weights that ``model.save_pretrained(folder)`` wrote into a model, to resume a run.
+    """Loads into a model the weights that ``model.save_pretrained(folder)`` wrote, to resume a run.
 
     Raises:
         ValueError: an adapter's weights that are not those of the model's adapter.
