@@ -206,15 +206,16 @@ class RewardDataCollatorWithPadding:
         the rows have it: [B] fp32, or [B, 1] if they hold lists of one number.
 
         Raises:
-            ValueError: the first row lacks one of the columns.
+            ValueError: a row lacks one of the columns, or the margin that others have.
         """
-        missing = [name for name in TOKEN_COLUMNS if name not in features[0]]
-        if all(name in features[0] for name in ID_COLUMNS):
-            features = [_with_masks(feature) for feature in features]
-        elif missing:
-            raise ValueError(
-                f"the examples lack {', '.join(missing)}; they have {', '.join(features[0])}"
-            )
+        features = [_with_masks(row) if {*ID_COLUMNS} <= row.keys() else row for row in features]
+        margins = any("margin" in row for row in features)
+        columns = (*TOKEN_COLUMNS, "margin") if margins else TOKEN_COLUMNS
+        for row in features:
+            if missing := [name for name in columns if name not in row]:
+                raise ValueError(
+                    f"the examples lack {', '.join(missing)}; they have {', '.join(row)}"
+                )
         rows = [
             {"input_ids": f[f"input_ids_{side}"], "attention_mask": f[f"attention_mask_{side}"]}
             for side in SIDES
@@ -235,7 +236,7 @@ class RewardDataCollatorWithPadding:
         for name in ("input_ids", "attention_mask"):
             for side, half in zip(SIDES, padded[name][:, :width].chunk(2), strict=True):
                 batch[f"{name}_{side}"] = half
-        if "margin" in features[0]:
+        if margins:
             batch["margin"] = torch.stack(
                 [torch.as_tensor(f["margin"], dtype=torch.float32) for f in features]
             )

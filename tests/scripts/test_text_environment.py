@@ -215,3 +215,12 @@ def test_responses_are_drawn_alone_where_a_batch_changes_them(monkeypatch: Any, 
     (best,) = sampler.generate([97, 98], do_sample=True, pad_token_id=256)
     assert sizes == [(1, 3)] * 4
     assert len(best) == 1
+
+
+def test_without_a_reward_no_turn_is_generated() -> None:
+    model = Scripted({"one": ["1<submit>"]})
+    with pytest.raises(ValueError, match="TextEnvironment needs a reward_fn"):
+        TextEnvironment(model, model.tokenizer, generation_kwargs={"max_new_tokens": 8}).run(
+            ["one"]
+        )
+    assert model.asked == 0

@@ -188,6 +188,20 @@ def test_gradient_accumulation_is_one_big_batch(make_reward: Make, labels: bool)
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # sums in another order
 
 
+@pytest.mark.parametrize("lacking", ["input_ids_rejected", "margin"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_batch_whose_rows_have_other_columns_is_refused(lacking: str, row: int) -> None:
+    names = [
+        f"{what}_{side}"
+        for what in ("input_ids", "attention_mask")
+        for side in ("chosen", "rejected")
+    ]
+    rows = [{**{key: [1] for key in names}, "margin": 1.0} for _ in range(2)]
+    del rows[row][lacking]
+    with pytest.raises(ValueError, match=f"the examples lack {lacking}; they have"):
+        RewardDataCollatorWithPadding(tiny.tokenizer())(rows)
+
+
 def test_the_documented_example_trains(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     reward_model(positions=520).save_pretrained(folder)

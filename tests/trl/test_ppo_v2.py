@@ -268,6 +268,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             made(tmp_path, **changes)
     args = PPOv2Config(output_dir=str(tmp_path), **SETTINGS)
     model, tokenizer = tiny_models.language_model(), tiny.tokenizer()
+    with pytest.raises(TypeError, match="PPOv2Trainer needs args"):
+        PPOv2Trainer(None, tokenizer, model, None, reward_model("gpt2"), prompts())
     with pytest.raises(TypeError, match="PPOv2Trainer needs a value_model"):
         PPOv2Trainer(args, tokenizer, model, None, reward_model("gpt2"), prompts())
     both = reward_model("gpt2")

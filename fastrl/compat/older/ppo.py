@@ -95,9 +95,10 @@ class PPOv2Trainer:
             passed[self.old_keywords[name]] = value
         self.args, self.processing_class = passed["args"], passed["processing_class"]
         model, ref_model = passed["model"], passed["ref_model"]
-        for name, value in (("model", model), ("reward_model", reward_model)):
+        needed = {"args": self.args, "a model": model, "a reward_model": reward_model}
+        for name, value in needed.items():
             if value is None:
-                raise TypeError(f"{class_name} needs a {name}")
+                raise TypeError(f"{class_name} needs {name}")
         if (value_model is None) is self.has_values:
             what = "needs a value_model" if self.has_values else "has no value_model"
             raise TypeError(f"{class_name} {what}: a sequence classifier of one label")

@@ -151,7 +151,12 @@ class TextEnvironment:
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> tuple[list[Any], ...]:
         """Returns queries, responses and their masks (1: the model wrote it), as
-        ``PPOTrainer.step`` takes them; rewards; and the histories."""
+        ``PPOTrainer.step`` takes them; rewards; and the histories.
+
+        Raises:
+            ValueError: there is no reward_fn.
+        """
+        self._check_rewarded()
         texts = [self.prompt + query for query in queries]
         histories = [
             TextHistory(text, self._on_device(encode_text(text, self.tokenizer))) for text in texts
@@ -197,11 +202,17 @@ class TextEnvironment:
 
     def compute_reward(self, histories: list[TextHistory], **kwargs: Any) -> list[TextHistory]:
         """Sets the histories' rewards, by their last segments' texts."""
-        assert self.reward_fn is not None
-        rewards = self.reward_fn([history.last_text_segment for history in histories], **kwargs)
+        rewards = self._check_rewarded()(
+            [history.last_text_segment for history in histories], **kwargs
+        )
         for history, reward in zip(histories, rewards, strict=True):
             history.reward = reward
         return histories
+
+    def _check_rewarded(self) -> Callable[..., Any]:
+        if self.reward_fn is None:
+            raise ValueError("TextEnvironment needs a reward_fn: pass one to its constructor")
+        return self.reward_fn
 
     def generate(self, histories: list[TextHistory]) -> list[TextHistory]:
         """Appends a turn of the model to the histories that are not over."""
