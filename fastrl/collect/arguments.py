@@ -23,7 +23,7 @@ class RecordArguments:
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
 
     def refuse_records(self, cause: str) -> None:
-        """Raises ValueError for a setting of responses where, by ``cause``, none are sampled."""
+        """Raises ValueError if a setting is not default; ``cause``: why no response is sampled."""
         for field in fields(RecordArguments):
             value = getattr(self, field.name)
             if value != field.default:

@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 class OverlongPenalty(NamedTuple):
-    """factor·clip((|y| - (longest - buffer)) / buffer, 0, 1): 0 for responses that leave the buffer
-    free, and ``factor`` for the longest (Yu et al., "DAPO", 2025, equation 13)."""
+    """factor·clip((|y| - (longest - buffer)) / buffer, 0, 1), |y| a response's tokens: 0 where they
+    leave the buffer free, ``factor`` at ``longest`` (Yu et al., "DAPO", 2025, equation 13)."""
 
-    longest: int
-    buffer: int
+    longest: int  # the most tokens of a response
+    buffer: int  # tokens
     factor: float = 1.0
 
     def __call__(self, lengths: Sequence[int]) -> Tensor:
-        """Returns the penalties for lengths, [B] fp32, which are subtracted from scores."""
+        """Returns penalties, [B] fp32, to subtract from rewards; ``lengths`` in tokens."""
         over = torch.tensor(lengths, dtype=torch.float32) - (self.longest - self.buffer)
         return self.factor * (over / self.buffer).clamp(0, 1)
 
 
 class Penalties(NamedTuple):
-    """Penalties for how responses end, which are subtracted from their scores."""
+    """Penalties for how responses end, to subtract from their rewards."""
 
     missing_eos: float | None = None  # penalty of responses that end neither in EOS nor at a stop
     overlong: OverlongPenalty | None = None
@@ -41,7 +41,7 @@ class Penalties(NamedTuple):
         """Makes the penalties that the settings name.
 
         Args:
-            buffer, factor, longest: see :class:`OverlongPenalty`; no penalty without a buffer.
+            buffer, factor, longest: see :class:`OverlongPenalty`, which needs a buffer.
             name: the name of the setting that gives ``longest``.
 
         Raises:
@@ -57,7 +57,7 @@ class Penalties(NamedTuple):
         return cls(missing_eos, OverlongPenalty(longest, buffer, factor))
 
     def __call__(self, ended: Sequence[bool], lengths: Sequence[int]) -> Tensor:
-        """Returns the penalties of responses, [B] fp32."""
+        """Returns penalties, [B] fp32, for ``lengths`` in tokens; ``ended``: by EOS or a stop."""
         penalties = torch.zeros(len(lengths))
         if self.missing_eos is not None:
             penalties += self.missing_eos * ~torch.tensor(ended, dtype=torch.bool)

@@ -49,7 +49,7 @@ class ScoreTransform:
 
     Args:
         scale: divide by the deviation of all scores so far.
-        shift: take off the mean of all scores so far first.
+        shift: with ``scale``, take off the mean of all scores so far first.
         clip: the bound ± of scores; None: there is none.
         running: the moments of all scores so far.
     """
@@ -69,16 +69,16 @@ class ScoreTransform:
             )
 
     def of_tokens(self, scores: Tensor, moments: RunningMoments) -> Tensor:
-        """Scales scores of tokens, [...] fp32, as calling the object scaled their sums.
+        """Returns scores of tokens, [...] fp32, scaled as :meth:`__call__` scaled their sums.
 
         Args:
-            moments: those that the call returned with the sums.
+            moments: the moments that :meth:`__call__` returned for the sums.
         """
         return scores / _divisor(moments) if self.scale else scores
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, RunningMoments]:
-        """Transforms scores [B], fp32 on the CPU; returns them and the moments that include them.
-        NaN, for a missing score, stays."""
+        """Returns scores [B], fp32 on the CPU, transformed, and the moments of all scores so far,
+        these included if ``scale``. NaN, for a missing score, stays."""
         moments = replace(self.running)
         if self.scale:
             moments.update(scores[~scores.isnan()])

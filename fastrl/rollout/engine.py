@@ -32,13 +32,13 @@ from fastrl_kernels.rng import sample_states
 from fastrl_kernels.types import RUNNING
 
 PREFILL_TOKENS = 8192  # in one pass
-_ROUND = 64  # lengths of slots are multiples of it
+_ROUND = 64  # slots grow to multiples of it, within max_length and the model's context
 
 
 class RolloutEngine:
     """Generates with the model's own weights, and returns log-probs, entropies and values.
 
-    A fixed number of slots, each with a length of its own: prompts are never padded, a prompt's
+    Each running sample has a slot and its own length in it: prompts are never padded, a prompt's
     samples share its prefill, and the next waiting sample takes the slot of one that ends. Draws
     are keyed by (seed, sample id, token index), so that a sample does not depend on slots, order
     or other samples.
@@ -52,17 +52,17 @@ class RolloutEngine:
         max_slots: samples that run at a time.
         max_length: tokens of a slot, prompt and response; None grows slots as needed, up to the
             model's context.
-        kv_cache_bytes: most bytes for keys and values, which may reduce the slots. None: any.
+        kv_cache_bytes: most bytes of keys and values, kept by making fewer slots; None: no limit.
         autocast: makes the context in which the model runs.
         cuda_graphs: capture decode steps; only on CUDA devices.
         keep_experts: return the choices of a mixture's routers, too.
 
     Raises:
-        ValueError: a number below 1; a model on several devices; a budget too small for one slot;
-            routers whose choices cannot be kept.
+        ValueError: a number below 1; a model on several devices; routers whose choices cannot be
+            kept.
         UnsupportedModel: a ValueError: an encoder–decoder, a model with attention or positions of
             its own (GPT-J, BLOOM, dynamic RoPE), sharded weights, results that differ from those of
-            plain forwards. :class:`fastrl.GenerateEngine` runs it.
+            the model's forward passes. :class:`fastrl.GenerateEngine` runs it.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class RolloutEngine:
         self.max_slots, self.max_length, self.kv_cache_bytes = max_slots, max_length, kv_cache_bytes
         self._routers = routers_of(self.model_runner.language_model) if keep_experts else []
         self._layers: list[LayerShape] | None = None
-        self._autocast_dtype: torch.dtype | None = None  # autocast's when _layers were found
+        self._autocast_dtype: torch.dtype | None = None  # when _layers were computed
         self._kv_cache: KVCache | None = None
         self._reserved = Room()  # for a KV cache that is yet to be made
-        self._expected = 0  # tokens of a slot, as :meth:`expect` has it
+        self._expected = 0  # the most tokens that :meth:`expect` announced
         self._slots: Slots | None = None
-        # Processors of the last kinds of calls, by settings: captured steps hold their addresses.
+        # The latest KINDS logits processors, by settings: captured steps hold their addresses.
         self._processors: dict[tuple, LogitsProcessors] = {}
         device = self.model_runner.device
         captures = cuda_graphs and device.type == "cuda"
@@ -111,7 +111,7 @@ class RolloutEngine:
         self.model_runner.fuse_draw(self._shapes())
 
     def _check(self) -> None:
-        """Raises UnsupportedModel where results differ from those of plain forwards."""
+        """Raises UnsupportedModel where results differ from the model's forward passes."""
         check_numbers(self._trial())
 
     def _trial(self) -> RolloutEngine:
@@ -127,7 +127,7 @@ class RolloutEngine:
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> Samples:
-        """Samples ``params.n`` responses for each prompt, one after the other in the result.
+        """Returns ``params.n`` samples of each prompt, one after the other, with their log-probs.
 
         Args:
             prompts: texts, chats (lists of messages with a role and a content, put through the
@@ -139,7 +139,7 @@ class RolloutEngine:
         Raises:
             ValueError: an empty prompt, token ids outside the vocabulary, a prompt that with its
                 new tokens exceeds the model's context or ``max_length``; named by its index. No
-                tokenizer where one is needed.
+                tokenizer where one is needed; ``kv_cache_bytes`` below those of one slot.
         """
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
@@ -154,7 +154,7 @@ class RolloutEngine:
         poll = make_finish_poll(slots, scheduler)
         results = Results(len(samples), max(request.limits), device)
         routes = bool(kv_cache.experts)
-        kept: dict[int, Tensor] = {}  # choices of experts, of samples by their index
+        chosen: dict[int, Tensor] = {}  # experts, by the sample's index
         with self.model_runner.opened():
             step = DecodeStep(
                 self.model_runner, kv_cache, slots, self._begin_call(params, ends, slots)
@@ -177,12 +177,12 @@ class RolloutEngine:
                     if ended:
                         released = scheduler.release(ended)
                         results.take(slots, released)
-                        kept |= {x.index: kv_cache.chosen(slot) for slot, x in released if routes}
+                        chosen |= {x.index: kv_cache.chosen(slot) for slot, x in released if routes}
                         slots.empty(ended)
             output = results.output(values=self.model_runner.v_head is not None)
             per_sample = request.repeated(params.n)
             if routes:
-                output.experts = _of_responses(kept, per_sample.prompts, output.sequences)
+                output.experts = _of_responses(chosen, per_sample.prompts, output.sequences)
             output.seed, output.room = seed, self.room()
             output.sample_ids = per_sample.sample_ids
             output.numbers = list(range(params.n)) * len(request.prompts)
@@ -229,7 +229,7 @@ class RolloutEngine:
         self._runner.free()
 
     def _scheduler(self, samples: list[RolloutSample], kv_cache: KVCache) -> Scheduler:
-        """The call's scheduler: a pass over prompts takes the time of several replayed steps."""
+        """A call's scheduler: prompts wait for each other where decode steps are graph replays."""
         return Scheduler(
             samples,
             kv_cache.slots,
@@ -263,17 +263,17 @@ class RolloutEngine:
             self.model_runner.prefill(packed, attention.layout.positions, attention)
             tokens += len(packed)
         prompts = [request.prompts[sample.prompt] for _, sample in admitted]
-        at = [slot for slot, _ in admitted]
+        filled_slots = [slot for slot, _ in admitted]
         slots.fill(
-            at,
+            filled_slots,
             token=[int(prompt[-1]) for prompt in prompts],
             position=[len(prompt) - 1 for prompt in prompts],
-            num_generated=[0] * len(at),
+            num_generated=[0] * len(filled_slots),
             limit=[sample.limit for _, sample in admitted],
             sample=[sample.state for _, sample in admitted],
-            reason=[RUNNING] * len(at),
+            reason=[RUNNING] * len(filled_slots),
         )
-        slots.remember(at, prompts)
+        slots.remember(filled_slots, prompts)
         return tokens
 
     def _begin_call(self, params: SamplingParams, ends: Tensor, slots: Slots) -> LogitsProcessors:
@@ -281,10 +281,10 @@ class RolloutEngine:
         where they are equal, since captured steps contain the addresses of their tensors."""
         vocabulary = self.model.config.get_text_config().vocab_size
         on_host = LogitsProcessors.of(params, ends, vocabulary)
-        values = on_host.as_numbers()
-        kept = self._processors.pop(values, None)
-        processors = on_host.to(self.model_runner.device) if kept is None else kept
-        self._processors[values] = processors
+        settings = on_host.as_numbers()
+        earlier = self._processors.pop(settings, None)
+        processors = on_host.to(self.model_runner.device) if earlier is None else earlier
+        self._processors[settings] = processors
         if len(self._processors) > KINDS:
             del self._processors[next(iter(self._processors))]
         slots.begin(
@@ -303,8 +303,8 @@ class RolloutEngine:
         prefilled: int,
     ) -> dict[str, float]:
         lengths = [len(sequence) for sequence in output.sequences]
-        read = scheduler.decode_steps * bandwidth.weight_bytes(self.model_runner.language_model)
-        read += bandwidth.kv_bytes(kv_cache, zip(prompt_lengths, lengths, strict=True))
+        nbytes = scheduler.decode_steps * bandwidth.weight_bytes(self.model_runner.language_model)
+        nbytes += bandwidth.kv_bytes(kv_cache, zip(prompt_lengths, lengths, strict=True))
         prefill, decode = (max(seconds.get(x, 0.0), 1e-9) for x in ("prefill", "decode"))
         return {
             "time/rollout": seconds["total"],
@@ -313,7 +313,7 @@ class RolloutEngine:
             "perf/rollout_tokens_per_second": sum(lengths) / seconds["total"],
             "perf/prefill_tokens_per_second": prefilled / prefill,
             "perf/decode_tokens_per_second": sum(lengths) / decode,
-            "perf/bandwidth_share": read / decode / bandwidth.bandwidth(self.model_runner.device),
+            "perf/bandwidth_share": nbytes / decode / bandwidth.bandwidth(self.model_runner.device),
             "perf/slot_utilisation": sum(lengths) / scheduler.rows_run,
             "perf/decode_steps": float(scheduler.decode_steps),
             "perf/nan_samples": float(output.finish_reasons.count("nan")),
@@ -346,7 +346,7 @@ class RolloutEngine:
         if kv_cache is not None and kv_cache.length >= length and kv_cache.slots >= count:
             assert self._slots is not None
             return kv_cache, self._slots
-        # Never fewer slots than before.
+        # No fewer slots than before, as far as kv_cache_bytes allows.
         count = max(count, min(room.slots, self._affordable(length)))
         self.sleep()
         layers, device = self._shapes(), self.model_runner.device
@@ -384,17 +384,17 @@ def _samples(request: RolloutRequest, n: int, seed: int) -> list[RolloutSample]:
 
 
 def _of_responses(
-    kept: dict[int, Tensor], prompts: list[Tensor], sequences: list[Tensor]
+    experts: dict[int, Tensor], prompts: list[Tensor], sequences: list[Tensor]
 ) -> list[Tensor]:
-    """The choices of experts [T - 1, L, k] of each prompt with its response, on the host: the last
-    token was not run.
+    """The choices of experts of each prompt with its response, as ``Samples.experts`` has them, on
+    the host: the last token was not run.
 
     Raises:
         RuntimeError: a router's choices for a token that was run were not kept.
     """
     choices = []
     for i, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
-        chosen = kept[i][: len(prompt) + len(sequence) - 1].cpu()
+        chosen = experts[i][: len(prompt) + len(sequence) - 1].cpu()
         if (chosen[len(prompt) - 1 :] == UNKNOWN).any() or (chosen[:, :-1] == UNKNOWN).any():
             raise RuntimeError(
                 "a router's choices were not kept, as its layer does not call it: leave out "

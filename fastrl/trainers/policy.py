@@ -20,7 +20,7 @@ def loaded(model: Any, args: Any, quantization_config: Any = None) -> Any:
     """The model, or the one that is saved at a path.
 
     Raises:
-        ValueError: a ``quantization_config`` for a model that is loaded already, or in two places.
+        ValueError: ``quantization_config`` with a loaded model, or also in model_init_kwargs.
     """
     if not is_path(model):
         if quantization_config is not None:
@@ -41,10 +41,10 @@ def loaded(model: Any, args: Any, quantization_config: Any = None) -> Any:
 
 def padding_tokenizer(processing_class: Any, model: Any, args: Any) -> Any:
     """The tokenizer, by default the one saved with the model; it pads with EOS unless it has a pad
-    token.
+    token; with the chat template and tokens that ``args`` name.
 
     Raises:
-        TypeError: a processor of more than texts.
+        TypeError, ValueError: see :func:`fastrl.trainers.supervised.tokenizer_of`.
     """
     refuse_processor(processing_class)
     processing_class = as_fast(processing_class)
@@ -54,10 +54,8 @@ def padding_tokenizer(processing_class: Any, model: Any, args: Any) -> Any:
 
 
 def settle_tokens(model: Any, tokenizer: Any, args: Any, adapts: bool) -> None:
-    """Tells a model of the tokenizer's tokens.
-
-    Args:
-        adapts: whether only an adapter is trained.
+    """Gives a model's configurations the tokenizer's pad token, and the tokens that ``args`` name;
+    raises ValueError as :func:`settle_model` does. ``adapts``: whether only an adapter is trained.
     """
     settle_model(model, tokenizer, args, adapts)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
@@ -91,11 +89,11 @@ def loaded_causal(model: Any, args: Any, quantization_config: Any) -> Any:
 
 
 def adapted_policy(model: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:
-    """A model as it is trained on its own responses: with an adapter if there is a ``peft_config``,
-    and without dropout if that is disabled.
+    """A model as it is trained on its own responses: with the tokenizer's tokens, an adapter if
+    there is a ``peft_config``, and no dropout if ``args.disable_dropout``.
 
     Raises:
-        ValueError: an adapter on the head; a model without a trainable weight.
+        ValueError: an adapter on the head; no trainable weight; see :func:`settle_tokens`.
     """
     adapts = peft_config is not None or hasattr(model, "peft_config")
     settle_tokens(model, tokenizer, args, adapts)

@@ -33,8 +33,8 @@ class OffloadedWeights:
 
 
 class OffloadRefModel(SecondModel):
-    """A copy whose layers are loaded one by one as it runs; embeddings and head stay on the device
-    during a whole forward."""
+    """A reference in host memory whose layers are loaded one by one as it runs; embeddings and head
+    stay on the device during a whole forward pass."""
 
     mode = "offload"
 
@@ -42,8 +42,8 @@ class OffloadRefModel(SecondModel):
         super().__init__(model.cpu(), policy)
         self.device = torch.device("cpu")
         layers = list(layer_stack(model.pretrained_model))
-        inside = {id(x) for layer in layers for x in _tensors(layer)}
-        rest = [x for x in _tensors(model) if id(x) not in inside]
+        in_layers = {id(x) for layer in layers for x in _tensors(layer)}
+        rest = [x for x in _tensors(model) if id(x) not in in_layers]
         self.units = [OffloadedWeights(x) for x in (rest, *map(_tensors, layers))]
         self._all_loaded = False
         for module, unit in zip([model, *layers], self.units, strict=True):

@@ -26,7 +26,7 @@ _LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
 _LINES = 2  # lines that a flag's text may take in --help
 _RAGGED = 8  # characters that a line may lose because it breaks at words
 _HELP_FLAGS = ("help", "help_all")
-# Argparse takes a number with an exponent for a flag.
+# Argparse takes a negative number with an exponent for a flag.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 _JSON = re.compile(r"\(JSON|as JSON|JSON config")  # in the help of a flag that takes JSON
 
@@ -44,13 +44,11 @@ def parse(
     """Parses "[config.yaml] [--flag value ...]" into instances of the dataclasses ``kinds``.
 
     The first dataclass may name the flags that ``--help`` shows, in ``essentials``: a dict from the
-    titles of groups to names, as words. Without it, ``--help`` shows all.
+    titles of groups to flags' names, separated by spaces. Without it, ``--help`` shows all.
 
     Flags win over the file, and both over the recipe that ``--recipe`` names, see
-    :mod:`fastrl.tools.recipes`.
-
-    Settings of other versions are taken as well, see :mod:`fastrl.eras`, and by other libraries'
-    names, see :mod:`fastrl.tools.commands.aliases`.
+    :mod:`fastrl.tools.recipes`. Settings of other versions of TRL are taken as well, see
+    :mod:`fastrl.eras`, and other libraries' names, see :mod:`fastrl.tools.commands.aliases`.
 
     Args:
         aliases: other names of settings; by default those of the command.
@@ -97,7 +95,7 @@ def parse(
         )
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
-        # Other libraries' names share words with many flags, so that these must be more alike.
+        # Other libraries' names share words with many flags: suggest only very similar ones.
         near = difflib.get_close_matches(name, [*map(_as_flag, words.aliases)], n=1, cutoff=0.85)
         raise UsageError(unknown_name("argument", name, [*map(_as_flag, sorted(actions)), *near]))
     words.check(parsed)
@@ -132,7 +130,7 @@ def make_parser(command: str, kinds: Sequence[Any]) -> Any:
 
 
 def own_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of a command without settings, on run folders; its errors are :class:`UsageError`.
+    """The parser of a command without dataclasses of settings; its errors are :class:`UsageError`.
 
     Args:
         description: the docstring of the command's module, "``fastrl COMMAND``: what it does."
@@ -195,7 +193,7 @@ def yaml_settings(path: Path) -> dict[Any, Any]:
     class Loader(yaml.SafeLoader):
         """Reads booleans as YAML 1.2 does: no is text, as in "save_strategy: no"."""
 
-        yaml_implicit_resolvers = {  # noqa: RUF012 - not a field, there and here
+        yaml_implicit_resolvers = {  # noqa: RUF012 - not a field, as in SafeLoader
             first: [(tag, form) for tag, form in forms if first in "tTfF" or "bool" not in tag]
             for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
@@ -265,7 +263,7 @@ def _flags_of(
     path: Path, settings: Mapping[Any, Any], actions: Mapping[str, argparse.Action | None]
 ) -> list[str]:
     """A YAML file's settings as flags, so that both are parsed alike. ``actions`` has each
-    name's action; None for a setting of another version of TRL."""
+    name's action; None for a setting of another version of TRL, or for a refused alias."""
     flags = []
     for key, value in settings.items():
         name = str(key).replace("-", "_")
@@ -321,7 +319,7 @@ def _brief(parser: argparse.ArgumentParser, essentials: Mapping[str, str]) -> st
 
 
 class _AllFlags(argparse.HelpFormatter):
-    """One spelling per flag (underscores work as well), its kind, its choices and its default."""
+    """Shows flags with dashes (underscores work as well), their kinds, choices and defaults."""
 
     all_names = True  # spellings of other libraries, too
 
@@ -416,7 +414,8 @@ def _choices_of(action: argparse.Action) -> list[str]:
 
 
 def values_of(action: argparse.Action) -> list[str] | None:
-    """The values that may follow a flag: [] for a number; None for a text, which may be a path."""
+    """The values that may follow a flag: [] for a number or JSON, of which none can be listed; None
+    for a text, which may be a path, and for a flag without a value."""
     if choices := _choices_of(action):
         return choices
     if action.nargs == 0:

@@ -14,7 +14,7 @@ from fastrl.trainers.sft import SFTConfig
 
 @dataclass(kw_only=True)
 class SFTJob(FitJob):
-    """Texts to learn."""
+    """A job of ``fastrl sft``: what to train, on which texts, and where the results go."""
 
     command: ClassVar[str] = "sft"
     essentials: ClassVar[dict[str, str]] = essential_flags(

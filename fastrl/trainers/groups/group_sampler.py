@@ -50,7 +50,7 @@ def in_groups(stream: Any, size: int, prompts: int = 1, uses: int = 1) -> Any:
     """The rows of a ``datasets.IterableDataset`` in :class:`GroupSampler`'s order, unshuffled.
 
     Raises:
-        ValueError: as the stream's end is read, if it had fewer than ``prompts`` rows.
+        ValueError: as the stream's end is read, if it had rows, but fewer than ``prompts``.
     """
 
     def repeat(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:

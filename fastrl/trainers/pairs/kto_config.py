@@ -14,8 +14,8 @@ class KTOConfig(PreferenceConfig):
     """Settings of :class:`fastrl.KTOTrainer`: names, meanings and defaults of TRL 1.x's KTOConfig.
 
     Raises:
-        ValueError: a value out of range, an unknown loss, another order of the data than the loss
-            needs.
+        ValueError: a value out of range, an unknown loss; with a loss that estimates a KL, another
+            ``train_sampling_strategy`` than sequential, or ``micro_batch_tokens``.
     """
 
     train_sampling_strategy: str = setting(
