@@ -33,8 +33,8 @@ class Prompts:
 
     Attributes:
         samples: a sample for each prompt, without a response. A prompt that was passed as token ids
-            also has their text; ``prompt_rows`` are indices in the passed prompts.
-        name_of: names such an index, for messages.
+            also has their text; ``prompt_rows`` are rows of a data set, or indices in a list.
+        name_of: returns the name of a row's prompt, for messages.
     """
 
     samples: Samples
@@ -58,14 +58,15 @@ class Prompts:
         tokenizer puts in front, unless it begins with BOS.
 
         Args:
+            rows: the prompts' rows, by which ``name_of`` names them; None: their indices.
             templates: further arguments of the chat template for each prompt; none by default.
             closed: add the tokens that encoders read at the end, see
                 :func:`fastrl.data.encode.encode_prompt`.
 
         Raises:
-            ValueError: a single text or chat; a prompt without a token; messages that lack a role
-                or a text, are all blank, or end with the assistant's; a tokenizer without a chat
-                template. The error names the prompt.
+            ValueError: a single text or chat, or none; a prompt without a token or of another type;
+                messages that lack a role or a text, are all blank, or end with the assistant's; a
+                tokenizer without a chat template. The error names the prompt.
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of texts, got the text {prompts!r}")
@@ -81,7 +82,7 @@ class Prompts:
         rows = list(range(len(prompts))) if rows is None else rows
         chats: list[Any] = list(prompts)
         texts, places = [""] * len(chats), range(len(chats))
-        ready = {i: _token_ids(x, name_of(rows[i])) for i, x in enumerate(chats) if not _is_said(x)}
+        ready = {i: _token_ids(x, name_of(rows[i])) for i, x in enumerate(chats) if not _is_text(x)}
         to_encode = [i for i in places if i not in ready]
         written, ids = encode_prompts(
             [chats[i] for i in to_encode],
@@ -109,15 +110,17 @@ class Prompts:
     def from_dataset(
         cls, dataset: Any, column: str | None, tokenizer: Any, of: str = "", *, closed: bool = False
     ) -> Prompts:
-        """Makes prompts from a column of texts or chats, or of token ids under ``input_ids``. The
-        columns ``tools`` and ``chat_template_kwargs`` go to the chat template.
+        """Makes prompts from a column of texts, chats or token ids. The columns ``tools`` and
+        ``chat_template_kwargs`` go to the chat template.
 
         Args:
-            of: the name of the data set, for messages.
+            column: None: the first of ``prompt``, ``query`` and ``input_ids`` that there is.
+            of: what messages put before "the dataset", such as "eval_prompts's ".
             closed: see :meth:`from_list`.
 
         Raises:
-            ValueError: no such column (the message lists the columns); see :meth:`from_list`.
+            ValueError: the data set lacks the column (the message lists its columns), has no rows,
+                or columns that :func:`check_reserved` refuses; also as :meth:`from_list`.
         """
         dataset = list_as_dataset(dataset)
         if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
@@ -204,7 +207,7 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the token ids, and of the other columns, in their order."""
+        """A hash of the prompts' token ids and of the data's other columns, row by row."""
         rows_of_ids = self._rows_of_ids
         digest = hashlib.sha256(rows_of_ids.ends.numpy().tobytes())
         digest.update(rows_of_ids.flat.numpy().tobytes())
@@ -215,12 +218,8 @@ class Prompts:
 
 
 def samples_of_rows(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> Samples:
-    """A sample for each row, with a prompt that is not encoded yet, and the columns that the first
-    row has.
-
-    Args:
-        prompts: the text or chat messages of each row.
-    """
+    """A sample for each row, with the columns that the first row has, and its prompt, a text or
+    chat messages that are not encoded yet."""
     names = [name for name in (rows[0] if rows else ()) if name != _PROMPT_COLUMNS[0]]
     columns = {name: [row.get(name) for row in rows] for name in names}
     return Samples(prompts=list(prompts), prompt_rows=list(range(len(rows))), columns=columns)
@@ -278,7 +277,7 @@ class PromptStream:
             raise
 
     def state_dict(self) -> dict[str, int]:
-        """Seed and position, as numbers that JSON can hold."""
+        """Number of prompts, seed and position, as numbers that JSON can hold."""
         return {name: getattr(self, name) for name in ("count", "seed", "epoch", "index")}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -301,24 +300,25 @@ class PromptStream:
 def read_eval_prompts(
     source: Any, column: str | None, tokenizer: Any, *, closed: bool = False
 ) -> Prompts:
-    """Evaluation prompts from a data set or a list."""
+    """Makes evaluation prompts by :meth:`Prompts.from_dataset`, or ``from_list`` for a list."""
     if hasattr(source, "column_names"):
         return Prompts.from_dataset(source, column, tokenizer, "eval_prompts's ", closed=closed)
     return Prompts.from_list(source, tokenizer, "eval_prompts[{}]".format, closed=closed)
 
 
-def _is_said(prompt: Any) -> bool:
+def _is_text(prompt: Any) -> bool:
+    """Whether a prompt is a text, or chat messages, and not token ids."""
     return isinstance(prompt, str) or is_chat(prompt)
 
 
 def _token_ids(prompt: Any, name: str) -> list[int]:
-    """A prompt's token ids as a list; raises ValueError for anything else."""
+    """Token ids of a prompt, as a list; raises ValueError unless they are 1-D integers from 0."""
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.tensor(torch.nan)
-    kinds = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-    if ids.dim() != 1 or (len(ids) and (ids.dtype not in kinds or ids.min() < 0)):
+    dtypes = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+    if ids.dim() != 1 or (len(ids) and (ids.dtype not in dtypes or ids.min() < 0)):
         raise ValueError(
             f"{name} is {prompt!r:.80}: a prompt is a text, a list of chat messages, or the token "
             "ids of one text, integers from 0"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Aggregate(NamedTuple):
-    """Σ_t v_t·ℓ_t / D over the tokens of responses; kinds have the names of AGGREGATES.
+    """Σ_t v_t·ℓ_t / D over the tokens t of responses, whose losses are ℓ_t.
 
     | kind | v_t | D |
     | --- | --- | --- |
@@ -19,8 +19,7 @@ class Aggregate(NamedTuple):
     | "seq-mean-token-sum-norm" | 1 | responses · norm_length |
 
     Without a ``norm_length`` the last kind's v is 1/(tokens of the longest response), and its D the
-    number of responses. A response's own weight multiplies its v, and counts it as often in D.
-
+    number of responses. A response's own weight multiplies its v and its part of D.
     v and D are computed here, as the kernels see flat tokens and no responses.
 
     Attributes:
@@ -47,8 +46,8 @@ class Aggregate(NamedTuple):
         return v if weights is None else v * weights
 
     def denominator(self, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
-        """D of some responses, [], and 1 without any; for several mini-batches pass the responses
-        of all. Arguments are those of :meth:`weights`."""
+        """D of B responses, [], or 1 where that is 0; for several mini-batches pass the responses
+        of all of them. Arguments are those of :meth:`weights`."""
         if self.kind == "token-mean":
             counts = lengths
         elif self.counts_empty or self.kind == "seq-mean-token-sum-norm":

@@ -29,11 +29,12 @@ class KLPenalty(Protocol):
     def rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
     ) -> Rewards:
-        """Rewards, their part without the score, and KL penalties, [B, T-1] each."""
+        """Rewards -coef·KL, plus a row's score [B] at its last token in ``mask`` [B, T-1]; their
+        part without the score; and the KLs of tokens; [B, T-1] each."""
 
 
 class SampledKLPenalty:
-    """The KL estimated from the log-probs of the sampled tokens."""
+    """The KL estimated from sampled tokens, by a ``kind`` of :func:`fastrl_kernels.kl_penalty`."""
 
     needs_logits = False
 
@@ -59,14 +60,13 @@ class FullKLPenalty:
     needs_logits = True
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Σ_v p·(log p - log ref) of each token, [...], from log-probs of the vocabulary,
-        [..., V]."""
+        """Σ_v p·(log p - log ref) of each token [...], from the vocabulary's log-probs [..., V]."""
         return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
     def rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
     ) -> Rewards:
-        """Takes log-probs of the vocabulary, [B, T-1, V], or the KL itself and zeros."""
+        """Takes log-probs [B, T-1, V], or the KL as ``logprobs`` and zeros as ``ref_logprobs``."""
         if logprobs.dim() == 3:
             logprobs = self(logprobs, ref_logprobs)
             ref_logprobs = torch.zeros_like(logprobs)
@@ -89,14 +89,15 @@ class NoPenalty:
 
 
 def make_kl_penalty(kind: str, reference: RefModel) -> KLPenalty:
-    """The penalty by its name: "kl", "abs", "mse" or "full"."""
+    """The penalty named "kl", "abs", "mse" or "full"; :class:`NoPenalty` without a reference."""
     if reference.mode == "none":
         return NoPenalty()
     return FullKLPenalty() if kind == "full" else SampledKLPenalty(kind)
 
 
 class AdaptiveKLController:
-    """β ← β·(1 + clip(kl/target - 1, ±0.2)·n/horizon) after n samples (Ziegler et al., 2019)."""
+    """β ← β·(1 + clip(kl/target - 1, ±0.2)·n/horizon) after n samples (Ziegler et al., 2019), kl
+    and target in nats per sequence; the same β where kl is NaN."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float):
         self.value = init_kl_coef
@@ -121,7 +122,7 @@ class FixedKLController:
 
 
 def warn_of_negative_kl(kl: float) -> None:
-    """Warns of an estimate too negative for responses of the policy itself."""
+    """Warns if the estimated KL is below -1 nat, too low for responses of the policy itself."""
     if kl < -1.0:
         warnings.warn(
             f"the KL estimate is negative ({kl:.2f}): the responses are unlikely under the "

@@ -20,7 +20,7 @@ class ScoredPass(NamedTuple):
     scores: TokenScores  # without values
     hidden: Tensor  # [N, H], the last hidden states
     output: Any  # the model's output
-    routing: Routing | None = None  # the routing to follow, for a mixture of experts
+    routing: Routing | None = None  # with the routers' results, where the inputs had one
 
     @property
     def aux_loss(self) -> Tensor:
@@ -35,7 +35,7 @@ class ScoredPass(NamedTuple):
 
 
 class TokenScorer:
-    """Runs a model's forward, and its LM head on the requested rows alone.
+    """Runs a model's forward, and its LM head on the requested rows alone if the model allows it.
 
     The way to run the head is chosen at the first use, on a few tokens of that batch: only then is
     the model on its device.
@@ -48,10 +48,10 @@ class TokenScorer:
         self.head: Head | None = None
 
     def choose(self, model: Any, inputs: Mapping[str, Any]) -> Head:
-        """The way to run the LM head of a model.
+        """The way to run the LM head of a model, which the first call chooses.
 
         Args:
-            inputs: a batch.
+            inputs: keyword arguments of the model's forward, for a batch.
         """
         if self.head is None:
             corner = {**corner_of(inputs), "use_cache": False}

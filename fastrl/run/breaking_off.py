@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_EVERY = 0.5  # seconds between two looks
+_EVERY = 0.5  # seconds between two calls of ``news``
 # A signal that ends a sleep or a wait for the network, and is ignored without a handler.
 _SIGNAL = getattr(signal, "SIGURG", None)
 
 
 class BrokenOff(BaseException):
-    """The work is not wanted any more. This is no Exception, which users' functions may catch."""
+    """Ends the work of :func:`broken_off_by`; no Exception, as users' functions may catch those."""
 
 
 @contextmanager
@@ -29,8 +29,8 @@ def broken_off_by(news: Callable[[], bool]) -> Iterator[None]:
     if _SIGNAL is None or threading.current_thread() is not main:
         yield
         return
-    ended, number = threading.Event(), main.ident
-    assert number is not None
+    ended, thread_id = threading.Event(), main.ident
+    assert thread_id is not None
     working = True  # set to False by one instruction, within which no signal comes
 
     def leave(signal_number: int, frame: FrameType | None) -> None:
@@ -41,13 +41,13 @@ def broken_off_by(news: Callable[[], bool]) -> Iterator[None]:
         # Again and again: a function may have caught BrokenOff.
         while not ended.wait(_EVERY):
             if news() and not ended.is_set():
-                signal.pthread_kill(number, _SIGNAL)
+                signal.pthread_kill(thread_id, _SIGNAL)
 
-    before = signal.signal(_SIGNAL, leave)
+    earlier_handler = signal.signal(_SIGNAL, leave)
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         working = False
         ended.set()
-        signal.signal(_SIGNAL, signal.SIG_DFL if before is None else before)
+        signal.signal(_SIGNAL, signal.SIG_DFL if earlier_handler is None else earlier_handler)

@@ -23,7 +23,7 @@ _LENGTH = "set max_completion_length, and cut prompts in the data set"
 @dataclass
 class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     """Settings of trainers that learn from responses which they sample themselves, beside those of
-    ``transformers.TrainingArguments``; names, meanings and defaults are TRL 1.x's."""
+    ``transformers.TrainingArguments``, by TRL 1.x's names where it has them."""
 
     learning_rate: float = setting("Learning rate at the start.", 1e-6, within="[0, inf)")
     logging_steps: float = setting(
@@ -138,7 +138,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
         "Completions per call of a reward; None: all of a generation.", None, within="[1, inf)"
     )
 
-    # Settings of TRL until 0.25, by the constructor alone: see fastrl.eras.
+    # A setting of TRL until 0.25, see fastrl.eras; behind it those that are refused or idle.
     max_prompt_length: int | None = kept_setting("Prompts keep their last tokens.")
     max_length: int | None = refused(None, _LENGTH)
     chat_template_path: str | None = refused(None, f"set chat_template of {_TOKENIZER}")
@@ -183,8 +183,8 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     ]
 
     def __post_init__(self) -> None:
-        reads = self.load_best_model_at_end or self.lr_scheduler_type in SCHEDULES_BY_METRIC
-        if reads and self.metric_for_best_model is None:
+        reads_metric = self.load_best_model_at_end or self.lr_scheduler_type in SCHEDULES_BY_METRIC
+        if reads_metric and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"  # transformers' default would be the loss
         super().__post_init__()
         if self.metric_for_best_model in ("loss", "eval_loss"):
@@ -218,36 +218,36 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
 
     def _settle_batches(self) -> None:
         """Sets ``generation_batch_size`` from ``steps_per_generation``, or the other way round."""
-        step = self.per_device_train_batch_size * self.world_size
+        batch = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            if self.generation_batch_size != step * self.steps_per_generation:
+            if self.generation_batch_size != batch * self.steps_per_generation:
                 raise ValueError(
                     "generation_batch_size and steps_per_generation can not both be set: leave one "
                     "of them out"
                 )
         elif self.generation_batch_size is not None:
-            if self.generation_batch_size % step:
+            if self.generation_batch_size % batch:
                 raise ValueError(
                     f"generation_batch_size ({self.generation_batch_size}) must be divisible by "
-                    f"the batch of all processes ({step})"
+                    f"the batch of all processes ({batch})"
                 )
-            self.steps_per_generation = self.generation_batch_size // step
+            self.steps_per_generation = self.generation_batch_size // batch
         else:
             if self.steps_per_generation is None:
                 self.steps_per_generation = self.gradient_accumulation_steps
-            self.generation_batch_size = step * self.steps_per_generation
+            self.generation_batch_size = batch * self.steps_per_generation
         if self.generation_batch_size % self.num_generations:
             raise ValueError(
                 f"generation_batch_size ({self.generation_batch_size}) must be divisible by "
                 f"num_generations ({self.num_generations}), so that it holds whole groups"
             )
-        evaluated = self.num_generations_eval or self.num_generations
+        generations = self.num_generations_eval or self.num_generations
         if self.do_eval and str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no":
             size = self.per_device_eval_batch_size * self.world_size
-            if size % evaluated:
+            if size % generations:
                 raise ValueError(
                     f"per_device_eval_batch_size × processes ({size}) must be divisible by "
-                    f"num_generations_eval ({evaluated}), so that it holds whole groups"
+                    f"num_generations_eval ({generations}), so that it holds whole groups"
                 )
 
     @property

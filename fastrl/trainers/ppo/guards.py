@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fastrl.config import PPOConfig
 
-# Settings, and for each the statistic that it limits, and what to change.
+# Settings, the statistic that each limits, its meaning, and what to change.
 _LIMITS = (
     (
         "max_kl",
@@ -24,16 +24,13 @@ _LIMITS = (
 
 
 class TrainingDiverged(RuntimeError):
-    """A statistic of a step exceeds its limit, ``PPOConfig.max_kl`` or ``max_ratio``.
-
-    The step itself is complete: its optimizer steps are taken.
-    """
+    """A statistic of a step exceeds its limit, ``PPOConfig.max_kl`` or ``max_ratio``. The
+    step itself is complete: its optimizer steps are taken."""
 
 
 def check_divergence(config: PPOConfig, step: int, statistics: Mapping[str, float]) -> None:
-    """Checks a step's statistics, as ``PPOTrainer.step`` returns them.
-
-    One that is NaN, such as a KL without a reference, exceeds nothing.
+    """Checks a step's statistics, as ``PPOTrainer.step`` returns them. NaN, such as a KL without a
+    reference, exceeds nothing.
 
     Raises:
         TrainingDiverged: names the statistic, its limit, and what to change.

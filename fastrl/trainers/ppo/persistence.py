@@ -48,10 +48,12 @@ def load_checkpoint(
     processes: Processes,
     products: Products,
 ) -> None:
-    """Calls ``load`` with the state of a checkpoint, or of the newest good one in a folder.
+    """Calls ``load`` with the state of a checkpoint, or of the newest good one in a folder, and has
+    ``products`` take over the checkpoint's libraries.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
+        BadCheckpoint: the checkpoint, or each in the folder, is damaged or of another trainer.
     """
     checkpoint = find_checkpoint(path, Checkpoints(Path(path)), processes=processes)
     assert checkpoint is not None
@@ -104,8 +106,8 @@ class ModelFiles:
         write_model_card(folder, name or Path(folder).absolute().name, self.state.policy, training)
 
     def push_if_best(self, scores: Tensor, push: Callable[..., Any]) -> None:
-        """Uploads the model where ``push_to_hub_if_best_kwargs`` asks for it and the mean of a
-        step's scores is the highest so far.
+        """Uploads the model if the mean of the scores [B] is the highest so far, in every
+        ``compare_steps``-th step; never without ``push_to_hub_if_best_kwargs``.
 
         Args:
             push: uploads the model; called with the arguments of that setting.

@@ -68,8 +68,9 @@ def replay(
         progress: show a progress bar of the updates.
 
     Raises:
-        ValueError: the ledger lacks the step, or a step between it and the checkpoint;
-            a trainer of other settings or of several processes; a damaged file of the ledger.
+        ValueError: the ledger lacks the step, a step between it and the checkpoint, or arguments of
+            ``generate``; samples that cannot be drawn again, such as a rollout_func's; a trainer of
+            other settings or of several processes; a damaged file of the ledger.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
     return _StepWalk(trainer, output, step).replay(generation_kwargs, progress)
@@ -152,7 +153,7 @@ class _StepWalk(Walk):
         return 0
 
     def _update(self, step: int) -> None:
-        """Does the update of a step, and notes its first difference from the run's."""
+        """Does a step's update; ``strayed`` gets the first update that differs from the run's."""
         trainer = self.trainer
         rows = self.rows(step, _COLUMNS)
         rollout = recorded_rollout(rows, trainer.config.temperature)
@@ -164,11 +165,11 @@ class _StepWalk(Walk):
             assert trainer.experience is not None
             recorded = np.array([x for row in rows for x in row["advantages"]], dtype=np.float32)
             learned = trainer.experience.advantages()[0]
-            strayed = difference("advantages", recorded, learned, tolerance=self.tolerance)
-            self.strayed = f"step {step}: {strayed[0]}" if strayed else None
+            lines = difference("advantages", recorded, learned, tolerance=self.tolerance)
+            self.strayed = f"step {step}: {lines[0]}" if lines else None
 
     def _drawn(self, processes: int, generation_kwargs: dict[str, Any]) -> list[ReplayedSample]:
-        """Draws the samples of the step, each share as that process of the run drew it."""
+        """Draws the samples of the step, each process's share as it was drawn in the run."""
         trainer, outputs = self.trainer, []
         rows = read_ledger(self.ledger, None, self.last, self.last).to_pylist()
         share, size = len(rows) // processes, trainer.config.group_size
@@ -187,7 +188,7 @@ class _StepWalk(Walk):
         return compared(rows, Samples.joined(outputs), trainer.config.temperature, tolerance)
 
     def _generation_kwargs(self, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The run's arguments of ``generate``; raises ValueError where some were not recorded."""
+        """``arguments``, else the run's; raises ValueError if some of these were not recorded."""
         if arguments is None and self.facts[NOT_JSON]:
             raise ValueError(
                 f"the run's generation_kwargs hold what JSON cannot "
